@@ -122,6 +122,8 @@ def other(kind: str, rng: random.Random) -> Config:
 
 def made(kind: str, rng: random.Random) -> Config:
     """A config of a kind of model."""
+    if kind == "deepseek-mtp":
+        return latent(kind, rng) | {"tie_word_embeddings": False, "hidden_size": 8, "num_nextn_predict_layers": 1}
     if kind.startswith("deepseek"):
         return latent(kind, rng)
     if kind in ("gpt2", "mamba2"):
@@ -129,6 +131,8 @@ def made(kind: str, rng: random.Random) -> Config:
     c = config("llama" if kind in ("lora", "llama4") or kind.startswith("gpt-oss") else kind, rng)
     if kind in ("llama4", "gpt-oss", "gpt-oss-mxfp4"):
         c |= {"tie_word_embeddings": False, "num_local_experts": rng.choice([2, 4])}
+    if kind == "llama4":  # Scout, Maverick
+        c |= {"interleave_moe_layer_step": rng.choice([1, 2]), "intermediate_size_mlp": 2 * c["intermediate_size"]}
     if kind == "gpt-oss-mxfp4":
         c |= {"hidden_size": 64, "intermediate_size": rng.choice([64, 128]), "mxfp4": True}
     return c | {"lora_rank": rng.choice([2, 3])} if kind == "lora" else c
@@ -137,7 +141,8 @@ def made(kind: str, rng: random.Random) -> Config:
 def checkpoint(kind: str, c: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """What Hugging Face has on disk."""
     special = {
-        "deepseek": more.deepseek, "deepseek-fp8": more.deepseek, "llama4": more.llama4, "gpt2": more.gpt2,
+        "deepseek": more.deepseek, "deepseek-mtp": more.deepseek_mtp, "deepseek-fp8": more.deepseek,
+        "llama4": more.llama4, "gpt2": more.gpt2,
         "gpt-oss": more.gpt_oss, "gpt-oss-mxfp4": more.gpt_oss, "mamba2": more.mamba2, "lora": more.lora,
     }  # fmt: skip
     return special.get(kind, frameworks.checkpoint)(c, rng)
@@ -267,6 +272,10 @@ TABLES: dict[str, dict[str, Side]] = {
         "hf-deepseek-v3-fp8": (frameworks.hugging_face, hf, {}),
         "vllm-deepseek-v3-fp8": (more.deepseek_served, latent_server, {}),
         "vllm-deepseek-v3-fp8-ep": (more.deepseek_served, latent_server, {"on": True}),
+    },
+    "deepseek-mtp": {
+        "hf-deepseek-v3-mtp": (frameworks.hugging_face, hf, {}),
+        "megatron-deepseek-v3-mtp": (more.deepseek_mtp_megatron, latent_trainer, {}),
     },
     "llama4": {
         "hf-llama4": (frameworks.hugging_face, hf, {}),

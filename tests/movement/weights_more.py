@@ -140,6 +140,68 @@ def deepseek_megatron(
     return out
 
 
+def deepseek_mtp(c: Config, rng: np.random.Generator) -> Named:
+    """On disk: deepseek-ai/DeepSeek-V3 0b39205, README_WEIGHTS.md: one more layer under the next number, with experts;
+    embed_tokens and shared_head.head share parameters with the model; enorm, hnorm and eh_proj beside the layer.
+    """  # fmt: skip
+    n, e = c["num_hidden_layers"], c["hidden_size"]
+    out = deepseek(c | {"num_hidden_layers": n + 1}, rng)
+    p = f"model.layers.{n}."
+    most = sum(a.size for a in out.values())
+    for name, shape in (("enorm", (e,)), ("hnorm", (e,)), ("eh_proj", (e, 2 * e)), ("shared_head.norm", (e,))):
+        size = math.prod(shape)
+        out[f"{p}{name}.weight"] = (np.arange(size, dtype=np.float32) + most + 1).reshape(shape)
+        most += size
+    out[p + "embed_tokens.weight"] = out["model.embed_tokens.weight"]
+    out[p + "shared_head.head.weight"] = out["lm_head.weight"]
+    return out
+
+
+def deepseek_mtp_megatron(
+    c: Config, w: Named, tensor: int = 1, pipeline: int = 1, data: int = 1, chunks: int = 1, divisible: int = 128,
+    expert: int = 1, etp: int = 1, **more: Any,
+) -> dict[int, Named]:  # fmt: skip
+    """Megatron-LM 00611e6, multi_token_prediction.py (mtp_on_this_rank: the last stage; eh_proj column parallel) and
+    gpt_model.py (`pre_process or mtp_process` has an embedding); Megatron-Bridge 067f987, models/deepseek/common.py.
+    """  # fmt: skip
+    out = deepseek_megatron(c, w, tensor, pipeline, data, chunks, divisible, expert=expert, etp=etp, **more)
+    p = f"model.layers.{c['num_hidden_layers']}."
+    for rank, own in out.items():
+        stage, rest = divmod(rank, data * tensor)
+        if stage < pipeline - 1:
+            continue
+        t, et, ep = rest % tensor, rest % etp, rest // etp % expert
+        m = f"{chunks - 1}.mtp.layers.0."
+        embed = w[p + "embed_tokens.weight"]
+        rows = -(-len(embed) // (divisible * tensor)) * divisible * tensor
+        own[f"{chunks - 1}.embedding.word_embeddings.weight"] = part(pad_rows(embed, rows), tensor, t)
+        for mine, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
+            own[f"{m}{mine}.weight"] = w[f"{p}{theirs}.weight"]
+        own[m + "eh_proj.weight"] = part(w[p + "eh_proj.weight"], tensor, t)
+        m += "mtp_model_layer."
+        s, q = m + "self_attention.", p + "self_attn."
+        whole = {
+            m + "input_layernorm.weight": p + "input_layernorm.weight",
+            m + "pre_mlp_layernorm.weight": p + "post_attention_layernorm.weight",
+            s + "linear_q_down_proj.weight": q + "q_a_proj.weight",
+            s + "linear_q_up_proj.layer_norm_weight": q + "q_a_layernorm.weight",
+            s + "linear_kv_down_proj.weight": q + "kv_a_proj_with_mqa.weight",
+            s + "linear_kv_up_proj.layer_norm_weight": q + "kv_a_layernorm.weight",
+            m + "mlp.router.weight": p + "mlp.gate.weight",
+            m + "mlp.router.expert_bias": p + "mlp.gate.e_score_correction_bias",
+        }
+        own |= {name: w[other] for name, other in whole.items()}
+        own[s + "linear_q_up_proj.weight"] = part(w[q + "q_b_proj.weight"], tensor, t)
+        own[s + "linear_kv_up_proj.weight"] = part(w[q + "kv_b_proj.weight"], tensor, t)
+        own[s + "linear_proj.weight"] = part(w[q + "o_proj.weight"], tensor, t, 1)
+        own |= _gated(w, p + "mlp.shared_experts.", m + "mlp.shared_experts.linear_fc{}.weight", tensor, t)
+        each = c["n_routed_experts"] // expert
+        for x in range(each):
+            name = m + "mlp.experts.linear_fc{}.weight" + str(x)
+            own |= _gated(w, p + f"mlp.experts.{ep * each + x}.", name, etp, et)
+    return out
+
+
 def _gated(w: Named, p: str, name: str, n: int, k: int) -> Named:
     """Megatron-Bridge GatedMLPMapping: gate and up are cut, then joined; down is cut on its second dim."""
     gate, up, down = (w[f"{p}{m}_proj.weight"] for m in ("gate", "up", "down"))
@@ -325,7 +387,7 @@ def served_moe(
 
 def llama4(c: Config, rng: np.random.Generator) -> Named:
     """On disk: transformers 000c33f, models/llama4/modeling_llama4.py (Llama4TextExperts)."""
-    e, d, f, v = c["hidden_size"], c["head_dim"], c["intermediate_size"], c["vocab_size"]
+    e, d, v = c["hidden_size"], c["head_dim"], c["vocab_size"]
     h, g, x = c["num_attention_heads"], c["num_key_value_heads"], c["num_local_experts"]
     o = "language_model."
     shapes: Shapes = {o + "model.embed_tokens.weight": (v, e), o + "model.norm.weight": (e,)}
@@ -336,9 +398,14 @@ def llama4(c: Config, rng: np.random.Generator) -> Named:
         q, s = p + "feed_forward.", p + "self_attn."
         shapes |= {p + "input_layernorm.weight": (e,), p + "post_attention_layernorm.weight": (e,)}
         shapes |= {s + "q_proj.weight": (h * d, e), s + "k_proj.weight": (g * d, e), s + "v_proj.weight": (g * d, e)}
-        shapes |= {s + "o_proj.weight": (e, h * d), q + "router.weight": (x, e)}
-        shapes |= {q + "experts.gate_up_proj": (x, e, 2 * f), q + "experts.down_proj": (x, f, e)}
-        q += "shared_expert."
+        shapes[s + "o_proj.weight"] = (e, h * d)
+        if (n + 1) % c["interleave_moe_layer_step"]:  # Llama4TextDecoderLayer: is not one of config.moe_layers
+            f = c["intermediate_size_mlp"]
+        else:
+            f = c["intermediate_size"]
+            shapes |= {q + "router.weight": (x, e)}
+            shapes |= {q + "experts.gate_up_proj": (x, e, 2 * f), q + "experts.down_proj": (x, f, e)}
+            q += "shared_expert."
         shapes |= {q + "gate_proj.weight": (f, e), q + "up_proj.weight": (f, e), q + "down_proj.weight": (e, f)}
     return numbered(shapes, rng, {})
 
@@ -346,7 +413,9 @@ def llama4(c: Config, rng: np.random.Generator) -> Named:
 def llama4_served(
     c: Config, w: Named, tensor: int = 1, pipeline: int = 1, replica: int = 1, stages: list[int] | None = None
 ) -> dict[int, Named]:
-    """vLLM 0036d38: models/llama4.py (permute_qk_weight_for_rotary; fused experts are transposed and chunked)."""
+    """vLLM 0036d38: models/llama4.py (permute_qk_weight_for_rotary; fused experts are transposed and chunked); 0121c95:
+    Llama4DecoderLayer, a LlamaMLP where there are no experts.
+    """  # fmt: skip
     d, g, h = c["head_dim"], c["num_key_value_heads"], c["num_attention_heads"]
     counts = stages or [c["num_hidden_layers"] // pipeline] * pipeline
     o = "language_model."
@@ -366,7 +435,7 @@ def llama4_served(
         for n in range(sum(counts[:stage]), sum(counts[: stage + 1])):
             p = f"{o}model.layers.{n}."
             s, q = p + "self_attn.", p + "feed_forward."
-            for name in (p + "input_layernorm.weight", p + "post_attention_layernorm.weight", q + "router.weight"):
+            for name in (p + "input_layernorm.weight", p + "post_attention_layernorm.weight"):
                 own[name] = w[name]
             groups = max(g // tensor, 1)
             shard = t * g // tensor
@@ -378,10 +447,13 @@ def llama4_served(
             ]
             own[s + "qkv_proj.weight"] = np.concatenate(three)
             own[s + "o_proj.weight"] = part(w[s + "o_proj.weight"], tensor, t, 1)
-            gate, up = np.split(w[q + "experts.gate_up_proj"].swapaxes(1, 2), 2, axis=1)
-            own[q + "experts.w13_weight"] = np.concatenate([part(gate, tensor, t, 1), part(up, tensor, t, 1)], axis=1)
-            own[q + "experts.w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
-            q += "shared_expert."
+            if (n + 1) % c["interleave_moe_layer_step"] == 0:
+                own[q + "router.weight"] = w[q + "router.weight"]
+                gate, up = np.split(w[q + "experts.gate_up_proj"].swapaxes(1, 2), 2, axis=1)
+                both = [part(gate, tensor, t, 1), part(up, tensor, t, 1)]
+                own[q + "experts.w13_weight"] = np.concatenate(both, axis=1)
+                own[q + "experts.w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
+                q += "shared_expert."
             gate, up, down = (w[f"{q}{m}_proj.weight"] for m in ("gate", "up", "down"))
             own[q + "gate_up_proj.weight"] = np.concatenate([part(gate, tensor, t), part(up, tensor, t)])
             own[q + "down_proj.weight"] = part(down, tensor, t, 1)

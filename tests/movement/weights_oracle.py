@@ -134,9 +134,9 @@ class Oracle:
                 }
                 maps: dict[str, np.ndarray] = {}
                 legal = all(
-                    a <= (self.value(dim.atoms[0], digits) or 0) < b
-                    for tensor in tensors.values() for dim, (a, b) in zip(tensor.dims, tensor.ranges, strict=True)
-                    if (dim.first or dim.stop)
+                    (self.value(dim.atoms[0], digits) or 0) in indices
+                    for tensor in tensors.values() for dim, indices in zip(tensor.dims, tensor.ranges, strict=True)
+                    if (dim.first or dim.stop or dim.step)
                 )  # fmt: skip
                 for name, tensor in tensors.items():
                     index = np.full([len(d) for d in dims], -1, dtype=np.int64)

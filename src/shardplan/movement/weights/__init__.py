@@ -25,4 +25,5 @@ Reading order:
 - `reference`   a refit on numpy arrays
 - `refit`       the verb
 - `probe`       a table compared with what the framework's own loader makes
+- `derive`      a table from what that loader makes
 """

@@ -51,7 +51,7 @@ def _kind(family: StoredFamily) -> str:
 
 
 def _zero(side: Weights, tensor: str) -> list[int]:
-    return [first for first, _ in side.tensors[tensor].ranges]
+    return [indices.start for indices in side.tensors[tensor].ranges]
 
 
 def covering(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -55,13 +56,7 @@ class StoredFamily:
 
     def coordinate(self, axes: Sequence[str]) -> np.ndarray:
         """Return the row-major number of every device's coordinate on some axes: int64 [devices], in mesh order."""
-        shape = tuple(self.axes.values())
-        grid = np.indices(shape, dtype=np.int64, sparse=True) if shape else ()
-        order = list(self.axes)
-        number = np.zeros(shape, dtype=np.int64)
-        for axis in axes:
-            number = number * self.axes[axis] + grid[order.index(axis)]
-        return number.reshape(-1)
+        return _numbers(tuple(self.axes.items()), tuple(axes))
 
     @property
     def present(self) -> np.ndarray:
@@ -158,6 +153,18 @@ class _Family:
         return found
 
 
+@lru_cache(maxsize=4096)  # every family of a side asks for the same few
+def _numbers(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> np.ndarray:
+    shape = tuple(size for _, size in sizes)
+    grid = dict(zip((axis for axis, _ in sizes), np.indices(shape, dtype=np.int64, sparse=True), strict=True))
+    number = np.zeros(shape, dtype=np.int64)
+    for axis in axes:
+        number = number * dict(sizes)[axis] + grid[axis]
+    number = number.reshape(-1)
+    number.setflags(write=False)
+    return number
+
+
 def _names(alternative: FormAlternative, tensor: str) -> bool:
     return any(a.tensor == tensor for f in walk_factors(alternative.factors) for a in alternatives((f,)))
 
@@ -210,13 +217,17 @@ def _tensor_runs(
     dims = family.entry.form.dims
     has = [family.atoms(factors, tensor.name) for factors in dims]
     used = [a for atoms in has for a in atoms]
-    legal: set[str] = set()
+    every = [[d for a in dim.atoms for d in family.terms.digits(a, set(used))] for dim in tensor.dims]
+    legal = {d for digits in every for d in digits}
+    spare = {a for a in used if a not in legal and a in family.terms.sizes and family.terms.sizes[a] == 1}
+    wrong = next((a for a in used if a not in legal | spare or (used.count(a) > 1 and a in legal)), None)
+    if wrong is not None:
+        why = "stands twice" if wrong in legal else "is no digit of it"
+        raise family.fail(f"{wrong} {why} for {tensor.name} = {tensor.text}; legal is each digit of it once")
     out: list[DimRuns] = []
     claimed: set[int] = set()
     taken: dict[str, int] = {}
-    for k, dim in enumerate(tensor.dims):
-        digits = [d for a in dim.atoms for d in family.terms.digits(a, set(used))]
-        legal |= set(digits)
+    for k, (dim, digits) in enumerate(zip(tensor.dims, every, strict=True)):
         missing = [d for d in digits if d not in used and d not in dim.atoms]
         if missing:
             raise family.fail(
@@ -236,11 +247,6 @@ def _tensor_runs(
                     f"{tensor.dims[taken[axis]]} and {dim}; legal is one"
                 )
         out.append(found)
-    spare = {a for a in used if a not in legal and a in family.terms.sizes and family.terms.sizes[a] == 1}
-    wrong = next((a for a in used if a not in legal | spare or (used.count(a) > 1 and a in legal)), None)
-    if wrong is not None:
-        why = "stands twice" if wrong in legal else "is no digit of it"
-        raise family.fail(f"{wrong} {why} for {tensor.name} = {tensor.text}; legal is each digit of it once")
     for d, atoms in enumerate(has):
         owners = {
             k
@@ -289,7 +295,7 @@ def _dim_runs(
     numbers = tuple(a for a in axes_of(hole) if a not in family.axes)
     cut = [axes_of(hole), *(axes_of(dims[d]) for d in storage)]
     axes = tuple(dict.fromkeys(a for some in cut for a in some if a in family.axes))
-    ranged = tensor.ranges[dim] != (0, tensor.sizes[dim])
+    ranged = tensor.ranges[dim] != range(tensor.sizes[dim])
     if ranged and (not hole or any(family.atoms(dims[d], tensor.name) for d in storage)):
         raise family.fail(
             f"{said} of {tensor.name} has a range and stands in memory; legal is a dim that stands in the name"
@@ -354,7 +360,7 @@ def _hole_places(
             raise family.fail(str(error)) from None
         for local, digits in enumerate(expanded(pieces)):
             value = sum(v * weights.weights[atom] for atom, v in digits.items())
-            if not weights.first <= value < weights.stop or any(literals.get(k, v) != v for k, v in digits.items()):
+            if value not in weights.legal or any(literals.get(k, v) != v for k, v in digits.items()):
                 continue
             known = number | digits | {f"{atom}.local": local for atom in digits}
             out.append(HolePlace(value, tuple(known[f] for f in fields)))

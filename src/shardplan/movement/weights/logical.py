@@ -1,6 +1,7 @@
 """Logical tensors: what the model means. A tensor is a name and dims, each a product of atoms, and has no storage.
 
-A dim may have a range of its first atom: `l[3:61], x, e` is there for 58 of 61 layers, under their numbers.
+A dim may have a range of its first atom: `l[3:61], x, e` is there for 58 of 61 layers, under their numbers, and
+`l[1::2], x, e` for every second, from the second on.
 """
 
 from __future__ import annotations
@@ -10,21 +11,23 @@ from dataclasses import dataclass
 
 from shardplan.errors import LayoutError, ParseError, shown
 
-_DIM = re.compile(r"\s*([A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*|1|)\s*(?:\[([^\[\]:]*):([^\[\]:]*)\])?\s*\Z")
+_DIM = re.compile(r"\s*([A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*|1|)\s*(?:\[([^\[\]:]*):([^\[\]:]*)(?::([^\[\]:]*))?\])?\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalDim:
-    """The atoms of a dim, major first, and the text of its range, `""` where it is whole."""
+    """The atoms of a dim, major first, and the texts of its range, `""` where it is whole."""
 
     atoms: tuple[str, ...]
     first: str = ""
     stop: str = ""
+    step: str = ""
 
     def __str__(self) -> str:
         """Return the text, as `l[3:61]`."""
         body = " ".join(self.atoms) or "1"
-        return f"{body}[{self.first}:{self.stop}]" if self.first or self.stop else body
+        step = f":{self.step}" if self.step else ""
+        return f"{body}[{self.first}:{self.stop}{step}]" if self.first or self.stop or step else body
 
 
 def logical_dims(tensor: str, text: str) -> tuple[LogicalDim, ...]:
@@ -41,24 +44,24 @@ def logical_dims(tensor: str, text: str) -> tuple[LogicalDim, ...]:
                 f"{tensor} = {shown(text)}: the dim {shown(part.strip())} is none; legal is as 'l[3:61], g r d, e'"
             )
         atoms = () if match.group(1) == "1" else tuple(match.group(1).split())
-        found.append(LogicalDim(atoms, (match.group(2) or "").strip(), (match.group(3) or "").strip()))
+        found.append(LogicalDim(atoms, *((text or "").strip() for text in match.groups()[1:])))
     return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """A logical tensor with sizes: per dim the atoms, the size, and the indices [first, stop) that there are."""
+    """A logical tensor with sizes: per dim the atoms, the size, and the indices that there are."""
 
     name: str
     dims: tuple[LogicalDim, ...]
     sizes: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[range, ...]
 
     def __post_init__(self) -> None:
         """Refuse a range that is none, and an atom that stands twice."""
-        for d, n, (first, stop) in zip(self.dims, self.sizes, self.ranges, strict=True):
-            if not 0 <= first <= stop <= n:
-                raise LayoutError(f"{self.name}: {d} is {first} to {stop} of {n}; legal is a range within 0 to {n}")
+        for d, n, r in zip(self.dims, self.sizes, self.ranges, strict=True):
+            if not 0 <= r.start <= r.stop <= n:
+                raise LayoutError(f"{self.name}: {d} is {r.start} to {r.stop} of {n}; legal is a range within 0 to {n}")
         atoms = [a for d in self.dims for a in d.atoms]
         if len(set(atoms)) < len(atoms):
             twice = next(a for a in atoms if atoms.count(a) > 1)
@@ -67,7 +70,7 @@ class LogicalTensor:
     @property
     def extents(self) -> tuple[int, ...]:
         """How many indices there are in every dim."""
-        return tuple(stop - first for first, stop in self.ranges)
+        return tuple(map(len, self.ranges))
 
     @property
     def text(self) -> str:

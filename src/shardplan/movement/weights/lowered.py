@@ -75,8 +75,7 @@ class DimDigits:
 
     size: int
     weights: Mapping[str, int]
-    first: int
-    stop: int
+    legal: range
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ def digit_weights(tensor: LogicalTensor, dim: int, digits: Sequence[tuple[str, i
     for atom, size in reversed(digits):
         weights[atom] = weight
         weight *= size
-    return DimDigits(tensor.sizes[dim], weights, *tensor.ranges[dim])
+    return DimDigits(tensor.sizes[dim], weights, tensor.ranges[dim])
 
 
 def expanded(pieces: Sequence[HeldPiece]) -> list[dict[str, int]]:

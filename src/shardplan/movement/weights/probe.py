@@ -7,8 +7,8 @@ the other (whole numbers up to 255 are exact in bf16, f16 and f32), and where ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,46 +68,83 @@ def probe(source: Weights, load: Callable[[Named], Mapping[int, Named]], target:
     Raises:
         LayoutError: a source of several devices, or parameters that are missing, additional or misshapen.
     """
+    numbers, total = numbered(source)
+    (rank,) = source.devices
+    plan = refit(widened(source), widened(target))
+    found = digits_loaded(source, load, target.devices, target.check)
+    said: dict[int, dict[str, np.ndarray]] = {}
+    for unit, digit in _digits(numbers, total):
+        for r, named in plan.apply({rank: digit}).items():
+            _add(said.setdefault(r, {}), named, unit)
+    return _compared(target, found, said, numbers)
+
+
+def numbered(source: Weights) -> tuple[dict[str, np.ndarray], int]:
+    """Return a number for every element of a checkpoint, by name, from 1 on, and one more than the largest.
+
+    0 is what is not loaded: padding. Raises `LayoutError` for a source of several devices.
+    """
     if len(source.devices) != 1:
         raise LayoutError(f"a probe loads from {len(source.devices)} devices; legal is a checkpoint on one")
     (rank,) = source.devices
-    legal = source.parameters(rank)
-    starts: list[int] = []
-    total = 1  # 0 is what is not loaded: padding
-    for _, shape, _ in legal:
-        starts.append(total)
-        total += int(np.prod(shape, dtype=np.int64))
-    plan = refit(source, target)
-    numbers = {
-        n: np.arange(s, s + int(np.prod(shape)), dtype=np.int64) for (n, shape, _), s in zip(legal, starts, strict=True)
-    }
-    found: dict[int, dict[str, np.ndarray]] = {}
-    said: dict[int, dict[str, np.ndarray]] = {}
+    out: dict[str, np.ndarray] = {}
+    total = 1
+    for name, shape, _ in source.parameters(rank):
+        size = int(np.prod(shape, dtype=np.int64))
+        out[name] = np.arange(total, total + size, dtype=np.int64).reshape(shape)
+        total += size
+    return out, total
+
+
+def digits_loaded(
+    source: Weights,
+    load: Callable[[Named], Mapping[int, Named]],
+    ranks: Iterable[int],
+    check: Callable[[Named, int], None] | None = None,
+) -> dict[int, dict[str, np.ndarray]]:
+    """Return the number of every element that every rank has by name, int64, by loading one digit after the other.
+
+    Raises `LayoutError` for ranks of which the loader gave nothing, and what `check` raises.
+    """
+    numbers, total = numbered(source)
+    ranks = list(ranks)
+    out: dict[int, dict[str, np.ndarray]] = {r: {} for r in ranks}
+    for unit, digit in _digits(numbers, total):
+        made = load(digit)
+        for r in ranks:
+            if r not in made:
+                raise LayoutError(f"the loader gave nothing for rank {r}; legal are {ranks}")
+            if check is not None:
+                check(made[r], r)
+            _add(out[r], made[r], unit)
+    return out
+
+
+def _digits(numbers: Mapping[str, np.ndarray], total: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     unit = 1
     while unit < total:
-        digit = {n: (numbers[n] // unit % BASE).astype(np.float32).reshape(shape) for n, shape, _ in legal}
-        for into, made in ((found, load(digit)), (said, plan.apply({rank: digit}))):
-            for r in target.devices:
-                if r not in made:
-                    raise LayoutError(f"the loader gave nothing for rank {r}; legal are {list(target.devices)}")
-                if into is found:
-                    target.check(made[r], r)
-                _add(into.setdefault(r, {}), made[r], unit, target, r)
+        yield unit, {name: (n // unit % BASE).astype(np.float32) for name, n in numbers.items()}
         unit *= BASE
-    return _compared(target, found, said, ([n for n, _, _ in legal], starts, [s for _, s, _ in legal]))
 
 
-def _add(into: dict[str, np.ndarray], made: Named, unit: int, target: Weights, rank: int) -> None:
-    for name in target.names(rank):
-        values = np.asarray(made[name]).astype(np.float64).round().astype(np.int64) * unit
+def widened(side: Weights, dtype: str = "f32") -> Weights:
+    """Return a side with every element in a dtype that holds what is loaded: f8 would round a digit."""
+    entries = tuple(replace(p, dtype="") for p in side.table.parameters)
+    table = replace(side.table, dtypes=(), parameters=entries)
+    return Weights(table, side.config, side.given, side.devices, dtype)
+
+
+def _add(into: dict[str, np.ndarray], made: Named, unit: int) -> None:
+    for name, array in made.items():
+        values = np.asarray(array).astype(np.float64).round().astype(np.int64) * unit
         into[name] = into[name] + values if name in into else values
 
 
-Origins = tuple[list[str], list[int], list[tuple[int, ...]]]
-
-
 def _compared(
-    target: Weights, found: dict[int, dict[str, np.ndarray]], said: dict[int, dict[str, np.ndarray]], origins: Origins
+    target: Weights,
+    found: dict[int, dict[str, np.ndarray]],
+    said: dict[int, dict[str, np.ndarray]],
+    origins: Mapping[str, np.ndarray],
 ) -> ProbeResult:
     differences: list[ProbeDifference] = []
     parameters = elements = 0
@@ -118,18 +155,16 @@ def _compared(
             if len(wrong):
                 at = int(wrong[0])
                 place = tuple(int(i) for i in np.unravel_index(at, wanted.shape))
-                a, b = (_origin(int(x.reshape(-1)[at]), origins) for x in (found[rank][name], wanted))
+                a, b = (origin(int(x.reshape(-1)[at]), origins) for x in (found[rank][name], wanted))
                 differences.append(ProbeDifference(rank, name, place, a, b))
     return ProbeResult(parameters, elements, tuple(differences))
 
 
-def _origin(number: int, origins: Origins) -> str:
-    """Which element of the checkpoint has a number, as text."""
-    names, starts, shapes = origins
+def origin(number: int, numbers: Mapping[str, np.ndarray]) -> str:
+    """Return which element of a checkpoint has a number, as text."""
     if number < 1:
         return "padding"
-    k = int(np.searchsorted(starts, number, side="right")) - 1
-    at = number - starts[k]
-    if at >= int(np.prod(shapes[k], dtype=np.int64)):
-        return f"no element of the checkpoint ({number})"
-    return f"{names[k]}{[int(i) for i in np.unravel_index(at, shapes[k])]}"
+    for name, own in numbers.items():
+        if own.size and own.flat[0] <= number <= own.flat[-1]:
+            return f"{name}{[int(i) for i in np.unravel_index(number - int(own.flat[0]), own.shape)]}"
+    return f"no element of the checkpoint ({number})"

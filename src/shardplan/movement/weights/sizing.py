@@ -100,7 +100,7 @@ class TableSizes(Mapping[str, int]):
             raise LayoutError(f"{name} is no tensor of the family; legal are {', '.join(texts)}")
         dims = logical_dims(name, texts[name])
         sizes: list[int] = []
-        ranges: list[tuple[int, int]] = []
+        ranges: list[range] = []
         for dim in dims:
             size = 1
             for atom in dim.atoms:
@@ -110,8 +110,11 @@ class TableSizes(Mapping[str, int]):
                     )
                 size *= self.size(atom)
             sizes.append(size)
-            ends = [whole(t, self.look, f"the range of {name}") if t else None for t in (dim.first, dim.stop)]
-            ranges.append((ends[0] or 0, size if ends[1] is None else ends[1]))
+            texts_of = (dim.first or "0", dim.stop or str(size), dim.step or "1")
+            first, stop, step = (whole(t, self.look, f"the range of {name}") for t in texts_of)
+            if step < 1:
+                raise LayoutError(f"{name}: {dim} goes on by {step}; legal is a step of at least 1")
+            ranges.append(range(first, stop, step))
         return LogicalTensor(name, dims, tuple(sizes), tuple(ranges))
 
     def same(self, name: str) -> str:

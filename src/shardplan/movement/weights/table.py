@@ -28,7 +28,7 @@ Pairs = tuple[tuple[str, str], ...]
 On = tuple[tuple[str, str | int], ...]
 _KEYS = {
     "table": ("version", "name", "family", "base", "source", "mesh", "meshes", "degrees", "numbers", "atoms", "split",
-              "holes", "parameters", "without"),
+              "holes", "parameters", "without", "of"),
     "family": ("version", "base", "source", "atoms", "tensors", "same", "scales", "dtypes"),
 }  # fmt: skip
 _MOST_BASES = 8
@@ -86,8 +86,12 @@ class WeightTable:
         path = located(path_or_name, "a table of weights")
         data = _merged(path, "table", 0)
         family = data.pop("family", None)
+        if family is None and "of" in data:
+            return _table(str(line(path)), data)
         if not isinstance(family, str):
-            raise LayoutError(f"{line(path)}: the table names no family; legal is family = a path, or a shipped family")
+            raise LayoutError(
+                f"{line(path)}: the table names no family; legal is family = a path, a shipped family, or [of] inside"
+            )
         return _table(str(line(path)), data | {"of": _merged(located(family, "a family", path.parent), "family", 0)})
 
     @staticmethod
