@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,12 +147,17 @@ def reshard(
     ignore: Ignore = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the source's recorded checksums.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that another process may be silent.")] = 300.0,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as another framework, or another layout, stores it."""
+    """Write a checkpoint as another framework, or another layout, stores it.
+
+    Under torchrun or mpiexec each process writes its part of the files.
+    """
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import reshard as run
     from shardplan.interop.checkpoint.reshard import recorded_weights
+    from shardplan.interop.checkpoint.sharing import launched_share
     from shardplan.report.text import json_text
     from shardplan.report.weights import reshard_object, reshard_text
 
@@ -169,12 +176,15 @@ def reshard(
         b = read_side("--to", to, where, dtype or (a.dtype if a is not None else own))
     elif dtype is not None:
         raise LayoutError("--dtype with a file of layouts, which keeps every dtype; legal is a table")
-    with progress_bar() as tell:
+    share = launched_share(os.environ)
+    with nullcontext() if share.number else progress_bar() as tell:
         done = run(
             source, destination, layouts, limit, source_layouts, from_=a, to=b, form=form, largest_file=largest,
-            ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell,
+            ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell, timeout=timeout,
+            process=(share.number, share.count),
         )  # fmt: skip
-    print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
+    if not share.number:  # one of them says it
+        print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
 
 
 def diff(

@@ -12,6 +12,9 @@ Reading order:
 - `output`       a file written so that its name never holds half of one, checked and read again
 - `manifest`     what is finished, so that a killed run goes on
 - `targets`      the files that a destination has
+- `sharing`      several processes of a launcher, each with its part of the files
+- `jobs`         what a run needs, in one value
+- `filling`      what every byte of a file is
 - `reshard`      the verb
 - `compare`      two checkpoints compared logically
 """

@@ -15,19 +15,11 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.errors import Infeasible, LayoutError, line
 from shardplan.hardware.units import format_bytes, limit_of
+from shardplan.interop.checkpoint.filling import fill_part, names_of
 from shardplan.interop.checkpoint.gather import WindowGather
+from shardplan.interop.checkpoint.jobs import BESIDE, BUFFERS, LARGEST_WINDOW, LEAST_WINDOW, REGION, Progress
 from shardplan.interop.checkpoint.layouts import layout_weights
-from shardplan.interop.checkpoint.reshard import (
-    BESIDE,
-    BUFFERS,
-    LARGEST_WINDOW,
-    LEAST_WINDOW,
-    REGION,
-    Progress,
-    fill_part,
-    names_of,
-    recorded_weights,
-)
+from shardplan.interop.checkpoint.reshard import recorded_weights
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
 from shardplan.movement.weights.refit import RefitPlan, refit
