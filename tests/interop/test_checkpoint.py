@@ -184,7 +184,8 @@ def test_diff_names_the_first_element(tmp_path: Path) -> None:
     safetensors.write(source / "model.safetensors", named)
     found = diff(source, tmp_path / "vllm", weights=HF).difference
     assert str(found) == (
-        f"rank 0 model.layers.1.self_attn.k_proj.weight[9, 4] = 0.5; rank 1 model.layers.1.self_attn.qkv_proj.weight"
+        "k[l=1, g=1, d=1, e=4]: rank 0 model.layers.1.self_attn.k_proj.weight[9, 4] = 0.5; "
+        f"rank 1 model.layers.1.self_attn.qkv_proj.weight"
         f"[17, 4] = {old}"
     )
 

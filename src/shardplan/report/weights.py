@@ -160,6 +160,8 @@ def diff_object(found: Any) -> dict[str, Any]:
     if d is not None:
         keys = ("rank", "name", "index", "value", "other_rank", "other_name", "other_index", "other_value")
         where = {k: list(v) if isinstance(v := getattr(d, k), tuple) else v for k in keys}
+        place = d.place
+        where |= {"tensor": None if place is None else place[0], "place": None if place is None else list(place[1])}
     return {
         "equal": found.equal,
         "parameters": found.parameters,

@@ -16,7 +16,9 @@ Reading order:
 - `jobs`         what a run needs, in one value
 - `filling`      what every byte of a file is
 - `reshard`      the verb
-- `compare`      two checkpoints compared logically
+- `live`         the tensors of a live model, read as those of a checkpoint
+- `logical`      where an element stands in the model
+- `compare`      two checkpoints, or a live model and one, compared logically
 """
 
 from shardplan.interop.checkpoint.compare import diff
