@@ -253,7 +253,7 @@ def test_a_model_with_more_processes_than_files(tmp_path: Path, started: list[su
     command += ["--to", "hf-llama"]
     for rank in range(2):
         environment = os.environ | PATHS | {"RANK": str(rank), "WORLD_SIZE": "2"}
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True))
     assert [p.wait(60) for p in started] == [0, 0]
     with safetensors.open(out / "model.safetensors") as file:
         assert all(file.read(name).tobytes() == a.tobytes() for name, a in whole().items())

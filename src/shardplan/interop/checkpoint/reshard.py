@@ -19,7 +19,7 @@ from shardplan.interop.checkpoint.jobs import CheckpointJob, Progress, Reshared,
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.manifest import CheckpointManifest, resumed, unfinished
 from shardplan.interop.checkpoint.output import OutputFile, sync_folder
-from shardplan.interop.checkpoint.sharing import ProcessShare, Together, launched_share, note_path, notes_of
+from shardplan.interop.checkpoint.sharing import ProcessMeeting, ProcessShare, launched_share, note_path, notes_of
 from shardplan.interop.checkpoint.sources import INDEX, METADATA, open_checkpoint
 from shardplan.interop.checkpoint.targets import LARGEST_FILE, index_bytes
 from shardplan.movement.weights.refit import refit
@@ -31,7 +31,7 @@ TIMEOUT = 300.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ReshardWork:
     """What a run is given beside its job: the source, the seconds that others may be silent, and whom to tell."""
 
     place: Path
@@ -113,7 +113,7 @@ def reshard(
             done = [ResharedFile(f.name, f.nbytes, job.needs(f), process=owner) for f, owner in owners]
         else:
             recorded = CheckpointManifest.of(place) if verify and place.is_dir() else None
-            done, count = _run(job, recorded, Work(place, timeout, progress))
+            done, count = _run(job, recorded, ReshardWork(place, timeout, progress))
     total, seconds = sum(f.nbytes for f in done), time.perf_counter() - started
     return Reshared(job.plan, job.form, tuple(done), total, job.memory, job.least, count, seconds, share.count)
 
@@ -164,10 +164,10 @@ def _whole(weights: Weights, family: int) -> tuple[int, ...]:
     return tuple(weights.tensors[name].sizes)
 
 
-def _run(job: CheckpointJob, held: CheckpointManifest | None, work: Work) -> tuple[list[ResharedFile], int]:
+def _run(job: CheckpointJob, held: CheckpointManifest | None, work: ReshardWork) -> tuple[list[ResharedFile], int]:
     """Write every file of this process that is not finished, and close when all have; returns files and bytes read."""
     manifest = resumed(job.destination, job.request(), job.form, str(job.plan.target))
-    together = Together(job.destination, job.share, manifest.request, work.timeout)
+    together = ProcessMeeting(job.destination, job.share, manifest.request, work.timeout)
     try:
         if held is not None:
             held.verify(job.share, together.beat)
@@ -194,7 +194,7 @@ def _write(
     job: CheckpointJob,
     manifest: CheckpointManifest,
     gather: WindowGather,
-    together: Together,
+    together: ProcessMeeting,
     progress: Progress | None,
 ) -> set[str]:
     """Write what is not finished of this process's files; returns the names of those, and of all unrecorded others."""
@@ -233,7 +233,7 @@ def _write(
     return names
 
 
-def _close(job: CheckpointJob, manifest: CheckpointManifest, together: Together, place: Path) -> None:
+def _close(job: CheckpointJob, manifest: CheckpointManifest, together: ProcessMeeting, place: Path) -> None:
     """Wait until every process has written its part; the first one then writes what says that all is there."""
     first = job.share.number == 0
     while True:

@@ -105,7 +105,7 @@ def note_path(folder: Path, number: int) -> Path:
     return folder / f"shardplan-process-{number:05d}.json"
 
 
-class Together:
+class ProcessMeeting:
     """This process among the others; alone it writes no note and waits for nobody."""
 
     def __init__(self, folder: Path, share: ProcessShare, request: str, timeout: float) -> None:
