@@ -23,7 +23,8 @@ Config = Annotated[
 ]
 Limit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Bytes in memory at most: 4GB, 512 MiB.")]
 Ignore = Annotated[
-    list[str] | None, typer.Option("--ignore", metavar="NAME", help="A tensor that is left out; may be repeated.")
+    list[str] | None,
+    typer.Option("--ignore", metavar="NAME", help="A tensor that is left out, or a pattern; may be repeated."),
 ]
 _COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(.*?)\s*\Z")
@@ -85,12 +86,12 @@ def _config(given: Path | None, source: Path) -> Path | None:
     return place if place.is_file() else None
 
 
-def _dtype(source: Path) -> str | None:
+def _dtype(source: Path, ignored: list[str] | None) -> str | None:
     """Return the dtype of a checkpoint's elements where it has one only."""
     from shardplan.interop.checkpoint.sources import open_checkpoint
 
-    with open_checkpoint(source, 2) as held:  # of files a device each has its own names
-        found = held.dtypes()
+    with open_checkpoint(source, 2, ignored or ()) as held:  # of files a device each has its own names
+        found = held.dtypes(ignored or ())
     return next(iter(found)) if len(found) == 1 else None
 
 
@@ -165,7 +166,7 @@ def reshard(
     largest = int(read_bytes("--largest-file", largest_file))
     layouts, source_layouts = _layouts(to), _layouts(from_)
     where = _config(config, source)
-    own = from_dtype or _dtype(source)
+    own = from_dtype or _dtype(source, ignore)
     a = recorded_weights(source) if from_ is None else None
     if from_ is not None and source_layouts is None:
         a = read_side("--from", from_, where, own)
@@ -207,8 +208,8 @@ def diff(
 
     limit = int(read_bytes("--memory-limit", memory_limit))
     where = config or _config(None, a) or _config(None, b)
-    first = None if table is None else read_side("--table", table, where, _dtype(a))
-    second = None if other is None else read_side("--other", other, where, _dtype(b))
+    first = None if table is None else read_side("--table", table, where, _dtype(a, ignore))
+    second = None if other is None else read_side("--other", other, where, _dtype(b, ignore))
     with progress_bar() as tell:
         found = compare(a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), progress=tell)
     print(json_text(diff_object(found)) if as_json else diff_text(found))

@@ -11,6 +11,7 @@ Reading order:
 - `gather`       one window filled, by as few and as long reads as pay
 - `output`       a file written so that its name never holds half of one, checked and read again
 - `manifest`     what is finished, so that a killed run goes on
+- `boxes`        what of every whole tensor a device holds
 - `targets`      the files that a destination has
 - `sharing`      several processes of a launcher, each with its part of the files
 - `jobs`         what a run needs, in one value

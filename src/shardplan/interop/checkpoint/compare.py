@@ -98,7 +98,7 @@ def diff(
         other: how `b` does, likewise.
         rank: the device that a live side is of; it may be left out where there is one.
         memory_limit: the bytes that may be in memory beyond the interpreter and a live side, or text of them.
-        ignore: names of tensors that are left out where no table has them.
+        ignore: names of tensors that are left out where no table has them; patterns with `*`, too.
         progress: called with bytes done, bytes to do, and what is being done.
 
     Raises:
@@ -108,10 +108,11 @@ def diff(
     """
     limit = limit_of("memory limit", memory_limit)
     assert limit is not None
+    ignored = tuple(ignore)
     live = [not isinstance(x, str | Path) for x in (a, b)]
     if live[1] and not live[0]:
         found = diff(
-            b, a, weights=other, other=weights, rank=rank, memory_limit=limit, ignore=ignore, progress=progress
+            b, a, weights=other, other=weights, rank=rank, memory_limit=limit, ignore=ignored, progress=progress
         )
         return CheckpointsCompared(found.parameters, found.elements, _turned(found.difference))
     if all(live):
@@ -121,18 +122,22 @@ def diff(
     second = _known(Path(b), other)
     if live[0]:
         first, own = live_rank(weights, rank)
-        with open_checkpoint(b, _devices(second)) as theirs:
-            second = second or _as(first, theirs) or _whole(theirs, b)
-            theirs.check(second, tuple(ignore))
+        with open_checkpoint(b, _devices(second), ignored) as theirs:
+            second = theirs.side(second or _as(first, theirs) or _whole(theirs, b))
+            theirs.check(second, ignored)
             return _compared(refit(second, first), live_side(a, first, own), theirs, (own,), limit, progress)
     first = _known(Path(a), weights)
-    with open_checkpoint(a, _devices(first)) as mine, open_checkpoint(b, _devices(second)) as theirs:
+    with (
+        open_checkpoint(a, _devices(first), ignored) as mine,
+        open_checkpoint(b, _devices(second), ignored) as theirs,
+    ):
         if first is None and second is None and (apart := _names_differ(mine, theirs)) is not None:
             return CheckpointsCompared(0, 0, apart)
         # one that says nothing is stored as the other, where that is of whole tensors
         first, second = first or _as(second, mine) or _whole(mine, a), second or _as(first, theirs) or _whole(theirs, b)
-        mine.check(first, tuple(ignore))
-        theirs.check(second, tuple(ignore))
+        first, second = mine.side(first), theirs.side(second)
+        mine.check(first, ignored)
+        theirs.check(second, ignored)
         return _compared(refit(second, first), mine, theirs, first.devices, limit, progress)
 
 

@@ -46,20 +46,22 @@ def _fill_chunks(
     pieces: PiecesOf,
 ) -> list[list[Any]]:
     items: list[list[Any]] = []
-    for number, name, shape, dtype in file.parameters:
-        row = int(np.prod(shape[1:], dtype=np.int64))
-        rows = max(job.window // max(row * itemsize(dtype), 1), 1)
-        count = shape[0] if shape else 1
-        for first in range(0, max(count, 1), rows):
+    for box in file.boxes:
+        row, width = int(np.prod(box.shape[1:], dtype=np.int64)), itemsize(box.dtype)
+        rows = max(job.window // max(row * width, 1), 1)
+        count = box.sizes[0] if box.sizes else 1  # what lies beyond the whole tensor is not written
+        for first in range(0, count, rows):
             some = min(rows, count - first)
             buffer = out.buffer()
-            fill_part(
-                job.plan, job.held, gather, pieces, WindowPart(number, first * row, (first + some) * row, 0), buffer,
-                numpy_dtype(dtype),
-            )  # fmt: skip
-            held = buffer[: some * row * itemsize(dtype)].view(numpy_dtype(dtype))
-            data = distributed.blob(held.reshape((some, *shape[1:]) if shape else ()))
-            items.append([name, first, some, file.name, out.size, len(data)])
+            part = WindowPart(box.number, first * row, (first + some) * row, 0)
+            fill_part(job.plan, job.held, gather, pieces, part, buffer, numpy_dtype(box.dtype))
+            held = buffer[: some * row * width].view(numpy_dtype(box.dtype))
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            if box.shape:
+                offsets[0], sizes[0] = offsets[0] + first, some
+                held = held.reshape((some, *box.shape[1:]))[tuple(slice(n) for n in sizes)]
+            data = distributed.blob(np.ascontiguousarray(held).reshape(sizes))
+            items.append([box.name, offsets, sizes, file.name, out.size, len(data)])
             out.put(data, buffer)
             tell(held.nbytes)
     return items

@@ -73,9 +73,10 @@ def reshard(
         from_: how the source stores the model; the places of its mesh are its files, or folders, in order.
         to: how the destination is to store it, in the dtype that it says.
         form: `plain` (files with an index where one gets too large), `devices` (a file a device), `ranks` (a folder a
-            rank), `distributed` (a folder of torch.distributed.checkpoint), or `auto`: plain for one device.
+            rank), `distributed` (a folder of torch.distributed.checkpoint, of any number of devices, each of which
+            writes its boxes of the whole tensors), or `auto`: plain for one device.
         largest_file: bytes of a file where the form is plain or distributed, or text of them.
-        ignore: names of tensors of the source that no table has, and that are left out.
+        ignore: names of tensors of the source that no table has, and that are left out; patterns with `*`, too.
         dry_run: say what would be done, and write nothing.
         verify: whether checksums that the source has recorded are verified before it is read.
         progress: called with bytes done, bytes to do of this process, and what is being done.
@@ -103,10 +104,12 @@ def reshard(
     limit = limit_of("memory limit", memory_limit)
     assert limit is not None
     share = launched_share(os.environ) if process is None else ProcessShare(*process)
-    with open_checkpoint(place, len(sides[0].devices)) as held:
-        held.check(sides[0], tuple(ignore))
+    ignored = tuple(ignore)
+    with open_checkpoint(place, len(sides[0].devices), ignored) as held:
+        own = held.side(sides[0])
+        held.check(own, ignored)
         limits = limit, limit_of("largest file", largest_file) or LARGEST_FILE
-        job = job_of(refit(*sides), held, into, form, limits, share)
+        job = job_of(refit(own, sides[1]), held, into, form, limits, share)
         owners = zip(job.files, job.owners, strict=True)
         done, count = [], 0
         if dry_run:
@@ -262,7 +265,7 @@ def _end(job: CheckpointJob, manifest: CheckpointManifest, place: Path) -> None:
         if job.form == "plain" and len(job.files) > 1:
             write_atomic(folder / INDEX, index_bytes(list(job.files)))
         if job.form == "distributed":
-            tensors = [(name, shape, dtype) for f in job.files for _, name, shape, dtype in f.parameters]
+            tensors = list(dict.fromkeys((b.name, b.whole, b.dtype) for f in job.files for b in f.boxes))
             lies = [tuple(item) for f in job.files for item in manifest.files[f.name]["items"]]
             write_atomic(folder / METADATA, distributed.metadata_bytes(tensors, lies))
         for partial in folder.rglob("*.partial"):
