@@ -15,7 +15,7 @@ from shardplan.movement.weights.weights import Weights, made
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBox:
+class ShardBox:
     """A stored parameter of a device as a box of a whole tensor: `sizes` are without what lies beyond the tensor.
 
     `number` is that of the parameter in `names(rank)`, `shape` its own shape, `whole` that of the whole tensor.
@@ -39,7 +39,7 @@ def whole_of(weights: Weights) -> Weights:
     return made(weights.table, dict(weights.config), {**given, **dict.fromkeys(axes, 1)}, None, weights.dtype)
 
 
-def held_boxes(weights: Weights) -> dict[int, list[HeldBox]]:
+def held_boxes(weights: Weights) -> dict[int, list[ShardBox]]:
     """Return for every device the boxes that it writes; of devices that hold the same one, who writes least by then.
 
     Raises `LayoutError` where a parameter is no box of a whole tensor, or the boxes do not cover one once.
@@ -47,13 +47,13 @@ def held_boxes(weights: Weights) -> dict[int, list[HeldBox]]:
     if len(weights.devices) == 1:
         (rank,) = weights.devices
         rows = enumerate(weights.parameters(rank))
-        return {rank: [HeldBox(k, n, shape, d, shape, (0,) * len(shape), shape) for k, (n, shape, d) in rows]}
+        return {rank: [ShardBox(k, n, shape, d, shape, (0,) * len(shape), shape) for k, (n, shape, d) in rows]}
     whole = whole_of(weights)
     (only,) = whole.devices
     shapes = {name: shape for name, shape, _ in whole.parameters(only)}
     names = list(shapes)
     plan = refit(whole, weights)
-    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, HeldBox]]] = {}
+    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, ShardBox]]] = {}
     reach = dict.fromkeys(names, 0)  # rows of each that are placed, for parameters that are padding alone
     waiting: list[tuple[int, int, str, tuple[int, ...], str]] = []
     for rank in weights.devices:
@@ -75,19 +75,19 @@ def held_boxes(weights: Weights) -> dict[int, list[HeldBox]]:
                     f"form = 'distributed' for {weights.table.name or 'the table'}: {name} of rank {rank} is no box of "
                     f"{own}; legal are devices and ranks, or a table whose cuts are the last thing done to a dim"
                 )
-            _hold(holders, rank, HeldBox(number, own, shape, dtype, shapes[own], at, _within(shape, shapes[own], at)))
+            _hold(holders, rank, ShardBox(number, own, shape, dtype, shapes[own], at, _within(shape, shapes[own], at)))
             reach[own] = max(reach[own], at[0] + shape[0] if at else 0)
     for rank, number, name, shape, dtype in waiting:
         at = (reach.get(name, 0), *(0 for _ in shape[1:]))
         if name in shapes and at[0] < shapes[name][0]:
-            box = HeldBox(number, name, shape, dtype, shapes[name], at, _within(shape, shapes[name], at))
+            box = ShardBox(number, name, shape, dtype, shapes[name], at, _within(shape, shapes[name], at))
             _hold(holders, rank, box)
             reach[name] += shape[0]
     return _written(weights, shapes, holders)
 
 
 def _hold(
-    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, HeldBox]]], rank: int, box: HeldBox
+    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, ShardBox]]], rank: int, box: ShardBox
 ) -> None:
     if all(box.sizes):
         holders.setdefault((box.name, box.offsets, box.sizes), []).append((rank, box))
@@ -120,10 +120,10 @@ def _offsets(found: RefitRegions, shape: tuple[int, ...], whole: tuple[int, ...]
 def _written(
     weights: Weights,
     shapes: dict[str, tuple[int, ...]],
-    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, HeldBox]]],
-) -> dict[int, list[HeldBox]]:
+    holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, ShardBox]]],
+) -> dict[int, list[ShardBox]]:
     load = dict.fromkeys(weights.devices, 0)
-    out: dict[int, list[HeldBox]] = {rank: [] for rank in weights.devices}
+    out: dict[int, list[ShardBox]] = {rank: [] for rank in weights.devices}
     covered = dict.fromkeys(shapes, 0)
     for (name, _, sizes), held in holders.items():
         rank, box = min(held, key=lambda x: load[x[0]])

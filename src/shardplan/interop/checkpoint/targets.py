@@ -12,7 +12,7 @@ import numpy as np
 
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.errors import LayoutError, shown
-from shardplan.interop.checkpoint.boxes import HeldBox, held_boxes
+from shardplan.interop.checkpoint.boxes import ShardBox, held_boxes
 from shardplan.interop.safetensors_header import encode
 from shardplan.movement.weights.weights import Weights
 
@@ -32,7 +32,7 @@ class TargetFile:
     name: str
     rank: int
     parameters: tuple[tuple[int, str, tuple[int, ...], str], ...]
-    boxes: tuple[HeldBox, ...] = ()
+    boxes: tuple[ShardBox, ...] = ()
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
