@@ -54,7 +54,7 @@ def sides(layers: int) -> dict[str, Weights]:
     """How each step's folder is stored."""
     c = config(layers)
     stages = [layers // 2, layers - layers // 2]
-    megatron = {"tensor": 2, "pipeline": 2, "expert": 1, "etp": 2, "stages": stages}
+    megatron: dict[str, Any] = {"tensor": 2, "pipeline": 2, "expert": 1, "etp": 2, "stages": stages}
     return {
         "transformers": Weights.load("hf-qwen3-moe", c),
         "megatron": Weights.load("megatron-qwen3-moe", c, **megatron),
