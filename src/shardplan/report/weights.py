@@ -118,7 +118,7 @@ def reshard_text(done: Any, dry_run: bool) -> str:
     if dry_run:
         for f in done.files[:SHOWN]:
             who = f"  process {f.process}" if done.processes > 1 else ""
-            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}  needs {', '.join(f.tensors)}")
+            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}  needs {', '.join(f.parts or f.tensors)}")
         lines += [f"  ... and {count - SHOWN} more"] if count > SHOWN else []
         return "\n".join([*lines, "nothing was written"])
     written = sum(f.nbytes for f in done.files if not f.skipped)
@@ -134,7 +134,14 @@ def reshard_object(done: Any) -> dict[str, Any]:
         "target": side_text(done.plan.target),
         "parameters": moves_rows(done.plan),
         "files": [
-            {"name": f.name, "bytes": f.nbytes, "tensors": list(f.tensors), "skipped": f.skipped, "process": f.process}
+            {
+                "name": f.name,
+                "bytes": f.nbytes,
+                "tensors": list(f.tensors),
+                "parts": list(f.parts),
+                "skipped": f.skipped,
+                "process": f.process,
+            }
             for f in done.files
         ],
         "processes": done.processes,

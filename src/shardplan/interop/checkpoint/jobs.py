@@ -14,6 +14,7 @@ import numpy as np
 from shardplan.core.dtypes import itemsize
 from shardplan.errors import Infeasible
 from shardplan.hardware.units import format_bytes
+from shardplan.interop.checkpoint.needs import needed_parts
 from shardplan.interop.checkpoint.sharing import ProcessShare, dealt
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
 from shardplan.interop.checkpoint.targets import TargetFile, form_of, target_files
@@ -29,13 +30,17 @@ Progress = Callable[[float, float, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ResharedFile:
-    """A file of a destination: name, bytes of tensors, the logical tensors that it needs, and the process it is of."""
+    """A file of a destination: name, bytes of tensors, the logical tensors that it needs, and the process it is of.
+
+    `parts` says what of every tensor it needs, as `q[l=0:2, g r d=0:64]`, where that was asked for.
+    """
 
     name: str
     nbytes: int
     tensors: tuple[str, ...]
     skipped: bool = False
     process: int = 0
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,11 @@ class CheckpointJob:
         found = self.pieces(file.rank).regions
         mine = np.isin(found.target_parameter, list(numbers))
         return tuple(dict.fromkeys(self.plan.moves[m].tensor for m in np.unique(found.move[mine]).tolist()))
+
+    def parts(self, file: TargetFile) -> tuple[str, ...]:
+        """Return what of the logical tensors a file needs, as text."""
+        found = needed_parts(self.plan.target, file.rank, {number for number, _, _, _ in file.parameters})
+        return tuple(found[name] for name in self.needs(file))
 
     def request(self) -> str:
         """Return the hash of what is asked for: both sides, the form, and the files of the source as they are.

@@ -113,7 +113,7 @@ def reshard(
         owners = zip(job.files, job.owners, strict=True)
         done, count = [], 0
         if dry_run:
-            done = [ResharedFile(f.name, f.nbytes, job.needs(f), process=owner) for f, owner in owners]
+            done = [ResharedFile(f.name, f.nbytes, job.needs(f), False, owner, job.parts(f)) for f, owner in owners]
         else:
             recorded = CheckpointManifest.of(place) if verify and place.is_dir() else None
             done, count = _run(job, recorded, ReshardWork(place, timeout, progress))
