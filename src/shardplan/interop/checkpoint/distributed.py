@@ -142,7 +142,11 @@ def opened_distributed(path: Path, ignored: Sequence[str] = ()) -> tuple[dict[st
     out: dict[str, DistributedTensor] = {}
     files: dict[Path, None] = {}
     for name, found in metadata.state_dict_metadata.items():
-        if not isinstance(found, metadata_of.TensorStorageMetadata) or any(fnmatchcase(name, p) for p in ignored):
+        if (
+            not isinstance(found, metadata_of.TensorStorageMetadata)
+            or name in ignored
+            or any(fnmatchcase(name, p) for p in ignored)
+        ):
             continue
         chunks: list[DistributedChunk] = []
         for chunk in found.chunks:

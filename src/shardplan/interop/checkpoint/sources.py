@@ -130,7 +130,7 @@ class OpenCheckpoint:
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a name is one of some patterns."""
-    return any(fnmatchcase(name, p) for p in patterns)
+    return name in patterns or any(fnmatchcase(name, p) for p in patterns)
 
 
 def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] = ()) -> OpenCheckpoint:
