@@ -54,7 +54,7 @@ def sides(layers: int) -> dict[str, Weights]:
     """How each step's folder is stored."""
     c = config(layers)
     stages = [layers // 2, layers - layers // 2]
-    megatron = {"tensor": 2, "pipeline": 2, "expert": 1, "etp": 2, "stages": stages}
+    megatron: dict[str, Any] = {"tensor": 2, "pipeline": 2, "expert": 1, "etp": 2, "stages": stages}
     return {
         "transformers": Weights.load("hf-qwen3-moe", c),
         "megatron": Weights.load("megatron-qwen3-moe", c, **megatron),
@@ -164,6 +164,7 @@ def chain(place: Path, layers: int, largest: int) -> list[dict[str, Any]]:
         size = sum(p.stat().st_size for p in (place / b).rglob("*.safetensors"))
         rows.append(
             {
+                "load": round(os.getloadavg()[0], 2),  # of the last minute, this step's own process among it
                 "step": f"{a} to {b}",
                 "gigabytes": size / 1e9,
                 "seconds": ours["seconds"],
@@ -232,7 +233,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.place) as folder:
         kills = killed(Path(folder), 2, 10**8, options.kills)
     total = sum(r["copy seconds"] for r in rows) / sum(r["seconds"] for r in rows)
-    shown = list(rows[0])
+    shown = [k for k in rows[0] if k != "load"]
     print(table(shown, [[r[k] for k in shown] for r in rows], "reshard on disk beside a copy"))
     print(f"all steps: {total:.2f} of the copy's rate; {kills['kills']} kills")
     parameters = {"layers": layers, "largest file": largest, "limit": LIMIT, "kills": options.kills}

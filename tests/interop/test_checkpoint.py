@@ -19,8 +19,8 @@ from interop.checkpoint_cases import CONFIG, megatron, plain, read, served, whol
 from shardplan.errors import BackendError, Infeasible, LayoutError, ParseError
 from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import diff, output, reshard
+from shardplan.interop.checkpoint.filling import fill_part
 from shardplan.interop.checkpoint.gather import WindowGather
-from shardplan.interop.checkpoint.reshard import fill_part
 from shardplan.interop.checkpoint.windows import PiecesOf, clipped, windows
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
@@ -184,7 +184,8 @@ def test_diff_names_the_first_element(tmp_path: Path) -> None:
     safetensors.write(source / "model.safetensors", named)
     found = diff(source, tmp_path / "vllm", weights=HF).difference
     assert str(found) == (
-        f"rank 0 model.layers.1.self_attn.k_proj.weight[9, 4] = 0.5; rank 1 model.layers.1.self_attn.qkv_proj.weight"
+        "k[l=1, g=1, d=1, e=4]: rank 0 model.layers.1.self_attn.k_proj.weight[9, 4] = 0.5; "
+        f"rank 1 model.layers.1.self_attn.qkv_proj.weight"
         f"[17, 4] = {old}"
     )
 
@@ -223,7 +224,8 @@ def test_killed_runs_go_on_and_end_in_the_same_bytes(tmp_path: Path) -> None:
         while child.poll() is None and len(list(out.glob("*.safetensors"))) < wanted and time.monotonic() < begun + 60:
             time.sleep(0.002)
         child.send_signal(signal.SIGKILL)
-        child.wait()
+        code = child.wait()
+        assert code in (0, -signal.SIGKILL), f"the child itself failed, with status {code}; nothing was killed"
         for path in out.glob("*.safetensors"):
             assert path.read_bytes() == want[path.name]
     done = reshard(source, out, from_=HF, to=to)
@@ -296,7 +298,7 @@ def test_padding_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_gives_back_other_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "checksum_of", lambda path: (3, "0" * 64))
+    monkeypatch.setattr(output, "checksum_of", lambda path, beat: (3, "0" * 64))
     with pytest.raises(BackendError) as error:
         reshard(plain(tmp_path / "hf"), tmp_path / "out", from_=HF, to=HF)
     assert "and 3 of 0000000000000000 read again; the disk or the memory is faulty" in str(error.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +23,8 @@ Config = Annotated[
 ]
 Limit = Annotated[str, typer.Option("--memory-limit", metavar="BYTES", help="Bytes in memory at most: 4GB, 512 MiB.")]
 Ignore = Annotated[
-    list[str] | None, typer.Option("--ignore", metavar="NAME", help="A tensor that is left out; may be repeated.")
+    list[str] | None,
+    typer.Option("--ignore", metavar="NAME", help="A tensor that is left out, or a pattern; may be repeated."),
 ]
 _COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(.*?)\s*\Z")
@@ -83,12 +86,12 @@ def _config(given: Path | None, source: Path) -> Path | None:
     return place if place.is_file() else None
 
 
-def _dtype(source: Path) -> str | None:
+def _dtype(source: Path, ignored: list[str] | None) -> str | None:
     """Return the dtype of a checkpoint's elements where it has one only."""
     from shardplan.interop.checkpoint.sources import open_checkpoint
 
-    with open_checkpoint(source, 2) as held:  # of files a device each has its own names
-        found = held.dtypes()
+    with open_checkpoint(source, 2, ignored or ()) as held:  # of files a device each has its own names
+        found = held.dtypes(ignored or ())
     return next(iter(found)) if len(found) == 1 else None
 
 
@@ -145,12 +148,17 @@ def reshard(
     ignore: Ignore = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the source's recorded checksums.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that another process may be silent.")] = 300.0,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as another framework, or another layout, stores it."""
+    """Write a checkpoint as another framework, or another layout, stores it.
+
+    Under torchrun or mpiexec each process writes its part of the files.
+    """
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import reshard as run
     from shardplan.interop.checkpoint.reshard import recorded_weights
+    from shardplan.interop.checkpoint.sharing import launched_share
     from shardplan.report.text import json_text
     from shardplan.report.weights import reshard_object, reshard_text
 
@@ -158,7 +166,7 @@ def reshard(
     largest = int(read_bytes("--largest-file", largest_file))
     layouts, source_layouts = _layouts(to), _layouts(from_)
     where = _config(config, source)
-    own = from_dtype or _dtype(source)
+    own = from_dtype or _dtype(source, ignore)
     a = recorded_weights(source) if from_ is None else None
     if from_ is not None and source_layouts is None:
         a = read_side("--from", from_, where, own)
@@ -169,12 +177,15 @@ def reshard(
         b = read_side("--to", to, where, dtype or (a.dtype if a is not None else own))
     elif dtype is not None:
         raise LayoutError("--dtype with a file of layouts, which keeps every dtype; legal is a table")
-    with progress_bar() as tell:
+    share = launched_share(os.environ)
+    with nullcontext() if share.number else progress_bar() as tell:
         done = run(
             source, destination, layouts, limit, source_layouts, from_=a, to=b, form=form, largest_file=largest,
-            ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell,
+            ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell, timeout=timeout,
+            process=(share.number, share.count),
         )  # fmt: skip
-    print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
+    if not share.number:  # one of them says it
+        print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
 
 
 def diff(
@@ -197,8 +208,8 @@ def diff(
 
     limit = int(read_bytes("--memory-limit", memory_limit))
     where = config or _config(None, a) or _config(None, b)
-    first = None if table is None else read_side("--table", table, where, _dtype(a))
-    second = None if other is None else read_side("--other", other, where, _dtype(b))
+    first = None if table is None else read_side("--table", table, where, _dtype(a, ignore))
+    second = None if other is None else read_side("--other", other, where, _dtype(b, ignore))
     with progress_bar() as tell:
         found = compare(a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), progress=tell)
     print(json_text(diff_object(found)) if as_json else diff_text(found))

@@ -112,9 +112,13 @@ def reshard_text(done: Any, dry_run: bool) -> str:
         f"{format_bytes(done.least_memory_bytes)}",
         f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
     ]
+    if done.processes > 1:
+        parts = [sum(f.nbytes for f in done.files if f.process == p) for p in range(done.processes)]
+        lines.append(f"processes   {done.processes}, of {format_bytes(min(parts))} to {format_bytes(max(parts))} each")
     if dry_run:
         for f in done.files[:SHOWN]:
-            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}  needs {', '.join(f.tensors)}")
+            who = f"  process {f.process}" if done.processes > 1 else ""
+            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}  needs {', '.join(f.parts or f.tensors)}")
         lines += [f"  ... and {count - SHOWN} more"] if count > SHOWN else []
         return "\n".join([*lines, "nothing was written"])
     written = sum(f.nbytes for f in done.files if not f.skipped)
@@ -130,8 +134,17 @@ def reshard_object(done: Any) -> dict[str, Any]:
         "target": side_text(done.plan.target),
         "parameters": moves_rows(done.plan),
         "files": [
-            {"name": f.name, "bytes": f.nbytes, "tensors": list(f.tensors), "skipped": f.skipped} for f in done.files
+            {
+                "name": f.name,
+                "bytes": f.nbytes,
+                "tensors": list(f.tensors),
+                "parts": list(f.parts),
+                "skipped": f.skipped,
+                "process": f.process,
+            }
+            for f in done.files
         ],
+        "processes": done.processes,
         "total_bytes": done.nbytes,
         "memory_bytes": done.memory_bytes,
         "least_memory_bytes": done.least_memory_bytes,
@@ -154,6 +167,8 @@ def diff_object(found: Any) -> dict[str, Any]:
     if d is not None:
         keys = ("rank", "name", "index", "value", "other_rank", "other_name", "other_index", "other_value")
         where = {k: list(v) if isinstance(v := getattr(d, k), tuple) else v for k in keys}
+        place = d.place
+        where |= {"tensor": None if place is None else place[0], "place": None if place is None else list(place[1])}
     return {
         "equal": found.equal,
         "parameters": found.parameters,

@@ -11,9 +11,16 @@ Reading order:
 - `gather`       one window filled, by as few and as long reads as pay
 - `output`       a file written so that its name never holds half of one, checked and read again
 - `manifest`     what is finished, so that a killed run goes on
+- `boxes`        what of every whole tensor a device holds
 - `targets`      the files that a destination has
+- `sharing`      several processes of a launcher, each with its part of the files
+- `needs`        which logical tensors a file needs, and what of them
+- `jobs`         what a run needs, in one value
+- `filling`      what every byte of a file is
 - `reshard`      the verb
-- `compare`      two checkpoints compared logically
+- `live`         the tensors of a live model, read as those of a checkpoint
+- `logical`      where an element stands in the model
+- `compare`      two checkpoints, or a live model and one, compared logically
 """
 
 from shardplan.interop.checkpoint.compare import diff

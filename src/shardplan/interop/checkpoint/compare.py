@@ -1,4 +1,4 @@
-"""`diff`: whether two checkpoints hold one model, whatever their storage, and the first element that differs.
+"""`diff`: whether two checkpoints, or a live model and one, hold one model, and the first element that differs.
 
 The second is read as the first stores it, window by window, and compared bit for bit; no file is written.
 """
@@ -13,21 +13,15 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.errors import Infeasible, LayoutError, line
+from shardplan.errors import Infeasible, LayoutError, line, shown
 from shardplan.hardware.units import format_bytes, limit_of
+from shardplan.interop.checkpoint.filling import fill_part, names_of
 from shardplan.interop.checkpoint.gather import WindowGather
+from shardplan.interop.checkpoint.jobs import BESIDE, BUFFERS, LARGEST_WINDOW, LEAST_WINDOW, REGION, Progress
 from shardplan.interop.checkpoint.layouts import layout_weights
-from shardplan.interop.checkpoint.reshard import (
-    BESIDE,
-    BUFFERS,
-    LARGEST_WINDOW,
-    LEAST_WINDOW,
-    REGION,
-    Progress,
-    fill_part,
-    names_of,
-    recorded_weights,
-)
+from shardplan.interop.checkpoint.live import live_rank, live_side
+from shardplan.interop.checkpoint.logical import LogicalPlace, logical_place, place_text
+from shardplan.interop.checkpoint.reshard import recorded_weights
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
 from shardplan.movement.weights.refit import RefitPlan, refit
@@ -38,7 +32,8 @@ from shardplan.movement.weights.weights import Weights
 class CheckpointDifference:
     """Where two checkpoints first differ: the parameter and index in each (of a name only, no index), and the values.
 
-    `rank` and `other_rank` are device ids of either side.
+    `rank` and `other_rank` are device ids of either side. `place` is the logical tensor, and the index of every atom
+    of it; None where a name is all that differs.
     """
 
     rank: int
@@ -49,10 +44,12 @@ class CheckpointDifference:
     other_name: str
     other_index: tuple[int, ...] | None
     other_value: str
+    place: LogicalPlace | None = None
 
     def __str__(self) -> str:
         """Return one line."""
-        return f"{_said(self.rank, self.name, self.index, self.value)}; " + _said(
+        head = f"{place_text(self.place)}: " if self.place is not None else ""
+        return f"{head}{_said(self.rank, self.name, self.index, self.value)}; " + _said(
             self.other_rank, self.other_name, self.other_index, self.other_value
         )
 
@@ -77,25 +74,31 @@ def _said(rank: int, name: str, index: tuple[int, ...] | None, value: str) -> st
 
 
 def diff(
-    a: str | Path,
-    b: str | Path,
+    a: Any,
+    b: Any,
     *,
     weights: Weights | None = None,
     other: Weights | None = None,
+    rank: int | None = None,
     memory_limit: float | str = "1 GB",
     ignore: Iterable[str] = (),
     progress: Progress | None = None,
 ) -> CheckpointsCompared:
-    """Compare two checkpoints logically, and find the first element that differs, in the order of the first's names.
+    """Compare two checkpoints, or a live model and one, logically, and find the first element that differs.
+
+    The order is that of the first's names; of a live side's, where there is one. Of a live side only the parameters of
+    its rank are compared: every rank compares its own.
 
     Args:
-        a: a checkpoint, in any form that `reshard` reads.
+        a: a checkpoint, in any form that `reshard` reads; or a live side: a `torch.nn.Module`, a list of them, or
+            tensors by name, those of one rank. DTensors are read as the rank's own shard.
         b: another.
         weights: how `a` stores the model; None for what it says itself, if reshard wrote it, else as the other where
-            that is of one device, else whole tensors.
+            that is of one device, else whole tensors. A live side does not say it.
         other: how `b` does, likewise.
-        memory_limit: the bytes that may be in memory beyond the interpreter, or text of them.
-        ignore: names of tensors that are left out where no table has them.
+        rank: the device that a live side is of; it may be left out where there is one.
+        memory_limit: the bytes that may be in memory beyond the interpreter and a live side, or text of them.
+        ignore: names of tensors that are left out where no table has them; patterns with `*`, too.
         progress: called with bytes done, bytes to do, and what is being done.
 
     Raises:
@@ -105,16 +108,46 @@ def diff(
     """
     limit = limit_of("memory limit", memory_limit)
     assert limit is not None
-    first, second = _known(Path(a), weights), _known(Path(b), other)
-    with open_checkpoint(a, _devices(first)) as mine, open_checkpoint(b, _devices(second)) as theirs:
-        if first is None and second is None and (found := _names_differ(mine, theirs)) is not None:
-            return CheckpointsCompared(0, 0, found)
+    ignored = tuple(ignore)
+    live = [not isinstance(x, str | Path) for x in (a, b)]
+    if live[1] and not live[0]:
+        found = diff(
+            b, a, weights=other, other=weights, rank=rank, memory_limit=limit, ignore=ignored, progress=progress
+        )
+        return CheckpointsCompared(found.parameters, found.elements, _turned(found.difference))
+    if all(live):
+        raise LayoutError("diff of two live models; legal is a checkpoint on one side, or both")
+    if rank is not None and not live[0]:
+        raise LayoutError(f"rank = {shown(rank)} with two checkpoints; legal with a live model")
+    second = _known(Path(b), other)
+    if live[0]:
+        first, own = live_rank(weights, rank)
+        with open_checkpoint(b, _devices(second), ignored) as theirs:
+            second = theirs.side(second or _as(first, theirs) or _whole(theirs, b))
+            theirs.check(second, ignored)
+            return _compared(refit(second, first), live_side(a, first, own), theirs, (own,), limit, progress)
+    first = _known(Path(a), weights)
+    with (
+        open_checkpoint(a, _devices(first), ignored) as mine,
+        open_checkpoint(b, _devices(second), ignored) as theirs,
+    ):
+        if first is None and second is None and (apart := _names_differ(mine, theirs)) is not None:
+            return CheckpointsCompared(0, 0, apart)
         # one that says nothing is stored as the other, where that is of whole tensors
         first, second = first or _as(second, mine) or _whole(mine, a), second or _as(first, theirs) or _whole(theirs, b)
-        mine.check(first, tuple(ignore))
-        theirs.check(second, tuple(ignore))
-        plan = refit(second, first)
-        return _compared(plan, mine, theirs, limit, progress)
+        first, second = mine.side(first), theirs.side(second)
+        mine.check(first, ignored)
+        theirs.check(second, ignored)
+        return _compared(refit(second, first), mine, theirs, first.devices, limit, progress)
+
+
+def _turned(found: CheckpointDifference | None) -> CheckpointDifference | None:
+    """Return a difference as the other side sees it."""
+    if found is None:
+        return None
+    mine = found.rank, found.name, found.index, found.value
+    theirs = found.other_rank, found.other_name, found.other_index, found.other_value
+    return CheckpointDifference(*theirs, *mine, found.place)
 
 
 def _devices(weights: Weights | None) -> int:
@@ -148,9 +181,14 @@ def _names_differ(mine: OpenCheckpoint, theirs: OpenCheckpoint) -> CheckpointDif
 
 
 def _compared(
-    plan: RefitPlan, mine: OpenCheckpoint, theirs: OpenCheckpoint, limit: int, progress: Progress | None
+    plan: RefitPlan,
+    mine: OpenCheckpoint,
+    theirs: OpenCheckpoint,
+    ranks: tuple[int, ...],
+    limit: int,
+    progress: Progress | None,
 ) -> CheckpointsCompared:
-    regions = max(len(plan.regions(r)) for r in plan.target.devices)
+    regions = max(len(plan.regions(r)) for r in ranks)
     beside = BESIDE + regions * REGION
     least = beside + BUFFERS * LEAST_WINDOW
     if limit < least:
@@ -160,12 +198,12 @@ def _compared(
     size = min((limit - beside) // BUFFERS, LARGEST_WINDOW) // 8 * 8
     gather = WindowGather(size)
     ours, other = np.empty(size, dtype=np.uint8), np.empty(size, dtype=np.uint8)
-    total = sum(plan.target.nbytes(r) for r in plan.target.devices)
+    total = sum(plan.target.nbytes(r) for r in ranks)
     done = parameters = elements = 0
-    for rank in plan.target.devices:
+    for rank in ranks:
         legal = plan.target.parameters(rank)
-        found = plan.regions(rank)
-        pieces = PiecesOf(found.where(found.target == rank))
+        every = plan.regions(rank)
+        pieces = PiecesOf(every.where(every.target == rank))
         sizes = [(k, int(np.prod(s, dtype=np.int64)), numpy_dtype(d).itemsize) for k, (_, s, d) in enumerate(legal)]
         for parts, used in windows(sizes, size):
             for part in parts:
@@ -178,9 +216,9 @@ def _compared(
                     values = [str(x[span].view(numpy_dtype(dtype))[at - part.lo]) for x in (ours, other)]
                     where = _where(plan, pieces, part, at)
                     index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
-                    return CheckpointsCompared(
-                        parameters, elements, CheckpointDifference(rank, name, index, values[0], *where, values[1])
-                    )
+                    place = logical_place(plan.target, rank, part.parameter, at)
+                    found = CheckpointDifference(rank, name, index, values[0], *where, values[1], place)
+                    return CheckpointsCompared(parameters, elements, found)
                 elements += part.hi - part.lo
             done += used
             if progress is not None:

@@ -10,7 +10,9 @@ import io
 import os
 import pickle
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +124,8 @@ def _pread(path: Path, target: np.ndarray, begin: int) -> None:
         os.close(fd)
 
 
-def opened_distributed(path: Path) -> tuple[dict[str, DistributedTensor], list[Path]]:
-    """Return the tensors of a folder by name, and its files; what is no tensor is left out.
+def opened_distributed(path: Path, ignored: Sequence[str] = ()) -> tuple[dict[str, DistributedTensor], list[Path]]:
+    """Return the tensors of a folder by name, and its files; what is no tensor, or matches `ignored`, is left out.
 
     Raises `ParseError` for metadata that are none, and `MissingExtra` without torch.
     """
@@ -140,7 +142,11 @@ def opened_distributed(path: Path) -> tuple[dict[str, DistributedTensor], list[P
     out: dict[str, DistributedTensor] = {}
     files: dict[Path, None] = {}
     for name, found in metadata.state_dict_metadata.items():
-        if not isinstance(found, metadata_of.TensorStorageMetadata):
+        if (
+            not isinstance(found, metadata_of.TensorStorageMetadata)
+            or name in ignored
+            or any(fnmatchcase(name, p) for p in ignored)
+        ):
             continue
         chunks: list[DistributedChunk] = []
         for chunk in found.chunks:
@@ -244,31 +250,30 @@ def blob(array: np.ndarray) -> bytes:
 
 
 def metadata_bytes(
-    tensors: list[tuple[str, tuple[int, ...], str]], lies: list[tuple[str, int, int, str, int, int]]
+    tensors: list[tuple[str, tuple[int, ...], str]], lies: list[tuple[str, list[int], list[int], str, int, int]]
 ) -> bytes:
     """Return the metadata of a folder.
 
     Args:
         tensors: name, shape and dtype of every tensor.
-        lies: of every chunk: name, first row, rows (0 and 0 of a tensor without dims), file, offset, bytes.
+        lies: of every chunk: name, where it begins, its sizes, file, offset, bytes.
     """
     torch = optional("torch", "torch")
     m = optional("torch.distributed.checkpoint.metadata", "torch")
     filesystem = optional("torch.distributed.checkpoint.filesystem", "torch")
     from shardplan.execution.torch.dtypes import torch_dtype
 
-    by_name: dict[str, list[tuple[str, int, int, str, int, int]]] = {}
+    by_name: dict[str, list[tuple[str, list[int], list[int], str, int, int]]] = {}
     for row in lies:
         by_name.setdefault(row[0], []).append(row)
     state: dict[str, Any] = {}
     storage: dict[Any, Any] = {}
+    files = {row[3]: row[3] for row in reversed(lies)}  # one value each: pickle writes a second one anew
     for name, shape, dtype in tensors:
         chunks: list[Any] = []
-        for k, (_, first, rows, file, offset, length) in enumerate(by_name[name]):
-            offsets = torch.Size([first] + [0] * (len(shape) - 1)) if shape else torch.Size([])
-            sizes = torch.Size([rows, *shape[1:]]) if shape else torch.Size([])
-            chunks.append(m.ChunkStorageMetadata(offsets, sizes))
-            storage[m.MetadataIndex(name, offsets, k)] = filesystem._StorageInfo(file, offset, length)
+        for k, (_, begin, sizes, file, offset, length) in enumerate(by_name[name]):
+            chunks.append(m.ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)))
+            storage[m.MetadataIndex(name, torch.Size(begin), k)] = filesystem._StorageInfo(files[file], offset, length)
         properties = m.TensorProperties(dtype=torch_dtype(dtype))
         state[name] = m.TensorStorageMetadata(properties, torch.Size(shape), chunks)
     metadata = m.Metadata(state, planner_data={name: (name,) for name in state}, storage_data=storage)

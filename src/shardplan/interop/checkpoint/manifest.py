@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line, shown
 from shardplan.interop.checkpoint.output import checksum_of
+from shardplan.interop.checkpoint.sharing import ProcessShare, dealt, notes_of
 from shardplan.plans.plan_file import write_atomic
 
 MANIFEST = "shardplan.json"
+ALONE = ProcessShare()
+Beat = Callable[[], None] | None
 _FORMAT = 1
 
 
@@ -53,17 +57,28 @@ class CheckpointManifest:
         except OSError as error:
             raise ShardplanError(f"cannot write {line(self.folder / MANIFEST)}: {error.strerror or error}") from None
 
-    def finished(self, name: str) -> bool:
-        """Whether a file is finished: it is read again, and its checksum compared."""
-        said, path = self.files.get(name), self.folder / name
-        if said is None or not path.is_file() or path.stat().st_size != said["bytes"]:
+    def stands(self, name: str) -> bool:
+        """Whether a file is recorded, and there in its size."""
+        said = self.files.get(name)
+        try:
+            return said is not None and (self.folder / name).stat().st_size == said["bytes"]
+        except OSError:
             return False
-        return checksum_of(path) == (said["bytes"], said["sha256"])
 
-    def verify(self) -> None:
-        """Read every file again, and raise `ParseError` where one is not what was recorded."""
-        for name, said in self.files.items():
-            found = checksum_of(self.folder / name)
+    def finished(self, name: str, beat: Beat = None) -> bool:
+        """Whether a file is finished: it is read again, and its checksum compared; see `checksum_of`."""
+        said = self.files.get(name)
+        if said is None or not self.stands(name):
+            return False
+        return checksum_of(self.folder / name, beat) == (said["bytes"], said["sha256"])
+
+    def verify(self, share: ProcessShare = ALONE, beat: Beat = None) -> None:
+        """Read a process's share of the files again; raises `ParseError` where one is not what was recorded."""
+        owners = dealt([said["bytes"] for said in self.files.values()], share.count)
+        for (name, said), owner in zip(self.files.items(), owners, strict=True):
+            if owner != share.number:
+                continue
+            found = checksum_of(self.folder / name, beat)
             if found != (said["bytes"], said["sha256"]):
                 raise ParseError(
                     f"{line(self.folder / name)} has {found[0]} bytes of checksum {found[1][:16]}, and {said['bytes']} "
@@ -72,26 +87,36 @@ class CheckpointManifest:
 
 
 def resumed(folder: Path, request: str, form: str, weights: str) -> CheckpointManifest:
-    """Return the manifest to go on with: that of a killed run of the same request, or a new one.
+    """Return the manifest to go on with: what a killed run of the same request finished, or a new one.
 
     Raises `LayoutError` where the folder holds anything else.
     """
-    found = CheckpointManifest.of(folder)
-    if found is None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            present = sorted(p.name for p in folder.iterdir() if not p.name.endswith(".partial"))
-        except OSError as error:
-            raise ShardplanError(f"cannot write {line(folder)}: {error.strerror or error}") from None
-        if present:
-            raise LayoutError(
-                f"the destination {line(folder)} holds {shown(present[0])}; legal is a new folder, or one that a "
-                "killed run of the same request left"
-            )
-        return CheckpointManifest(folder, request, form, weights)
-    if found.request != request:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # before what others say: a process says that it came before it writes
+        present = sorted(p.name for p in folder.iterdir() if not p.name.endswith(".partial"))
+    except OSError as error:
+        raise ShardplanError(f"cannot write {line(folder)}: {error.strerror or error}") from None
+    notes = notes_of(folder)
+    found = CheckpointManifest.of(folder)  # after the notes, which are gone once it is there
+    if found is None and not notes and present:
         raise LayoutError(
-            f"the destination {line(folder)} is of another request ({found.request[:16]}, and this is {request[:16]}); "
-            "legal is the same source, tables and form, or another folder"
+            f"the destination {line(folder)} holds {shown(present[0])}; legal is a new folder, or one that a "
+            "killed run of the same request left"
         )
-    return found
+    for other in [n.request for n in notes.values()] + ([] if found is None else [found.request]):
+        if other != request:
+            raise LayoutError(
+                f"the destination {line(folder)} is of another request ({other[:16]}, and this is {request[:16]}); "
+                "legal is the same source, tables and form, or another folder"
+            )
+    manifest = found or CheckpointManifest(folder, request, form, weights)
+    for note in notes.values():
+        manifest.files = note.files | manifest.files
+    return manifest
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether a folder is the destination of a run that has not ended."""
+    found = CheckpointManifest.of(folder)
+    return bool(notes_of(folder)) if found is None else not found.complete

@@ -10,6 +10,7 @@ import hashlib
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,9 +22,12 @@ from shardplan.errors import BackendError, ShardplanError, line
 AGAIN = 2**20  # bytes of a read when a file is read again
 
 
-def checksum_of(path: Path, scratch: np.ndarray | None = None) -> tuple[int, str]:
-    """Return the bytes and the SHA-256 of a file; raises `ShardplanError` where it cannot be read."""
-    view = memoryview(np.empty(AGAIN, dtype=np.uint8) if scratch is None else scratch)  # pyright: ignore
+def checksum_of(path: Path, beat: Callable[[], None] | None = None) -> tuple[int, str]:
+    """Return the bytes and the SHA-256 of a file; raises `ShardplanError` where it cannot be read.
+
+    `beat` is called after every read.
+    """
+    view = memoryview(np.empty(AGAIN, dtype=np.uint8))  # pyright: ignore
     found, size = hashlib.sha256(), 0
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -31,6 +35,8 @@ def checksum_of(path: Path, scratch: np.ndarray | None = None) -> tuple[int, str
             while count := os.readv(fd, [view]):
                 found.update(view[:count])
                 size += count
+                if beat is not None:
+                    beat()
         finally:
             os.close(fd)
     except OSError as error:
@@ -41,8 +47,12 @@ def checksum_of(path: Path, scratch: np.ndarray | None = None) -> tuple[int, str
 class OutputFile:
     """A file under way: `buffer` gives memory to fill, `put` writes what is filled, `finish` gives it its name."""
 
-    def __init__(self, path: Path, buffers: list[np.ndarray]) -> None:
-        """Open `NAME.partial`; two buffers or more alternate. Raises `ShardplanError` where that cannot be."""
+    def __init__(self, path: Path, buffers: list[np.ndarray], beat: Callable[[], None] | None = None) -> None:
+        """Open `NAME.partial`; two buffers or more alternate. Raises `ShardplanError` where that cannot be.
+
+        `beat` is called while the file is read again.
+        """
+        self._beat = beat
         self.path, self.partial = path, path.with_name(path.name + ".partial")
         self._sum, self._size = hashlib.sha256(), 0
         self._free: queue.Queue[np.ndarray] = queue.Queue()
@@ -89,7 +99,7 @@ class OutputFile:
             os.close(self._fd)
             self._fd = -1
             wanted = self._size, self._sum.hexdigest()
-            if (found := checksum_of(self.partial)) != wanted:
+            if (found := checksum_of(self.partial, self._beat)) != wanted:
                 raise BackendError(
                     f"{line(self.path)}: {wanted[0]} bytes of checksum {wanted[1][:16]} were written, and {found[0]} "
                     f"of {found[1][:16]} read again; the disk or the memory is faulty"

@@ -10,12 +10,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.interop.checkpoint.boxes import whole_of
 from shardplan.interop.checkpoint.gather import StoredTensor
 from shardplan.interop.safetensors import Checkpoint, TensorEntry
 from shardplan.interop.safetensors_header import NUMPY
@@ -24,6 +26,7 @@ from shardplan.movement.weights.weights import Weights
 
 INDEX = "model.safetensors.index.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+DISTRIBUTED = "torch.distributed.checkpoint"
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z")
 _VLLM = re.compile(r"model-rank-(\d+)-part-(\d+)\.safetensors\Z")
 _FOLDER = re.compile(r"(?:.*[^0-9])?(\d+)\Z")
@@ -76,10 +79,14 @@ class OpenCheckpoint:
         """Return a tensor of a place."""
         return self.places[place][name]
 
+    def side(self, weights: Weights) -> Weights:
+        """Return how this stores what a side does: a folder of torch.distributed.checkpoint has whole tensors."""
+        return whole_of(weights) if self.form == DISTRIBUTED else weights
+
     def check(self, weights: Weights, ignored: Sequence[str] = ()) -> None:
         """Raise `LayoutError` where tensors are missing, additional, misshapen or of another dtype than weights say.
 
-        A name in `ignored` may be there without being asked for.
+        A name that matches a pattern in `ignored` may be there without being asked for.
         """
         if len(self.places) != len(weights.devices):
             raise LayoutError(
@@ -90,7 +97,9 @@ class OpenCheckpoint:
             legal = weights.parameters(rank)
             held = self.places[weights.place(rank)]
             names = {name for name, _, _ in legal}
-            found = {name: t for name, t in held.items() if name in names or name not in ignored}
+            found = {
+                name: t for name, t in held.items() if name in names or not any(fnmatchcase(name, p) for p in ignored)
+            }
             check_named(legal, found, f"{line(self.path)}, rank {rank} of {weights.table.name or 'the table'}")
             for name, _, dtype in legal:
                 if held[name].dtype_name != dtype:
@@ -99,11 +108,11 @@ class OpenCheckpoint:
                         f"--from-dtype {held[name].dtype_name} (from_ with that dtype), or a table that says it"
                     )
 
-    def dtypes(self) -> dict[str, int]:
-        """Return the elements of every dtype."""
+    def dtypes(self, ignored: Sequence[str] = ()) -> dict[str, int]:
+        """Return the elements of every dtype, without those of names that match a pattern in `ignored`."""
         out: dict[str, int] = {}
         for held in self.places:
-            for t in held.values():
+            for t in (t for name, t in held.items() if not matches(name, ignored)):
                 out[t.dtype_name] = out.get(t.dtype_name, 0) + int(np.prod(t.shape, dtype=np.int64))
         return out
 
@@ -119,8 +128,15 @@ class OpenCheckpoint:
         self.close()
 
 
-def open_checkpoint(path: str | Path, devices: int = 1) -> OpenCheckpoint:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is one of some patterns."""
+    return name in patterns or any(fnmatchcase(name, p) for p in patterns)
+
+
+def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] = ()) -> OpenCheckpoint:
     """Open a checkpoint of so many devices, and read all its headers.
+
+    Of a folder of torch.distributed.checkpoint, what matches a pattern in `ignored` is not looked at.
 
     Raises:
         ParseError: there is none, or a file breaks its format; a tensor that is in two files of one device.
@@ -134,8 +150,8 @@ def open_checkpoint(path: str | Path, devices: int = 1) -> OpenCheckpoint:
     if (path / METADATA).is_file():
         from shardplan.interop.checkpoint.distributed import opened_distributed
 
-        tensors, files = opened_distributed(path)
-        return OpenCheckpoint(path, "torch.distributed.checkpoint", [tensors], files)
+        tensors, files = opened_distributed(path, ignored)
+        return OpenCheckpoint(path, DISTRIBUTED, [tensors], files)
     files = sorted(path.glob("*.safetensors"))
     if files:
         return _of_files(path, files, devices)

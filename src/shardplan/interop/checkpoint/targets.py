@@ -6,26 +6,33 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.errors import LayoutError, shown
+from shardplan.interop.checkpoint.boxes import ShardBox, held_boxes
 from shardplan.interop.safetensors_header import encode
 from shardplan.movement.weights.weights import Weights
 
 FORMS = ("auto", "plain", "devices", "ranks", "distributed")
 LARGEST_FILE = 5 * 10**9  # bytes of a file of a plain checkpoint, as transformers cuts
+T = TypeVar("T")
 _METADATA = {"format": "pt"}  # what transformers asks for
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """A file under way: its name, its rank, and the (number, name, shape, dtype) of its parameters in order."""
+    """A file under way: its name, its rank, and the (number, name, shape, dtype) of its parameters in order.
+
+    In a folder of torch.distributed.checkpoint each is a box of a whole tensor.
+    """
 
     name: str
     rank: int
     parameters: tuple[tuple[int, str, tuple[int, ...], str], ...]
+    boxes: tuple[ShardBox, ...] = ()
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
@@ -50,10 +57,10 @@ def form_of(form: str, weights: Weights) -> str:
     several = len(weights.devices) > 1
     if form == "auto":
         return "devices" if several else "plain"
-    if several and form in ("plain", "distributed"):
+    if several and form == "plain":
         raise LayoutError(
-            f"form = {form!r} for {len(weights.devices)} devices; legal are devices and ranks, or weights of one "
-            "device, whose tensors are whole"
+            f"form = {form!r} for {len(weights.devices)} devices; legal are devices, ranks and distributed, or weights "
+            "of one device, whose tensors are whole"
         )
     return form
 
@@ -68,24 +75,40 @@ def target_files(weights: Weights, form: str, largest: int = LARGEST_FILE) -> li
             for k, r in enumerate(weights.devices)
         }
         return [TargetFile(named[r], r, _ordered(every[r])) for r in weights.devices]
-    (rank,) = weights.devices
-    groups: list[list[tuple[int, str, tuple[int, ...], str]]] = [[]]
-    used = 0
-    for p in every[rank]:
-        size = math.prod(p[2]) * itemsize(p[3])
-        if groups[-1] and used + size > largest:
-            groups.append([])
-            used = 0
-        groups[-1].append(p)
-        used += size
     if form == "distributed":
-        return [TargetFile(f"__0_{k}.distcp", rank, tuple(g)) for k, g in enumerate(groups)]
+        return _chunked(weights, largest)
+    (rank,) = weights.devices
+    groups = _groups([(math.prod(p[2]) * itemsize(p[3]), p) for p in every[rank]], largest)
     if len(groups) == 1:
         return [TargetFile("model.safetensors", rank, _ordered(groups[0]))]
     return [
         TargetFile(f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors", rank, _ordered(g))
         for k, g in enumerate(groups)
     ]
+
+
+def _chunked(weights: Weights, largest: int) -> list[TargetFile]:
+    """Return the files of a folder of torch.distributed.checkpoint: some of every device."""
+    out: list[TargetFile] = []
+    for place, boxes in enumerate(held_boxes(weights).values()):
+        groups = _groups([(math.prod(b.shape) * itemsize(b.dtype), b) for b in boxes], largest)
+        for k, group in enumerate(groups):
+            parameters = tuple((b.number, b.name, b.shape, b.dtype) for b in group)
+            out.append(TargetFile(f"__{place}_{k}.distcp", weights.devices[place], parameters, tuple(group)))
+    return out
+
+
+def _groups(sized: list[tuple[int, T]], largest: int) -> list[list[T]]:
+    """Cut a list where the next one makes a file too large."""
+    groups: list[list[T]] = [[]]
+    used = 0
+    for size, item in sized:
+        if groups[-1] and used + size > largest:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += size
+    return [g for g in groups if g]
 
 
 def _ordered(
