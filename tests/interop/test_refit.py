@@ -49,6 +49,11 @@ def test_a_rank_with_another_plan_is_named_on_all() -> None:
     }
 
 
+def test_a_module_of_fsdp2_is_served_after_every_step() -> None:
+    status, _, err = launch(4, CHILD.with_name("refit_fsdp2_child.py"), seconds=120)
+    assert status == 0, err[-4000:]
+
+
 def test_sides_that_know_only_themselves_join() -> None:
     run("joined")
 
