@@ -60,14 +60,14 @@ def _spans(family: StoredFamily, runs: DimRuns, place: int, digits: list[set[int
 def _text(weights: Weights, name: str, spans: list[list[tuple[int, int]]]) -> str:
     tensor = weights.tensors[name]
     said: list[str] = []
-    for dim, (first, stop), found in zip(tensor.dims, tensor.ranges, spans, strict=True):
+    for dim, legal, found in zip(tensor.dims, tensor.ranges, spans, strict=True):
         joined: list[tuple[int, int]] = []
         for low, high in sorted(set(found)):
             if joined and low <= joined[-1][1]:
                 joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
             else:
                 joined.append((low, high))
-        if joined != [(first, stop)]:
+        if sum(high - low for low, high in joined) < len(legal):
             texts = [f"{low}:{high}" if high > low + 1 else str(low) for low, high in joined]
             more = [] if len(texts) <= _SHOWN else ["..."]
             said.append(f"{' '.join(dim.atoms)}={'+'.join(texts[:_SHOWN] + more)}")
