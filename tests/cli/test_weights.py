@@ -28,7 +28,7 @@ def test_reshard_there_and_back_by_command(tmp_path: Path, capsys: pytest.Captur
     status, out, _ = call(capsys, *there, "--dry-run")
     assert status == 0 and out.endswith("nothing was written\n") and not (tmp_path / "mega").exists()
     assert (
-        "  model-00003-of-00004.safetensors  37.5 kB  needs head, norm, norm1, q, k, v_, o, norm2, gate, up, down\n"
+        "  model-00003-of-00004.safetensors  37.5 kB  needs head[v=0:48], norm, norm1[l=1:3], q[l=1:3, g r d=0:16], "
         in out
     )
     status, out, err = call(capsys, *there)

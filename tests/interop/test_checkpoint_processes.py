@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from interop.checkpoint_cases import CONFIG, plain, whole
-from shardplan.errors import LayoutError, ParseError, TimedOut
+from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut
 from shardplan.interop import safetensors
-from shardplan.interop.checkpoint import reshard
+from shardplan.interop.checkpoint import reshard, sharing
 from shardplan.interop.checkpoint.sharing import ProcessShare, dealt, launched_share
 from shardplan.movement.weights.weights import Weights
 
@@ -222,6 +222,19 @@ def test_what_one_process_fails_of_the_others_say(tmp_path: Path, started: list[
     assert f"{last} has" in said[own] and "are recorded; legal is the file that was written" in said[own]
     assert f"process {own} of 2 failed: {last} has" in said[other]
     assert not list(out.glob("*.safetensors"))
+
+
+def test_a_process_that_failed_before_this_one_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = plain(tmp_path / "hf"), tmp_path / "out"
+    with pytest.raises(TimedOut):
+        reshard(source, out, from_=HF, to=TO, process=(0, 2), timeout=0.1)
+    note = json.loads((out / "shardplan-process-00000.json").read_text()) | {"number": 1, "failed": "no disk"}
+    (out / "shardplan-process-00001.json").write_text(json.dumps(note))
+    monkeypatch.setattr(sharing, "GRACE", 0.3)  # in which it may come again
+    begun = time.monotonic()
+    with pytest.raises(BackendError, match="process 1 of 2 failed: no disk"):
+        reshard(source, out, from_=HF, to=TO, process=(0, 2), timeout=60)
+    assert 0.3 < time.monotonic() - begun < 30
 
 
 def test_processes_of_different_requests_are_refused(tmp_path: Path) -> None:

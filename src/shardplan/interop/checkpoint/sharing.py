@@ -22,6 +22,7 @@ from shardplan.plans.plan_file import write_atomic
 
 NOTE = re.compile(r"shardplan-process-(\d{5})\.json\Z")
 POLL, LONGEST_POLL, BEAT = 0.02, 0.5, 1.0  # seconds between two looks, at first and later, and between two signs
+GRACE = 10.0  # seconds in which a process that failed before this one came may come again
 _LAUNCHERS = (  # of torchrun, Open MPI, and MPICH with what stems from it
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -164,7 +165,7 @@ class ProcessMeeting:
     def wait(self, late: list[int]) -> None:
         """Wait a moment for some processes, to be called until nobody is late.
 
-        Raises `BackendError` where one failed since this process came, and `TimedOut` where one gave no sign in time.
+        Raises `BackendError` where one failed and did not come again, and `TimedOut` where one gave no sign in time.
         """
         self.beat()
         now, where = time.monotonic(), f"reshard into {line(self.folder)}"
@@ -173,7 +174,8 @@ class ProcessMeeting:
                 continue
             who, seen = f"process {number} of {self.share.count}", self._seen.get(number)
             came = seen is not None and seen[0] != self._first.get(number)
-            if came and seen is not None and seen[1].failed:
+            old = now - self._begun < GRACE  # of an earlier run, perhaps, until the process comes again
+            if seen is not None and seen[1].failed and (came or not old):
                 raise BackendError(f"{where}: {who} failed: {seen[1].failed}")
             if now - self._alive.get(number, self._begun) > self.timeout:
                 what = "gave no sign" if came else "did not come"
