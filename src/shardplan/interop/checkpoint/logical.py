@@ -66,7 +66,7 @@ def place_text(place: LogicalPlace) -> str:
 
 def _named(dim: LogicalDim) -> bool:
     """Whether a dim stands in the name where tensors are stored one by one: one with a range."""
-    return bool(dim.first or dim.stop)
+    return bool(dim.first or dim.stop or dim.step)
 
 
 def _one_by_one(weights: Weights) -> Weights:
