@@ -268,8 +268,9 @@ def _end(job: CheckpointJob, manifest: CheckpointManifest, place: Path) -> None:
             tensors = list(dict.fromkeys((b.name, b.whole, b.dtype) for f in job.files for b in f.boxes))
             lies = [tuple(item) for f in job.files for item in manifest.files[f.name]["items"]]
             write_atomic(folder / METADATA, distributed.metadata_bytes(tensors, lies))
-        for partial in folder.rglob("*.partial"):
-            partial.unlink()
+        if not manifest.complete:  # else another process may be at work on a file that was found wrong
+            for partial in folder.rglob("*.partial"):
+                partial.unlink()
         manifest.complete = True
         manifest.save()
         for number in notes_of(folder):
