@@ -6,6 +6,9 @@ contiguous run of a parameter, in the dtype that travels, goes from or to the pa
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +51,18 @@ class RefitMessage:
     copies: RefitCopies
 
 
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Leave garbage for later: collections, which look at every view that is made, would take most of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class RefitExchange:
     """The messages of one rank, in rounds: at most one to and one from every peer in each, hop by hop."""
 
@@ -84,8 +99,9 @@ class RefitExchange:
         # A target may hold tensors that were made in inference mode, of which only such views may be written.
         held = [x for side in (self.source, self.target) if side is not None for x in side.locals]
         self.inference = any(x.is_inference() for x in held)
-        for hop in self.hops:
-            hop.bind(self.staging)
+        with uncollected():
+            for hop in self.hops:
+                hop.bind(self.staging)
         self.local = self._local()
 
     def _local(self) -> RefitCopies:
@@ -138,9 +154,7 @@ class HopExchange:
 
     def bind(self, staging: torch.Tensor) -> None:
         """Make the messages sent and received in every round, with views of the parameters and of staging."""
-        self.bound = {
-            sends: None if side is None else [x.view(-1) for x in side.locals] for sends, side in self.ends.items()
-        }
+        self.bound = {sends: None if side is None else side.locals for sends, side in self.ends.items()}
         self.rounds: list[tuple[list[RefitMessage], list[RefitMessage]]] = []
         for pair, found in self.cut.items():
             sends = pair[0] == self.rank
@@ -152,10 +166,10 @@ class HopExchange:
     def local(self) -> RefitCopies:
         """Return the copies of what stays, from the own tensors that send to those that receive."""
         copies = RefitCopies()
-        for k in range(len(self.here)):
-            move = int(self.here.move[k])
-            plus = self.hop.dtypes(move, True)[2] + self.hop.dtypes(move, False)[2]
-            self._copy(copies, self._own(self.here, k, False), self._own(self.here, k, True), plus)
+        moves = self.here.move.tolist()
+        plus = {move: self.hop.dtypes(move, True)[2] + self.hop.dtypes(move, False)[2] for move in set(moves)}
+        for into, out_of, move in zip(self._own(self.here, False), self._own(self.here, True), moves, strict=True):
+            self._copy(copies, into, out_of, plus[move])
         return copies
 
     def _straight(self, chunk: RefitChunk, sends: bool) -> bool:
@@ -175,34 +189,40 @@ class HopExchange:
     def _message(self, staging: torch.Tensor, pair: tuple[int, int], chunk: RefitChunk, sends: bool) -> RefitMessage:
         peer = pair[1] if sends else pair[0]
         if self._straight(chunk, sends):
-            own = self._own(chunk.rows, 0, sends)
+            (own,) = self._own(chunk.rows, sends)
             data = torch.as_strided(own, (own.numel(),), (1,), own.storage_offset())
             return RefitMessage(peer, data.view(torch.uint8), RefitCopies())
         start = self.begin[pair]
         data = staging[start : start + chunk.nbytes]
         copies = RefitCopies()
-        at = chunk.at.tolist()
-        for k in range(len(chunk.rows)):
-            own = self._own(chunk.rows, k, sends)
-            _, wire, plus = self.hop.dtypes(int(chunk.rows.move[k]), sends)
-            staged = data[at[k] : at[k] + own.numel() * wire.itemsize].view(wire).view(own.shape)
+        moves = chunk.rows.move.tolist()
+        travels = {move: self.hop.dtypes(move, sends)[1:] for move in set(moves)}
+        typed = {wire: data.view(wire) for wire, _ in travels.values()}
+        for own, move, at in zip(self._own(chunk.rows, sends), moves, chunk.at.tolist(), strict=True):
+            wire, plus = travels[move]
+            whole, shape = typed[wire], own.shape
+            strides = [1] * len(shape)
+            for d in range(len(shape) - 1, 0, -1):
+                strides[d - 1] = strides[d] * shape[d]
+            staged = torch.as_strided(whole, shape, strides, whole.storage_offset() + at // wire.itemsize)
             self._copy(copies, *((staged, own) if sends else (own, staged)), plus)
         return RefitMessage(peer, data, copies)
 
-    def _own(self, rows: RefitRegions, k: int, sends: bool) -> torch.Tensor:
-        """Return a region as a view of this rank's parameter."""
+    def _own(self, rows: RefitRegions, sends: bool) -> Iterator[torch.Tensor]:
+        """Yield regions as views of this rank's parameters."""
         flat = self.bound[sends]
         assert flat is not None
-        parameter, offset, strides = (
+        columns = (
             (rows.source_parameter, rows.source_offset, rows.source_strides)
             if sends
             else (rows.target_parameter, rows.target_offset, rows.target_strides)
         )
-        x = flat[int(parameter[k])]
-        shape, steps = rows.sizes[k].tolist(), strides[k].tolist()
-        while len(shape) > 1 and shape[0] == 1:
-            shape, steps = shape[1:], steps[1:]
-        return torch.as_strided(x, shape, steps, x.storage_offset() + int(offset[k]))
+        for parameter, offset, steps, shape in zip(*(c.tolist() for c in (*columns, rows.sizes)), strict=True):
+            x = flat[parameter]
+            first = 0
+            while first < len(shape) - 1 and shape[first] == 1:
+                first += 1
+            yield torch.as_strided(x, shape[first:], steps[first:], x.storage_offset() + offset)
 
     def _copy(self, copies: RefitCopies, into: torch.Tensor, out_of: torch.Tensor, plus: int) -> None:
         if not plus:
