@@ -27,14 +27,21 @@ FRAMEWORKS = {
     "titan": "torchtitan", "peft": "peft", "megatron": "megatron-core", "vllm": "vllm", "sglang": "sglang",
 }  # fmt: skip
 COLUMNS = ("table", "degrees", "parameters", "elements", "differ", "found")
-ELSEWHERE = ("hf-", "hf5-")  # what is on disk, and transformers: benchmarks.weights_probe
+# What the names of their tables begin with.
+HEADS = {
+    "titan": "torchtitan",
+    "peft": ("peft", "fsdp2-peft"),
+    "megatron": "megatron",
+    "vllm": "vllm",
+    "sglang": "sglang",
+}
 
 
 def asked(module: ModuleType, case: LoaderCase) -> dict[str, Any]:
     """Probe one table, as a row."""
     row: dict[str, Any] = {"table": case.target, "from": case.source, "loader": case.says}
     row |= {"degrees": " ".join(f"{k}={v}" for k, v in case.degrees.items()) or "one rank"}
-    row |= {"renamed": case.renamed} if case.renamed else {}
+    row |= {key: said for key in ("renamed", "fault") if (said := getattr(case, key))}
     sizes = dict(case.sizes)
     source = Weights.load(case.source, sizes, dtype="f32", **case.given)
     target = Weights.load(case.target, sizes, dtype="f32", **case.degrees)
@@ -45,7 +52,7 @@ def asked(module: ModuleType, case: LoaderCase) -> dict[str, Any]:
     try:
         found = probe(source, load, target)
     except (LayoutError, RuntimeError) as error:
-        return row | {"found": f"not probed: {type(error).__name__}: {str(error).strip().splitlines()[-1][:300]}"}
+        return row | {"found": f"not probed, it raised: {str(error).strip().splitlines()[-1][:300]}"}
     head = str(found.differences[0]) if found.differences else "equal"
     return row | {
         "parameters": found.parameters, "elements": found.elements, "differ": len(found.differences), "found": head
@@ -64,7 +71,7 @@ def main() -> None:
         try:
             module = importlib.import_module(f"benchmarks.loaders.{name}")
         except ImportError as error:
-            left |= {t: f"not probed: {error}" for t in shipped() if t.startswith(name)}
+            left |= {t: f"not probed: {error}" for t in shipped() if t.startswith(HEADS[name])}
             continue
         installed[FRAMEWORKS[name]] = importlib.metadata.version(FRAMEWORKS[name])
         left |= module.LEFT
@@ -75,7 +82,7 @@ def main() -> None:
     rest = [
         {"table": n, "found": left.get(n, "not probed: no loader here was asked about it")}
         for n in shipped()
-        if n not in probed and not n.startswith(ELSEWHERE)
+        if n not in probed and any(n.startswith(HEADS[name]) for name in given.of)
     ]
     for row in rest:
         print(f"{row['table']}: {row['found']}")

@@ -2,6 +2,6 @@
 
 - `cases`: what a loader is asked: the table it reads, the table it must agree with, sizes and degrees.
 - `ranks`: ranks as forked processes over gloo, each of which loads and gives what it then has.
-- `titan`, `peft`, `megatron`, `vllm`, `sglang`: one framework each; importing the module imports the framework. Each has
-  `CASES`, `LEFT` (tables of the framework that its loader is not asked about, and why) and `loaded`.
+- `titan`, `peft`, `megatron`, `vllm`, `sglang`: one framework each; importing the module imports the framework. Each
+  has `CASES`, `LEFT` (tables of the framework that its loader is not asked about, and why) and `loaded`.
 """

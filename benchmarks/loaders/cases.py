@@ -24,7 +24,8 @@ class LoaderCase:
     """One run: `source` is the table of what is loaded, `target` the table of what the ranks then have.
 
     `sizes` are the model's config; `degrees` the target's, `given` the source's where it has any; `says` names the
-    function of the framework that loads, `renamed` what was changed before a comparison, if anything.
+    function of the framework that loads, `renamed` what was changed before a comparison, if anything; `fault` is why
+    the loader is known to be wrong here, where it is.
     """
 
     source: str
@@ -34,6 +35,7 @@ class LoaderCase:
     degrees: Mapping[str, Any] = field(default_factory=dict[str, Any])
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
     renamed: str = ""
+    fault: str = ""
 
     def degree(self, axis: str) -> int:
         """A degree of the target, 1 where it is not said."""

@@ -99,7 +99,7 @@ def test_several_processes_write_the_folder_of_one(tmp_path: Path) -> None:
 
 def test_small_files_and_windows_are_the_same_tensors(tmp_path: Path) -> None:
     source = plain(tmp_path / "hf")
-    to = Weights.load("torchtitan-llama", CONFIG, data=2, tensor=2)
+    to = Weights.load("torchtitan-llama-split", CONFIG, data=2, tensor=2)
     done = reshard(source, tmp_path / "dcp", from_=HF, to=to, form="distributed", largest_file=9_000)
     assert len(done.files) > 8
     assert diff(tmp_path / "dcp", source, other=HF).equal

@@ -77,8 +77,8 @@ CASES: dict[str, tuple[Callable[..., Any], str, list[Run], Run]] = {
         frameworks.fsdp2, "hf-llama", [(LLAMA, {}, {}), (UNEVEN, *tp(2, data=3))],
         (OTHER, *tp(4, data=5)),
     ),
-    "torchtitan-llama": (
-        lambda c, w, **given: frameworks.fsdp2(c, w, meta=True, **given), "hf-llama",
+    "torchtitan-llama-split": (
+        lambda c, w, **given: frameworks.fsdp2(c, w, meta="split", **given), "hf-llama",
         [(LLAMA, {}, {}), (UNEVEN, *tp(2, data=7)), (OTHER, *tp(2, data=5))],
         (OTHER, *tp(4, data=3)),
     ),

@@ -230,7 +230,8 @@ TABLES: dict[str, dict[str, Side]] = {
         "sglang-llama": (frameworks.served, without_stages, {"last": True}),
         "fsdp2-llama": (frameworks.fsdp2, sharded, {}),
         "megatron-dist-llama": (more.torch_dist, saved, {}),
-        "torchtitan-llama": (frameworks.fsdp2, sharded, {"meta": True}),
+        "torchtitan-llama": (frameworks.fsdp2, sharded, {"meta": "fused"}),
+        "torchtitan-llama-split": (frameworks.fsdp2, sharded, {"meta": "split"}),
     },
     "qwen3": {
         "hf-qwen3": (frameworks.hugging_face, hf, {}),

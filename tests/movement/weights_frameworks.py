@@ -284,15 +284,14 @@ def chunked(a: Array, n: int, k: int, axis: int = 0) -> Array:
     return a[tuple(at)]
 
 
-def fsdp2(
-    c: Config, w: Named, tensor: int = 1, data: int = 1, replica: int = 1, meta: bool = False
-) -> dict[int, Named]:
-    """torch 2.13: tensor parallelism first, then FSDP2 chunks dim 0 of what is local (_fsdp_param.py); `meta`: under
-    torchtitan's names and rotary order (b5bcd76, models/llama3/state_dict_adapter.py, `_permute`).
-    """  # fmt: skip
+def titan(c: Config, w: Named, fused: bool) -> Named:
+    """torchtitan 0.3.0: the names and rotary order of models/llama3/state_dict_adapter.py (`_reverse_permute`).
+
+    `fused`: wqkv of models/common/attention.py, FusedQKVLinear._merge_qkv_on_load.
+    """
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
-        "lm_head.weight": "output.weight",
+        "lm_head.weight": "lm_head.weight",
         "model.norm.weight": "norm.weight",
     }
     parts = {
@@ -301,26 +300,35 @@ def fsdp2(
         "self_attn.v_proj": "attention.qkv_linear.wv", "self_attn.o_proj": "attention.wo",
         "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
     }  # fmt: skip
+    out: Named = {}
+    for name, a in w.items():
+        if "q_proj" in name or "k_proj" in name:
+            d = head_dim(c)
+            a = a.reshape(a.shape[0] // d, 2, d // 2, -1).swapaxes(1, 2).reshape(a.shape)
+        if name in names:
+            out[names[name]] = a
+        else:
+            _, _, number, rest = name.split(".", 3)
+            out[f"layers.{number}.{parts[rest.removesuffix('.weight')]}.weight"] = a
+    for name in [n for n in out if fused and "wq.weight" in n]:
+        q, k, v = (out.pop(name.replace("wq", part)) for part in ("wq", "wk", "wv"))
+        out[name.replace("wq", "wqkv")] = merge_qkv(c, q, k, v)
+    return out
+
+
+def fsdp2(c: Config, w: Named, tensor: int = 1, data: int = 1, replica: int = 1, meta: str = "") -> dict[int, Named]:
+    """torch 2.13: tensor parallelism first, then FSDP2 chunks dim 0 of what is local (_fsdp_param.py).
+
+    `meta`: as torchtitan has it, q, k and v "split" or "fused".
+    """
     out: dict[int, Named] = {}
+    rows = ("o_proj.weight", "down_proj.weight", "attention.wo.weight", "feed_forward.w2.weight")
+    held = titan(c, w, meta == "fused") if meta else w
     for rank in range(replica * data * tensor):
         t, n = rank % tensor, rank // tensor % data
         own: Named = {}
-        for name, a in w.items():
-            if meta:
-                if "q_proj" in name or "k_proj" in name:
-                    d = head_dim(c)
-                    heads = a.shape[0] // d
-                    a = a.reshape(heads, 2, d // 2, -1).swapaxes(1, 2).reshape(a.shape)
-                if name in names:
-                    name = names[name]
-                else:
-                    _, _, number, rest = name.split(".", 3)
-                    name = f"layers.{number}.{parts[rest.removesuffix('.weight')]}.weight"
-            if a.ndim == 2:
-                rowwise = name.endswith(
-                    ("o_proj.weight", "down_proj.weight", "attention.wo.weight", "feed_forward.w2.weight")
-                )
-                a = chunked(a, tensor, t, 1 if rowwise else 0)
-            own[name] = chunked(a, data, n)
+        for name, a in held.items():
+            local = chunked(a, tensor, t, 1 if name.endswith(rows) else 0) if a.ndim == 2 else a
+            own[name] = chunked(local, data, n)
         out[rank] = own
     return out
