@@ -28,7 +28,7 @@ def forked(count: int, load: Callable[[int], Parameters]) -> dict[int, Parameter
         started = []
         for rank in range(count):
             mine, its = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, count, Path(folder) / "store", its, load), daemon=True)
+            process = context.Process(target=_rank, args=(rank, count, Path(folder) / "store", its, load))
             process.start()
             its.close()
             started.append((process, mine))
@@ -63,5 +63,5 @@ def _rank(rank: int, count: int, store: Path, its: Connection, load: Callable[[i
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
         its.send({name: np.array(a, np.float32) for name, a in load(rank).items()})
     except BaseException:
-        its.send(traceback.format_exc()[-1500:])
+        its.send(traceback.format_exc()[-3000:])
     its.close()

@@ -230,6 +230,7 @@ TABLES: dict[str, dict[str, Side]] = {
         "sglang-llama": (frameworks.served, without_stages, {"last": True}),
         "fsdp2-llama": (frameworks.fsdp2, sharded, {}),
         "megatron-dist-llama": (more.torch_dist, saved, {}),
+        "megatron-stacked-llama": (more.stacked, saved, {}),
         "torchtitan-llama": (frameworks.fsdp2, sharded, {"meta": "fused"}),
         "torchtitan-llama-split": (frameworks.fsdp2, sharded, {"meta": "split"}),
     },
@@ -240,6 +241,7 @@ TABLES: dict[str, dict[str, Side]] = {
         "fsdp2-qwen3": (frameworks.fsdp2, sharded, {}),
         "sglang-qwen3": (frameworks.served, without_stages, {"last": True}),
         "megatron-dist-qwen3": (more.torch_dist, saved, {}),
+        "megatron-stacked-qwen3": (more.stacked, saved, {}),
     },
     "qwen3-moe": {
         "hf-qwen3-moe": (frameworks.hugging_face, hf, {}),
@@ -250,6 +252,7 @@ TABLES: dict[str, dict[str, Side]] = {
         "sglang-qwen3-moe": (served_by_sglang, moe_sglang, {}),
         "fsdp2-qwen3-moe": (stacked_by_fsdp2, sharded, {}),
         "megatron-dist-qwen3-moe": (more.torch_dist, saved, {}),
+        "megatron-stacked-qwen3-moe": (more.stacked, saved, {}),
     },
     "mixtral": {
         "hf-mixtral": (frameworks.hugging_face, hf, {}),
@@ -259,6 +262,7 @@ TABLES: dict[str, dict[str, Side]] = {
         "sglang-mixtral": (served_by_sglang, moe_sglang, {}),
         "hf5-mixtral": (more.hugging_face_5_mixtral, hf, {}),
         "megatron-dist-mixtral": (more.torch_dist, saved, {}),
+        "megatron-stacked-mixtral": (more.stacked, saved, {}),
     },
     "deepseek": {
         "hf-deepseek-v3": (frameworks.hugging_face, hf, {}),

@@ -717,3 +717,14 @@ def hugging_face_5_mixtral(c: Config, w: Named, replica: int = 1) -> dict[int, N
         own[p + "experts.gate_up_proj"] = np.stack([np.concatenate([g, u]) for g, u, _ in every])
         own[p + "experts.down_proj"] = np.stack([d for *_, d in every])
     return hugging_face(c, own, replica)
+
+
+def stacked(c: Config, w: Named, **given: int) -> dict[int, Named]:
+    """megatron-core 0.16.1: transformer_block.py sharded_state_dict without non_homogeneous_layers: layers are one."""
+    out: dict[int, Named] = {}
+    for rank, own in torch_dist(c, w, **given).items():
+        out[rank] = {n: a for n, a in own.items() if ".layers." not in n}
+        for name in [n for n in own if ".layers.0." in n]:
+            every = [own[name.replace(".layers.0.", f".layers.{n}.")] for n in range(c["num_hidden_layers"])]
+            out[rank][name.replace(".layers.0.", ".layers.")] = np.stack(every)
+    return out
