@@ -23,6 +23,9 @@ import numpy as np
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
 from benchmarks.loaders.ranks import Parameters, forked
 
+from shardplan.interop.checkpoint import reshard
+from shardplan.movement.weights.weights import Weights
+
 torch: Any = importlib.import_module("torch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -85,6 +88,13 @@ CASES = (
     *_cases("qwen3", LLAMA, _DENSE[1:2], _NORMS, "stacked-"),
     *_cases("qwen3-moe", MOE, _MIXED[1:2], _EXPERTS, "stacked-"),
     *_cases("mixtral", MOE, _MIXED[2:3], _EXPERTS, "stacked-"),
+    *(
+        LoaderCase(
+            "hf-" + kind, "megatron-" + kind, sizes, "shardplan reshard, then " + _SAYS, _DIVISIBLE | more, {}, names
+        )
+        for kind, sizes, names in (("llama", LLAMA, _NORMS), ("deepseek-v3", LATENT, _EXPERTS))
+        for more in ({"tensor": 2, "pipeline": 2, "stages": [2, 1]},)
+    ),
     *_cases("gpt2", GPT2, (({}, {}), ({}, {"tensor": 2}), ({}, {"tensor": 4, "data": 2})), _NORMS, ""),
 )
 LEFT = {
@@ -225,19 +235,35 @@ def renamed(name: str, keys: Mapping[str, Any]) -> str:
     return re.sub(r"local_experts\.(\d+)\.(linear_fc\d)\.weight", r"\2.weight\1", name)
 
 
+def write(case: LoaderCase, named: Named, folder: Path) -> None:
+    """Write a torch_dist folder: by torch, or by `shardplan reshard` of a checkpoint of transformers."""
+    tensors = {n: torch.from_numpy(np.array(a)) for n, a in named.items()}
+    if case.source.startswith("hf-"):
+        with tempfile.TemporaryDirectory() as whole:
+            importlib.import_module("safetensors.torch").save_file(tensors, Path(whole) / "model.safetensors")
+            disk = case.target.replace("megatron-", "megatron-dist-")
+            given: Any = _DIVISIBLE
+            sides = (
+                Weights.load(case.source, dict(case.sizes), dtype="f32"),
+                Weights.load(disk, dict(case.sizes), dtype="f32", **given),
+            )
+            reshard(whole, folder / "made", from_=sides[0], to=sides[1], form="distributed")
+        for path in (folder / "made").iterdir():
+            path.rename(folder / path.name)
+    else:
+        torch.distributed.checkpoint.save(tensors, checkpoint_id=folder, no_dist=True)
+    torch.save({}, folder / "common.pt")
+    parts = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    (folder / "metadata.json").write_text(json.dumps(parts | {f"{name}_version": 1 for name in parts}))
+
+
 def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
     """What every rank has of a folder."""
     kind = case.target.removeprefix("megatron-")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if case.source != case.target:
-            tensors = {n: torch.from_numpy(np.array(a)) for n, a in named.items()}
-            torch.distributed.checkpoint.save(tensors, checkpoint_id=folder, no_dist=True)
-            torch.save({}, folder / "common.pt")
-            said = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-            (folder / "metadata.json").write_text(
-                json.dumps(said | {"common_backend": "torch", "common_backend_version": 1})
-            )
+            write(case, named, folder)
         else:
             alone = LoaderCase(case.source, case.target, case.sizes, "", case.given)
 
