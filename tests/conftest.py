@@ -5,6 +5,8 @@ draws others each time. A test's own `@settings` are on top of either.
 """
 
 import pkgutil
+import sys
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """End what a test left of torch.distributed in this process: a baseline plans on a fake group, and leaves it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.hookimpl(optionalhook=True)

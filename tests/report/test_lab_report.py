@@ -126,7 +126,8 @@ def test_run_a_program_a_plan_and_a_reduction(tmp_path: Path) -> None:
 
 
 @needs_lab
-def test_sweep_and_validate(tmp_path: Path) -> None:
+def test_sweep_and_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardplan.execution.lab.results.MOST_BUSY", 1.0)  # other tests run beside this one
     said: list[str] = []
     out = tmp_path / "sweep.json"
     found = lab_sweep_command(
@@ -143,6 +144,11 @@ def test_sweep_and_validate(tmp_path: Path) -> None:
     assert said == ["1 experiments of 1 to measure, about 0 minutes; result in sweep.json"]
     assert found.object["experiments"][0]["pairs"][0]["exact"]
     assert lab_validate_command([out]).object["pairs"] == 1
+    monkeypatch.setattr("shardplan.execution.lab.results.MOST_BUSY", 0.0)
+    with pytest.raises(
+        ParseError, match=r"^every pair was measured with more than .* of the processors busy; run 'shard"
+    ):
+        lab_validate_command([out])
 
 
 def measurement(edges: dict[str, tuple[int, int]]) -> Measurement:

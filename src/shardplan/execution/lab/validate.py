@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardplan.errors import ParseError
+from shardplan.execution.lab.measurement import MOST_BUSY
 from shardplan.execution.lab.results import Done, Row, Sweep
 from shardplan.execution.lab.scores import MODELS, Score, Summary, score, summarize
 from shardplan.execution.lab.standard import MANY_PROGRAMS
@@ -74,6 +75,11 @@ def validate(results: Sequence[Sweep]) -> ScoreVerdict:
     """
     measured = [d for r in results for d in r.experiments]
     done = tuple(replace(d, rows=rows) for d in measured if (rows := tuple(row for row in d.rows if row.counts)))
+    if not done and any(d.rows for d in measured):
+        raise ParseError(
+            f"every pair was measured with more than {MOST_BUSY:.0%} of the processors busy; run 'shardplan lab sweep' "
+            "again when less runs beside it"
+        )
     if not done:
         raise ParseError("no result has a measured experiment; run 'shardplan lab sweep' first")
     twice = [abs(math.log(a.second / a.first)) for r in results for a in r.again]
