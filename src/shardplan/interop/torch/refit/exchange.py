@@ -154,7 +154,8 @@ class HopExchange:
 
     def bind(self, staging: torch.Tensor) -> None:
         """Make the messages sent and received in every round, with views of the parameters and of staging."""
-        self.bound = {sends: None if side is None else side.locals for sends, side in self.ends.items()}
+        self.bound = {sends: [] if side is None else side.locals for sends, side in self.ends.items()}
+        self.begins = {sends: [x.storage_offset() for x in own] for sends, own in self.bound.items()}
         self.rounds: list[tuple[list[RefitMessage], list[RefitMessage]]] = []
         for pair, found in self.cut.items():
             sends = pair[0] == self.rank
@@ -198,31 +199,30 @@ class HopExchange:
         moves = chunk.rows.move.tolist()
         travels = {move: self.hop.dtypes(move, sends)[1:] for move in set(moves)}
         typed = {wire: data.view(wire) for wire, _ in travels.values()}
-        for own, move, at in zip(self._own(chunk.rows, sends), moves, chunk.at.tolist(), strict=True):
+        begins = {wire: whole.storage_offset() for wire, whole in typed.items()}
+        sizes = chunk.rows.sizes
+        inner = np.ones_like(sizes)  # strides of a region that lies contiguous
+        inner[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
+        rows = zip(self._own(chunk.rows, sends), moves, chunk.at.tolist(), sizes.tolist(), inner.tolist(), strict=True)
+        for own, move, at, shape, strides in rows:
             wire, plus = travels[move]
-            whole, shape = typed[wire], own.shape
-            strides = [1] * len(shape)
-            for d in range(len(shape) - 1, 0, -1):
-                strides[d - 1] = strides[d] * shape[d]
-            staged = torch.as_strided(whole, shape, strides, whole.storage_offset() + at // wire.itemsize)
+            less = len(shape) - own.ndim
+            staged = torch.as_strided(typed[wire], shape[less:], strides[less:], begins[wire] + at // wire.itemsize)
             self._copy(copies, *((staged, own) if sends else (own, staged)), plus)
         return RefitMessage(peer, data, copies)
 
     def _own(self, rows: RefitRegions, sends: bool) -> Iterator[torch.Tensor]:
         """Yield regions as views of this rank's parameters."""
-        flat = self.bound[sends]
-        assert flat is not None
+        flat, begins = self.bound[sends], self.begins[sends]
         columns = (
             (rows.source_parameter, rows.source_offset, rows.source_strides)
             if sends
             else (rows.target_parameter, rows.target_offset, rows.target_strides)
         )
-        for parameter, offset, steps, shape in zip(*(c.tolist() for c in (*columns, rows.sizes)), strict=True):
-            x = flat[parameter]
-            first = 0
-            while first < len(shape) - 1 and shape[first] == 1:
-                first += 1
-            yield torch.as_strided(x, shape[first:], steps[first:], x.storage_offset() + offset)
+        outer = np.argmax(np.append(rows.sizes[:, :-1] != 1, np.ones((len(rows), 1), bool), axis=1), axis=1)
+        listed = (c.tolist() for c in (*columns, rows.sizes, outer))
+        for parameter, offset, steps, shape, first in zip(*listed, strict=True):
+            yield torch.as_strided(flat[parameter], shape[first:], steps[first:], begins[parameter] + offset)
 
     def _copy(self, copies: RefitCopies, into: torch.Tensor, out_of: torch.Tensor, plus: int) -> None:
         if not plus:
