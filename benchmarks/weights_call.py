@@ -66,7 +66,7 @@ def child(count: int) -> None:
         with Refit(plan, model, name=name) as sync:
             sync()
             seconds = median(sync, count)
-            exchange = sync._exchange
+            exchange = sync._exchange  # pyright: ignore[reportPrivateUsage]
             messages = sum(len(s) + len(r) for s, r in exchange.rounds)
             again = (plan, rank, exchange.source, exchange.target, torch.device("cpu"))
             made = median(lambda again=again: RefitExchange(*again), 5)
