@@ -18,6 +18,13 @@ LLAMA: dict[str, Any] = {
 MOE: dict[str, Any] = LLAMA | {"moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4,
                                "num_experts_per_tok": 2}  # fmt: skip
 
+LATENT: dict[str, Any] = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 16,
+    "intermediate_size": 48, "n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3,
+    "vocab_size": 100, "tie_word_embeddings": False, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class LoaderCase:

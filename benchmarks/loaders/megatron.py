@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
+from benchmarks.loaders.cases import LATENT, LLAMA, MOE, LoaderCase, Named
 from benchmarks.loaders.ranks import Parameters, forked
 
 from shardplan.interop.checkpoint import reshard
@@ -43,12 +43,6 @@ _DIVISIBLE = {"divisible": 4}
 _SAYS = "megatron-core GPTModel.sharded_state_dict, dist_checkpointing.load"
 _NORMS = "norms before a product are named as Transformer Engine's fused ones"
 _EXPERTS = _NORMS + "; local_experts.{x}.linear_fc1.weight is linear_fc1.weight{x}"
-LATENT: dict[str, Any] = {
-    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "moe_intermediate_size": 16,
-    "intermediate_size": 48, "n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3,
-    "vocab_size": 100, "tie_word_embeddings": False, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-}  # fmt: skip
 GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 16, "vocab_size": 100}
 _FOUR = {"num_hidden_layers": 4}
 _DENSE: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
