@@ -78,6 +78,10 @@ def main() -> None:
         for case in module.CASES:
             rows.append(asked(module, case))
             print(table(COLUMNS, [[str(rows[-1].get(key, "")) for key in COLUMNS]]).splitlines()[-1], flush=True)
+    if not installed:
+        parser.error(
+            f"none of {', '.join(FRAMEWORKS.values())} can be imported here; benchmarks/README.md says what is needed"
+        )
     probed = {row["table"] for row in rows} | {row["from"] for row in rows}
     rest = [
         {"table": n, "found": left.get(n, "not probed: no loader here was asked about it")}

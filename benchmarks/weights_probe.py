@@ -66,7 +66,7 @@ TRANSFORMERS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
 UNSEEN: dict[str, Any] = {"num_hidden_layers": 5, "vocab_size": 90, "n_layer": 3, "n_embd": 24, "intermediate_size": 40,
                           "moe_intermediate_size": 12, "state_size": 6}  # fmt: skip
 GROUP = re.compile(r"\(([^()|:]*)\)(?!@)")  # parentheses that say nothing
-_NOT = "not probed: not installed in the environment of this run"
+_NOT = "by benchmarks.weights_loaders, where its framework is installed"
 WHY = dict.fromkeys(("megatron", "vllm", "sglang", "torchtitan", "peft"), _NOT) | {
     "hf": "read, as the checkpoint on disk: the source of the probe of what transformers has in memory, or of none",
     "hf5": "not probed: transformers is not importable",
