@@ -3,8 +3,8 @@
 Of each table the whole model class is built on every rank, in SGLang's own process groups over gloo, under a published
 `ServerArgs` as a server has it; every layer and every `weight_loader` is SGLang's. What is not: packages of compiled
 kernels (`KERNELS`) are empty modules where they cannot be imported, for model files import them at the top, and no
-loader calls them. The CPU engine of SGLang is off, so that its loaders take the way that they take beside a GPU; shared
-experts are not fused into the routed ones then, as with `--disable-shared-experts-fusion`.
+loader calls them. The CPU engine of SGLang is off, so that its loaders take the way that they take beside a GPU.
+Without a GPU shared experts are not fused into the routed ones, as with `--disable-shared-experts-fusion`.
 
 Three ties are not asked, for SGLang 0.5.23 does not serve them: Mixtral and Qwen3-MoE at all degrees, and DeepSeek-V3
 over several stages, have an `lm_head` of their own that is loaded only from a checkpoint that has one. The tables say
@@ -138,12 +138,12 @@ CASES: tuple[LoaderCase, ...] = (
 LEFT: dict[str, str] = {}
 
 
-def published(case: LoaderCase, rank: int) -> None:
-    """Publish a server's arguments for a rank, and make SGLang's groups."""
+def built(case: LoaderCase, rank: int) -> Any:
+    """Publish a server's arguments for a rank, make SGLang's groups, and build the model as its loader does."""
     context = importlib.import_module("sglang.srt.runtime_context")
     state = importlib.import_module("sglang.srt.distributed.parallel_state")
     arguments = importlib.import_module("sglang.srt.server_args")
-    moe = importlib.import_module("sglang.srt.layers.moe")
+    moe = importlib.import_module("sglang.srt.layers.moe.utils")
     given = arguments.ServerArgs(
         model_path="none", device="cpu", tp_size=case.degree("tensor"), pp_size=case.degree("pipeline"),
         ep_size=case.degree("ep"),
@@ -153,17 +153,19 @@ def published(case: LoaderCase, rank: int) -> None:
     state.init_distributed_environment(case.ranks, rank, "env://", rank, "gloo")
     state.initialize_model_parallel()
     moe.initialize_moe_config()
+    model, kind = CLASSES[case.target], MODELS[case.target]
+    config = getattr(importlib.import_module("transformers"), kind[2])(**case.sizes, architectures=[kind[1]])
+    shared = moe.resolve_shared_experts_config(model, config, None)
+    with context.get_model().override(shared_experts=shared):
+        return model(config)
 
 
 def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
     """Give tensors by their names on disk to the model of every rank; return what each rank then has."""
     torch: Any = importlib.import_module("torch")
-    kind = getattr(importlib.import_module("transformers"), MODELS[case.target][2])
 
     def load(rank: int) -> Parameters:
-        published(case, rank)
-        config = kind(**case.sizes, architectures=[MODELS[case.target][1]])
-        model = CLASSES[case.target](config)
+        model = built(case, rank)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
