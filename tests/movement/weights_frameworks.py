@@ -189,6 +189,15 @@ def megatron(
     return out
 
 
+def has_head(c: Config, stage: int, pipeline: int) -> bool:
+    """SGLang 0.5.23, models/llama.py, qwen3.py, deepseek_v2.py, qwen3_moe.py, mixtral.py: stages with an lm_head."""
+    if c["kind"] == "llama":
+        return not c["tie_word_embeddings"]
+    if c["kind"] in ("qwen3", "deepseek"):
+        return stage == pipeline - 1 and not (c["tie_word_embeddings"] and pipeline == 1)
+    return True
+
+
 def served(
     c: Config,
     w: Named,
@@ -221,12 +230,12 @@ def served(
             return mine
 
         tied = c["tie_word_embeddings"]
-        if stage == 0 or (tied and stage == pipeline - 1):
+        if stage == 0 or (tied and stage == pipeline - 1 and not last):
             own["model.embed_tokens.weight"] = vocabulary(w["model.embed_tokens.weight"])
         if stage == pipeline - 1:
             own["model.norm.weight"] = w["model.norm.weight"]
-            if not tied:
-                own["lm_head.weight"] = vocabulary(w["lm_head.weight"])
+        if has_head(c, stage, pipeline) if last else stage == pipeline - 1 and not tied:
+            own["lm_head.weight"] = vocabulary(w["model.embed_tokens.weight" if tied else "lm_head.weight"])
         offset = sum(counts[:stage])
         for k in range(offset, offset + counts[stage]):
             p = f"model.layers.{k}."

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from ml_dtypes import float8_e4m3fn
 
-from .weights_frameworks import chunked, experts, hugging_face, merge_qkv, pad_rows, router
+from .weights_frameworks import chunked, experts, has_head, hugging_face, merge_qkv, pad_rows, router
 
 Array = np.ndarray
 Named = dict[str, Array]
@@ -243,12 +243,13 @@ def deepseek_served(
     for rank in range(replica * data * pipeline * tensor):
         t, stage, dp = rank % tensor, rank // tensor % pipeline, rank // (tensor * pipeline) % data
         own: Named = {}
-        if stage == 0 or (tied and stage == pipeline - 1):
+        if stage == 0 or (tied and stage == pipeline - 1 and not sglang):
             own["model.embed_tokens.weight"] = vocabulary(w["model.embed_tokens.weight"], tensor, t)
         if stage == pipeline - 1:
             own["model.norm.weight"] = w["model.norm.weight"]
-            if not tied:
-                own["lm_head.weight"] = vocabulary(w["lm_head.weight"], tensor, t)
+        if has_head(c, stage, pipeline) if sglang else stage == pipeline - 1 and not tied:
+            head = w["model.embed_tokens.weight" if tied else "lm_head.weight"]
+            own["lm_head.weight"] = vocabulary(head, tensor, t)
         for n in range(sum(counts[:stage]), sum(counts[: stage + 1])):
             p = f"model.layers.{n}."
             s = p + "self_attn."
