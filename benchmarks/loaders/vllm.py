@@ -1,0 +1,116 @@
+"""vLLM's own models on the CPU: `load_weights` of the whole model class, on every rank of a mesh.
+
+The platform is vLLM's own CPU platform, chosen by its variable; nothing of vLLM is patched. Every rank is a process of
+an external launcher, as vLLM calls it: data parallel over pipeline over tensor. After a model is made, its parameters
+are zeros in f32 (an f8 or packed parameter would not hold a digit), and its own `load_weights` gets the tensors; what
+it then has is read before `process_weights_after_loading`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
+from benchmarks.loaders.ranks import forked
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+try:
+    importlib.import_module("torchvision")
+except (ImportError, RuntimeError):  # one whose kernels do not fit this torch is none
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+_config: Any = importlib.import_module("vllm.config")
+_distributed: Any = importlib.import_module("vllm.distributed")
+_making: Any = importlib.import_module("vllm.model_executor.model_loader.utils")
+_registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+_torch: Any = importlib.import_module("torch")
+_auto: Any = importlib.import_module("transformers").AutoConfig
+
+LATENT: dict[str, Any] = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 6, "moe_intermediate_size": 16,
+    "intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3,
+    "vocab_size": 100, "tie_word_embeddings": False, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 16, "vocab_size": 100}
+# A table's start, the type and class of its model, and the table of its checkpoint.
+KINDS: dict[str, tuple[str, str, str]] = {
+    "vllm-llama": ("llama", "LlamaForCausalLM", "hf-llama"),
+    "vllm-qwen3": ("qwen3", "Qwen3ForCausalLM", "hf-qwen3"),
+    "vllm-qwen3-moe": ("qwen3_moe", "Qwen3MoeForCausalLM", "hf-qwen3-moe"),
+    "vllm-mixtral": ("mixtral", "MixtralForCausalLM", "hf-mixtral"),
+    "vllm-deepseek-v3": ("deepseek_v3", "DeepseekV3ForCausalLM", "hf-deepseek-v3"),
+    "vllm-gpt-oss": ("gpt_oss", "GptOssForCausalLM", "hf5-gpt-oss"),
+    "vllm-gpt2": ("gpt2", "GPT2LMHeadModel", "hf-gpt2"),
+}
+# Buffers that hold no weights: caches of rotary embeddings, scales of the attention's cache, maps of experts.
+RUNTIME = ("cos_sin_cache", "_scale", "_map")
+LEFT: dict[str, str] = {}
+
+
+def _case(name: str, sizes: Mapping[str, Any], **degrees: Any) -> LoaderCase:
+    """One run of a table at some degrees."""
+    _, kind, source = KINDS[name.removesuffix("-ep")]
+    return LoaderCase(source, name, sizes, f"vllm {kind}.load_weights", degrees)
+
+
+CASES: tuple[LoaderCase, ...] = (
+    _case("vllm-llama", LLAMA, tensor=2),
+)
+
+
+def loaded(case: LoaderCase, named: Named) -> dict[int, dict[str, np.ndarray]]:
+    """What every rank has after the model's own `load_weights`."""
+    with tempfile.TemporaryDirectory() as folder:
+        _described(case, Path(folder))
+        return forked(case.ranks, lambda rank: _loaded(case, named, rank, folder))
+
+
+def _described(case: LoaderCase, folder: Path) -> None:
+    """Write the model's config.json."""
+    model, kind, _ = KINDS[case.target.removesuffix("-ep")]
+    config = _auto.for_model(model, **case.sizes).to_dict()
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [kind], "dtype": "float32"}))
+
+
+def _loaded(case: LoaderCase, named: Named, rank: int, folder: str) -> dict[str, np.ndarray]:
+    """One rank: the config, the groups, the model, its weights."""
+    os.environ["RANK"] = str(rank)
+    if "stages" in case.degrees:
+        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case.degrees["stages"]))
+    config = _engine(case, folder)
+    with _config.set_current_vllm_config(config):
+        _distributed.init_distributed_environment(case.ranks, rank, "env://", rank, "gloo")
+        _distributed.ensure_model_parallel_initialized(case.degree("tensor"), case.degree("pipeline"))
+        model = _making.initialize_model(config)
+        for tensor in model.parameters():
+            tensor.data = _torch.zeros(tensor.shape, dtype=_torch.float32)
+        model.load_weights((n, _torch.from_numpy(np.ascontiguousarray(a))) for n, a in named.items())
+    held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if not n.endswith(RUNTIME)}
+    return {name: tensor.detach().float().numpy() for name, tensor in held.items()}
+
+
+def _engine(case: LoaderCase, folder: str) -> Any:
+    """The engine's config on this rank."""
+    return _config.VllmConfig(
+        model_config=_config.ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True
+        ),
+        parallel_config=_config.ParallelConfig(
+            tensor_parallel_size=case.degree("tensor"),
+            pipeline_parallel_size=case.degree("pipeline"),
+            data_parallel_size=case.degree("data"),
+            enable_expert_parallel=case.target.endswith("-ep"),
+            distributed_executor_backend="external_launcher",
+        ),
+        device_config=_config.DeviceConfig("cpu"),
+    )
