@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
 from benchmarks.loaders.ranks import forked
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+logging.getLogger("vllm").setLevel(logging.ERROR)
 try:
     importlib.import_module("torchvision")
 except (ImportError, RuntimeError):  # one whose kernels do not fit this torch is none
@@ -32,15 +33,24 @@ _distributed: Any = importlib.import_module("vllm.distributed")
 _making: Any = importlib.import_module("vllm.model_executor.model_loader.utils")
 _registry: Any = importlib.import_module("vllm.model_executor.models.registry")
 _torch: Any = importlib.import_module("torch")
+_registry._run_in_subprocess = lambda look: look()
+_experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
+_kernels: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.unquantized")
+_triton: Any = _kernels.UnquantizedMoeBackend.TRITON
+_experts.select_unquantized_moe_backend = lambda moe_config: (_triton, _kernels.backend_to_kernel_cls(_triton)[0])
 _auto: Any = importlib.import_module("transformers").AutoConfig
+
+_kernels_of_c: Any = _torch.library.Library("_C", "FRAGMENT")  # an activation asks for its kernel when it is made
+_kernels_of_c.define("gelu_new(Tensor! out, Tensor input) -> ()")
 
 LATENT: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
     "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 6, "moe_intermediate_size": 16,
     "intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3,
     "vocab_size": 100, "tie_word_embeddings": False, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 64, "topk_method": "noaux_tc",
 }  # fmt: skip
+SIX: dict[str, Any] = MOE | {"num_experts": 6, "num_local_experts": 6}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 16, "vocab_size": 100}
 # A table's start, the type and class of its model, and the table of its checkpoint.
 KINDS: dict[str, tuple[str, str, str]] = {
@@ -64,7 +74,35 @@ def _case(name: str, sizes: Mapping[str, Any], **degrees: Any) -> LoaderCase:
 
 
 CASES: tuple[LoaderCase, ...] = (
+    _case("vllm-llama", LLAMA),
     _case("vllm-llama", LLAMA, tensor=2),
+    _case("vllm-llama", LLAMA, tensor=8),
+    _case("vllm-llama", LLAMA, replica=2, pipeline=2, stages=[2, 1]),
+    _case("vllm-llama", LLAMA, pipeline=2, tensor=2, stages=[1, 2]),
+    _case("vllm-llama", LLAMA | {"num_hidden_layers": 4}, pipeline=2, tensor=2),
+    _case("vllm-llama", LLAMA | {"tie_word_embeddings": True}, tensor=2),
+    _case("vllm-llama", LLAMA | {"tie_word_embeddings": True}, pipeline=3, tensor=1),
+    _case("vllm-qwen3", LLAMA, tensor=4),
+    _case("vllm-qwen3", LLAMA | {"tie_word_embeddings": True}, pipeline=2, tensor=2, stages=[2, 1]),
+    _case("vllm-qwen3-moe", MOE),
+    _case("vllm-qwen3-moe", MOE, data=2, tensor=2),
+    _case("vllm-qwen3-moe", MOE, pipeline=2, tensor=4, stages=[2, 1]),
+    _case("vllm-qwen3-moe-ep", MOE, tensor=4),
+    _case("vllm-qwen3-moe-ep", SIX, data=2, tensor=2),
+    _case("vllm-mixtral", MOE, data=2, tensor=2),
+    _case("vllm-mixtral", MOE, pipeline=2, tensor=4, stages=[2, 1]),
+    _case("vllm-mixtral-ep", MOE, tensor=2),
+    _case("vllm-mixtral-ep", SIX, data=2, pipeline=3, tensor=2),
+    _case("vllm-deepseek-v3", LATENT),
+    _case("vllm-deepseek-v3", LATENT, data=2, tensor=2),
+    _case("vllm-deepseek-v3", LATENT, pipeline=2, tensor=4, stages=[2, 1]),
+    _case("vllm-deepseek-v3-ep", LATENT, data=2, tensor=2),
+    _case("vllm-gpt-oss", MOE),
+    _case("vllm-gpt-oss", MOE, tensor=2),
+    _case("vllm-gpt-oss", MOE, tensor=4),
+    _case("vllm-gpt2", GPT2),
+    _case("vllm-gpt2", GPT2, tensor=2),
+    _case("vllm-gpt2", GPT2, tensor=8),
 )
 
 
@@ -79,6 +117,7 @@ def _described(case: LoaderCase, folder: Path) -> None:
     """Write the model's config.json."""
     model, kind, _ = KINDS[case.target.removesuffix("-ep")]
     config = _auto.for_model(model, **case.sizes).to_dict()
+    _registry.ModelRegistry.models[kind].load_model_cls()  # here, so that no rank has to import it
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [kind], "dtype": "float32"}))
 
 

@@ -271,7 +271,8 @@ def served(
             w13, w2 = np.zeros((len(mine), 2 * f, e), np.float32), np.zeros((len(mine), e, f), np.float32)
             for x, (gate, up, down) in enumerate(mine):
                 w13[x, :f], w13[x, f:], w2[x] = gate[cut], up[cut], down[:, cut]
-            own[m + "experts.w13_weight"], own[m + "experts.w2_weight"] = w13, w2
+            m += "experts.routed_experts."
+            own[m + "w13_weight"], own[m + "w2_weight"] = w13, w2
         out[rank] = own
     return out
 
