@@ -34,15 +34,40 @@ _making: Any = importlib.import_module("vllm.model_executor.model_loader.utils")
 _registry: Any = importlib.import_module("vllm.model_executor.models.registry")
 _torch: Any = importlib.import_module("torch")
 _registry._run_in_subprocess = lambda look: look()
-_experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
-_kernels: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.unquantized")
-_triton: Any = _kernels.UnquantizedMoeBackend.TRITON
-_experts.select_unquantized_moe_backend = lambda moe_config: (_triton, _kernels.backend_to_kernel_cls(_triton)[0])
 _auto: Any = importlib.import_module("transformers").AutoConfig
 
-_kernels_of_c: Any = _torch.library.Library("_C", "FRAGMENT")  # an activation asks for its kernel when it is made
-_kernels_of_c.define("gelu_new(Tensor! out, Tensor input) -> ()")
 
+_LAYERS = "vllm.model_executor.layers."
+# Where a kernel of experts is chosen: the module that asks, its question, where kernels are listed, and the list.
+CHOICES = (
+    (
+        "fused_moe.unquantized_fused_moe_method",
+        "select_unquantized_moe_backend",
+        "unquantized",
+        "UnquantizedMoeBackend",
+    ),
+    ("quantization.fp8", "select_fp8_moe_backend", "fp8", "Fp8MoeBackend"),
+    ("quantization.mxfp4", "select_mxfp4_moe_backend", "mxfp4", "Mxfp4MoeBackend"),
+)
+
+
+def _patch() -> None:
+    """Choose kernels as on a GPU, without one; say that activations have theirs; look at classes in this process."""
+    for module, question, oracle, kinds in CHOICES:
+        found = importlib.import_module(_LAYERS + "fused_moe.oracle." + oracle)
+        triton = getattr(found, kinds).TRITON
+        answer = (triton, found.backend_to_kernel_cls(triton)[0])
+        setattr(importlib.import_module(_LAYERS + module), question, lambda *_, answer=answer, **__: answer)
+    fp8: Any = importlib.import_module(_LAYERS + "quantization.fp8")
+    fp8.init_fp8_linear_kernel = lambda **_: None
+    library = _torch.library.Library("_C", "FRAGMENT")
+    library.define("gelu_new(Tensor! out, Tensor input) -> ()")
+    _kept.append(library)
+    _registry._run_in_subprocess = lambda look: look()
+
+
+_kept: list[Any] = []
+_patch()
 LATENT: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
     "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 6, "moe_intermediate_size": 16,
@@ -52,6 +77,17 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 SIX: dict[str, Any] = MOE | {"num_experts": 6, "num_local_experts": 6}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 16, "vocab_size": 100}
+FP8: dict[str, Any] = LATENT | {
+    "weight_block_size": 4, "kv_lora_rank": 8, "moe_intermediate_size": 32, "intermediate_size": 48,
+}  # fmt: skip
+PACKED: dict[str, Any] = MOE | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+# What config.json says of a quantized checkpoint.
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "vllm-deepseek-v3-fp8": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [4, 4]
+    },
+    "vllm-gpt-oss-mxfp4": {"quant_method": "mxfp4"},
+}  # fmt: skip
 # A table's start, the type and class of its model, and the table of its checkpoint.
 KINDS: dict[str, tuple[str, str, str]] = {
     "vllm-llama": ("llama", "LlamaForCausalLM", "hf-llama"),
@@ -59,6 +95,8 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "vllm-qwen3-moe": ("qwen3_moe", "Qwen3MoeForCausalLM", "hf-qwen3-moe"),
     "vllm-mixtral": ("mixtral", "MixtralForCausalLM", "hf-mixtral"),
     "vllm-deepseek-v3": ("deepseek_v3", "DeepseekV3ForCausalLM", "hf-deepseek-v3"),
+    "vllm-deepseek-v3-fp8": ("deepseek_v3", "DeepseekV3ForCausalLM", "hf-deepseek-v3-fp8"),
+    "vllm-gpt-oss-mxfp4": ("gpt_oss", "GptOssForCausalLM", "hf-gpt-oss"),
     "vllm-gpt-oss": ("gpt_oss", "GptOssForCausalLM", "hf5-gpt-oss"),
     "vllm-gpt2": ("gpt2", "GPT2LMHeadModel", "hf-gpt2"),
 }
@@ -91,15 +129,25 @@ CASES: tuple[LoaderCase, ...] = (
     _case("vllm-qwen3-moe-ep", SIX, data=2, tensor=2),
     _case("vllm-mixtral", MOE, data=2, tensor=2),
     _case("vllm-mixtral", MOE, pipeline=2, tensor=4, stages=[2, 1]),
+    _case("vllm-mixtral", MOE | {"tie_word_embeddings": True}, pipeline=2, tensor=2, stages=[2, 1]),
     _case("vllm-mixtral-ep", MOE, tensor=2),
     _case("vllm-mixtral-ep", SIX, data=2, pipeline=3, tensor=2),
     _case("vllm-deepseek-v3", LATENT),
     _case("vllm-deepseek-v3", LATENT, data=2, tensor=2),
     _case("vllm-deepseek-v3", LATENT, pipeline=2, tensor=4, stages=[2, 1]),
+    _case("vllm-deepseek-v3-ep", LATENT, tensor=4),
     _case("vllm-deepseek-v3-ep", LATENT, data=2, tensor=2),
+    _case("vllm-deepseek-v3-ep", LATENT, data=2),
     _case("vllm-gpt-oss", MOE),
     _case("vllm-gpt-oss", MOE, tensor=2),
-    _case("vllm-gpt-oss", MOE, tensor=4),
+    _case("vllm-gpt-oss", MOE | {"num_key_value_heads": 4}, tensor=4),  # more ranks than kv heads it does not run
+    _case("vllm-gpt-oss-mxfp4", PACKED),
+    _case("vllm-gpt-oss-mxfp4", PACKED, tensor=2),
+    _case("vllm-deepseek-v3-fp8", FP8),
+    _case("vllm-deepseek-v3-fp8", FP8, data=2, tensor=2),
+    _case("vllm-deepseek-v3-fp8", FP8, pipeline=2, tensor=4, stages=[2, 1]),
+    _case("vllm-deepseek-v3-fp8-ep", FP8, tensor=2),
+    _case("vllm-deepseek-v3-fp8-ep", FP8, data=2, tensor=2),
     _case("vllm-gpt2", GPT2),
     _case("vllm-gpt2", GPT2, tensor=2),
     _case("vllm-gpt2", GPT2, tensor=8),
@@ -117,8 +165,10 @@ def _described(case: LoaderCase, folder: Path) -> None:
     """Write the model's config.json."""
     model, kind, _ = KINDS[case.target.removesuffix("-ep")]
     config = _auto.for_model(model, **case.sizes).to_dict()
+    quantized = QUANTIZED.get(case.target.removesuffix("-ep"))
+    config |= {"quantization_config": quantized} if quantized else {}
     _registry.ModelRegistry.models[kind].load_model_cls()  # here, so that no rank has to import it
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": [kind], "dtype": "float32"}))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [kind], "dtype": "bfloat16"}))
 
 
 def _loaded(case: LoaderCase, named: Named, rank: int, folder: str) -> dict[str, np.ndarray]:
@@ -141,9 +191,7 @@ def _loaded(case: LoaderCase, named: Named, rank: int, folder: str) -> dict[str,
 def _engine(case: LoaderCase, folder: str) -> Any:
     """The engine's config on this rank."""
     return _config.VllmConfig(
-        model_config=_config.ModelConfig(
-            model=folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True
-        ),
+        model_config=_config.ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True),
         parallel_config=_config.ParallelConfig(
             tensor_parallel_size=case.degree("tensor"),
             pipeline_parallel_size=case.degree("pipeline"),

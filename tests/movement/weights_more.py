@@ -265,8 +265,10 @@ def deepseek_served(
                 own[s + "o_proj" + end] = part(w[s + "o_proj" + end], tensor, t, 1)
                 m = p + ("mlp.shared_experts." if moe else "mlp.")
                 gate, up, down = (w[f"{m}{k}_proj{end}"] for k in ("gate", "up", "down"))
-                own[m + "gate_up_proj" + end] = np.concatenate([part(gate, tensor, t), part(up, tensor, t)])
-                own[m + "down_proj" + end] = part(down, tensor, t, 1)
+                whole = moe and on and data > 1 and tensor > 1  # vLLM 0.33: use_sequence_parallel_moe
+                cut = (1, 0) if whole else (tensor, t)
+                own[m + "gate_up_proj" + end] = np.concatenate([part(gate, *cut), part(up, *cut)])
+                own[m + "down_proj" + end] = part(down, *cut, 1)
                 if moe:
                     tail = end.removeprefix(".")
                     own |= _fused_experts(c, w, p + "mlp.experts.", end, tail, (dp, data, t, tensor), on, sglang, ep)
@@ -452,8 +454,9 @@ def llama4_served(
                 own[q + "router.weight"] = w[q + "router.weight"]
                 gate, up = np.split(w[q + "experts.gate_up_proj"].swapaxes(1, 2), 2, axis=1)
                 both = [part(gate, tensor, t, 1), part(up, tensor, t, 1)]
-                own[q + "experts.routed_experts.w13_weight"] = np.concatenate(both, axis=1)
-                own[q + "experts.routed_experts.w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
+                r = q + "experts.routed_experts."
+                own[r + "w13_weight"] = np.concatenate(both, axis=1)
+                own[r + "w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
                 q += "shared_expert."
             gate, up, down = (w[f"{q}{m}_proj.weight"] for m in ("gate", "up", "down"))
             own[q + "gate_up_proj.weight"] = np.concatenate([part(gate, tensor, t), part(up, tensor, t)])
