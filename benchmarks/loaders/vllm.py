@@ -1,9 +1,14 @@
 """vLLM's own models on the CPU: `load_weights` of the whole model class, on every rank of a mesh.
 
-The platform is vLLM's own CPU platform, chosen by its variable; nothing of vLLM is patched. Every rank is a process of
-an external launcher, as vLLM calls it: data parallel over pipeline over tensor. After a model is made, its parameters
-are zeros in f32 (an f8 or packed parameter would not hold a digit), and its own `load_weights` gets the tensors; what
-it then has is read before `process_weights_after_loading`.
+The platform is vLLM's own CPU platform, chosen by its variable, and every rank is a process of what vLLM calls an
+external launcher: replicas over data over pipeline over tensor. A model is made by `initialize_model`, its parameters
+are set to zeros in f32 (an f8 or packed parameter would not hold a digit), and its own `load_weights` gets the tensors;
+what it then has is read before `process_weights_after_loading`.
+
+Four things are patched, none of which loads: which kernel experts run by (Triton's, as on a GPU; the CPU's want other
+instructions), which kernel f8 products run by (none), the declaration of one activation's kernel of vLLM's compiled
+library, and the process in which vLLM looks at a model's class (this one). A torchvision whose kernels do not fit this
+torch counts as none.
 """
 
 from __future__ import annotations
@@ -81,6 +86,10 @@ FP8: dict[str, Any] = LATENT | {
     "weight_block_size": 4, "kv_lora_rank": 8, "moe_intermediate_size": 32, "intermediate_size": 48,
 }  # fmt: skip
 PACKED: dict[str, Any] = MOE | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+SCOUT: dict[str, Any] = MOE | {"interleave_moe_layer_step": 1}
+MAVERICK: dict[str, Any] = MOE | {"intermediate_size_mlp": 64, "interleave_moe_layer_step": 2, "num_hidden_layers": 4}
+# What stands before the names of a text model in its checkpoint and its table.
+BEFORE = {"vllm-llama4": "language_model."}
 # What config.json says of a quantized checkpoint.
 QUANTIZED: dict[str, dict[str, Any]] = {
     "vllm-deepseek-v3-fp8": {
@@ -98,6 +107,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "vllm-deepseek-v3-fp8": ("deepseek_v3", "DeepseekV3ForCausalLM", "hf-deepseek-v3-fp8"),
     "vllm-gpt-oss-mxfp4": ("gpt_oss", "GptOssForCausalLM", "hf-gpt-oss"),
     "vllm-gpt-oss": ("gpt_oss", "GptOssForCausalLM", "hf5-gpt-oss"),
+    "vllm-llama4": ("llama4_text", "Llama4ForCausalLM", "hf-llama4"),
     "vllm-gpt2": ("gpt2", "GPT2LMHeadModel", "hf-gpt2"),
 }
 # Buffers that hold no weights: caches of rotary embeddings, scales of the attention's cache, maps of experts.
@@ -108,7 +118,8 @@ LEFT: dict[str, str] = {}
 def _case(name: str, sizes: Mapping[str, Any], **degrees: Any) -> LoaderCase:
     """One run of a table at some degrees."""
     _, kind, source = KINDS[name.removesuffix("-ep")]
-    return LoaderCase(source, name, sizes, f"vllm {kind}.load_weights", degrees)
+    renamed = f"{BEFORE[name]} is taken off, and put before again" if name in BEFORE else ""
+    return LoaderCase(source, name, sizes, f"vllm {kind}.load_weights", degrees, renamed=renamed)
 
 
 CASES: tuple[LoaderCase, ...] = (
@@ -148,6 +159,10 @@ CASES: tuple[LoaderCase, ...] = (
     _case("vllm-deepseek-v3-fp8", FP8, pipeline=2, tensor=4, stages=[2, 1]),
     _case("vllm-deepseek-v3-fp8-ep", FP8, tensor=2),
     _case("vllm-deepseek-v3-fp8-ep", FP8, data=2, tensor=2),
+    _case("vllm-llama4", SCOUT),
+    _case("vllm-llama4", SCOUT, tensor=4),
+    _case("vllm-llama4", SCOUT, pipeline=2, tensor=2, stages=[2, 1]),
+    _case("vllm-llama4", MAVERICK, tensor=2),
     _case("vllm-gpt2", GPT2),
     _case("vllm-gpt2", GPT2, tensor=2),
     _case("vllm-gpt2", GPT2, tensor=8),
@@ -176,16 +191,17 @@ def _loaded(case: LoaderCase, named: Named, rank: int, folder: str) -> dict[str,
     os.environ["RANK"] = str(rank)
     if "stages" in case.degrees:
         os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case.degrees["stages"]))
-    config = _engine(case, folder)
+    config, before = _engine(case, folder), BEFORE.get(case.target, "")
+    given = ((n.removeprefix(before), _torch.from_numpy(np.ascontiguousarray(a))) for n, a in named.items())
     with _config.set_current_vllm_config(config):
         _distributed.init_distributed_environment(case.ranks, rank, "env://", rank, "gloo")
         _distributed.ensure_model_parallel_initialized(case.degree("tensor"), case.degree("pipeline"))
         model = _making.initialize_model(config)
         for tensor in model.parameters():
             tensor.data = _torch.zeros(tensor.shape, dtype=_torch.float32)
-        model.load_weights((n, _torch.from_numpy(np.ascontiguousarray(a))) for n, a in named.items())
+        model.load_weights(given)
     held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if not n.endswith(RUNTIME)}
-    return {name: tensor.detach().float().numpy() for name, tensor in held.items()}
+    return {before + name: tensor.detach().float().numpy() for name, tensor in held.items()}
 
 
 def _engine(case: LoaderCase, folder: str) -> Any:
