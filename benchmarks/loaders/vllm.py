@@ -38,22 +38,16 @@ _distributed: Any = importlib.import_module("vllm.distributed")
 _making: Any = importlib.import_module("vllm.model_executor.model_loader.utils")
 _registry: Any = importlib.import_module("vllm.model_executor.models.registry")
 _torch: Any = importlib.import_module("torch")
-_registry._run_in_subprocess = lambda look: look()
 _auto: Any = importlib.import_module("transformers").AutoConfig
-
 
 _LAYERS = "vllm.model_executor.layers."
 # Where a kernel of experts is chosen: the module that asks, its question, where kernels are listed, and the list.
 CHOICES = (
-    (
-        "fused_moe.unquantized_fused_moe_method",
-        "select_unquantized_moe_backend",
-        "unquantized",
-        "UnquantizedMoeBackend",
-    ),
+    ("fused_moe.unquantized_fused_moe_method", "select_unquantized_moe_backend", "unquantized",
+     "UnquantizedMoeBackend"),
     ("quantization.fp8", "select_fp8_moe_backend", "fp8", "Fp8MoeBackend"),
     ("quantization.mxfp4", "select_mxfp4_moe_backend", "mxfp4", "Mxfp4MoeBackend"),
-)
+)  # fmt: skip
 
 
 def _patch() -> None:
@@ -71,7 +65,7 @@ def _patch() -> None:
     _registry._run_in_subprocess = lambda look: look()
 
 
-_kept: list[Any] = []
+_kept: list[Any] = []  # a library ends with its last name
 _patch()
 LATENT: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8,
@@ -83,7 +77,7 @@ LATENT: dict[str, Any] = {
 SIX: dict[str, Any] = MOE | {"num_experts": 6, "num_local_experts": 6}
 GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 8, "n_layer": 2, "n_positions": 16, "vocab_size": 100}
 FP8: dict[str, Any] = LATENT | {
-    "weight_block_size": 4, "kv_lora_rank": 8, "moe_intermediate_size": 32, "intermediate_size": 48,
+    "weight_block_size": 4, "moe_intermediate_size": 32, "intermediate_size": 48,
 }  # fmt: skip
 PACKED: dict[str, Any] = MOE | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 SCOUT: dict[str, Any] = MOE | {"interleave_moe_layer_step": 1}
