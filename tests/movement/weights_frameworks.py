@@ -230,11 +230,12 @@ def served(
             return mine
 
         tied = c["tie_word_embeddings"]
-        if stage == 0 or (tied and stage == pipeline - 1 and not last):
+        ends = c["kind"] in ("mixtral", "qwen3-moe") and not last  # vLLM 0.33: on every stage
+        if ends or stage == 0 or (tied and stage == pipeline - 1 and not last):
             own["model.embed_tokens.weight"] = vocabulary(w["model.embed_tokens.weight"])
-        if stage == pipeline - 1:
+        if ends or stage == pipeline - 1:
             own["model.norm.weight"] = w["model.norm.weight"]
-        if has_head(c, stage, pipeline) if last else stage == pipeline - 1 and not tied:
+        if has_head(c, stage, pipeline) if last else (ends or stage == pipeline - 1) and not tied:
             own["lm_head.weight"] = vocabulary(w["model.embed_tokens.weight" if tied else "lm_head.weight"])
         offset = sum(counts[:stage])
         for k in range(offset, offset + counts[stage]):
@@ -280,7 +281,8 @@ def served(
             w13, w2 = np.zeros((len(mine), 2 * f, e), np.float32), np.zeros((len(mine), e, f), np.float32)
             for x, (gate, up, down) in enumerate(mine):
                 w13[x, :f], w13[x, f:], w2[x] = gate[cut], up[cut], down[:, cut]
-            own[m + "experts.w13_weight"], own[m + "experts.w2_weight"] = w13, w2
+            m += "experts." if last else "experts.routed_experts."
+            own[m + "w13_weight"], own[m + "w2_weight"] = w13, w2
         out[rank] = own
     return out
 

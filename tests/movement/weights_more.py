@@ -266,8 +266,10 @@ def deepseek_served(
                 own[s + "o_proj" + end] = part(w[s + "o_proj" + end], tensor, t, 1)
                 m = p + ("mlp.shared_experts." if moe else "mlp.")
                 gate, up, down = (w[f"{m}{k}_proj{end}"] for k in ("gate", "up", "down"))
-                own[m + "gate_up_proj" + end] = np.concatenate([part(gate, tensor, t), part(up, tensor, t)])
-                own[m + "down_proj" + end] = part(down, tensor, t, 1)
+                whole = moe and on and data > 1 and tensor > 1  # vLLM 0.33: use_sequence_parallel_moe
+                cut = (1, 0) if whole else (tensor, t)
+                own[m + "gate_up_proj" + end] = np.concatenate([part(gate, *cut), part(up, *cut)])
+                own[m + "down_proj" + end] = part(down, *cut, 1)
                 if moe:
                     tail = end.removeprefix(".")
                     own |= _fused_experts(c, w, p + "mlp.experts.", end, tail, (dp, data, t, tensor), on, sglang, ep)
@@ -301,6 +303,7 @@ def _fused_experts(
     for i, x in enumerate(mine):
         gate, up, down = (w[f"{p}{x}.{m}_proj{end}"] for m in ("gate", "up", "down"))
         w13[i, :f], w13[i, f:], w2[i] = part(gate, parts, k), part(up, parts, k), part(down, parts, k, 1)
+    p += "" if sglang else "routed_experts."
     return {f"{p}w13_{tail}": w13, f"{p}w2_{tail}": w2}
 
 
@@ -452,8 +455,9 @@ def llama4_served(
                 own[q + "router.weight"] = w[q + "router.weight"]
                 gate, up = np.split(w[q + "experts.gate_up_proj"].swapaxes(1, 2), 2, axis=1)
                 both = [part(gate, tensor, t, 1), part(up, tensor, t, 1)]
-                own[q + "experts.w13_weight"] = np.concatenate(both, axis=1)
-                own[q + "experts.w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
+                r = q + "experts.routed_experts."
+                own[r + "w13_weight"] = np.concatenate(both, axis=1)
+                own[r + "w2_weight"] = part(w[q + "experts.down_proj"].swapaxes(1, 2), tensor, t, 2)
                 q += "shared_expert."
             gate, up, down = (w[f"{q}{m}_proj.weight"] for m in ("gate", "up", "down"))
             own[q + "gate_up_proj.weight"] = np.concatenate([part(gate, tensor, t), part(up, tensor, t)])
@@ -583,31 +587,31 @@ def gpt_oss_served(c: Config, w: Named, tensor: int = 1, replica: int = 1) -> di
         for n in range(c["num_hidden_layers"]):
             p = f"model.layers.{n}."
             s, m = p + "self_attn.", p + "mlp."
-            own[p + "attn.norm.weight"] = w[p + "input_layernorm.weight"]
-            own[p + "mlp.norm.weight"] = w[p + "post_attention_layernorm.weight"]
+            own[p + "input_layernorm.weight"] = w[p + "input_layernorm.weight"]
+            own[p + "post_attention_layernorm.weight"] = w[p + "post_attention_layernorm.weight"]
             own[p + "attn.sinks"] = part(w[s + "sinks"], tensor, t)
             groups, shard = max(g // tensor, 1), t * g // tensor
             for end in ("weight", "bias"):
                 kv = slice(shard * d, (shard + groups) * d)
                 q, k, v = (w[f"{s}{a}_proj.{end}"] for a in "qkv")
-                own[f"{p}attn.qkv.{end}"] = np.concatenate([part(q, tensor, t), k[kv], v[kv]])
+                own[f"{p}attn.qkv_proj.{end}"] = np.concatenate([part(q, tensor, t), k[kv], v[kv]])
                 own[f"{m}router.{end}"] = w[f"{m}router.{end}"]
             own[p + "attn.o_proj.weight"] = part(w[s + "o_proj.weight"], tensor, t, 1)
             own[p + "attn.o_proj.bias"] = w[s + "o_proj.bias"]
-            q = m + "experts."
-            own[q + "w13_bias"] = part(w[q + "gate_up_proj_bias"], tensor, t, 1)
+            q, r = m + "experts.", m + "experts.routed_experts."
+            own[r + "w13_bias"] = part(w[q + "gate_up_proj_bias"], tensor, t, 1)
             bias = w[q + "down_proj_bias"]
-            own[q + "w2_bias"] = bias if t == 0 else np.zeros_like(bias)
+            own[r + "w2_bias"] = bias if t == 0 else np.zeros_like(bias)
             if c.get("mxfp4"):
                 flat = w[q + "gate_up_proj_blocks"]
-                own[q + "w13_weight"] = part(flat.reshape(x, flat.shape[1], -1), tensor, t, 1)
-                own[q + "w13_weight_scale"] = part(w[q + "gate_up_proj_scales"], tensor, t, 1)
+                own[r + "w13_weight"] = part(flat.reshape(x, flat.shape[1], -1), tensor, t, 1)
+                own[r + "w13_weight_scale"] = part(w[q + "gate_up_proj_scales"], tensor, t, 1)
                 flat = w[q + "down_proj_blocks"]
-                own[q + "w2_weight"] = part(flat.reshape(x, flat.shape[1], -1), tensor, t, 2)
-                own[q + "w2_weight_scale"] = part(w[q + "down_proj_scales"], tensor, t, 2)
+                own[r + "w2_weight"] = part(flat.reshape(x, flat.shape[1], -1), tensor, t, 2)
+                own[r + "w2_weight_scale"] = part(w[q + "down_proj_scales"], tensor, t, 2)
             else:
-                own[q + "w13_weight"] = part(w[q + "gate_up_proj"], tensor, t, 2).swapaxes(1, 2)
-                own[q + "w2_weight"] = part(w[q + "down_proj"].swapaxes(1, 2), tensor, t, 2)
+                own[r + "w13_weight"] = part(w[q + "gate_up_proj"], tensor, t, 2).swapaxes(1, 2)
+                own[r + "w2_weight"] = part(w[q + "down_proj"].swapaxes(1, 2), tensor, t, 2)
         out[rank] = own
     return out
 
