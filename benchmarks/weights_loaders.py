@@ -3,8 +3,10 @@
 `python -m benchmarks.weights_loaders`: torchtitan, peft, Megatron-Core, vLLM and SGLang, each where it can be imported.
 A tiny model whose elements carry their index is given to the framework's own loader on every rank of a mesh of forked
 gloo processes; what the rank's `named_parameters()` and `named_buffers()` then are is compared with the table, element
-by element. A table that no loader was asked about says why. `benchmarks/README.md` says how the environment is made:
-none of these frameworks is needed by the project, and most of them want other versions of torch than its tests.
+by element. A table that no loader was asked about says why. With vLLM, `examples/vllm_engine.py` is run as well: live
+weights to the models of real workers, bit for bit what `load_weights` makes. `benchmarks/README.md` says how the
+environment is made: none of these frameworks is needed by the project, and most of them want other versions of torch
+than its tests.
 """
 
 from __future__ import annotations
@@ -90,7 +92,12 @@ def main() -> None:
     ]
     for row in rest:
         print(f"{row['table']}: {row['found']}")
-    write(given.out, record({"installed": installed}, {"rows": rows, "not probed": rest}))
+    live = []
+    if "vllm" in installed:
+        module = importlib.import_module("benchmarks.loaders.vllm_live")
+        live = [module.refitted(case) for case in module.CASES]
+        print("vLLM's engine:", *(f"{row['table']} {row['degrees']} {row['found']}" for row in live), sep="\n  ")
+    write(given.out, record({"installed": installed}, {"rows": rows, "not probed": rest, "vllm's engine": live}))
 
 
 if __name__ == "__main__":

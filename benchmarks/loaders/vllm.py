@@ -166,11 +166,11 @@ CASES: tuple[LoaderCase, ...] = (
 def loaded(case: LoaderCase, named: Named) -> dict[int, dict[str, np.ndarray]]:
     """What every rank has after the model's own `load_weights`."""
     with tempfile.TemporaryDirectory() as folder:
-        _described(case, Path(folder))
+        described(case, Path(folder))
         return forked(case.ranks, lambda rank: _loaded(case, named, rank, folder))
 
 
-def _described(case: LoaderCase, folder: Path) -> None:
+def described(case: LoaderCase, folder: Path) -> None:
     """Write the model's config.json."""
     model, kind, _ = KINDS[case.target.removesuffix("-ep")]
     config = _auto.for_model(model, **case.sizes).to_dict()
@@ -185,20 +185,26 @@ def _loaded(case: LoaderCase, named: Named, rank: int, folder: str) -> dict[str,
     os.environ["RANK"] = str(rank)
     if "stages" in case.degrees:
         os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case.degrees["stages"]))
-    config, before = _engine(case, folder), BEFORE.get(case.target, "")
-    given = ((n.removeprefix(before), _torch.from_numpy(np.ascontiguousarray(a))) for n, a in named.items())
+    config, before = engine(case, folder), BEFORE.get(case.target, "")
+    given = ((n.removeprefix(before), _torch.from_numpy(np.array(a))) for n, a in named.items())
     with _config.set_current_vllm_config(config):
-        _distributed.init_distributed_environment(case.ranks, rank, "env://", rank, "gloo")
-        _distributed.ensure_model_parallel_initialized(case.degree("tensor"), case.degree("pipeline"))
-        model = _making.initialize_model(config)
-        for tensor in model.parameters():
-            tensor.data = _torch.zeros(tensor.shape, dtype=_torch.float32)
+        model = empty(case, config, rank)
         model.load_weights(given)
     held = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if not n.endswith(RUNTIME)}
     return {before + name: tensor.detach().float().numpy() for name, tensor in held.items()}
 
 
-def _engine(case: LoaderCase, folder: str) -> Any:
+def empty(case: LoaderCase, config: Any, rank: int) -> Any:
+    """A rank's model, all zeros in f32, under its engine's config, which is the current one."""
+    _distributed.init_distributed_environment(case.ranks, rank, "env://", rank, "gloo")
+    _distributed.ensure_model_parallel_initialized(case.degree("tensor"), case.degree("pipeline"))
+    model = _making.initialize_model(config)
+    for tensor in model.parameters():
+        tensor.data = _torch.zeros(tensor.shape, dtype=_torch.float32)
+    return model
+
+
+def engine(case: LoaderCase, folder: str) -> Any:
     """The engine's config on this rank."""
     return _config.VllmConfig(
         model_config=_config.ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True),
