@@ -1,7 +1,7 @@
 """A trainer's weights in the models of vLLM's workers, by `examples/vllm_engine.py` and vLLM's own factory of engines.
 
-The trainer is one process with a checkpoint of transformers in memory, the workers are ranks with vLLM's model. What the
-engine wrote is compared, bit for bit, with what the model's own `load_weights` makes of the checkpoint.
+The trainer is one process with a checkpoint of transformers in memory, the workers are ranks with vLLM's model. What
+the engine wrote is compared, bit for bit, with what the model's own `load_weights` makes of the checkpoint.
 """
 
 from __future__ import annotations
