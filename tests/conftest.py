@@ -4,6 +4,7 @@ Hypothesis draws the same examples on every run, so a tree that passes keeps pas
 draws others each time. A test's own `@settings` are on top of either.
 """
 
+import itertools
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from tests import turns
 
 import shardplan
 
@@ -26,7 +28,18 @@ for module in pkgutil.walk_packages(shardplan.__path__, "shardplan."):
         import_module(module.name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--turn", type=int, default=1, help="of long files run one of so many shares, as the commit says")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts = int(config.getoption("--turn"))
+    long = {str(turns.ROOT / "tests" / name) for name in turns.LONG} if parts > 1 else set[str]()
+    by_file = itertools.groupby(items, lambda item: str(item.path))
+    kept = [i for path, own in by_file for i in (turns.share(tuple(own), parts) if path in long else own)]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -24,7 +24,6 @@ import sys
 import textwrap
 import tomllib
 import traceback
-from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import astuple, dataclass
 from importlib import import_module
@@ -59,13 +58,6 @@ def listed() -> tuple[Fault, ...]:
     tables = sorted((Path(__file__).parent / "faults").glob("*.toml"))
     raw = [f for table in tables for f in tomllib.loads(table.read_text())["fault"]]
     return tuple(Fault(f["in"], f["says"], f["old"], f["new"], tuple(f["tests"].split())) for f in raw)
-
-
-def share(faults: Sequence[Fault], parts: int) -> tuple[Fault, ...]:
-    """Return one of some shares of the faults, spread over all rooms: which one, the commit says."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
-    said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return tuple(faults[int(said or "0", 16) % parts :: parts])
 
 
 def function_of(name: str) -> tuple[FunctionType, ModuleType]:

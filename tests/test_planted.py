@@ -1,16 +1,17 @@
 """A fault of `faults/` is caught by the tests that it names: they hold what they say, and hold it tightly.
 
-Here a fifth of them is planted, another one at another commit; `make faults` plants all.
+Here an eighth of them is planted, another one at another commit; `make faults` plants all.
 """
 
 import subprocess
 from collections.abc import Iterator
 
 import pytest
-from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, Server, altered, listed, share
+from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, Server, altered, listed
+from tests.turns import LONG, ROOT, share
 
 FAULTS = listed()
-PLANTED = share(FAULTS, 5)
+PLANTED = share(FAULTS, 8)
 
 ROOMS = {
     *("core", "hardware", "plans", "movement", "strategy", "simulation", "fused", "launches", "execution", "interop"),
@@ -34,11 +35,15 @@ def test_there_are_a_hundred_over_all_rooms_each_once() -> None:
 def test_the_shares_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit has one share, and the commits whose number leaves another rest have the others."""
     found: list[Fault] = []
-    for commit in range(5, 10):
+    for commit in range(5, 13):
         said = subprocess.CompletedProcess([], 0, f"{commit:08x}\n")
         monkeypatch.setattr(subprocess, "run", lambda *_, said=said, **__: said)
-        found += share(FAULTS, 5)
+        found += share(FAULTS, 8)
     assert sorted(found, key=FAULTS.index) == list(FAULTS)
+
+
+def test_the_long_files_are_there() -> None:
+    assert [name for name in LONG if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_every_fault_alters_what_stands_in_the_source_once() -> None:

@@ -42,6 +42,7 @@ torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 _DIVISIBLE = {"divisible": 4}
 _SAYS = "megatron-core GPTModel.sharded_state_dict, dist_checkpointing.load"
 _NORMS = "norms before a product are named as Transformer Engine's fused ones"
+_NEXT = "as of experts; transformer_layer of 0.16.1 is mtp_model_layer of the version that the table names"
 _EXPERTS = _NORMS + "; local_experts.{x}.linear_fc1.weight is linear_fc1.weight{x}"
 GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 16, "vocab_size": 100}
 _FOUR = {"num_hidden_layers": 4}
@@ -89,12 +90,13 @@ CASES = (
         for kind, sizes, names in (("llama", LLAMA, _NORMS), ("deepseek-v3", LATENT, _EXPERTS))
         for more in ({"tensor": 2, "pipeline": 2, "stages": [2, 1]},)
     ),
+    *_cases(
+        "deepseek-v3-mtp", LATENT | {"num_nextn_predict_layers": 1}, (_MIXED[0], *_MIXED[3:], _MIXED[1]), _NEXT, ""
+    ),
     *_cases("gpt2", GPT2, (({}, {}), ({}, {"tensor": 2}), ({}, {"tensor": 4, "data": 2})), _NORMS, ""),
 )
 LEFT = {
     "megatron-mamba2": "not probed: Megatron's MambaMixer asserts mamba_ssm, which is built for CUDA only",
-    "megatron-deepseek-v3-mtp": "not probed: no table of a folder has its layer, which is else as in "
-    "megatron-deepseek-v3",
 }
 
 
@@ -131,6 +133,7 @@ def config(case: LoaderCase, kind: str) -> Any:
             "expert_model_parallel_size": case.degree("expert"), "expert_tensor_parallel_size": case.degree("etp"),
         }  # fmt: skip
     if kind == "deepseek-v3":
+        common["mtp_num_layers"] = 1 if case.target.endswith("-mtp") else None
         dense = c["first_k_dense_replace"]
         return configs.MLATransformerConfig(
             q_lora_rank=c["q_lora_rank"], kv_lora_rank=c["kv_lora_rank"], qk_head_dim=c["qk_nope_head_dim"],
@@ -191,7 +194,7 @@ def built(case: LoaderCase, kind: str) -> list[Any]:
     chunks: list[Any] = []
     for chunk in range(case.degree("chunks")):
         said = config(case, kind)
-        at = {"vp_stage": chunk} if case.degree("chunks") > 1 else {}
+        at: dict[str, Any] = {"vp_stage": chunk} if case.degree("chunks") > 1 else {}
         norm = "LayerNorm" if kind == "gpt2" else "RMSNorm"
         spec = (
             specs.get_gpt_decoder_block_spec(said, use_transformer_engine=False, normalization=norm, **at)
@@ -201,6 +204,8 @@ def built(case: LoaderCase, kind: str) -> list[Any]:
         for layer in spec.layer_specs if said.num_moe_experts else [spec]:
             named_as_fused(layer.submodules, kind == "deepseek-v3")
         virtual = {"ignore_virtual": False, **at}
+        if said.mtp_num_layers:
+            at["mtp_block_spec"] = specs.get_gpt_mtp_block_spec(said, spec, use_transformer_engine=False, **at)
         chunks.append(
             model(
                 said, spec, vocab_size=-(-c["vocab_size"] // unit) * unit,
@@ -221,11 +226,17 @@ def wanted(chunk: Any, stacked: bool = False) -> dict[str, Any]:
     return {name: part for name, part in held.items() if not name.endswith("_extra_state")}
 
 
+def weights(chunk: Any) -> dict[str, Any]:
+    """A chunk's parameters, and the buffers that are weights, by its own names."""
+    return dict(chunk.named_parameters()) | {n: b for n, b in chunk.named_buffers() if "expert_bias" in n}
+
+
 def renamed(name: str, keys: Mapping[str, Any]) -> str:
     """A name of a model with Transformer Engine, of one without."""
     key = getattr(keys.get(name), "key", "")
     if "layer_norm_" in key:
         name = re.sub(r"(layers\.\d+\.).*", r"\1", name) + re.sub(r".*layers\.\d+\.", "", key)
+    name = name.replace(".transformer_layer.", ".mtp_model_layer.")
     return re.sub(r"local_experts\.(\d+)\.(linear_fc\d)\.weight", r"\2.weight\1", name)
 
 
@@ -253,7 +264,7 @@ def write(case: LoaderCase, named: Named, folder: Path) -> None:
 
 def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
     """What every rank has of a folder."""
-    kind = case.target.removeprefix("megatron-")
+    kind = case.target.removeprefix("megatron-").removesuffix("-mtp")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if case.source != case.target:
@@ -264,8 +275,8 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
             def save(_: int) -> Parameters:
                 (chunk,) = built(alone, kind)
                 keys = wanted(chunk)
-                for n, parameter in chunk.named_parameters():
-                    parameter.data.copy_(torch.from_numpy(np.array(named["0." + renamed(n, keys)])))
+                for n, tensor in weights(chunk).items():
+                    tensor.data.copy_(torch.from_numpy(np.array(named["0." + renamed(n, keys)])))
                 saved.save(keys, str(folder))
                 return {}
 
@@ -278,8 +289,7 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
             for k, chunk in enumerate(chunks):
                 keys = wanted(chunk)
                 chunk.load_state_dict(found[k], strict=False)
-                held = dict(chunk.named_parameters()) | {n: b for n, b in chunk.named_buffers() if "expert_bias" in n}
-                out |= {f"{k}.{renamed(n, keys)}": p.detach().numpy() for n, p in held.items()}
+                out |= {f"{k}.{renamed(n, keys)}": p.detach().numpy() for n, p in weights(chunk).items()}
             return out
 
         return forked(case.ranks, rank)

@@ -130,8 +130,10 @@ def test_what_kept_the_processors_busy_does_not_count(verdict: ScoreVerdict) -> 
     assert found.experiments[0].rows == rows[1:]
     assert (found.busy, verdict.busy) == (1, 0)
     assert sum(s.programs for s in found.scores if s.model == "events" and s.placement) == len(rows) - 1
-    with pytest.raises(ParseError, match="no result has a measured experiment"):
+    with pytest.raises(ParseError, match="every pair was measured with more than 35% of the processors busy"):
         validate([Sweep(experiments=(replace(done, rows=rows[:1]),))])
+    with pytest.raises(ParseError, match="no result has a measured experiment"):
+        validate([Sweep(experiments=(replace(done, rows=()),))])
 
 
 def test_files_that_are_no_results(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""Shares of what takes long: the commit says which one a run has, so that some commits in a row have all."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[1]
+# Files of many cases, each a case by itself, which are a third of the time of all tests.
+LONG = (
+    "core/test_gradients.py", "execution/test_jobs.py", "execution/test_lab.py", "execution/test_mpi_faults.py",
+    "execution/test_outside_ops.py", "execution/test_torch_faults.py", "fused/test_operators.py",
+    "hardware/test_apart.py", "interop/test_checkpoint_live.py", "interop/test_checkpoint_processes.py",
+    "interop/test_refit.py", "movement/test_counterexamples.py", "movement/test_laws.py", "movement/test_limits.py",
+    "movement/test_reductions.py", "movement/test_search.py", "movement/test_weights_derived.py",
+    "movement/test_weights_tables.py", "simulation/jobs/test_job_timeline.py", "simulation/jobs/test_sweep.py",
+    "simulation/parity/test_parity.py", "simulation/test_accuracy.py", "simulation/test_events.py",
+    "simulation/test_search.py", "simulation/test_serving.py", "strategy/test_partition.py",
+    "strategy/test_settle.py",
+)  # fmt: skip
+
+
+def commit() -> int:
+    """A number that the commit says, 0 outside git."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
+    said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return int(said or "0", 16)
+
+
+def share(things: Sequence[T], parts: int) -> tuple[T, ...]:
+    """Return one of some shares, spread over all of them: which one, the commit says."""
+    return tuple(things[commit() % parts :: parts])
