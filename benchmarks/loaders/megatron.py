@@ -6,6 +6,7 @@ with `dist_checkpointing.save`, and loaded by several. Patched: the current devi
 Modules are those of Megatron itself; with Transformer Engine, whose names the tables have, a norm belongs to the
 product behind it, and a rank's experts are numbered: `renamed` says so, by the keys of `sharded_state_dict` itself.
 What goes down to a latent is on every tensor rank, as with Transformer Engine: `Duplicated` stands in for its linear.
+Mamba's mixers are Megatron's without the kernels of mamba_ssm, which have no weights but those of `GatedNorm`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import re
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,8 +45,13 @@ torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 _DIVISIBLE = {"divisible": 4}
 _SAYS = "megatron-core GPTModel.sharded_state_dict, dist_checkpointing.load"
 _NORMS = "norms before a product are named as Transformer Engine's fused ones"
+_GATED = "a layer's norm.weight is mixer.in_proj.layer_norm_weight, as Transformer Engine's fused one"
 _NEXT = "as of experts; transformer_layer of 0.16.1 is mtp_model_layer of the version that the table names"
 _EXPERTS = _NORMS + "; local_experts.{x}.linear_fc1.weight is linear_fc1.weight{x}"
+MAMBA: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 4, "num_heads": 4, "head_dim": 8, "n_groups": 2, "state_size": 4,
+    "conv_kernel": 4, "expand": 2, "vocab_size": 100, "tie_word_embeddings": False,
+}  # fmt: skip
 GPT2: dict[str, Any] = {"n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 16, "vocab_size": 100}
 _FOUR = {"num_hidden_layers": 4}
 _DENSE: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
@@ -93,11 +101,10 @@ CASES = (
     *_cases(
         "deepseek-v3-mtp", LATENT | {"num_nextn_predict_layers": 1}, (_MIXED[0], *_MIXED[3:], _MIXED[1]), _NEXT, ""
     ),
+    *_cases("mamba2", MAMBA, (({}, {}), ({}, {"tensor": 2}), ({}, {"tensor": 2, "pipeline": 2})), _GATED, ""),
     *_cases("gpt2", GPT2, (({}, {}), ({}, {"tensor": 2}), ({}, {"tensor": 4, "data": 2})), _NORMS, ""),
 )
-LEFT = {
-    "megatron-mamba2": "not probed: Megatron's MambaMixer asserts mamba_ssm, which is built for CUDA only",
-}
+LEFT: dict[str, str] = {}
 
 
 def config(case: LoaderCase, kind: str) -> Any:
@@ -119,6 +126,12 @@ def config(case: LoaderCase, kind: str) -> Any:
         return configs.TransformerConfig(
             num_layers=c["n_layer"], hidden_size=c["n_embd"], num_attention_heads=c["n_head"], **common
         )
+    if kind == "mamba2":
+        return configs.TransformerConfig(
+            num_layers=c["num_hidden_layers"], hidden_size=c["hidden_size"], num_attention_heads=c["num_heads"],
+            mamba_num_heads=c["num_heads"], mamba_head_dim=c["head_dim"], mamba_num_groups=c["n_groups"],
+            mamba_state_dim=c["state_size"], normalization="RMSNorm", add_bias_linear=False, **common,
+        )  # fmt: skip
     common |= {
         "num_layers": c["num_hidden_layers"], "hidden_size": c["hidden_size"],
         "num_attention_heads": c["num_attention_heads"], "ffn_hidden_size": c["intermediate_size"],
@@ -179,6 +192,47 @@ class Duplicated(torch.nn.Linear):
 attention.TELinear = Duplicated
 
 
+class GatedNorm(torch.nn.Module):
+    """The weight of Mamba's gated norm, in the place of mamba_ssm's, and cut as Megatron cuts that one."""
+
+    def __init__(self, size: int, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(size))
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Say that dim 0 is cut over the tensor ranks."""
+        make = importlib.import_module("megatron.core.transformer.utils").make_sharded_tensors_for_checkpoint
+        return make(self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets)
+
+
+def mamba(case: LoaderCase, said: Any, vocabulary: int) -> Any:
+    """A rank's Mamba: Megatron's mixers without the kernels, which have no weights."""
+    mixer: Any = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    layer: Any = importlib.import_module("megatron.core.ssm.mamba_layer")
+    block: Any = importlib.import_module("megatron.core.ssm.mamba_block")
+    parts: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    norm: Any = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    spec: Any = importlib.import_module("megatron.core.transformer.spec_utils").ModuleSpec
+    mixer.HAVE_MAMBA_SSM, mixer.ExtendedRMSNorm, block.TENorm = True, GatedNorm, norm
+    mixer.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
+    products = mixer.MambaMixerSubmodules(in_proj=parts.ColumnParallelLinear, out_proj=parts.RowParallelLinear)
+    whole = layer.MambaLayerSubmodules(
+        norm=norm,
+        mixer=spec(module=mixer.MambaMixer, submodules=products),
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
+    stack = block.MambaStackSubmodules(mamba_layer=spec(module=layer.MambaLayer, submodules=whole))
+    return importlib.import_module("megatron.core.models.mamba").MambaModel(
+        said,
+        spec(module=block.MambaStack, submodules=stack),
+        vocab_size=vocabulary,
+        max_sequence_length=64,
+        pre_process=state.is_pipeline_first_stage(),
+        post_process=state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=bool(case.sizes["tie_word_embeddings"]),
+    )
+
+
 def built(case: LoaderCase, kind: str) -> list[Any]:
     """A rank's chunks of a model."""
     c = case.sizes
@@ -194,6 +248,9 @@ def built(case: LoaderCase, kind: str) -> list[Any]:
     chunks: list[Any] = []
     for chunk in range(case.degree("chunks")):
         said = config(case, kind)
+        if kind == "mamba2":
+            chunks.append(zero(mamba(case, said, -(-c["vocab_size"] // unit) * unit)))
+            continue
         at: dict[str, Any] = {"vp_stage": chunk} if case.degree("chunks") > 1 else {}
         norm = "LayerNorm" if kind == "gpt2" else "RMSNorm"
         spec = (
@@ -215,9 +272,15 @@ def built(case: LoaderCase, kind: str) -> list[Any]:
                 position_embedding_type="learned_absolute" if kind == "gpt2" else "rope", **at,
             )
         )  # fmt: skip
-        for tensor in (*chunks[-1].parameters(), *chunks[-1].buffers()):
-            tensor.data.zero_()
+        zero(chunks[-1])
     return chunks
+
+
+def zero(chunk: Any) -> Any:
+    """Make all of a chunk zeros, and return it."""
+    for tensor in (*chunk.parameters(), *chunk.buffers()):
+        tensor.data.zero_()
+    return chunk
 
 
 def wanted(chunk: Any, stacked: bool = False) -> dict[str, Any]:
