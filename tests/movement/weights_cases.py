@@ -332,8 +332,13 @@ def differing(kind: str, a: str, b: str, seed: int) -> tuple[int, list[str]]:
     assert sp.Weights.parse(str(source)) == source
     for rank in target.devices:
         target.check(wanted[rank], rank)
-    after = sp.refit(source, target).apply(before)
+    plan = sp.refit(source, target)
+    after = plan.apply(before)
     total, wrong = 0, []
+    for rank in target.devices:
+        found = plan.regions(rank)
+        if min(found.source_strides.min(initial=0), found.target_strides.min(initial=0)) < 0:
+            wrong.append(f"{seed}: a region of rank {rank} goes backwards")
     for rank, named in wanted.items():
         for name, array in named.items():
             total += array.nbytes

@@ -208,7 +208,10 @@ def _blocks(
 
 
 def _progressions(table: np.ndarray) -> list[tuple[tuple[Level, ...], tuple[int, ...]]]:
-    """Rows (length, steps, names, offsets) with neighbours that repeat at equal distances joined to one block."""
+    """Rows (length, steps, names, offsets) with neighbours that repeat at equal distances joined to one block.
+
+    Distances go forward on both ends: a transport need not have negative strides, and torch's views have none.
+    """
     out: list[tuple[tuple[Level, ...], tuple[int, ...]]] = []
     rows = table.tolist()
     k = 0
@@ -217,7 +220,7 @@ def _progressions(table: np.ndarray) -> list[tuple[tuple[Level, ...], tuple[int,
         end = k + 1
         if end < len(rows) and rows[end][:5] == rows[k][:5]:
             t_far, s_far = rows[end][5] - t_at, rows[end][6] - s_at
-            while end < len(rows) and rows[end][:5] == rows[k][:5]:
+            while min(t_far, s_far) > 0 and end < len(rows) and rows[end][:5] == rows[k][:5]:
                 if rows[end][5] - rows[end - 1][5] != t_far or rows[end][6] - rows[end - 1][6] != s_far:
                     break
                 end += 1
