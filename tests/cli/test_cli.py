@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.main import get_command
 
 import shardplan as sp
-from shardplan.cli import run_command
+from shardplan.cli import app, run_command
 from shardplan.core.ops import AllGather, Send
 from shardplan.core.step import Step
 from shardplan.plans.certificate import issue
@@ -37,6 +38,15 @@ def plan_file(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert call(capsys, *redistribute("--out", path))[0] == 0
     return path
+
+
+def test_every_command_takes_a_topology_by_both_names():
+    both = {"--topology", "--on"}
+    named = {
+        name: [set(o.opts) for o in c.params if both & set(o.opts)] for name, c in get_command(app).commands.items()
+    }
+    assert {n for n, found in named.items() if found} >= {"redistribute", "place", "plan", "fuse", "refit", "run"}
+    assert all(found in ([], [both]) for found in named.values()), named
 
 
 # What is printed

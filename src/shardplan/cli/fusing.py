@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardplan.cli.options import TOPOLOGY_HELP, Json, Nodes, check_writable, read_topology
+from shardplan.cli.options import Json, Nodes, PlansTopology, check_writable, read_topology
 from shardplan.cli.plans import load_plan
 from shardplan.errors import LayoutError, ShardplanError, shown
 
@@ -21,9 +21,7 @@ def fuse(
     what: Annotated[
         str, typer.Argument(metavar="MODEL|PLAN|PROGRAM", help="A preset of a model, a plan file or a program file.")
     ],
-    topology: Annotated[
-        str | None, typer.Option("--on", metavar="NAME|FILE", help=f"{TOPOLOGY_HELP} By default the plan's.")
-    ] = None,
+    topology: PlansTopology = None,
     nodes: Nodes = None,
     strategy: Annotated[
         str | None,

@@ -60,6 +60,12 @@ RankOrder = Annotated[
 ]
 Megatron = Annotated[str | None, typer.Option("--megatron", metavar="ORDER", help="Numbers the ranks: tp-cp-ep-dp-pp.")]
 TOPOLOGY_HELP = "A preset, a .toml file or NCCL's .xml file."
+TOPOLOGY = ("--topology", "--on")  # either, in every command
+NeededTopology = Annotated[str, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=TOPOLOGY_HELP)]
+AnyTopology = Annotated[str | None, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=TOPOLOGY_HELP)]
+PlansTopology = Annotated[
+    str | None, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=f"{TOPOLOGY_HELP} By default the plan's.")
+]
 
 
 def read_mesh(option: str, text: str) -> Mesh:

@@ -9,12 +9,13 @@ import typer
 
 from shardplan.cli.options import (
     MESH_HELP,
-    TOPOLOGY_HELP,
     Algorithm,
+    AnyTopology,
     Hostfile,
     Inside,
     Json,
     Megatron,
+    NeededTopology,
     Nodes,
     RankOrder,
     Svg,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from shardplan.movement.placing.traffic import Traffic
     from shardplan.movement.reductions.reduce import Target
 
-NeededTopology = Annotated[str, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)]
 NeededMesh = Annotated[str, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
 TRAFFIC_HELP = "All-reduce bytes a step by axes: data=2GB behind 120ms, tensor=500MB; or data=all_gather:64MB*24."
 TrafficText = Annotated[str | None, typer.Option("--traffic", metavar="TRAFFIC", help=TRAFFIC_HELP)]
@@ -45,7 +45,7 @@ def place(
         str | None,
         typer.Argument(metavar="[PROGRAM]", help="A program or plan, whose collectives are the traffic."),
     ] = None,
-    topology: Annotated[str | None, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)] = None,
+    topology: AnyTopology = None,
     nodes: Nodes = None,
     mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)] = None,
     traffic: TrafficText = None,

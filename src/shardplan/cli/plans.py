@@ -9,7 +9,8 @@ import typer
 
 from shardplan.cli.options import (
     MESH_HELP,
-    TOPOLOGY_HELP,
+    TOPOLOGY,
+    AnyTopology,
     Json,
     Nodes,
     Svg,
@@ -35,7 +36,7 @@ def redistribute(
     dst_mesh: Annotated[
         str | None, typer.Option("--dst-mesh", metavar="MESH", help="The destination's mesh, if it is another.")
     ] = None,
-    topology: Annotated[str | None, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)] = None,
+    topology: AnyTopology = None,
     nodes: Nodes = None,
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", metavar="BYTES", help="Workspace of a device: 4GB, 512 MiB.")
@@ -134,7 +135,7 @@ def run(
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that any wait may take.")] = 300.0,
     topology: Annotated[
         str | None,
-        typer.Option("--topology", metavar="NAME|FILE", help="What the ranks run on; by default it is measured."),
+        typer.Option(*TOPOLOGY, metavar="NAME|FILE", help="What the ranks run on; by default it is measured."),
     ] = None,
     nodes: Nodes = None,
     trace: Annotated[

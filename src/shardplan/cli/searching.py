@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from shardplan.cli.options import TOPOLOGY_HELP, Json, Nodes, check_writable, read_topology
+from shardplan.cli.options import Json, NeededTopology, Nodes, check_writable, read_topology
 from shardplan.errors import ShardplanError
 
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset of a model, such as llama3-70b.")],
-    topology: Annotated[str, typer.Option("--on", metavar="NAME|FILE", help=TOPOLOGY_HELP)],
+    topology: NeededTopology,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     nodes: Nodes = None,
     objective: Annotated[

@@ -7,16 +7,14 @@ from typing import Annotated
 
 import typer
 
-from shardplan.cli.options import TOPOLOGY_HELP, Algorithm, Json, Nodes, check_writable, read_topology
+from shardplan.cli.options import Algorithm, Json, Nodes, PlansTopology, check_writable, read_topology
 from shardplan.cli.plans import load_plan
 from shardplan.errors import LayoutError
 
 
 def simulate(
     what: Annotated[str, typer.Argument(metavar="PLAN|PROGRAM", help="A plan file or a program file.")],
-    topology: Annotated[
-        str | None, typer.Option("--topology", metavar="NAME|FILE", help=f"{TOPOLOGY_HELP} By default the plan's.")
-    ] = None,
+    topology: PlansTopology = None,
     nodes: Nodes = None,
     algorithm: Algorithm = "auto",
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the timeline, for Perfetto.")] = None,

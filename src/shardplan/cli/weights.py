@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardplan.cli.options import TOPOLOGY_HELP, Json, Nodes, read_bytes, read_topology
+from shardplan.cli.options import AnyTopology, Json, Nodes, read_bytes, read_topology
 from shardplan.errors import LayoutError, ParseError, line
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def refit(
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", metavar="BYTES", help="Of a rank, beyond its parameters: 1GB.")
     ] = None,
-    topology: Annotated[str | None, typer.Option("--topology", metavar="NAME|FILE", help=TOPOLOGY_HELP)] = None,
+    topology: AnyTopology = None,
     nodes: Nodes = None,
     as_json: Json = False,
 ) -> None:
