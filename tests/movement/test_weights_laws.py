@@ -142,3 +142,25 @@ def test_a_random_refit_is_what_the_oracle_says(problem: tuple[Weights, Weights]
     for rank in target.devices:
         for name, array in wanted[rank].items():
             np.testing.assert_array_equal(after[rank][name], array, err_msg=f"{rank} {name}")
+
+
+@given(problems())
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_regions_one_by_one_say_every_element(problem: tuple[Weights, Weights]) -> None:
+    """As a transport of others would: element by element, from what a region says of both ends."""
+    source, target = problem
+    plan = refit(source, target)
+    before = oracle.filled(source, oracle.logical(source))
+    after = plan.apply(before)
+    for rank in target.devices:
+        own = {n: np.zeros(int(np.prod(s)), np.float32) for n, s, _ in target.parameters(rank)}
+        for r in plan.regions(rank):
+            if r.target != rank:
+                continue
+            there = before[r.source][source.names(r.source)[r.source_parameter]].reshape(-1)
+            here = own[target.names(rank)[r.target_parameter]]
+            for at in np.ndindex(*r.sizes):
+                start = r.target_offset + np.dot(at, r.target_strides)
+                here[start] = there[r.source_offset + np.dot(at, r.source_strides)]
+        for name, array in own.items():
+            np.testing.assert_array_equal(array, after[rank][name].reshape(-1), err_msg=f"{rank} {name}")

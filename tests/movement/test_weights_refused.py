@@ -84,6 +84,15 @@ def test_a_shape_that_does_not_multiply_out_is_refused() -> None:
     assert "q is [2, 12, 3] (l, n, e) here and [2, 14, 3] (l, n, e) in" in refused(longer, side({"{l}.q": "q = n, e"}))
 
 
+def test_a_degree_that_does_not_come_out_names_what_it_is_made_of() -> None:
+    with pytest.raises(LayoutError) as caught:
+        sp.Weights.load("megatron-mixtral", LLAMA | {"num_local_experts": 8}, tensor=2, data=2, expert=16)
+    assert str(caught.value) == (
+        "the degree edp = data * tensor / (expert * etp) is 0.25 where data = 2, tensor = 2, expert = 16, etp = 1; "
+        "legal is a whole number of at least 0"
+    )
+
+
 def test_an_axis_that_cuts_two_dims_is_refused() -> None:
     with pytest.raises(LayoutError, match="the axis t cuts two dims of q, n and e; legal is one"):
         side({"{l}.q": "q = n@t, e@t"}, t=3)

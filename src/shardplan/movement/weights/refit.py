@@ -230,6 +230,9 @@ def refit(
     >>> plan = refit(a, b)
     >>> len(plan.regions(3)), plan.received_bytes
     (19, (0, 0, 1360, 1040))
+    >>> first = next(iter(plan.regions(3)))
+    >>> a.names(first.source)[first.source_parameter], b.names(3)[first.target_parameter], first.sizes
+    ('0.decoder.final_layernorm.weight', 'model.norm.weight', (1, 1, 1, 8))
     """
     for side, value in (("source", source), ("target", target)):
         if not isinstance(value, Weights):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,25 @@ NDIM = 4
 Level = tuple[int, int, int]  # count, and the elements from one to the next in the target and in the source
 
 
+@dataclass(frozen=True, slots=True)
+class RefitRegion:
+    """One region: what its row of `RefitRegions` says, as ints."""
+
+    source: int
+    target: int
+    move: int
+    source_parameter: int
+    target_parameter: int
+    source_offset: int
+    target_offset: int
+    sizes: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RefitRegions:
-    """What a rank sends and receives: one row a region, int64; ranks are device ids.
+    """What a rank sends and receives: one row a region, int64; ranks are device ids. As an iterable, `RefitRegion`s.
 
     `source` and `target` are the two ranks (equal: a copy in place). `source_parameter` and `target_parameter` are
     numbers in `names(rank)` of either side; `source_offset` and `target_offset` are in elements of the parameter, and
@@ -44,6 +61,12 @@ class RefitRegions:
     def __len__(self) -> int:
         """Return the number of regions."""
         return len(self.source)
+
+    def __iter__(self) -> Iterator[RefitRegion]:
+        """Yield the regions one by one."""
+        columns: list[list[Any]] = [getattr(self, f.name).tolist() for f in fields(self)]
+        for row in zip(*columns, strict=True):
+            yield RefitRegion(*row[:-3], *map(tuple, row[-3:]))
 
     @property
     def elements(self) -> np.ndarray:
