@@ -147,6 +147,18 @@ def batches(draw: st.DrawFn, most: int = 12, tensors: int = 6) -> tuple[list[Ten
     return suites.batch(rng, mesh, draw(st.integers(1, tensors)), 2, other)
 
 
+@st.composite
+def marked_batches(draw: st.DrawFn, most: int = 8, tensors: int = 3) -> tuple[list[TensorType], list[TensorType]]:
+    """Batches, on one mesh or between two, of which tensors may be partial or at a root."""
+    rng, mesh = draw(rngs()), draw(meshes(most, split=False))
+    other = suites.other_mesh(rng, mesh, most) if draw(st.booleans()) else mesh
+    found = [
+        suites.cross_pair(rng, mesh, other, rng.randint(1, 2), even=draw(st.booleans()), marked=draw(st.booleans()))
+        for _ in range(draw(st.integers(1, tensors)))
+    ]
+    return [s for s, _ in found], [t for _, t in found]
+
+
 def legal_ops(rng: random.Random, t: TensorType) -> list[Op]:
     """One random try at every kind of op that could be legal on `t`; those that are."""
     used = set(t.layout.used)
@@ -297,7 +309,8 @@ def sharing_steps(rng: random.Random, t: TensorType, inputs: dict[str, TensorTyp
 
     for _ in range(count):
         x = rng.choice(list(dict.fromkeys(s.results[0] for s in steps)) or [n for n in types if types[n] == t])
-        x = x if rng.random() < 0.6 else rng.choice([n for n in types if types[n].shape[: t.ndim] == t.shape])
+        alike = [n for n, u in types.items() if (u.dtype, u.shape[: t.ndim]) == (t.dtype, t.shape)]
+        x = x if rng.random() < 0.6 else rng.choice(alike)
         y, z, w = rng.choices([n for n in types if types[n] == types[x]], k=3)
         match rng.randrange(9):
             case 0 | 1:

@@ -12,6 +12,7 @@ from shardplan.core.ops import AllToAll
 from shardplan.core.program import Step
 from shardplan.core.walk import inside
 from shardplan.hardware.level import Level
+from shardplan.movement.redistribute import plan_kept
 
 Batch = tuple[list[sp.TensorType], list[sp.TensorType]]
 
@@ -42,7 +43,7 @@ def test_even_batches_stay_within_the_bound(batch: Batch) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(some.batches(most=8, tensors=4))
+@given(some.batches(most=8, tensors=4) | some.marked_batches())
 def test_a_batch_within_a_limit(batch: Batch) -> None:
     sources, destinations = batch
     free = sp.redistribute(sources, destinations)
@@ -57,6 +58,50 @@ def test_a_batch_within_a_limit(batch: Batch) -> None:
         plan.certificate.check()
         assert plan.certificate.workspace_bytes <= max(1, limit)
         assert oracle.unsound(plan.program, destinations) is None
+
+
+@pytest.mark.parametrize("source", ["i32[4, 4@y]", "i32[4@x, 4]", "i32[4, 4]{root:x}"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_rooted_tensor_in_a_batch_takes_no_less_direct_move(source: str, keep: bool) -> None:
+    """One direct move stands for no root: what is planned for the tensor alone serves under a limit, too."""
+    mesh = sp.Mesh(x=2, y=2)
+    s, t = (sp.TensorType.parse(text, mesh) for text in (source, "i32[4@y, 4]{root:x}"))
+    u, v = (sp.TensorType.parse(text, mesh) for text in ("i32[8@x, 8]", "i32[8, 8@x]"))
+    with pytest.raises(sp.Infeasible) as refused:
+        plan_kept([s, u], [t, v], memory_limit=1, keep=keep)
+    assert refused.value.least_bytes is not None
+    plan = plan_kept([s, u], [t, v], memory_limit=refused.value.least_bytes, keep=keep)
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, [t, v]) is None if not keep else plan.program.outputs[2:] == ("in0", "in1")
+
+
+@settings(max_examples=30, deadline=None)
+@given(some.pairs())
+def test_a_batch_of_one_is_the_plan_of_its_tensor(pair: tuple[sp.TensorType, sp.TensorType]) -> None:
+    s, t = pair
+    limits: list[int | None] = [None, sp.redistribute(s, t).certificate.workspace_bytes]
+    try:
+        sp.redistribute(s, t, memory_limit=1)
+    except sp.Infeasible as error:
+        limits.append(error.least_bytes)
+    for limit in limits:
+        if limit != 0:
+            assert sp.redistribute([s], [t], memory_limit=limit) == sp.redistribute(s, t, memory_limit=limit)
+
+
+def test_a_tensor_may_take_a_narrower_way_than_alone() -> None:
+    """Where one step with all its buffers does not fit, several that free what they had before do."""
+    mesh = sp.Mesh(a=4)
+    s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[64@a, 64]", "f32[64, 64@a]"))
+    with pytest.raises(sp.Infeasible) as refused:
+        sp.redistribute([s, s], [t, t], memory_limit=1)
+    alone, other = 8256, s.local_bytes()
+    assert refused.value.least_bytes == alone + other
+    plan = sp.redistribute([s, s], [t, t], memory_limit=alone + other)
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, [t, t]) is None
+    with pytest.raises(sp.Infeasible, match=f"the least that works is {alone} bytes"):
+        sp.redistribute(s, t, memory_limit=1)
 
 
 def test_equal_plans_are_packed() -> None:

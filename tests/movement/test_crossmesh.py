@@ -252,3 +252,15 @@ def test_a_tile_that_is_no_type_of_the_runs_is_not_searched(portable):
     source = sp.TensorType.parse("i32[4@(a,b)]", "a=2, b=4")
     target = sp.TensorType.parse("i32[4@r]", "p=2, q=2, r=2")
     sp.redistribute(source, target, portable=portable).certificate.check()
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 4), (5, 6)])
+def test_smaller_tiles_that_no_gather_joins_are_left_out(sizes: tuple[int, int]):
+    """Of four replicas two by two on nodes, half an axis would be gathered where the whole one cuts unevenly."""
+    n, m = sizes
+    source = sp.TensorType.parse(f"i32[{m}@y, {n}]", sp.Mesh(x=2, y=2, devices=[1, 2, 8, 11]))
+    devices = [*range(4), *range(8, 12), *range(4, 8), *range(12, 16)]
+    target = sp.TensorType.parse(f"i32[{m}@y, {n}]", sp.Mesh(x=4, y=4, devices=devices))
+    plan = sp.redistribute(source, target, topology="dgx-a100")
+    plan.certificate.check()
+    assert oracle.unsound(plan.program, [target]) is None

@@ -87,7 +87,10 @@ def plan_kept(
         )
     for s, t in zip(sources, destinations, strict=True):
         check_pair(s, t)
-    return _cached_batch(sources, destinations, where, limit, portable, _each(keep, len(sources)), even)
+    kept = _each(keep, len(sources))
+    if len(sources) == 1:
+        return _cached(*sources, *destinations, where, limit, portable, *kept, even)
+    return _cached_batch(sources, destinations, where, limit, portable, kept, even)
 
 
 def _each(keep: bool | Sequence[bool], count: int) -> tuple[bool, ...]:

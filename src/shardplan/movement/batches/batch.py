@@ -28,7 +28,7 @@ from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import TIE, Rules, price, too_little
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.emit import direct
-from shardplan.movement.redistribution.single import best_program, priced_on
+from shardplan.movement.redistribution.single import best_program, narrowest, priced_on
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, fabric_of
@@ -52,6 +52,7 @@ class _Batch:
 
     items: tuple[BatchItem, ...]
     rules: Rules
+    where: Where | None
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -87,16 +88,15 @@ def plan_batch(
 ) -> Plan:
     """Return one plan for all tensors; see `redistribute`."""
     where = _one_place(sources, destinations, where)
-    items, exact = list[BatchItem](), limit is None and len(sources) == 1
+    items = list[BatchItem]()
     for k, (s, t, kept) in enumerate(zip(sources, destinations, keep, strict=True)):
         chosen, _ = best_program(s, t, where, None, portable, False, even)
         ops = tuple(step.op for step in chosen.program.steps)
-        exact = exact and chosen.exact
         items.append(BatchItem(k, s, t, ops, kept))
     fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
-    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, even, fabric))
+    batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, even, fabric), where)
     program, books = _unlimited(batch) if limit is None else _within(batch, limit)
-    return Plan(program, issue(program, sources, destinations, where, limit, exact, books))
+    return Plan(program, issue(program, sources, destinations, where, limit, False, books))
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
             yield batch, groups
             if few:
                 yield from ((batch, _least_first(batch, chunks, groups)) for chunks in (1, most))
-    for way in _straightened(batch):
+    for way in (*_straightened(batch), _narrowed(batch)):
         yield way, _least_first(way, most, [[[i]] for i in way.moving])
 
 
@@ -247,9 +247,18 @@ def _straightened(batch: _Batch) -> Iterator[_Batch]:
     A plan of several steps is cheapest for its tensor alone; one step holds least beside the other tensors.
     """
     yield batch
-    partial = any(i.source.layout.partial or i.target.layout.partial for i in batch.items)
-    if not (batch.rules.portable or partial):
-        yield replace(batch, items=tuple(replace(i, ops=_straight(i)) for i in batch.items))
+    items = tuple(replace(i, ops=_straight(i)) for i in batch.items)
+    if items != batch.items and not batch.rules.portable:
+        yield replace(batch, items=items)
+
+
+def _narrowed(batch: _Batch) -> _Batch:
+    """The batch with the moves of every tensor that need the least by themselves."""
+    given = batch.where, batch.rules.portable
+    kinds = dict.fromkeys((i.source, i.target, i.keep) for i in batch.moving)
+    least = {(s, t, keep): narrowest(s, t, *given, keep, batch.rules.even) for s, t, keep in kinds}
+    items = (replace(i, ops=least.get((i.source, i.target, i.keep), i.ops)) for i in batch.items)
+    return replace(batch, items=tuple(items))
 
 
 def _tiled(batch: _Batch) -> Iterator[_Batch]:
@@ -279,9 +288,10 @@ def _sends(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[tuple[Op
 
 
 def _straight(item: BatchItem) -> tuple[Op, ...]:
-    """One direct move, of a tensor that is partial at neither end."""
-    if not item.ops:
-        return ()
+    """One direct move, of a tensor that is neither partial nor at a root at either end; else what is planned."""
+    ends = item.source.layout, item.target.layout
+    if not item.ops or any(end.partial or end.root for end in ends):
+        return item.ops
     if item.source.mesh != item.target.mesh:
         return (Send(item.target.layout, item.target.mesh),)
     return tuple(direct(item.source, item.target))

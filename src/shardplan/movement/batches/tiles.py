@@ -17,7 +17,7 @@ import numpy as np
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, Op
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.prices.cost import Fabric, linear_cost
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE
 from shardplan.movement.redistribution.emit import dims_and_axes
@@ -52,7 +52,7 @@ def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
             for tile in _cut(t, pieces, first, levels):
                 try:
                     ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
-                except LayoutError:  # on the way a dim is uneven over a part of an axis
+                except (LayoutError, TypingError):  # on the way a dim is uneven over a part of an axis
                     continue
     found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
     listed = itertools.accumulate(_met(s, tile.type) * t.mesh.size for tile in found)

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.core.accounting import MANY_CHUNKS, account, bound_bytes
 from shardplan.core.messages import tabled
-from shardplan.core.ops import Exchange, Send
+from shardplan.core.ops import Exchange, Op, Send
 from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
@@ -135,6 +135,15 @@ def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, k
             ways.append(Cuts.of(kept, account(kept) if keep else books))
     few, many = ((most, min(x.workspace(x.chunks(0, most)) for x in ways)) for most in (MANY_CHUNKS, math.inf))
     return _Narrow(tuple(ways), (few, many))
+
+
+def narrowest(
+    s: TensorType, t: TensorType, where: Where | None, portable: bool, keep: bool, even: bool
+) -> tuple[Op, ...]:
+    """Return the ops, uncut, of the program that in at most 64 chunks a step needs the least workspace."""
+    ways = _narrow(s, t, where, portable, keep, even).ways
+    least = min(ways, key=lambda cuts: cuts.workspace(cuts.chunks(0, MANY_CHUNKS)))
+    return tuple(step.op for step in least.program.steps)
 
 
 def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) -> Chosen | None:
