@@ -31,7 +31,7 @@ def T(text: str, mesh: sp.Mesh = MESH) -> sp.TensorType:
         (lambda: sp.redistribute(T("f32[8]"), T("f32[8@(x,y)]"), memory_limit=39), sp.Infeasible,
          "redistribute f32[8] to f32[8@(x,y)] within 39 bytes a device: no plan; the least that works is 40 bytes"),
         (lambda: sp.redistribute([T("f32[8]")], [T("f32[8@(x,y)]")], memory_limit=39), sp.Infeasible,
-         "redistribute 1 tensors within 39 bytes a device: no plan; the least that works is 40 bytes"),
+         "redistribute f32[8] to f32[8@(x,y)] within 39 bytes a device: no plan; the least that works is 40 bytes"),
     ],
 )  # fmt: skip
 def test_redistribute(call: object, kind: type[Exception], message: str) -> None:
