@@ -177,7 +177,10 @@ def test_one_word_for_each_kept_source() -> None:
     between.certificate.check()
     low = refusal([s, s], [t, t], 1, (False, True)).least_bytes  # type: ignore[arg-type]
     assert least[0] is not None and least[1] is not None and low is not None
-    assert least[0] <= low < least[1], "the other one moves first"
+    alone = [refusal(s, t, 1, keep=keep).least_bytes for keep in (False, True)]
+    assert alone[0] is not None and alone[1] is not None
+    assert least[0] == alone[0] + s.local_bytes(), "one waits while the other takes the way of least"
+    assert low == alone[1] + s.local_bytes() < least[1], "the other one moves first"
     with pytest.raises(sp.LayoutError) as error:
         plan_kept([s, s], [t, t], memory_limit=10**6, keep=(True,))
     assert str(error.value) == "keep says something of 1 sources, but there are 2; give one for each"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -237,7 +237,7 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
             yield batch, groups
             if few:
                 yield from ((batch, _least_first(batch, chunks, groups)) for chunks in (1, most))
-    for way in (*_straightened(batch), _narrowed(batch)):
+    for way in itertools.chain(_straightened(batch), _narrowed(batch)):
         yield way, _least_first(way, most, [[[i]] for i in way.moving])
 
 
@@ -247,18 +247,23 @@ def _straightened(batch: _Batch) -> Iterator[_Batch]:
     A plan of several steps is cheapest for its tensor alone; one step holds least beside the other tensors.
     """
     yield batch
-    items = tuple(replace(i, ops=_straight(i)) for i in batch.items)
-    if items != batch.items and not batch.rules.portable:
-        yield replace(batch, items=items)
+    if not batch.rules.portable:
+        yield from _otherwise(batch, (replace(i, ops=_straight(i)) for i in batch.items))
 
 
-def _narrowed(batch: _Batch) -> _Batch:
-    """The batch with the moves of every tensor that need the least by themselves."""
+def _narrowed(batch: _Batch) -> Iterator[_Batch]:
+    """The batch with the moves of every tensor that need the least by themselves, where these are others."""
     given = batch.where, batch.rules.portable
     kinds = dict.fromkeys((i.source, i.target, i.keep) for i in batch.moving)
     least = {(s, t, keep): narrowest(s, t, *given, keep, batch.rules.even) for s, t, keep in kinds}
-    items = (replace(i, ops=least.get((i.source, i.target, i.keep), i.ops)) for i in batch.items)
-    return replace(batch, items=tuple(items))
+    yield from _otherwise(batch, (replace(i, ops=least.get((i.source, i.target, i.keep), i.ops)) for i in batch.items))
+
+
+def _otherwise(batch: _Batch, items: Iterable[BatchItem]) -> Iterator[_Batch]:
+    """The batch with other moves of its tensors, where any is another."""
+    found = tuple(items)
+    if found != batch.items:
+        yield replace(batch, items=found)
 
 
 def _tiled(batch: _Batch) -> Iterator[_Batch]:
