@@ -41,6 +41,12 @@ KERNELS: dict[str, dict[str, Any]] = {
         "aligned": ("a", "x", "parts", "out"),
         "options": {"num_warps": 4},
     },
+    "move": {
+        "types": {"g": "*bf16", "length": "i32"},
+        "constants": {"block_m": 16, "block_n": 128},
+        "aligned": ("g", "length"),
+        "options": {"num_warps": 4},
+    },
 }  # fmt: skip
 # Altered sources: name, module, what is replaced, by what, and which of the findings must fail.
 ALTERED = {
@@ -73,8 +79,10 @@ def _wide_nvidia(name: str, ptx: str) -> bool:
         "gemm": ("wgmma", r"cp\.async\.cg", r"st\.global\.v4"),
         "embedding": (r"ld\.global\.v4", r"st\.global\.v4"),
         "gemv": (r"ld\.global\.v4", r"st\.global\.b32"),
+        "move": (r"ld\.global\.v4", r"st\.global\.v4"),
     }
     not_ = {"gemm": r"st\.global\.b16", "embedding": r"st\.global\.b16", "gemv": r"st\.global\.v"}
+    not_["move"] = r"st\.global\.b16"
     return all(re.search(p, ptx) for p in has[name]) and not re.search(not_[name], ptx)
 
 
@@ -83,8 +91,10 @@ def _wide_amd(name: str, text: str) -> bool:
         "gemm": ("v_mfma", "global_store_dwordx2"),
         "embedding": ("global_load_dwordx4", "global_store_dwordx4"),
         "gemv": ("global_load_dwordx4", r"global_store_dword\b"),
+        "move": ("global_load_dwordx4", "global_store_dwordx4"),
     }
     not_ = {"gemm": "global_store_short", "embedding": "global_store_short", "gemv": "global_store_dwordx4"}
+    not_["move"] = "global_store_short"
     if name == "gemv" and text.count("global_load_dwordx4") < text.count("global_load_ushort"):
         return False  # the rows' own words are wide in any case: those of A must be, too
     return all(re.search(p, text) for p in has[name]) and not re.search(not_[name], text)

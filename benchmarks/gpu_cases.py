@@ -12,6 +12,7 @@ import torch
 from benchmarks.fused_text import findings
 from benchmarks.gpu_timing import time_embedding, time_gemm, time_gemv
 
+from shardplan import fused
 from shardplan.errors import ShardplanError
 from shardplan.fused.triton import KernelOptions, TileMemory, embedding_bag_all_to_all, gemm_all_to_all, gemv_all_reduce
 from shardplan.fused.triton.ahead import source_hash
@@ -130,16 +131,48 @@ def correct_embedding(dry: bool) -> dict[str, Any]:
 # Two processes on one GPU
 
 
+def _by_torch(rank: int, ranks: int, group: str, where: str) -> list[float]:
+    """Errors of PyTorch's operators and of their gradients, beside torch on all ranks' operands here."""
+    rng = np.random.default_rng(1)
+
+    def made(*shape: int) -> list[torch.Tensor]:
+        numbers = [rng.normal(size=shape) / shape[-1] ** 0.5 for _ in range(ranks)]
+        return [torch.tensor(x, dtype=torch.float32, device=where, requires_grad=True) for x in numbers]
+
+    a, b, factor, vector, table = made(4 * ranks, 16), made(16, 32), made(48, 24), made(24), made(9, 16)
+    ids = torch.from_numpy(rng.integers(0, 9, 6 * ranks)).to(where)
+    offsets = torch.arange(0, 6 * ranks + 1, 3, device=where)
+    rows = [torch.cat([(x @ y).relu().split(4)[r] for x, y in zip(a, b, strict=True)]) for r in range(ranks)]
+    bag = [torch.nn.functional.embedding_bag(ids, t, offsets[:-1], mode="sum").split(2) for t in table]
+    wanted = [
+        (rows[rank], torch.stack(rows).sin().sum(), (a[rank], b[rank])),
+        (sum(x @ y for x, y in zip(factor, vector, strict=True)), None, (factor[rank], vector[rank])),
+        (torch.stack([t[rank] for t in bag], 1), sum(x.sin().sum() for t in bag for x in t), (table[rank],)),
+    ]
+    got = [
+        fused.gemm_all_to_all(a[rank], b[rank], group=group, activation="relu"),
+        fused.gemv_all_reduce(factor[rank], vector[rank], group=group),
+        fused.embedding_bag_all_to_all([table[rank]], ids, offsets, group=group),
+    ]
+    errors: list[float] = []
+    for mine, (out, loss, leaves) in zip(got, wanted, strict=True):
+        assert isinstance(out, torch.Tensor)
+        errors.append(_error(mine.detach(), out.detach()))
+        found = torch.autograd.grad(mine.sin().sum(), leaves)
+        whole = torch.autograd.grad(out.sin().sum() if loss is None else loss, leaves, retain_graph=True)
+        errors += [_error(x, y) for x, y in zip(found, whole, strict=True)]
+    return errors
+
+
 def _rank(rank: int, ranks: int, kind: str, dry: bool, port: int, queue: Any) -> None:
-    """A process: three epochs of a product, then one in which rank 0 leaves out its part and rank 1 must time out."""
+    """A process: three epochs of a product, PyTorch's operators, then a product that rank 1 calls alone."""
     import torch.distributed as dist
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     try:
-        from benchmarks.gpu_memory import shared
-
-        memory = shared(kind, rank, ranks, 1 << 21)
+        heap = fused.bind_group(nbytes=1 << 22, backend=kind, kernels="triton")
+        memory = TileMemory.of(heap)
         where, block = device(dry), (16, 16, 16) if dry else (64, 64, 32)
         high = 8 if dry else 200
         counts = np.array([[high, high - 3], [0, high]])
@@ -154,6 +187,7 @@ def _rank(rank: int, ranks: int, kind: str, dry: bool, port: int, queue: Any) ->
             parts = [torch.split(x, counts[s].tolist())[rank] for s, x in enumerate(z)]
             errors.append(_error(got, torch.cat(parts)))
             dist.barrier()
+        errors += _by_torch(rank, ranks, dist.group.WORLD.group_name, where)
         said, started = "no error", time.monotonic()
         if rank == 1:
             try:
@@ -194,8 +228,9 @@ def two_processes(kind: str, dry: bool) -> dict[str, Any]:
             if process.is_alive():
                 process.kill()
     errors = [e for said in found.values() for e in said[0]]
+    checked = EPOCHS + 3 + 2 + 2 + 1  # products; results of operators, and their gradients
     timed_out = found[1][1].startswith("FusedTimeout: gemm_all_to_all: rank 1 waited")
-    good = len(errors) == 2 * EPOCHS and max(errors) < CLOSE[torch.float32] and timed_out
+    good = len(errors) == 2 * checked and max(errors) < CLOSE[torch.float32] and timed_out
     return {"kind": kind, "errors": errors, "said": [found[r][1] for r in (0, 1)], "seconds": found[1][2], "good": good}
 
 

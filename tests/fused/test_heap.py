@@ -127,7 +127,12 @@ def test_virtual_ranks_are_threads() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "backend", "message"),
     [
-        (1, "tcp", "symmetric heap x: backend 'tcp'; legal are shm, virtual, net, net:ADDRESS, net:ADDRESS@NODE"),
+        (
+            1,
+            "tcp",
+            "symmetric heap x: backend 'tcp'; legal are shm, virtual, cuda_ipc, torch_symm, net, net:ADDRESS, "
+            "net:ADDRESS@NODE",
+        ),
         (
             1,
             "net:192.0.2.7",

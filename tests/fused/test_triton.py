@@ -78,14 +78,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_text_of_both_targets(text: dict[str, Any], said: dict[str, Any]) -> None:
-    assert len(text["rows"]) == 6
+    assert len(text["rows"]) == 8
     assert [row for row in text["rows"] if not all(row[key] for key in ("signal", "barrier", "wait", "wide"))] == []
     hashes = {row["source"] for row in text["rows"] if row["kernel"] == "gemm"}
     assert hashes == {said["values:2"][0]["source"]}, "the interpreter ran what was compiled"
 
 
 def test_text_of_altered_kernels_fails(text: dict[str, Any]) -> None:
-    assert len(text["controls"]) == 10
+    assert len(text["controls"]) == 12
     assert [row for row in text["controls"] if row["fails"] != sorted(row["must"].split())] == []
 
 

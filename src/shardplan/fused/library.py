@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import TypingError, optional
+from shardplan.errors import BackendError, TypingError, optional, shown
 from shardplan.fused.calls.groups import bind, bound
+from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators import embedding, gemm, gemv
 from shardplan.fused.operators.asked import Asked, even
@@ -42,11 +43,21 @@ _BAG_BACKWARD = (
 )
 
 
-def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm") -> SymmetricHeap:
+def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm", kernels: str = "auto") -> SymmetricHeap:
     """Return a new heap for a torch process group, the default one if None, bound to the group's name; collective.
 
-    Close it when the group is destroyed. Raises as `SymmetricHeap.create`.
+    `kernels` run its operators: `cpu`, `triton`, or `auto`, which is `triton` for memory of GPUs and `cpu` for others;
+    on memory of CPUs those of Triton run in its interpreter, which TRITON_INTERPRET asks for. Close the heap when the
+    group is destroyed. Raises `BackendError` where kernels and memory do not fit, and as `SymmetricHeap.create`.
     """
+    on_gpu = backend in DEVICES
+    legal = (
+        ("auto", "triton") if on_gpu else ("auto", "cpu") if backend.startswith("net") else ("auto", "cpu", "triton")
+    )
+    if kernels not in legal:
+        text = f"kernels {shown(kernels)} on backend {shown(backend)}"
+        raise BackendError(f"bind_group: {text}; legal are {', '.join(legal)}")
+    serving = optional("shardplan.fused.triton.serving", "triton") if on_gpu or kernels == "triton" else None
     distributed = optional("torch.distributed", "torch")
     group = group or distributed.group.WORLD
 
@@ -56,6 +67,12 @@ def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm") 
         return said
 
     heap = SymmetricHeap.create(nbytes, backend, exchange, group.group_name)
+    if serving is not None:
+        try:
+            heap.kernels = serving.TritonKernels(heap)
+        except BackendError:
+            heap.close()
+            raise
     bind(group.group_name, heap)
     return heap
 

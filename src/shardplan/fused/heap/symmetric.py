@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardplan.errors import BackendError, optional, shown
+from shardplan.fused.heap.devices import DEVICES, device_parts
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.header import LINE, HeapHeader, HeapPeer, Words
 from shardplan.fused.heap.net import NetPeer, NetSegment
 from shardplan.fused.heap.peers import Peer
-from shardplan.fused.heap.segments import ALIGN, SEGMENTS, Segment, sweep
+from shardplan.fused.heap.segments import ALIGN, SEGMENTS, Segment, ShmSegment, sweep
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +62,10 @@ class SymmetricTensor:
         """Return that of a rank, as a torch tensor on its memory: what is stored here is there."""
         torch = optional("torch", "torch")
         if not self.nbytes:
-            return torch.empty(self.shape, dtype=getattr(torch, _TORCH[self.dtype]))
-        raw = self.heap.memory[rank][self.offset : self.offset + self.nbytes]
-        return torch.from_numpy(raw).view(getattr(torch, _TORCH[self.dtype])).view(self.shape)
+            return torch.empty(self.shape, dtype=getattr(torch, _TORCH[self.dtype]), device=self.heap.device)
+        span = slice(self.offset, self.offset + self.nbytes)
+        raw = self.heap.parts[rank][span] if self.heap.parts else torch.from_numpy(self.heap.memory[rank][span])
+        return raw.view(getattr(torch, _TORCH[self.dtype])).view(self.shape)
 
 
 class Flags:
@@ -114,6 +117,9 @@ class SymmetricHeap:
         self.seconds = SECONDS  # that an operator waits
         self.tally: Any = None  # that counts what operators move, where somebody asks: `calls.moved`
         self.tensors: dict[int, SymmetricTensor] = {}  # by offset
+        self.kernels: Any = None  # that run the operators where those of CPUs do not: `operators.asked.LocalKernels`
+        self.parts: list[torch.Tensor] = []  # the data of every rank, where that is on GPUs
+        self.device = "cpu"  # the kind of device on which data are, as torch names it
         self.kept: dict[Any, Any] = {}  # what operators keep beside it, until it is reset or closed
 
     @classmethod
@@ -121,15 +127,15 @@ class SymmetricHeap:
         """Return this rank's view of a new heap of `nbytes` on every rank, all zero; collective.
 
         `exchange` gives all ranks what each of them gives, in the order of ranks: it is the whole bootstrap, and is
-        asked again for `reset`. Backends are `shm`, for processes, `virtual`, for threads of this one, and `net`, for
-        processes on several nodes: see `net`.
+        asked again for `reset`. Backends are `shm`, for processes, `virtual`, for threads of this one, `net`, for
+        processes on several nodes: see `net`; and `cuda_ipc` and `torch_symm` for GPUs of one machine: see `devices`.
 
         Raises `BackendError` where the backend is unknown or the machine has not so much memory, and `HeapMismatch`
         where ranks ask for different heaps.
         """
         kind = backend.partition(":")[0]
-        if kind != "net" and backend not in SEGMENTS:
-            legal = ", ".join((*SEGMENTS, "net", "net:ADDRESS", "net:ADDRESS@NODE"))
+        if kind != "net" and backend not in SEGMENTS and backend not in DEVICES:
+            legal = ", ".join((*SEGMENTS, *DEVICES, "net", "net:ADDRESS", "net:ADDRESS@NODE"))
             raise BackendError(f"symmetric heap {name}: backend {shown(backend)}; legal are {legal}")
         if type(nbytes) is not int or nbytes <= 0:
             raise BackendError(f"symmetric heap {name}: {shown(nbytes)} bytes; legal is a positive integer")
@@ -139,8 +145,11 @@ class SymmetricHeap:
         try:  # one that fails tells the others instead of leaving them to wait
             # Room for the header of any number of ranks comes on top, once that number is known.
             ranks = len(exchange(asked.encode()))
-            size = -(-nbytes // ALIGN) * ALIGN + HeapHeader.size(ranks)
-            segment = NetSegment(size, name, backend) if kind == "net" else SEGMENTS[kind](size, name)
+            size = (0 if kind in DEVICES else -(-nbytes // ALIGN) * ALIGN) + HeapHeader.size(ranks)
+            if kind == "net":
+                segment = NetSegment(size, name, backend)
+            else:
+                segment = SEGMENTS.get(kind, ShmSegment)(size, name)
             mine = f"{segment.token}\n{peer.pid}\n{peer.started}\n{asked}"
         except BackendError as error:
             segment, wrong, mine = None, error, ""
@@ -176,7 +185,24 @@ class SymmetricHeap:
                 raise
         found = cls(memory, rank, peers, name, net)
         found._exchange, found._close = exchange, segment.close
+        if kind in DEVICES:
+            try:
+                found._on_devices(kind, nbytes, exchange)
+            except BaseException:
+                found.close()
+                raise
         return found
+
+    def _on_devices(self, kind: str, nbytes: int, exchange: GatherBytes) -> None:
+        """Have the data on GPUs; each begins with the word that says to kernels that a rank failed."""
+        self.nbytes, self.used = -(-nbytes // ALIGN) * ALIGN + ALIGN, ALIGN
+        made, self.parts = device_parts(kind, self.nbytes, self.rank, exchange, self.name)
+        self.device, self.header.push = made.device, self._tell
+
+    def _tell(self, to: int, part: int, offset: int, nbytes: int) -> None:
+        if not offset:
+            with suppress(RuntimeError):  # of a device that is lost: the others are still told
+                self.parts[to][:4].fill_(1)
 
     def __enter__(self) -> SymmetricHeap:
         """Return it."""
@@ -191,7 +217,8 @@ class SymmetricHeap:
     @property
     def table(self) -> np.ndarray:
         """Where each rank's memory lies in this process, int64 [ranks]."""
-        return np.array([part.ctypes.data for part in self.memory], np.int64)
+        addresses = [x.data_ptr() for x in self.parts] or [x.ctypes.data for x in self.memory]
+        return np.array(addresses, np.int64)
 
     def _carry(self, to: int, part: int, offset: int, nbytes: int) -> None:
         assert self.net is not None
@@ -246,12 +273,14 @@ class SymmetricHeap:
 
     def holding(self, x: torch.Tensor) -> SymmetricTensor | None:
         """Return the tensor at whose begin in this rank's memory a contiguous torch tensor lies, None for others."""
-        if not x.is_contiguous() or x.device.type != "cpu":
+        if not x.is_contiguous() or x.device.type != "cpu" or self.parts:
             return None
         return self.tensors.get(x.data_ptr() - self.memory[self.rank].ctypes.data)
 
     def flags(self, count: int, label: str) -> Flags:
-        """Return `count` counters on every rank, each on a line of its own; collective."""
+        """Return `count` counters on every rank, each on a line of its own; collective. Those on GPUs kernels have."""
+        if self.parts:
+            raise BackendError(f"symmetric heap {self.name}: flags {label} on {self.device}; legal is memory of CPUs")
         return Flags(self.alloc((count, LINE // 4), "i32", label))
 
     def reset(self) -> None:
@@ -267,7 +296,10 @@ class SymmetricHeap:
             self.net.settle([json.loads(each) for each in said], self.seconds)
         self.memory[self.rank][:] = 0
         self.header.clear()
-        self.used, self.log = HeapHeader.size(self.ranks), hashlib.sha256()
+        self.used, self.log = ALIGN if self.parts else HeapHeader.size(self.ranks), hashlib.sha256()
+        if self.parts:
+            self.parts[self.rank].zero_()
+            int(self.parts[self.rank][0])  # it is done when the others hear of it
         self.kept.clear()
         self.tensors.clear()
         self._exchange(b"cleared")
@@ -276,11 +308,8 @@ class SymmetricHeap:
         """Let go of the memory; of a view that somebody still holds, when that goes."""
         if not self.closed and self._close is not None:
             self.kept.clear()
-            self.memory, self.net, self.header = (
-                [],
-                None,
-                HeapHeader([np.zeros(HeapHeader.size(1), np.uint8)], 0, [Peer.me()]),
-            )
+            nothing = HeapHeader([np.zeros(HeapHeader.size(1), np.uint8)], 0, [Peer.me()])
+            self.memory, self.parts, self.kernels, self.net, self.header = [], [], None, None, nothing
             self._close()
         self.closed = True
 

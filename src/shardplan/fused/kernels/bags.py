@@ -42,7 +42,7 @@ class BagCall:
         self.weights = None if weights is None else weights.float().contiguous()
         if mode not in MODES:
             raise TypingError(f"{asking}: mode {shown(mode)}; legal are {', '.join(MODES)}")
-        edges = self.offsets.numpy()
+        edges = self.offsets.cpu().numpy()
         count, n = len(self.tables), self.indices.numel()
         bad = len(edges) != count * batch + 1 or edges[0] != 0 or edges[-1] != n or (np.diff(edges) < 0).any()
         if bad:
@@ -65,7 +65,11 @@ class BagCall:
         """Return the range of indices of some bags of a table, and the bag of each, counted from `begin`."""
         torch = optional("torch", "torch")
         edges = self.offsets[t * self.batch + begin : t * self.batch + end + 1]
-        return int(edges[0]), int(edges[-1]), torch.repeat_interleave(torch.arange(end - begin), edges.diff())
+        return (
+            int(edges[0]),
+            int(edges[-1]),
+            torch.repeat_interleave(torch.arange(end - begin, device=edges.device), edges.diff()),
+        )
 
     def lengths(self, t: int, begin: int, end: int) -> torch.Tensor:
         """Return the lengths of bags, f32 [end - begin], at least 1."""
@@ -87,7 +91,7 @@ class BagCall:
         """Return the gradients of tables and, where asked for, of weights, given that of the bags, [B, T, D]."""
         torch = optional("torch", "torch")
         found: list[torch.Tensor] = []
-        each = torch.zeros(self.indices.numel()) if of_weights else None
+        each = torch.zeros(self.indices.numel(), device=g.device) if of_weights else None
         for t, table in enumerate(self.tables):
             first, last, bag = self.bag_of(t, 0, self.batch)
             came = g[:, t].float()
@@ -98,7 +102,7 @@ class BagCall:
                 each[first:last] = (rows * table[ids].float()).sum(1)
             if self.weights is not None:
                 rows = rows * self.weights[first:last, None]
-            found.append(torch.zeros(table.shape).index_add_(0, ids, rows).to(table.dtype))
+            found.append(torch.zeros(table.shape, device=g.device).index_add_(0, ids, rows).to(table.dtype))
         return found, each
 
 

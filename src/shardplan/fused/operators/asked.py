@@ -5,10 +5,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 from shardplan.errors import TypingError, shown
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.tiles.shapes import cut
+from shardplan.fused.tiles.events import TileBox
+from shardplan.fused.tiles.shapes import BlockShape, cut
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LocalKernels(Protocol):
+    """The operators on local tensors by kernels that a heap has instead of those of CPUs; operands are checked."""
+
+    def gemm(
+        self,
+        asked: Asked,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        scatter: int,
+        counts: Sequence[Sequence[int]],
+        columns: Sequence[int],
+        varying: bool,
+    ) -> torch.Tensor:
+        """Return the result of `operators.gemm.forward`; `counts` and `columns` as in `operators.gemm.blocks`."""
+        ...
+
+    def gemv(self, asked: Asked, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
+        """Return the sum over ranks of a [M, K_r] times x [K_r, C]: [M, C]."""
+        ...
+
+    def bags(
+        self,
+        asked: Asked,
+        tables: Sequence[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+        mode: str,
+        held: Sequence[int],
+        batches: Sequence[int],
+        dim: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Return the bags of all tables for this rank's batch: rank s holds `held[s]` tables, d has `batches[d]` bags.
+
+        Raises `TypingError` where an index is no row of its table.
+        """
+        ...
+
+    def move(
+        self, asked: Asked, op: str, shape: BlockShape, g: torch.Tensor, boxes: Sequence[TileBox], varying: bool
+    ) -> torch.Tensor:
+        """Return the blocks of all ranks, put together; `boxes[d]` of g goes to rank d."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +73,20 @@ class Asked:
     order: str = "remote_first"
     seconds: float = 30.0
 
+    @property
+    def kernels(self) -> LocalKernels | None:
+        """What runs the operators where those of CPUs do not."""
+        return self.heap.kernels
+
     def many(self, rows: int, least: int, most: int = 8) -> int:
         """Return the tiles of a destination of so many rows: as asked, or of `least` rows each, at most `most`."""
         return self.tiles or max(1, min(most, rows // least))
+
+    def placed(self, name: str, *operands: torch.Tensor) -> None:
+        """Raise `TypingError` where an operand is on another kind of device than the heap."""
+        for each in operands:
+            if each.device.type != self.heap.device:
+                raise TypingError(f"{name}: an operand on {each.device}; legal is {self.heap.device}, as the heap's")
 
 
 def even(n: int, parts: int) -> list[int]:

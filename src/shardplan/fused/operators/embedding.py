@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardplan.errors import TypingError
+from shardplan.errors import TypingError, optional
 from shardplan.fused.calls.agreement import agreed
 from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, TileCall, TileStep, WaitStep, instance
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.operators.asked import Asked, even, splits, starts
 from shardplan.fused.operators.moving import moved
-from shardplan.fused.operators.out import placed, stored
+from shardplan.fused.operators.out import placed, refuse_out, stored
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
 
@@ -52,6 +52,9 @@ def blocks(tables: Sequence[int], batches: Sequence[int]) -> tuple[BlockShape, B
     )
 
 
+BagKey = tuple[int, int, int, str, tuple[int, ...], tuple[int, ...]]
+
+
 class BagOperands:
     """A call's operands, and what all ranks said of theirs."""
 
@@ -77,46 +80,60 @@ class BagOperands:
             _checked(asked, tables, self.dim, first.dtype, batch)
         given = splits(f"{NAME}: batch_splits", batch_splits, heap.ranks, batch)
         counts = splits(f"{NAME}: table_counts", table_counts, heap.ranks, None)
+        asked.placed(NAME, *tables, indices, offsets, *([] if weights is None else [weights]))
         self.call = BagCall(tables, indices, offsets, weights, mode, batch, NAME)
-        try:
-            self.call.check(NAME)
-        except TypingError as error:  # of the data, so the other ranks do not see it: told to them
-            heap.header.fail(str(error))
-            raise
+        if asked.kernels is None:
+            try:
+                self.call.check(NAME)
+            except TypingError as error:  # of the data, so the other ranks do not see it: told to them
+                heap.header.fail(str(error))
+                raise
         tiles = asked.many(max(1, batch // heap.ranks), LEAST)
-        schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
-        into = placed(NAME, heap, out)
-        self.made: FusedInstance = instance(heap, NAME, schedule, "", asked.seconds, into)
+        into = placed(NAME, heap, out) if asked.kernels is None else refuse_out(NAME, out)
         key = (len(tables), batch, self.dim, str(self.dtype), tuple(given or ()), tuple(counts or ()))
-        known = self.made.calls.get(key)
-        if known is None:
-            facts: dict[str, Any] = {"tables": len(tables), "batch": batch, "splits": given, "counts": counts}
-            facts |= {"dim": self.dim, "dtype": str(self.dtype), "tiles": tiles, "out": into and into.offset}
-            said = agreed(heap, NAME, facts, ("batch", "splits", "counts", "tiles", "out"), asked.seconds)
-            self._types(said, first is None)
-            held = [each["tables"] for each in said]
-            if counts is not None and counts != held:
-                raise HeapMismatch(f"{NAME}: table_counts {counts}, but ranks hold {held}")
-            shapes = blocks(held, given or even(batch, heap.ranks))
-            assert self.dtype is not None
-            known = self.made.call(key, shapes[0], {"result": self.dtype}, (self.dim,))
-            known.facts.update(shapes=shapes, dim=self.dim, dtype=self.dtype)
-        self.tiled: TileCall = known
-        self.key, self.forward, self.back = key, *known.facts["shapes"]
-        self.dim, self.dtype = known.facts["dim"], known.facts["dtype"]
+        said = heap.kept.get((NAME, key, tiles, asked.order, into and into.offset))
+        if said is None:
+            said = self._agreed(asked, key, given, counts, tiles, into and into.offset)
+            said = (*said, *blocks(*said[:2]))
+            heap.kept[NAME, key, tiles, asked.order, into and into.offset] = said
+        self.key = key
+        self.held, self.batches, self.dim, self.dtype, self.forward, self.back = said
+        if asked.kernels is None:
+            schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
+            self.made: FusedInstance = instance(heap, NAME, schedule, "", asked.seconds, into)
+            self.tiled: TileCall = self.made.call(key, self.forward, {"result": self.dtype}, (self.dim,))
 
-    def _types(self, said: list[dict[str, Any]], unknown: bool) -> None:
+    def _agreed(
+        self,
+        asked: Asked,
+        key: BagKey,
+        given: list[int] | None,
+        counts: list[int] | None,
+        tiles: int,
+        out: int | None,
+    ) -> tuple[list[int], list[int], int, torch.dtype]:
+        """Tables and bags of every rank, dim and dtype; collective."""
+        tables, batch = key[:2]
+        facts: dict[str, Any] = {"tables": tables, "batch": batch, "splits": given, "counts": counts}
+        facts |= {"dim": self.dim, "dtype": str(self.dtype), "tiles": tiles, "order": asked.order, "out": out}
+        alike = ("batch", "splits", "counts", "tiles", "order", "out")
+        said = agreed(asked.heap, NAME, facts, alike, asked.seconds)
+        dim, dtype = self._types(said)
+        held = [each["tables"] for each in said]
+        if counts is not None and counts != held:
+            raise HeapMismatch(f"{NAME}: table_counts {counts}, but ranks hold {held}")
+        return held, given or even(batch, asked.heap.ranks), dim, dtype
+
+    def _types(self, said: list[dict[str, Any]]) -> tuple[int, torch.dtype]:
         """Dim and dtype of the tables, which a rank without tables hears from the others."""
-        import torch
-
+        torch = optional("torch", "torch")
         types = {(each["dim"], each["dtype"]) for each in said if each["dtype"] != "None"}
         if len(types) != 1:
             raise HeapMismatch(
                 f"{NAME}: tables of {sorted(types) or 'no rank'}; legal are one dim and dtype on all ranks"
             )
-        if unknown:
-            self.dim, name = types.pop()
-            self.dtype = getattr(torch, name.removeprefix("torch."))
+        dim, name = types.pop()
+        return dim, getattr(torch, name.removeprefix("torch."))
 
 
 def forward(
@@ -140,6 +157,10 @@ def forward(
     ranks differ, and as `FusedInstance.run`.
     """
     got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits, out)
+    if asked.kernels is not None:
+        assert got.dtype is not None
+        c, given = got.call, (mode, got.held, got.batches, got.dim, got.dtype)
+        return asked.kernels.bags(asked, c.tables, c.indices, c.offsets, c.weights, *given)
     rank, bag = asked.heap.rank, starts([extents[0] for extents in got.forward.extents])
 
     fits = BagKernel.fits(got.call)

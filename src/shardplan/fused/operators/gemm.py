@@ -18,7 +18,7 @@ from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.activation import activated, deactivated
 from shardplan.fused.operators.asked import Asked, even, splits, starts
 from shardplan.fused.operators.moving import moved
-from shardplan.fused.operators.out import placed, stored
+from shardplan.fused.operators.out import placed, refuse_out, stored
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
@@ -37,6 +37,8 @@ class GemmBlocks:
     forward: BlockShape
     back: BlockShape
     own: tuple[TileBox, ...]
+    counts: tuple[tuple[int, ...], ...]
+    columns: tuple[int, ...]
 
 
 Counts = tuple[tuple[int, ...], ...]
@@ -56,13 +58,13 @@ def blocks(counts: Counts, columns: tuple[int, ...], scatter: int, rank: int) ->
         forward = BlockShape.rows(counts, n)
         back = tuple(tuple(((rows[s][d], rows[s][d + 1]), (0, n)) for s in ranks) for d in ranks)
         extents = tuple((rows[s][-1], n) for s in ranks)
-        return GemmBlocks(forward, BlockShape(extents, back), tuple(back[d][rank] for d in ranks))
+        return GemmBlocks(forward, BlockShape(extents, back), tuple(back[d][rank] for d in ranks), counts, columns)
     rows_of, cols = starts([each[0] for each in counts]), starts(columns)
     there = tuple(tuple(((rows_of[s], rows_of[s + 1]), (0, columns[d])) for d in ranks) for s in ranks)
     forward = BlockShape(tuple((rows_of[-1], columns[d]) for d in ranks), there)
     back = tuple(tuple(((0, counts[s][0]), (cols[d], cols[d + 1])) for s in ranks) for d in ranks)
     extents = tuple((counts[s][0], cols[-1]) for s in ranks)
-    return GemmBlocks(forward, BlockShape(extents, back), tuple(back[d][rank] for d in ranks))
+    return GemmBlocks(forward, BlockShape(extents, back), tuple(back[d][rank] for d in ranks), counts, columns)
 
 
 def agree(
@@ -114,6 +116,7 @@ def checked(
         raise TypingError(f"{NAME}: bias {list(bias.shape)}; legal is [{b.shape[1]}] of the dtype of the operands")
     if scatter not in (0, 1):
         raise TypingError(f"{NAME}: scatter {shown(scatter)}; legal are 0, blocks of rows, and 1, blocks of columns")
+    asked.placed(NAME, a, b, *([] if bias is None else [bias]))
     n = asked.heap.ranks
     sent = splits(f"{NAME}: send_splits", send, n, a.shape[0] if scatter == 0 else b.shape[1])
     return sent, splits(f"{NAME}: recv_splits", receive, n, None)
@@ -138,6 +141,11 @@ def forward(
     raises `TypingError` where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
     sent, received = checked(asked, a, b, bias, scatter, send_splits, recv_splits)
+    activated(a[:0], activation)  # an unknown one is refused before anything is sent
+    if asked.kernels is not None:
+        refuse_out(NAME, out)
+        who, varying = _agreed(asked, a, b, scatter, sent, received), bool(sent or received)
+        return asked.kernels.gemm(asked, a, b, bias, activation, scatter, who.counts, who.columns, varying)
     found = _call(asked, a, b, scatter, sent, received, out)
     who = found.blocks
     exact = a.dtype.itemsize >= 4
@@ -158,7 +166,6 @@ def forward(
             z += bias if scatter == 0 else bias[slice(*who.own[step.to][1])]
         step.view.copy_(activated(z, activation))
 
-    activated(a[:0], activation)  # an unknown one is refused before anything is sent
     return stored(NAME, found.made.run(found.call, put)["result"], out)
 
 
@@ -169,6 +176,24 @@ class GemmCall:
     made: FusedInstance
     call: TileCall
     blocks: GemmBlocks
+
+
+def _agreed(
+    asked: Asked,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scatter: int,
+    sent: list[int] | None,
+    received: list[int] | None,
+) -> GemmBlocks:
+    """Who sends what, where a heap has its own kernels: remembered as `_call` does."""
+    key = (NAME, "blocks", a.shape[0], b.shape[1], scatter, str(a.dtype), asked.tiles, asked.order)
+    found: GemmBlocks | None = None if sent or received else asked.heap.kept.get(key)
+    if found is None:
+        found = agree(asked, a.shape[0], b.shape[1], scatter, sent, received, str(a.dtype))
+        if not (sent or received):
+            asked.heap.kept[key] = found
+    return found
 
 
 def _call(
@@ -218,7 +243,10 @@ def backward(
     Blocks of g go back; what an activation saw is computed again. Gradients of b and bias are of this rank's rows.
     """
     sent, received = checked(asked, a, b, bias, scatter, send_splits, recv_splits)
-    who = _call(asked, a, b, scatter, sent, received).blocks
+    if asked.kernels is not None:
+        who = _agreed(asked, a, b, scatter, sent, received)
+    else:
+        who = _call(asked, a, b, scatter, sent, received).blocks
     mine = [who.forward.boxes[s][asked.heap.rank] for s in range(asked.heap.ranks)]
     varying = bool(sent or received)
     dz = moved(asked, f"{NAME}_backward", who.back, who.back, g.contiguous(), mine, varying)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.fused.calls.instance import PutStep, instance
 from shardplan.fused.operators.asked import Asked
-from shardplan.fused.operators.out import placed, stored
+from shardplan.fused.operators.out import placed, refuse_out, stored
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
@@ -30,6 +30,9 @@ def moved(
 
     Dims of g beyond those of the shape are whole. `out` is as an operator's. Collective; raises as `FusedInstance.run`.
     """
+    if asked.kernels is not None:
+        refuse_out(op, out)
+        return asked.kernels.move(asked, op, shape, g, from_, varying)
     schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
     made = instance(asked.heap, op, schedule, "", asked.seconds, placed(op, asked.heap, out))
     more = tuple(g.shape[len(shape.extents[0]) :])

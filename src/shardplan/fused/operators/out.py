@@ -30,3 +30,9 @@ def stored(name: str, found: torch.Tensor, out: torch.Tensor | None) -> torch.Te
         here, there = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (out, found))
         raise TypingError(f"{name}: out is {here}; legal is {there}, the result of this rank")
     return out
+
+
+def refuse_out(name: str, out: torch.Tensor | None) -> None:
+    """Raise `TypingError` where an `out` is given to kernels that keep results in memory of their own."""
+    if out is not None:
+        raise TypingError(f"{name}: out with kernels of Triton; legal is the form without out, which returns a copy")

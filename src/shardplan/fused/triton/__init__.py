@@ -8,6 +8,8 @@ Reading order:
 - `launches`   `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
 - `options`    `KernelOptions`: programs, order, slices, seconds
 - `gemm`, `gemv`, `embedding`   the operators, each with its kernel in a module of its own
+- `move`       the all-to-all of boxes that gradients need
+- `serving`    all of them as what runs the operators of a heap
 - `ahead`      kernels compiled without a GPU
 
 One source of a kernel runs in Triton's interpreter (TRITON_INTERPRET=1 before the first import), on NVIDIA and on AMD.

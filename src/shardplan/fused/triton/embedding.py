@@ -73,7 +73,7 @@ def embedding_prepared(
     assert dtype is not None
     shape, _ = blocks(held, batches)
     table, bag, many = starts([held[r] for r in here]), starts(batches), sum(held)
-    schedule = options.schedule(memory, embedding_kernel, tiles=tiles, slice=min(options.slice, tiles))
+    schedule = options.schedule(memory, embedding_kernel, tiles=tiles, slice=options.sliced(tiles))
     made = options.made(memory, NAME, schedule, f"{dtype}")
 
     def detail(rank: int, program: int, event: TilePut | TileRead) -> Sequence[int] | None:

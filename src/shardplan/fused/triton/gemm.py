@@ -26,8 +26,10 @@ Blocks = list[list[tuple[TileBox, TileBox]]]  # per source and destination: box 
 
 
 @lru_cache(maxsize=256)
-def gemm_blocks(counts: Counts, columns: int, scatter: int) -> Blocks:
+def gemm_blocks(counts: Counts, columns: int, scatter: int, parts: tuple[int, ...] | None = None) -> Blocks:
     """Return where blocks come from and go; `counts[s][d]` are rows of a block, of `scatter` 1 `counts[s][0]` a rank's.
+
+    Of `scatter` 1 rank d gets `parts[d]` columns, by the tiling rule if None.
 
     >>> gemm_blocks(((1, 2), (3, 0)), 4, 0)[0][1]
     (((1, 3), (0, 4)), ((0, 2), (0, 4)))
@@ -40,7 +42,7 @@ def gemm_blocks(counts: Counts, columns: int, scatter: int) -> Blocks:
             [(((own[s][d], own[s][d + 1]), whole), ((there[d][s], there[d][s + 1]), whole)) for d in ranks]
             for s in ranks
         ]
-    rows, cols = starts([c[0] for c in counts]), starts(even(columns, len(counts)))
+    rows, cols = starts([c[0] for c in counts]), starts(parts or even(columns, len(counts)))
     return [
         [
             (((0, counts[s][0]), (cols[d], cols[d + 1])), ((rows[s], rows[s + 1]), (0, cols[d + 1] - cols[d])))
@@ -60,15 +62,19 @@ def gemm_all_to_all(
     activation: str = "none",
     block: tuple[int, int, int] = (128, 128, 64),
     options: KernelOptions | None = None,
+    parts: Sequence[int] | None = None,
+    varying: bool = False,
 ) -> list[torch.Tensor]:
     """Return the results of the ranks here: what all ranks computed for each, copies.
 
     `a` are the rows [M, K] of all ranks here, one rank's after the other's; `b` [here, K, N], `bias` [here, N]. Of
     `scatter` 0 `counts[s][d]` rows of rank s go to rank d, in order; of 1 `counts[s][0]` are the rows of rank s, and
-    columns go by the tiling rule. `block` is a tile: rows, columns, and the step along K. Collective; raises
-    `TypingError` where operands do not fit, and as `FusedKernel.run`.
+    columns go by `parts`, or by the tiling rule. `block` is a tile: rows, columns, and the step along K.
+    With `varying`, for counts that data decides, the call is not remembered, and only the first of a schedule is
+    proved. Collective; raises `TypingError` where operands do not fit, and as `FusedKernel.run`.
     """
-    made, call, arguments = gemm_prepared(memory, a, b, bias, counts, scatter, activation, block, options)
+    given = (counts, scatter, activation, block, options, parts, varying)
+    made, call, arguments = gemm_prepared(memory, a, b, bias, *given)
     made.run(gemm_kernel, call, *arguments[0], **arguments[1])
     return [made.result(call, "result", *each, a.dtype).clone() for each in arguments[2]]
 
@@ -83,16 +89,21 @@ def gemm_prepared(
     activation: str,
     block: tuple[int, int, int],
     options: KernelOptions | None,
+    parts: Sequence[int] | None = None,
+    varying: bool = False,
 ) -> Any:
     """Return the instance, the call, and the kernel's arguments, constants and results' places: `gemm_all_to_all`."""
     torch = optional("torch", "torch")
     options = options or KernelOptions()
     held = tuple(tuple(int(n) for n in c) for c in counts)
-    blocks = _checked(memory, a, b, held, scatter, activation)
+    cut = None if parts is None else tuple(int(n) for n in parts)
+    blocks = _checked(memory, a, b, held, scatter, activation, cut)
     columns, here = b.shape[2], range(memory.rank0, memory.rank0 + memory.here)
     units = [[_units(own, block) for own, _ in row] for row in blocks]
     tiles = max(1, *(rows * cols for each in units for rows, cols in each))
-    schedule = options.schedule(memory, gemm_kernel, tiles=tiles, slice=min(options.slice, tiles))
+    if varying:
+        tiles = 1 << (tiles - 1).bit_length()  # few schedules, and so few counters, whatever data decide
+    schedule = options.schedule(memory, gemm_kernel, tiles=tiles, slice=options.sliced(tiles))
     made = options.made(memory, NAME, schedule, f"{a.dtype}")
     first = starts([sum(held[r]) if scatter == 0 else held[r][0] for r in here])
     lengths = [max(there[1][1] for _, there in (row[d] for row in blocks)) for d in range(memory.ranks)]
@@ -112,10 +123,12 @@ def gemm_prepared(
         return *rows, *columns, there[0][0] + m, there[1][0] + n, lengths[event.to]
 
     size = max(h * n for h, n in zip(heights, lengths, strict=True)) * a.dtype.itemsize
-    key = (held, scatter, tuple(b.shape), block)
-    calls: dict[Any, KernelCall] = made.calls
-    if key not in calls:
-        calls[key] = made.call(gemm_kernel, shape, {"result": size}, detail)
+    key = (held, scatter, tuple(b.shape), block, cut)
+    call: KernelCall | None = made.calls.get(key)
+    if call is None:
+        call = made.call(gemm_kernel, shape, {"result": size}, detail, varying)
+        if not varying:
+            made.calls[key] = call
     even16 = all(n % 16 == 0 for n in (*lengths, columns, a.shape[1], *(own[1][0] for row in blocks for own, _ in row)))
     constants = {"block_m": block[0], "block_n": block[1], "block_k": block[2], "biased": bias is not None}
     constants |= {"activation": ACTIVATIONS.index(activation), "aligned": even16}
@@ -123,13 +136,19 @@ def gemm_prepared(
     constants |= options.launch(memory, gemm_kernel)
     some = torch.zeros(1, dtype=a.dtype, device=a.device) if bias is None else bias
     constants["stamped"] = False
-    stamps = made.calls[key].launches[0].begin  # no kernel stores there
+    stamps = call.launches[0].begin  # no kernel stores there
     places = [(rank, (heights[rank], lengths[rank])) for rank in here]
-    return made, calls[key], ((a, b, some, stamps, a.shape[1], columns), constants, places)
+    return made, call, ((a, b, some, stamps, a.shape[1], columns), constants, places)
 
 
 def _checked(
-    memory: TileMemory, a: torch.Tensor, b: torch.Tensor, counts: Counts, scatter: int, activation: str
+    memory: TileMemory,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    counts: Counts,
+    scatter: int,
+    activation: str,
+    parts: tuple[int, ...] | None,
 ) -> Blocks:
     here = range(memory.rank0, memory.rank0 + memory.here)
     if len(counts) != memory.ranks or scatter not in (0, 1) or activation not in ACTIVATIONS:
@@ -140,7 +159,7 @@ def _checked(
     if not fits or a.dtype != b.dtype or not (a.is_contiguous() and b.is_contiguous()):
         said = f"{list(a.shape)} and {list(b.shape)} for {rows} rows of {memory.here} ranks"
         raise TypingError(f"{NAME}: {said}; legal are [rows, K] and [ranks, K, N] of one dtype, contiguous")
-    return gemm_blocks(counts, b.shape[2], scatter)
+    return gemm_blocks(counts, b.shape[2], scatter, parts)
 
 
 def _units(box: TileBox, block: tuple[int, int, int]) -> tuple[int, int]:

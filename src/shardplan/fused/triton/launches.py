@@ -42,6 +42,7 @@ class FusedKernel:
         self.flags = self.slices = self.state = -1
         self.spots: dict[str, TileSpot] = {}
         self.sizes: dict[str, int] = {}
+        self.proved = False
         self.calls: dict[Any, KernelCall] = {}  # what operators keep, by their key
 
     def modes(self, interpreter: bool) -> tuple[TileMode, ...]:
@@ -51,18 +52,26 @@ class FusedKernel:
         return ("ranks",) if interpreter else ("ranks", "resident")
 
     def call(
-        self, kernel: Any, shape: TileShape, nbytes: Mapping[str, int], detail: Detail | None = None
+        self,
+        kernel: Any,
+        shape: TileShape,
+        nbytes: Mapping[str, int],
+        detail: Detail | None = None,
+        varying: bool = False,
     ) -> KernelCall:
         """Return the call of a shape, proved in the modes in which the kernel may run; collective.
 
         `nbytes` are those of each buffer of the schedule, of the largest rank. `detail(rank, program, event)` gives the
         kernel up to 11 integers for a PUT or READ, or None to leave it out; by default they are the box's first row,
-        end row, first column, end column, and the row length. Raises `TileScheduleError`, and `BackendError` where the
-        heap is full.
+        end row, first column, end column, and the row length. With `varying`, for shapes that data decides, only the
+        first one is proved: waits and signals are those of every other one. Raises `TileScheduleError`, and
+        `BackendError` where the heap is full.
         """
         memory, schedule = self.memory, self.schedule
         protocol = schedule.protocol(memory.ranks, shape)
-        check(protocol, self.modes(interpreted(kernel)))
+        if not (varying and self.proved):
+            check(protocol, self.modes(interpreted(kernel)))
+            self.proved = True
         if self.flags < 0:
             programs = max(1, protocol.programs)
             self.flags = memory.alloc(LINE * protocol.counters, f"{self.op} flags")

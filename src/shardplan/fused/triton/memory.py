@@ -45,7 +45,7 @@ class TileMemory:
         def alloc(nbytes: int, label: str) -> int:
             return heap.alloc((nbytes,), "u8", label).offset
 
-        found = cls([torch.from_numpy(part) for part in heap.memory], heap.rank, 1, alloc)
+        found = cls(heap.parts or [torch.from_numpy(part) for part in heap.memory], heap.rank, 1, alloc)
         found.heap = heap
         return found
 

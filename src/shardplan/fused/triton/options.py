@@ -14,15 +14,25 @@ from shardplan.fused.triton.memory import TileMemory, interpreted
 class KernelOptions:
     """Programs a rank, order of destinations, tiles that signal together, seconds of a wait, and Triton's own options.
 
+    `signals`, where it is not 0, says instead how often a destination is signalled.
     A rank's programs of a launch on a GPU must all run at once: at most what its processors hold, over the ranks there.
     """
 
     programs: int = 2
     order: str = "remote_first"
     slice: int = 1
+    signals: int = 0
     seconds: float = 30.0
     warps: int = 4
     stages: int = 3
+
+    def sliced(self, tiles: int) -> int:
+        """Return how many of a destination's tiles signal together.
+
+        >>> KernelOptions(slice=4).sliced(3), KernelOptions(signals=2).sliced(5)
+        (3, 3)
+        """
+        return -(-tiles // min(self.signals, tiles)) if self.signals else min(self.slice, tiles)
 
     def schedule(self, memory: TileMemory, kernel: Any, **fields: Any) -> TileSchedule:
         """Return the schedule.
