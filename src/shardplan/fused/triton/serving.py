@@ -30,9 +30,9 @@ LARGE = (128, 128, 64)
 class TritonKernels:
     """The operators on local tensors, as `operators.asked.LocalKernels` says, on the memory of a heap.
 
-    On a GPU a rank runs one program a processor, and all of a destination's tiles of bags, of moved boxes and of
-    vectors signal together. Every call ends with a look at whether it failed, so that the host waits for the device;
-    a CUDA graph cannot capture one.
+    On a GPU a rank runs one program a processor; a destination's tiles of bags and of moved boxes signal together.
+    Every call ends with a look at whether it failed, so that the host waits for the device, and a CUDA graph cannot
+    capture one.
     """
 
     def __init__(self, heap: SymmetricHeap) -> None:
