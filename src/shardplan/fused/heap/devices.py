@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceSegment(Protocol):
-    """One rank's memory on its device: made by its rank, then opened by all at once."""
+    """One rank's memory on its device: made by its rank, then opened by all at once, and there as long as this is."""
 
     device: str  # what torch calls this kind of device
 
@@ -82,8 +82,8 @@ class TorchSymmSegment:
 
     def open(self, said: Sequence[bytes], rank: int) -> list[torch.Tensor]:
         """Meet."""
-        handle = self.symmetric.rendezvous(self.mine, self.name)
-        return [handle.get_buffer(r, tuple(self.mine.shape), self.mine.dtype) for r in range(len(said))]
+        self.handle = self.symmetric.rendezvous(self.mine, self.name)  # which owns the buffers
+        return [self.handle.get_buffer(r, tuple(self.mine.shape), self.mine.dtype) for r in range(len(said))]
 
 
 DEVICES: dict[str, type[DeviceSegment]] = {"cuda_ipc": CudaIpcSegment, "torch_symm": TorchSymmSegment}

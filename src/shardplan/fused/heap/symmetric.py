@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardplan.errors import BackendError, optional, shown
-from shardplan.fused.heap.devices import DEVICES, device_parts
+from shardplan.fused.heap.devices import DEVICES, DeviceSegment, device_parts
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.header import LINE, HeapHeader, HeapPeer, Words
 from shardplan.fused.heap.net import NetPeer, NetSegment
@@ -119,6 +119,7 @@ class SymmetricHeap:
         self.tensors: dict[int, SymmetricTensor] = {}  # by offset
         self.kernels: Any = None  # that run the operators where those of CPUs do not: `operators.asked.LocalKernels`
         self.parts: list[torch.Tensor] = []  # the data of every rank, where that is on GPUs
+        self._segment: DeviceSegment | None = None  # which owns what `parts` may only point to
         self.device = "cpu"  # the kind of device on which data are, as torch names it
         self.kept: dict[Any, Any] = {}  # what operators keep beside it, until it is reset or closed
 
@@ -196,8 +197,8 @@ class SymmetricHeap:
     def _on_devices(self, kind: str, nbytes: int, exchange: GatherBytes) -> None:
         """Have the data on GPUs; each begins with the word that says to kernels that a rank failed."""
         self.nbytes, self.used = -(-nbytes // ALIGN) * ALIGN + ALIGN, ALIGN
-        made, self.parts = device_parts(kind, self.nbytes, self.rank, exchange, self.name)
-        self.device, self.header.push = made.device, self._tell
+        self._segment, self.parts = device_parts(kind, self.nbytes, self.rank, exchange, self.name)
+        self.device, self.header.push = self._segment.device, self._tell
 
     def _tell(self, to: int, part: int, offset: int, nbytes: int) -> None:
         if not offset:
@@ -290,6 +291,7 @@ class SymmetricHeap:
         """
         if self._exchange is None:
             raise BackendError(f"symmetric heap {self.name}: reset of a heap without an exchange")
+        self._settle()
         counts = b"" if self.net is None else json.dumps(self.net.counts()).encode()
         said = self._exchange(counts)
         if self.net is not None:
@@ -299,10 +301,15 @@ class SymmetricHeap:
         self.used, self.log = ALIGN if self.parts else HeapHeader.size(self.ranks), hashlib.sha256()
         if self.parts:
             self.parts[self.rank].zero_()
-            int(self.parts[self.rank][0])  # it is done when the others hear of it
+            self._settle()
         self.kept.clear()
         self.tensors.clear()
         self._exchange(b"cleared")
+
+    def _settle(self) -> None:
+        """Return once the device has done what was asked of it: the others hear of it next."""
+        if self.parts:
+            int(self.parts[self.rank][0])
 
     def close(self) -> None:
         """Let go of the memory; of a view that somebody still holds, when that goes."""
@@ -310,6 +317,7 @@ class SymmetricHeap:
             self.kept.clear()
             nothing = HeapHeader([np.zeros(HeapHeader.size(1), np.uint8)], 0, [Peer.me()])
             self.memory, self.parts, self.kernels, self.net, self.header = [], [], None, None, nothing
+            self._segment = None
             self._close()
         self.closed = True
 
