@@ -36,12 +36,10 @@ from benchmarks.common import (
 
 import shardplan as sp
 from benchmarks import suites
-from shardplan.core.accounting import account
 from shardplan.core.mesh import primes
 from shardplan.core.ops import Exchange, Send
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.plans.nominal import nominal_seconds
 from shardplan.plans.pricing import fabric_of, priced
 
 RELATIVE = 1e-9  # up to which two prices are called equal
@@ -130,7 +128,7 @@ def replayed(plan: sp.Plan) -> float:
     """The seconds of the flows of a plan's program."""
     replay, where, program = use_tests("replay"), plan.certificate.where, plan.program
     if where is None:
-        return float(replay.nominal(program))
+        where = sp.Topology.load("nominal", devices=1 + max(program.devices, default=0))
     if isinstance(where, sp.Topology):
         return float(replay.Replay(where, list(range(where.size))).seconds(program))
     lies = [0] * (1 + max(where.mesh.devices))
@@ -238,8 +236,6 @@ def direct_seconds(
         return None
     op = (Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh)).nearest(near)
     program = Program({"0": s}, [Step(op, ("0",), ("1",))], ("1",))
-    if where is None:
-        return nominal_seconds(program, account(program))
     return priced(program, fabric_of(where, program.meshes)).seconds
 
 

@@ -5,7 +5,7 @@
 fresh process for each grid and each of REPEATS runs: models, readings and schedules included, imports not. `count`
 configurations of each, drawn by a seed, are worked out again one by one from the times of their chunks, action by
 action, without folding or extrapolation. The machine is DistIR's own, nothing derated: 14 TFLOP/s, 900 GB/s, 10 us a
-launch, 25 Gb/s between two devices.
+launch, 25 Gb/s between two devices; collectives are rings that start at once.
 
 With `--parity` every configuration is also priced as DistIR does (`simulation.parity`; a quarter of an hour), and its
 best of each group (equal model, world and batch) is compared with ours: how often it is another, and by how much its
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import RESULTS, arguments, record, table, write
+from benchmarks.distir_points import gpt_grid, mlp_grid
 
 import shardplan as sp
 from shardplan.hardware.level import DeviceSpec, Level
@@ -31,20 +32,19 @@ from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.parity import DistirPoint, distir
-from shardplan.simulation.parity.grids import gpt_grid, mlp_grid
 from shardplan.simulation.step_events import StepEvents
 from shardplan.simulation.sweep import StageSeconds
 from shardplan.strategy.schedules import Times, replay, schedule
 
 ASKED = {"gpt": 4.0, "mlp": 2.0}  # seconds
 REPEATS, SEED, SAME = 3, 7, 1e-12
-DEVICE = DeviceSpec(flops=(("*", 1.4e13),), memory_bandwidth=9e11, memory=float("inf"), launch=1e-5)
-MACHINE = Parameters(product=1.0, stream=1.0, launch=1e-5, collective=0.0, network=1.0, half=0.0)
+DEVICE = DeviceSpec(flops=(("*", 1.4e13),), memory_bandwidth=9e11, memory=float("inf"))
+MACHINE = Parameters(product=1.0, stream=1.0, launch=1e-5, network=1.0, half=0.0)
 
 
 def box(world: int) -> sp.Topology:
     """DistIR's machine, of so many devices."""
-    return sp.Topology("distir", (Level("gpu", world, "switch", 25e9 / 8, 0.0),), DEVICE)
+    return sp.Topology("distir", (Level("gpu", world, "switch", 25e9 / 8, 0.0),), DEVICE, library="ring")
 
 
 def points(grid: str) -> tuple[DistirPoint, ...]:

@@ -15,15 +15,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from shardplan.fused.calls.instance import PutStep, instance
+from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.kernels.vectors import rows_times, thin
 from shardplan.fused.operators import embedding, gemm, gemv
 from shardplan.fused.operators.asked import Asked, even, starts
 from shardplan.fused.operators.gemv import in_order
-from shardplan.fused.operators.moving import moved
+from shardplan.fused.operators.out import placed, stored
+from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockShape, RowShape
+from shardplan.fused.tiles.shapes import BlockShape, RowShape, TileShape
 
 KINDS = ("gemm", "embedding", "gemv")
 
@@ -132,7 +133,7 @@ class GemmPair:
 
     def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
         who = self.blocks
-        return moved(asked, "bench_gemm", self.out.shape, who.forward, self.compute(), who.own, out=out)
+        return moved(asked, "bench_gemm", who.forward, self.compute(), who.own, out)
 
     def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return gemm.forward(asked, self.a, self.b, out=out)
@@ -196,7 +197,7 @@ class BagsPair:
         self._kernel(view).store(np.array([(first, last, view.data_ptr(), 0, 0, 0)], TILE), 0)
 
     def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
-        return moved(asked, "bench_bags", self.out.shape, self.forward, self.compute(), self.own, out=out)
+        return moved(asked, "bench_bags", self.forward, self.compute(), self.own, out)
 
     def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return embedding.forward(asked, self.tables, self.indices, self.offsets, batch=self.batch, out=out)
@@ -230,7 +231,7 @@ class VectorPair:
     def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
         addends = self.compute()[None]
         made = instance(asked.heap, "bench_vector", TileSchedule(order=asked.order), "", asked.seconds)  # type: ignore[arg-type]
-        call = made.call(self.out.shape, self.shape, {"result": torch.float32}, (1,))
+        call = prepared(made, self.out, self.shape, (1,))
 
         def put(step: PutStep) -> None:
             step.view.copy_(addends)
@@ -239,6 +240,28 @@ class VectorPair:
 
     def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return gemv.forward(asked, self.a, self.x, variant)
+
+
+def prepared(made: FusedInstance, x: torch.Tensor, shape: TileShape, more: Sequence[int]) -> TileCall:
+    """The call of a shape, kept beside the heap: all ranks ask for the same ones in the same order."""
+    key = (made.op, made.out and made.out.offset, tuple(x.shape))
+    if key not in made.heap.kept:
+        made.heap.kept[key] = made.call(shape, {"result": x.dtype}, more)
+    return made.heap.kept[key]
+
+
+def moved(
+    asked: Asked, op: str, shape: BlockShape, x: torch.Tensor, boxes: Sequence[TileBox], out: torch.Tensor | None
+) -> torch.Tensor:
+    """The blocks of all ranks, put together; `boxes[d]` of x goes to rank d, into `out` of the heap if there is one."""
+    schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
+    made = instance(asked.heap, op, schedule, "", asked.seconds, placed(op, asked.heap, out))
+    call = prepared(made, x, shape, tuple(x.shape[2:]))
+
+    def put(step: PutStep) -> None:
+        step.view.copy_(x[tuple(slice(a, b) for a, b in boxes[step.to])])
+
+    return stored(op, made.run(call, put)["result"], out)
 
 
 def _normal(sizes: Sizes, ranks: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:

@@ -81,8 +81,12 @@ def _wide_nvidia(name: str, ptx: str) -> bool:
         "gemv": (r"ld\.global\.v4", r"st\.global\.b32"),
         "move": (r"ld\.global\.v4", r"st\.global\.v4"),
     }
-    not_ = {"gemm": r"st\.global\.b16", "embedding": r"st\.global\.b16", "gemv": r"st\.global\.v"}
-    not_["move"] = r"st\.global\.b16"
+    not_ = {
+        "gemm": r"st\.global\.b16",
+        "embedding": r"st\.global\.b16",
+        "gemv": r"st\.global\.v",
+        "move": r"st\.global\.b16",
+    }
     return all(re.search(p, ptx) for p in has[name]) and not re.search(not_[name], ptx)
 
 
@@ -93,8 +97,12 @@ def _wide_amd(name: str, text: str) -> bool:
         "gemv": ("global_load_dwordx4", r"global_store_dword\b"),
         "move": ("global_load_dwordx4", "global_store_dwordx4"),
     }
-    not_ = {"gemm": "global_store_short", "embedding": "global_store_short", "gemv": "global_store_dwordx4"}
-    not_["move"] = "global_store_short"
+    not_ = {
+        "gemm": "global_store_short",
+        "embedding": "global_store_short",
+        "gemv": "global_store_dwordx4",
+        "move": "global_store_short",
+    }
     if name == "gemv" and text.count("global_load_dwordx4") < text.count("global_load_ushort"):
         return False  # the rows' own words are wide in any case: those of A must be, too
     return all(re.search(p, text) for p in has[name]) and not re.search(not_[name], text)

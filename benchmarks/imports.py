@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import ROOT, arguments, record, spread, table, write
+from tests.canonical.form import canonical
 
-from shardplan.core.canonical import canonical
 from shardplan.core.nested import nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program

@@ -105,10 +105,15 @@ def drawn(count: int, topology: Topology, seed: int = SEED) -> tuple[list[Drawn]
         if len(found) == count:
             break
         tally["drawn"] += 1
-        try:
-            strategy = Strategy(global_batch=BATCH, bucket=JOINED, **fields)
-            job = partition(model, strategy, topology)
-        except ShardplanError:
+        job = None
+        for bucket in (JOINED, None):  # a bucket that joins nothing is refused
+            try:
+                strategy = Strategy(global_batch=BATCH, bucket=bucket, **fields)
+                job = partition(model, strategy, topology)
+            except ShardplanError:
+                continue
+            break
+        if job is None:
             tally["refused"] += 1
             continue
         digest = parts(job).digest

@@ -28,11 +28,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
     },
-    memory: {
-        "SCORE": ("bytes kept of a score", "counted: arXiv 2205.05198, 4.1"),
-        "MASKS": ("masks of dropout a layer keeps", "counted: arXiv 2205.05198, 4.1"),
-        "LOGIT": ("bytes of a logit at the loss", "counted: Megatron's loss, PyTorch's loss"),
-    },
+    memory: {},
     forecast: {
         "OPEN": ("deviations of the logarithms of `half` and `order`", "by hand, with held-out coverage in view"),
         "RESIDUAL": ("spread of the logarithm of seconds that no parameter explains", "residuals of the fits"),
@@ -43,12 +39,15 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
 WRITTEN_OUT = (
     ("products repeated", "simulation.closed.stages.layer_rows", 0.5, "part of a layer repeated by torchtitan's policy",
      "published: every second product"),
-    ("layer inputs kept", "simulation.closed.memory.saved", 2.0, "values of a layer's width that its policy keeps",
-     "counted: torchtitan's policy"),
+    ("logit", "strategy.runtimes", "4 and 8", "bytes of a logit at the loss, beside the logits",
+     "counted: Megatron's loss, PyTorch's loss"),
+    ("score, mask", "strategy.runtimes", "5 and 2", "bytes kept of a score, and of masks of dropout, unfused",
+     "counted: arXiv 2205.05198, 4.1"),
+    ("layers", "strategy.runtimes", 2, "layers whose gathered parameters are there at once", "counted: one ahead"),
     ("efficiency", "hardware presets, levels", "0.88 to 0.93", "part of a link's bandwidth that arrives",
      "fitted to collectives, not to steps"),
 )  # fmt: skip
-FITTED = ("product", "stream", "launch", "collective", "network", "attention")
+FITTED = ("product", "stream", "launch", "network", "attention")
 BY_HAND = {
     "half": "one for all machines, by hand; products alone say 86 to 150",
     "order": "one for all machines, chosen with rows in view",
@@ -98,6 +97,7 @@ PLAIN = (
     "BACKWARD",
     "FULL",
     "SELECTIVE",
+    "SELECTIVE_OP",
     "FLASH1",
     "UNFUSED",
     "NORMAL_90",

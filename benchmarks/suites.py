@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
@@ -163,6 +165,37 @@ def other_mesh(rng: random.Random, mesh: Mesh, most_devices: int) -> Mesh:
         first = rng.randrange(n)
         ids = [first + k for k in range(count)]
     return Mesh(dict(zip("pqrstu", sizes, strict=False)), devices=ids)
+
+
+def renamed(rng: random.Random, t: TensorType) -> TensorType:
+    """Return the same boxes on the same devices under another mesh: its axes in another order, at times other names.
+
+    At times it has an axis of size 1 besides, which a dim may name. Addends may be numbered otherwise.
+    """
+    order, prefix = rng.sample(t.mesh.axes, len(t.mesh.axes)), rng.choice(("", "", "r"))
+    ids = np.array(t.mesh.devices).reshape(t.mesh.sizes).transpose([t.mesh.axes.index(a) for a in order])
+    sizes = {prefix + a: t.mesh.shape[a] for a in order}
+    names = [tuple(prefix + a for a in dim) for dim in t.layout.dims]
+    if rng.random() < 0.3:
+        sizes |= {"one": 1}
+        if names and rng.random() < 0.5:
+            d = rng.randrange(len(names))
+            names[d] = (*names[d], "one")
+    partial = dict.fromkeys((prefix + a for a in t.layout.partial), t.layout.reduction or "sum")
+    mesh = Mesh(sizes, devices=ids.reshape(-1).tolist())
+    return TensorType(t.dtype, t.shape, names, mesh, partial=partial, root=tuple(prefix + a for a in t.layout.root))
+
+
+def ends_pair(rng: random.Random, most_devices: int = 12) -> tuple[TensorType, TensorType]:
+    """Return types whose meshes differ in their axes, their order or their devices, and at times in nothing else."""
+    mesh = pick_mesh(rng, most_devices)
+    if rng.random() < 0.5:
+        mesh = make_mesh(mesh.sizes, rng.sample(range(mesh.size), mesh.size))
+    ndim, even, marked = rng.randint(1, 3), rng.random() < 0.7, rng.random() < 0.3
+    how = rng.choice(("renamed", "renamed", "moved", "other", "same mesh"))
+    other = other_mesh(rng, mesh, most_devices) if how == "other" else mesh
+    s, t = cross_pair(rng, mesh, other, ndim, even=even, marked=marked)
+    return s, renamed(rng, s) if how == "renamed" else renamed(rng, t) if how == "moved" else t
 
 
 def cross_pair(

@@ -33,6 +33,7 @@ from shardplan.core.ops import (
     ReduceDims,
     Reshape,
     ScatterAdd,
+    TargetCount,
     Write,
 )
 from shardplan.core.ops.composed import Composed
@@ -106,6 +107,14 @@ class DistinctIds(Example):
         return [*others, (rng.permutation(ids.size + 9)[: ids.size] - 4).astype(ids.dtype)]
 
 
+class SomeIgnored(Example):
+    """Of its targets some are -100, and some -99."""
+
+    def arrays(self, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
+        """Those that would be below 2, and 5."""
+        return [np.where(x < 2, -100, np.where(x < 5, -99, x)).astype(x.dtype) for x in super().arrays(sizes, rng)]
+
+
 def layouts(ndim: int) -> list[Layout]:
     """Every layout of x and y: each unused, on a dim (both in either order), partial, or root."""
     out: list[Layout] = []
@@ -156,6 +165,9 @@ EXAMPLES = (
         ("f32 i", "bool i"),
         lambda a, b: np.where(b, np.maximum(a, 0) - 2, 0 * a),
         10,
+    ),
+    SomeIgnored(
+        lambda s, layout: TargetCount("f32"), ("i32 ij",), lambda s, x: np.asarray((x != -100).sum(), "f4"), 18
     ),
     plain(ReduceDims((0,)), ("i16 ij",), lambda a: a.sum(axis=0, dtype=a.dtype), 27),
     plain(ReduceDims((1,), "mean", keep=True), ("f64 ip",), lambda a: a.sum(axis=1, keepdims=True) / a.shape[1], 27),

@@ -166,6 +166,9 @@ def redistribution(rng: random.Random, devices: int, kinds: Sequence[str]) -> Ca
         ids = rng.sample(range(devices), count)
         other = suites.make_mesh(rng.choice(SIZES[count]), ids)
         s, t = suites.cross_pair(rng, mesh, other, ndim, even=kind != "uneven")
+    elif what < 0.45:  # the same boxes under other names, or in another order
+        s, _ = suites.cross_pair(rng, mesh, mesh, ndim, even=kind != "uneven", marked=kind in ("partial", "rooted"))
+        t = suites.renamed(rng, s)
     elif kind == "uneven":
         s, t = suites.uneven_pair(rng, mesh, ndim)
     elif kind in ("partial", "rooted"):

@@ -98,6 +98,10 @@ class Lettered(Example):
                 )
 
 
+class Ignoring(Lettered):
+    """Of its targets some are -100."""
+
+
 def _attention(q: Any, k: Any, v: Any, causal: bool, before: int = 0) -> Any:
     torch = _torch()
     b, s, g, r, d = q.shape
@@ -207,8 +211,8 @@ GRADIENTS = (
     case(Softmax(1), ("f64 ijk",), lambda x: _of("softmax", x, 1), 18),
     lettered(LayerNorm(), ("f64 ijk", "f64 k", "f64 k"), lambda x, g, b: _of("layer_norm", x, g.shape, g, b), 11),
     lettered(RmsNorm(), ("f64 ijk", "f64 k"), lambda x, g: _of("rms_norm", x, g.shape, g, 1e-6), 18),
-    lettered(CrossEntropy(), ("f64 ija", "i32 ij"),
-             lambda x, y: _of("cross_entropy", x.permute(0, 2, 1), y.long(), reduction="none"), 11),
+    Ignoring(lambda s, layout: CrossEntropy(), ("f64 ija", "i32 ij"),
+             lambda s, x, y: _of("cross_entropy", x.permute(0, 2, 1), y.long(), reduction="none"), 11),
     lettered(EmbeddingBag(), ("f64 ij", "i32 ka"), lambda w, ids: _of("embedding_bag", ids, w, mode="sum"), 40),
     lettered(Attention(), ("f64 biakj", "f64 biaj", "f64 biak"), lambda q, k, v: _attention(q, k, v, True), 18),
     lettered(Attention(False, 0.3), ("f64 biakj", "f64 bpaj", "f64 bpai"),
@@ -237,11 +241,13 @@ GRADIENTS = (
 
 def arrays(example: Example, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
     """Floats away from ties, conditions, i64 ids of which some have no row, i32 from 0 to 3."""
-    found = example.arrays(sizes, rng)
-    return [
+    found = [
         rng.normal(size=x.shape) if x.dtype.kind == "f" else rng.integers(0, 4, x.shape, "i4") if x.dtype == "i4" else x
-        for x in found
+        for x in example.arrays(sizes, rng)
     ]
+    if isinstance(example, Ignoring):
+        found[-1][found[-1] == 3] = -100
+    return found
 
 
 def back(op: Op, types: Sequence[TensorType]) -> Program:

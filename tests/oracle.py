@@ -187,8 +187,9 @@ def uncovered(program: Program) -> str | None:
 def unsound(program: Program, destinations: Sequence[TensorType], seed: int = 0) -> str | None:
     """T1: why a program does not deliver every destination box on every device, or None.
 
-    The types of the outputs are not trusted: what counts is what the destination says, device id by device id. Outputs
-    behind those of the inputs are inputs that are kept, and `destinations` names their types too.
+    The types of the outputs are those of the destinations, mesh and order of devices included. Beside that they are not
+    trusted: what counts is what the destination says, shard by shard. Outputs behind those of the inputs are inputs
+    that are kept, and `destinations` names their types too.
     """
     if reason := uncovered(program):
         return reason
@@ -198,11 +199,8 @@ def unsound(program: Program, destinations: Sequence[TensorType], seed: int = 0)
     wanted = [*arrays, *map(content, kept)]
     for shards, t, array, name in zip(run(program, arrays, rng), destinations, wanted, program.outputs, strict=True):
         found = program.types[name]
-        if found.mesh.devices != t.mesh.devices:
-            where = {d: k for k, d in enumerate(found.mesh.devices)}
-            if set(where) != set(t.mesh.devices):
-                return f"%{name} is on other devices than {t}"
-            shards = [shards[where[d]] for d in t.mesh.devices]
+        if (str(found), str(found.mesh)) != (str(t), str(t.mesh)):
+            return f"%{name} is {found} on {found.mesh}, not {t} on {t.mesh}"
         if reason := wrong(shards, t, array):
             return f"%{name}: {reason}"
     return None

@@ -23,7 +23,6 @@ from shardplan.hardware.prices.library import Library, LibraryRow, library
 
 PASSES = {"all_reduce": 2}
 SWITCHED = ("nvls", "nvls_tree")
-NOMINAL = 50e9, 5e-6  # bytes a second, seconds a round
 
 
 class Weight(NamedTuple):
@@ -322,44 +321,3 @@ class Replay:
 def replayed(program: Program, topology: Topology, place: np.ndarray | None = None) -> float:
     """The seconds of a program whose device ids lie at these topology ids; by default their own."""
     return Replay(topology, list(range(topology.size)) if place is None else place.tolist()).seconds(program)
-
-
-def nominal(program: Program) -> float:
-    """The seconds of a program on no topology in particular: bytes of its busiest devices, and rounds."""
-    clock: dict[Any, float] = defaultdict(float)
-    for step in program.steps:
-        operands, results = program.step_types(step)
-        devices, length = _nominal_step(step.op, operands, results)
-        waits = [*(("device", d) for d in devices), *(("value", o) for o in step.operands)]
-        end = max((clock[w] for w in waits), default=0.0) + length
-        clock |= dict.fromkeys([*(("device", d) for d in devices), *(("value", r) for r in step.results)], end)
-    return max(clock.values(), default=0.0)
-
-
-def _nominal_step(op: Any, operands: Any, results: Any) -> tuple[set[int], float]:
-    """Who takes part in a step, and how long it takes."""
-    everyone = {int(d) for d in op.devices(*results)}
-    if isinstance(op, Nested) and not op.at_once:
-        return everyone, op.times * nominal(op.body)
-    moves = [(op, operands, results)]
-    if isinstance(op, Nested):
-        moves = [(step.op, *op.body.step_types(step)) for step in op.body.steps]
-    carried: Counter[tuple[str, int]] = Counter()
-    rounds, devices = 0, set[int]()
-    for move, before, after in moves:
-        pattern = move.pattern(*before)
-        if isinstance(pattern, Local | Work):
-            devices |= {int(d) for d in move.devices(*after)}
-            continue
-        sent = messages_of(move, before, after)
-        peers = Counter(b for _, b in sent)
-        many = max(peers.values(), default=0)
-        if isinstance(pattern, Groups):
-            devices |= set(pattern.members.reshape(-1).tolist())
-            many = many if pattern.kind == "all_to_all" else math.ceil(math.log2(pattern.members.shape[1]))
-        devices |= {d for pair in sent for d in pair} or {int(d) for d in move.devices(*after)}
-        rounds = max(rounds, many * move.chunks)
-        for (a, b), n in sent.items():
-            carried["out", a] += n
-            carried["in", b] += n
-    return devices, max(carried.values(), default=0) / NOMINAL[0] + rounds * NOMINAL[1]

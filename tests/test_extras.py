@@ -1,5 +1,6 @@
 """A package that an extra installs and that is missing: one line that says how to install it, never a traceback."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -66,8 +67,12 @@ def test_the_command_line_names_the_extra(tmp_path: Path, backend: str, package:
         "from shardplan.cli import main\nmain()\n"
     )
     done = without((package,), PLAN + code)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == f"shardplan: {package} is not installed: pip install 'shardplan[{backend}]'\n"
+    told = f"{package} is not installed: pip install 'shardplan[{backend}]'"
+    assert (done.returncode, done.stderr) == (3, f"shardplan: {told}\n")
+    if more:
+        assert json.loads(done.stdout) == {"error": "MissingExtra", "message": told, "status": 3}
+    else:
+        assert done.stdout == ""
 
 
 def test_what_is_installed_is_imported() -> None:

@@ -114,6 +114,33 @@ def test_a_circle_is_found(back: str, tmp_path: Path) -> None:
     assert circles_below(tmp_path) == []
 
 
+def callers_of(room: str, root: Path, known: set[str]) -> dict[str, set[str]]:
+    """The modules below `root`, without those of a room, that import something of the room, and what."""
+    inside = {name for name in known if f"{name}.".startswith(f"{room}.")}
+    found = {name: imported(tree, inside) for name, tree in modules(root).items() if name not in inside}
+    return {name: wanted for name, wanted in found.items() if wanted}
+
+
+def test_distir_is_reproduced_behind_one_entry() -> None:
+    """Nothing of the package stands on it, and who compares with it asks its entry."""
+    room, known = "shardplan.simulation.parity", set(modules(ROOT / "src"))
+    assert room in known
+    assert callers_of(room, ROOT / "src", known) == {}
+    asking = callers_of(room, ROOT / "benchmarks", known)
+    assert set(asking) >= {"distir_parity", "distir_grids"}
+    assert {name for wanted in asking.values() for name in wanted} == {room}
+
+
+def test_a_caller_is_found(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "__init__.py").write_text("from p.inner import x")
+    (tmp_path / "p" / "inner.py").write_text("x = 1")
+    (tmp_path / "a.py").write_text("def f():\n    from p.inner import x")
+    (tmp_path / "b.py").write_text("from p import x")
+    (tmp_path / "pq.py").write_text("import a")
+    assert callers_of("p", tmp_path, set(modules(tmp_path))) == {"a": {"p.inner"}, "b": {"p"}}
+
+
 def repeated_classes(root: Path) -> dict[str, list[str]]:
     """Class names that stand more than once, at the top of modules or inside, and where."""
     found: dict[str, list[str]] = defaultdict(list)

@@ -23,6 +23,8 @@ Rooms, each of which imports from those above it only:
 
 from __future__ import annotations
 
+import atexit
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +150,13 @@ _ROOMS = {
     "strategy.strategy": ("Strategy",),
 }
 _HOME = {name: f"shardplan.{room}" for room, names in _ROOMS.items() for name in names}
+
+
+@atexit.register
+def _tell_ranks() -> None:
+    """Where an exception ends a rank of MPI before it has run a program, others may wait for it: they are told."""
+    if hasattr(sys, "last_value") and "mpi4py.MPI" in sys.modules:
+        import_module("shardplan.execution.mpi.run").end()
 
 
 def __getattr__(name: str) -> Any:

@@ -78,6 +78,8 @@ def test_pictures():
         ({"rank_order": "cyclical"}, ParseError, "cannot read cyclical: No such file or directory"),
         ({"rank_order": "0,1,1"}, TopologyError,
          "--rank-order 0,1,1: legal is the device of every rank, each of 0 to 31 once"),
+        ({"rank_order": "0, ,1"}, TopologyError, "--rank-order 0, ,1: legal is the device of every rank"),
+        ({"rank_order": "0," + "1" * 5000}, TopologyError, "--rank-order 0,111"),
         ({"megatron": "tp-pp"}, ParseError, "order 'tp-pp' leaves out dp, but axis 'data' has size 16"),
         ({"mesh": f"data=16, tensor=2 devices=[{','.join(map(str, range(31, -1, -1)))}]", "megatron": "tp-dp"},
          LayoutError, "--megatron numbers the ranks of the mesh; give no devices= with it"),

@@ -106,8 +106,8 @@ def test_calibrate_on_rows_of_another_library(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (None, (), "{path}: No such file or directory"),
-        (b"\xff", (), "{path} is no UTF-8 text; legal are rows of JSON and logs of nccl-tests"),
+        (None, (), "cannot read {path}: No such file or directory"),
+        (b"\xff", (), "{path} is no UTF-8 text at its byte 0; legal is rows of JSON, or a log of nccl-tests"),
         (b"{}", (), "rows.log, line 1: Object missing required field `id`; legal is a row of a measured collective, as "
          "one object"),
         (b'{"model": {}}', (), "rows.log, line 1: rows of measured training are not read yet; legal are rows of "

@@ -303,6 +303,13 @@ def typed(*texts: str, mesh: Mesh = M) -> list[TensorType]:
             "legal as partial there: no operand or operand 0 and operand 1",
         ),
         (
+            Elementwise("a + b + c + d + e + f + g + h + i"),
+            ("f32[8]{+x}", *["f32[8]"] * 8),
+            LayoutError,
+            "elementwise: exactly operand 0, f32[8]{+x}, is partial (sum) over x, and the op does not pass that on; "
+            "legal as partial there: no operand or all operands",
+        ),
+        (
             Elementwise("relu(a)"),
             ("f32[8]{+x,+y}",),
             LayoutError,

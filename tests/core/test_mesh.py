@@ -1,5 +1,10 @@
 """Meshes: places, names, groups, splits, text."""
 
+import os
+import pickle
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +13,7 @@ from hypothesis import strategies as st
 import oracle
 import strategies as some
 from shardplan.core.mesh import Mesh, primes
+from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError
 
 
@@ -135,3 +141,23 @@ def test_what_the_parser_refuses(text: str, message: str) -> None:
     with pytest.raises(ParseError) as error:
         Mesh.parse(text)
     assert str(error.value) == message
+
+
+def test_what_another_process_pickled_is_equal_here() -> None:
+    """Hashes of names differ between processes: none comes along."""
+    made = (
+        "import pickle, sys, shardplan as sp; m = sp.Mesh(data=4, tensor=2).split('data', node=2, gpu=2);"
+        "o = sp.Mesh({'a': 2, 'b': 2}, devices=[3, 1, 0, 2]);"
+        "t = [sp.TensorType.parse('f32[8@data.node, 6@tensor]{+data.gpu}', m), sp.TensorType.parse('i8[4@(a,b)]', o)];"
+        "sys.stdout.buffer.write(pickle.dumps((m, o, *t)))"
+    )
+    m, o = Mesh(data=4, tensor=2).split("data", node=2, gpu=2), Mesh({"a": 2, "b": 2}, devices=[3, 1, 0, 2])
+    here = (
+        m, o, TensorType.parse("f32[8@data.node, 6@tensor]{+data.gpu}", m), TensorType.parse("i8[4@(a,b)]", o),
+    )  # fmt: skip
+    for seed in ("1", "2"):
+        away = subprocess.run(
+            [sys.executable, "-c", made], capture_output=True, check=True, env=os.environ | {"PYTHONHASHSEED": seed}
+        )
+        found = pickle.loads(away.stdout)
+        assert found == here and [hash(x) for x in found] == [hash(x) for x in here]

@@ -144,7 +144,7 @@ def test_the_pattern_of_an_op_carries_what_it_receives(case: tuple[Op, TensorTyp
     match op.pattern(t):
         case Local():
             assert not any(got.values())
-        case Messages(sender, receiver, nbytes):
+        case Messages(sender=sender, receiver=receiver, nbytes=nbytes):
             assert not np.any(sender == receiver)
             arrived = dict.fromkeys(got, 0.0)
             for r, n in zip(receiver.tolist(), nbytes.tolist(), strict=True):

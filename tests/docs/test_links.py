@@ -1,7 +1,7 @@
 """What `tests/test_docs.py`, which runs the examples, does not see: links, and commands that are meant to fail.
 
-A console block after `<!-- not run: exits with status N -->` is run here: it must exit with N and say on stderr what
-the page shows.
+A console block after `<!-- not run: exits with status N -->` is run here: it must exit with N and print what the page
+shows, be it an answer (stdout) or a complaint (stderr).
 """
 
 import doctest
@@ -51,14 +51,14 @@ def failing_commands(page: str) -> list[tuple[int, str, str]]:
 
 
 def fails_as_shown(status: int, command: str, message: str, folder: Path) -> bool:
-    """Run a command, and say whether it exits and complains as expected, printing nothing else."""
+    """Run a command, and say whether it exits and prints as expected, and nothing else."""
     words = shlex.split(command)
     assert words[0] == "shardplan"
     done = subprocess.run(
         [sys.executable, "-c", MAIN, *words[1:]], capture_output=True, text=True, timeout=300, cwd=folder
     )
-    said = doctest.OutputChecker().check_output(message, done.stderr, FLAGS)
-    return done.returncode == status and said and not done.stdout
+    said = done.stdout + done.stderr
+    return done.returncode == status and doctest.OutputChecker().check_output(message, said, FLAGS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -41,6 +41,10 @@ def process(rank: int, port: str) -> None:
     out["order"] = order(t, array, shards, local, rank)
     out["moves"] = moves(rank)
     out["other"] = told(lambda: sp.run(programs[1 + rank], shards, backend="jax", timeout=240))
+    steps = [Step(AllGather(0, ("a",)), ("0",), ("1",)), Step(AllGather(1, ("b",)), ("1",), ("2",))]
+    new = Program({"0": t}, steps, ("2",))
+    out["shards"] = told(lambda: sp.run(new, shards if rank else 5, backend="jax", timeout=240))
+    out["limit"] = limited(rank)
     if rank == 0:
         out["late"] = told(lambda: sp.run(programs[3], shards, backend="jax", timeout=0.5))
     print(json.dumps(out), flush=True)
@@ -102,6 +106,19 @@ def moves(rank: int) -> list[Any]:
     return [[run(0), run(1)], [run(k) for k in ((0, 1), (1, 0))[rank]], [run(0), run(1)]]
 
 
+def limited(rank: int) -> str:
+    """A `reshard` for which one process finds no plan."""
+    import jax
+
+    from shardplan.interop.jax import reshard
+
+    mesh = jax.make_mesh((2, 4), ("x", "y"))
+    one, two = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*s)) for s in ((("x", "y"),), ()))
+    whole = np.arange(64, dtype=np.float32)
+    array = jax.make_array_from_callback(whole.shape, one, lambda i: whole[i])
+    return told(lambda: reshard(array, two, memory_limit=None if rank else 1))
+
+
 def told(call: Any) -> str:
     """The error of a call, of one that the runtime passes on the line that raised it."""
     import jax
@@ -135,7 +152,7 @@ def main() -> None:
         if c.returncode or not said.strip():
             raise SystemExit(f"a process ended with {c.returncode}:\n{errors[-3000:]}")
         found.append(json.loads(said.strip().splitlines()[-1]))
-    print(json.dumps({k: [f[k] for f in found] for k in ("equal", "order", "moves", "other")}
+    print(json.dumps({k: [f[k] for f in found] for k in ("equal", "order", "moves", "other", "shards", "limit")}
                      | {"late": found[0]["late"]}))  # fmt: skip
 
 

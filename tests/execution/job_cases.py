@@ -97,7 +97,6 @@ MORE: Cases = {
         "shard": {"data": 4, "shard": 2, "fsdp": True},
         "gpipe": {"pipeline": 4, "global_batch": 4, "schedule": "gpipe"},
         "full": {"tensor": 2, "recompute": "full"},
-        "bucket": {"data": 4, "bucket": "1 GB", "global_batch": 8},
         "tensor data 1f1b": {"tensor": 2, "data": 2, "pipeline": 2, "global_batch": 4},
         "1f1b zero full": {"pipeline": 2, "data": 4, "zero": 2, "recompute": "full", "global_batch": 8},
         "tensor shard microbatches": {"tensor": 2, "data": 4, "shard": 2, "zero": 3, "global_batch": 8},

@@ -144,7 +144,7 @@ def test_donated_shards_go_when_no_step_needs_them(seen: dict[str, Any]) -> None
 
 
 def test_two_processes() -> None:
-    """Two processes of four devices: one program runs; two programs, and a process that does not come, are told.
+    """Two processes of four devices: one program runs; two programs, one that raises and one that is late are told.
 
     So are programs that both know and run in two orders, alone and as moves; the processes then go on.
     """
@@ -153,7 +153,13 @@ def test_two_processes() -> None:
     for me, text in enumerate(found["other"]):
         assert text.startswith(f"BackendError: jax: process {me} runs a program of 1 steps (hash "), text
         assert text.endswith("); nothing was sent") and f"but another is run by process {1 - me} (" in text
-    late = "TimedOut: jax: process 0 came to run 7, a program of 1 steps, but after 0.5 s these had not: 1"
+    raised = "LayoutError: shards is 5; legal is a list of arrays; for several inputs of such lists"
+    told = f"BackendError: jax: a program of 2 steps did not start: process 0 raised {raised}; nothing was sent"
+    assert found["shards"] == [raised, told]
+    raised, told = found["limit"]
+    assert raised.startswith("Infeasible: ")
+    assert told == f"BackendError: jax: a program of 1 steps did not start: process 0 raised {raised}; nothing was sent"
+    late = "TimedOut: jax: process 0 came to run 9, a program of 1 steps, but after 0.5 s these had not: 1"
     assert found["late"] == late
     digest = "[0-9a-f]{16}"
     other = (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
+from shardplan.execution.jax import agree
 from shardplan.execution.jax.agree import MOST_OPERATIONS, Meeting
 
 jax = pytest.importorskip("jax")
@@ -133,3 +134,32 @@ def test_absent_processes_are_named() -> None:
         "jax: process 7 came to run 9, a program of 2 steps, but the others had given up waiting: "
         "DEADLINE_EXCEEDED: Barrier timed out."
     )
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_process_that_raises_is_told_of_everywhere(odd: int) -> None:
+    store, why = Store(), "Infeasible: no plan within 1 byte"
+    refusing = threading.Thread(target=lambda: meeting(store, odd, 7).refuse(why))
+    refusing.start()
+    told = meet(store, [0, 1, 2, 3], {p: "a" for p in range(4) if p != odd}, number=7)
+    refusing.join(120)
+    for error in told.values():
+        assert isinstance(error, BackendError)
+        assert str(error) == f"jax: a program of 2 steps did not start: process {odd} raised {why}; nothing was sent"
+    assert len(told) == 3
+    assert list(store.values) == ["shardplan/0-1-2-3/7/verdict"], "nobody waits until time is up"
+
+
+def test_who_comes_after_one_that_raised_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agree, "LEAST_SECONDS", 0.05)
+    store = Store()
+    meeting(store, 0, 7).refuse("ValueError: no")  # which goes before the others come
+    for error in meet(store, [0, 1, 2, 3], {1: "a", 2: "a", 3: "a"}, number=7).values():
+        assert isinstance(error, BackendError)
+        assert str(error) == (
+            "jax: a program of 2 steps did not start: process 0 raised ValueError: no; nothing was sent"
+        )
+
+
+def meeting(store: Store, process: int, number: int) -> Meeting:
+    return Meeting(store.client(process), process, [0, 1, 2, 3], number, "a program of 2 steps")

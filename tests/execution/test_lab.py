@@ -42,6 +42,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.interop.hlo import hlo_script, parse_hlo
 from shardplan.simulation.script import Script
 from shardplan.simulation.scripts import Engine, script_of
+from strangers import listening
 
 HERE = Path(__file__).parent
 FAST = (1000.0, 4000.0)  # Mbit/s: the tests ask for bytes, not for times
@@ -451,3 +452,18 @@ def test_the_commands_of_a_cluster() -> None:
         a, b = rng.sample(range(cluster.ranks), 2)
         there, back = (np.array(cluster.tree.path(*p)) for p in ((a, b), (b, a)))
         assert len(there) == len(back) >= 1
+
+
+@needs_lab
+def test_ranks_listen_at_addresses_and_in_namespaces_of_their_own() -> None:
+    def below(pid: int) -> list[int]:
+        found = [int(p) for file in Path(f"/proc/{pid}/task").glob("*/children") for p in file.read_text().split()]
+        return [pid, *(each for p in found for each in below(p))]
+
+    with Lab(Cluster.of("2x1", FAST), most_late=LATE) as lab:
+        assert lab._process is not None
+        ports = {pid: set(listening(pid).values()) for pid in below(lab._process.pid)}
+        ranks = [pid for pid, addresses in ports.items() if addresses]
+        spaces = [os.readlink(f"/proc/{pid}/ns/net") for pid in ranks]
+        assert sorted((ports[pid] for pid in ranks), key=min) == [{"0100000A"}, {"0200000A"}]  # 10.0.0.1 and 10.0.0.2
+        assert len({*spaces, os.readlink("/proc/self/ns/net")}) == 3

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.execution.mpi.agree import Agreement, Refusal, Runs, Start, program_name
+from shardplan.execution.mpi.agreed_programs import AgreedProgram, AgreedPrograms, Parting, _name
 from shardplan.execution.mpi.faults import silent
+from shardplan.execution.mpi.mail import Mail
 
 ONE, OTHER = (hashlib.sha256(text).digest() for text in (b"one", b"other"))
 
@@ -108,3 +110,38 @@ def test_the_roll_call_follows_those_who_wait_to_those_who_are_silent() -> None:
     assert silent(0, [1], {1: [2], 3: [0]}) == [2]
     assert silent(0, [1, 4], {1: [2, 0], 2: [3], 3: [1], 4: [5]}) == [5]
     assert silent(0, [1, 2], {1: [0], 2: []}) == [1, 2]
+
+
+def test_who_has_ended_is_missed_where_it_has_not_come() -> None:
+    letters = Mail()
+    programs = AgreedPrograms(letters)
+    ranks = (0, 1, 2, 3)
+    first, second = (_name(ranks), 1), (_name(ranks), 2)
+    letters._readers[Parting](2, Parting("ValueError: no", {_name(ranks): 1}, {first: 3}))
+    why = "rank 2 ended: ValueError: no"
+    for run in range(1, 6):
+        agreed = AgreedProgram(first, ONE, run=run)
+        assert programs.stopped(ranks, agreed) == (why if run > 3 else "")
+        assert programs.stopped((0, 1, 3), agreed) == ""
+    assert programs._ended(ranks, first) == ""  # it has agreed
+    assert programs._ended(ranks, second) == why
+    assert programs._ended((0, 2), (_name((0, 2)), 1)) == why  # of a set in which it has agreed on nothing
+
+
+def test_an_end_says_how_far_the_rank_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mpi4py.MPI", exc_type=(ImportError, RuntimeError))  # pyright: ignore[reportArgumentType]
+    from mpi4py import MPI
+
+    class World:
+        Get_size = staticmethod(lambda: 3)
+        Get_rank = staticmethod(lambda: 1)
+
+    posted: list[tuple[int, object]] = []
+    monkeypatch.setattr(MPI, "COMM_WORLD", World)
+    monkeypatch.setattr(Mail, "post", lambda self, rank, letter: posted.append((rank, letter)))
+    programs = AgreedPrograms(Mail())
+    programs._begun[b"set"] = 2
+    programs._made[b"set"] = [AgreedProgram((b"set", 2), ONE, run=7)]
+    programs.announce_end(ValueError("no\nmore"))
+    letter = Parting("ValueError: no", {b"set": 2}, {(b"set", 2): 7})
+    assert posted == [(0, letter), (2, letter)]

@@ -192,6 +192,27 @@ def test_a_rank_that_an_exception_ends_ends_those_that_wait_for_it() -> None:
         assert re.fullmatch(rf"BackendError: {PROGRAM}, step 0 .*: rank 2 ended: ValueError: made to fail", line)
 
 
+@launched
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [("before", r"NotStarted: PROGRAM did not start"), ("between", r"BackendError: PROGRAM, step 0 .*")],
+)
+def test_a_rank_that_raises_outside_of_a_call_is_waited_for_no_longer(how: str, what: str) -> None:
+    job = run("mpi_end_child.py", 4, how)
+    assert job.status != 0
+    told = re.findall(r"^(?:shardplan: )?rank [013] (?:was told|ends all ranks:) (.*)$", job.err, re.M)
+    assert told, job.err
+    why = "rank 2 ended: ValueError: in a script of its own(?:; nothing was sent)?"
+    for line in told:
+        assert re.fullmatch(f"{what.replace('PROGRAM', PROGRAM)}: {why}", line), line
+
+
+@launched
+def test_a_rank_that_has_ended_disturbs_nobody_who_needs_nothing_of_it() -> None:
+    job = run("mpi_end_child.py", 4, "done")
+    assert sorted(re.findall(r"^rank (\d) has done all$", job.err, re.M)) == ["0", "1", "3"], job.err
+
+
 # Identity
 
 

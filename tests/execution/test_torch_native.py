@@ -18,7 +18,7 @@ from shardplan.execution.drive import finish  # noqa: E402
 from shardplan.execution.record import NativeCall  # noqa: E402
 from shardplan.execution.torch import native  # noqa: E402
 from shardplan.execution.torch.dtypes import fold, to_numpy, to_torch  # noqa: E402
-from shardplan.execution.torch.run import native_on  # noqa: E402
+from shardplan.execution.torch.libraries import native_on  # noqa: E402
 
 PROGRAMS = [
     "mesh a=2, b=2\ninput %0: i32[8@(a,b), 3]\n%1 = all_gather(%0; dim=0, axes=(b), chunks=2)\noutput %1",

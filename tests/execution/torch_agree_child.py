@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 import shardplan as sp  # noqa: E402
 from shardplan.execution.torch import run as backend  # noqa: E402
 from shardplan.execution.torch.group_state import group_state  # noqa: E402
+from shardplan.execution.torch.wire import TorchWire  # noqa: E402
 from shardplan.interop.torch import redistribute  # noqa: E402
 
 VICTIM, TIMEOUT = 2, 120.0
@@ -77,8 +78,8 @@ def main():
         assert np.array_equal(np.asarray(out), wanted[k])
 
     if sys.argv[1:] == ["batched"]:
-        plain_wire = backend.wire_for
-        backend.wire_for = lambda *a: replace(plain_wire(*a), batched=True)
+        plain_wire = TorchWire.of
+        TorchWire.of = staticmethod(lambda *a: replace(plain_wire(*a), batched=True))
         for k in (0, 1, 1, 0):
             run(k)
         store.calls.clear()

@@ -20,8 +20,8 @@ import torch.distributed as dist  # noqa: E402
 from conformance import bodies, cases, differences  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 from shardplan.execution.run import run_recorded  # noqa: E402
-from shardplan.execution.torch import run as backend  # noqa: E402
 from shardplan.execution.torch.dtypes import to_numpy, to_torch  # noqa: E402
+from shardplan.execution.torch.wire import TorchWire  # noqa: E402
 
 
 def places(mesh, rank):
@@ -39,8 +39,8 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if way == "nccl" else torch.device("cpu")
     if way in ("batched", "native"):
-        plain = backend.wire_for
-        backend.wire_for = lambda *a: replace(plain(*a), batched=True, native=way == "native")
+        plain = TorchWire.of
+        TorchWire.of = staticmethod(lambda *a: replace(plain(*a), batched=True, native=way == "native"))
     if way == "nccl":
         torch.cuda.set_device(device)
     wrong = []

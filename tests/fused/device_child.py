@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.distributed as dist
-from tests.fused.forked import Exchange, forked
+from tests.fused.forked import Exchange, forked, refused
 
 from shardplan import fused
 from shardplan.fused.heap import devices
@@ -152,14 +152,6 @@ def failures(heap: fused.SymmetricHeap, group: str, rank: int, ranks: int) -> di
     heap.reset()
     said["again"] = torch.equal(fused.gemm_all_to_all(a, b, group=group), torch.full((2 * ranks, 2), 3.0))
     return said
-
-
-def refused(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def main() -> None:

@@ -90,6 +90,15 @@ def _child(end: Connection, work: Callable[[int, Exchange], Any], rank: int) -> 
     os._exit(0)
 
 
+def refused(call: Callable[[], object]) -> str:
+    """What a call raises, as text."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def segments() -> list[str]:
     """Names of segments that lie about."""
     from shardplan.fused.heap.segments import PREFIX, folder

@@ -1,6 +1,7 @@
 """The pass: what is fused, what is not and why, in programs and in jobs; and what the simulator makes of it."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardplan.core.nested import nested
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, TopologyError
+from shardplan.fused.deciding import calibrate
 from shardplan.fused.deciding.fuse import fuse
 from shardplan.fused.deciding.rows import REASONS, Fusion, FusionRow
 from shardplan.hardware.prices.fused import FusedConstants
@@ -78,6 +80,40 @@ def test_every_reason_is_given_and_names_what_blocks() -> None:
     assert found["no_peer_access"].text.startswith("its groups cross the level node")
     assert found["several_users"].blocked.startswith("step 0 (einsum(%a, %b;")
     assert found["effect_between"].blocked.startswith("step 1 (elementwise(%z;")
+
+
+def test_slots_lie_beside_what_the_program_holds() -> None:
+    def with_memory(nbytes: int) -> FusionRow:
+        where = box(2)
+        return one_row(EXPERTS, replace(where, device=replace(where.device, memory=nbytes)))
+
+    need, held = (int(n) for n in re.findall(r"(\d+) B ", with_memory(1).text)[:2])
+    assert held > 0
+    assert with_memory(need + held).fused
+    said = with_memory(need + held - 1)
+    assert said.text == f"{need} B for 2 slots beside {held} B of the program; the device has {need + held - 1} B"
+    assert (said.reason, said.choice) == ("memory", "unfused")
+
+
+def test_what_is_saved_is_the_sum_over_what_was_fused() -> None:
+    program = Program.parse(LAYERS)
+    found = fuse(program, box(program.devices[-1] + 1), EAGER)
+    (row,) = found.rows
+    assert row.unfused_seconds is not None and row.best_seconds is not None
+    assert found.saved_seconds == row.unfused_seconds - row.best_seconds > 0
+    other = replace(row, reason="not_faster", choice="unfused")
+    assert Fusion(program, (row, other, row), "").saved_seconds == 2 * found.saved_seconds
+
+
+def test_rates_are_what_a_run_does_by_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_medians", lambda runs, seconds: [0.5] * len(runs))
+    monkeypatch.setattr(calibrate, "_signals", lambda seconds: (1e-6, 2e-6))
+    found = calibrate.calibrate(0.1)
+    operations = 2 * calibrate.ROWS * calibrate.INNER * calibrate.COLUMNS  # a product and an addition each
+    rates = {"product": operations, "vector": 4 * 4096 * 1024, "bags": 4 * 512 * 32 * 64}
+    assert dict(found.rates) == {kind: 2.0 * amount for kind, amount in rates.items()}
+    assert (found.copy_bandwidth, found.signal, found.latency) == (2.0 * calibrate.BYTES, 1e-6, 2e-6)
+    assert found.tile_tax == tuple((n, 1.0) for n in calibrate.TILES)
 
 
 def test_a_transport_between_nodes_may_cross_them() -> None:
@@ -150,7 +186,7 @@ def test_jobs_are_fused_program_by_program_and_simulated() -> None:
     job = sp.partition(model("moe", optimizer="sgd", dtype="f32"), strategy)
     found = fuse(job, box(2), EAGER)
     assert isinstance(found, Fusion)
-    assert [(row.place, row.reason) for row in found.rows] == [("0F 3.19", "fused"), ("0B 9.12", "effect_between")]
+    assert [(row.place, row.reason) for row in found.rows] == [("0F 3.19", "fused"), ("0B 8.12", "effect_between")]
     names = {step.op.name for program in found.program.programs.values() for step in _steps(program)}
     assert "gemm_all_to_all" in names
     assert fuse(job, box(2), SLOW_TILES).program.programs[0, "F"] == job.programs[0, "F"]

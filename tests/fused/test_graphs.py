@@ -9,6 +9,7 @@ import pytest
 if importlib.util.find_spec("torch") is None:
     pytest.skip("torch is not installed", allow_module_level=True)
 
+import torch
 from tests.fused.graph_cases import BLIND, CASES, traced
 
 from shardplan.errors import TopologyError
@@ -71,6 +72,17 @@ def test_the_other_reasons() -> None:
         assert (row.reason, row.choice) == (reason, "unfused")
         assert bool(row.blocked) == (reason != "not_faster")
     assert {*given, *(one.reason for one in CASES.values())} == set(REASONS)
+
+
+def test_what_is_under_way_is_read_by_one_wait_alone() -> None:
+    made = traced(CASES["mm"], "g")
+    move = next(n for n in made.graph.nodes if "all_to_all" in str(n.target))
+    with made.graph.inserting_after(move):
+        other = made.graph.call_function(torch.ops.aten.relu.default, (move,))
+        other.meta = dict(move.meta)
+    (row,) = fuse_graph(made, EAGER, GROUPS).rows
+    assert (row.reason, row.blocked, row.choice) == ("several_users", move.name, "unfused")
+    assert row.text == "2 nodes read it; legal is one wait_tensor"
 
 
 def test_constants_that_are_missing_are_said() -> None:

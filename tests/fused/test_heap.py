@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from tests.fused.forked import DIED, run, segments
 
 import shardplan as sp
-from shardplan.fused.heap.header import reached, wrapped
+from shardplan.fused.heap.header import NOTE, reached, wrapped
 from shardplan.fused.heap.peers import Peer
 from shardplan.fused.heap.segments import PREFIX, folder, sweep
 from shardplan.fused.heap.symmetric import SymmetricHeap
@@ -79,6 +81,46 @@ def test_reset(seen: dict[str, Any]) -> None:
         assert values == [0, 0, 0, 0]
 
 
+def alone(name: str) -> SymmetricHeap:
+    return SymmetricHeap.create(1 << 16, "virtual", lambda mine: [mine], name)
+
+
+def test_the_longest_note_is_carried_and_no_longer_one() -> None:
+    with alone("notes") as heap:
+        for size in (0, 1, NOTE - 5, NOTE - 4):
+            assert heap.gather(b"x" * size) == [b"x" * size]
+        with pytest.raises(sp.ShardplanError) as error:
+            heap.gather(b"x" * (NOTE - 3))
+        assert str(error.value) == f"symmetric heap notes: a note of {NOTE - 3} bytes; legal are {NOTE - 4}"
+
+
+def test_what_failed_first_is_what_is_told() -> None:
+    with alone("first") as heap:
+        for text in ("what failed first", "what came of it"):
+            heap.header.fail(text)
+        assert heap.header.failure() == "what failed first"
+
+
+def test_a_tensor_is_known_by_its_begin_until_a_reset() -> None:
+    with alone("held") as heap:
+        first, second = (heap.alloc((2, 3), "f32", name) for name in ("first", "second"))
+        assert heap.holding(first.local) is first and heap.holding(second.local.view(-1)) is second
+        for other in (first.local.t(), first.local[:, :1], second.local[1:], first.local.clone()):
+            assert heap.holding(other) is None
+        held = first.local
+        heap.reset()
+        assert heap.holding(held) is None
+
+
+def test_a_heap_can_be_filled_to_its_last_byte() -> None:
+    with alone("last") as heap:
+        with pytest.raises(sp.BackendError, match="bytes of symmetric heap last, of which"):
+            heap.alloc((heap.nbytes - heap.used + 1,), "u8", "too much")
+    with alone("last") as heap:
+        heap.alloc((heap.nbytes - heap.used,), "u8", "the rest")
+        assert heap.used == heap.nbytes
+
+
 def test_segments_of_the_dead_are_swept() -> None:
     done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     me = Peer.me()
@@ -95,12 +137,13 @@ def test_segments_of_the_dead_are_swept() -> None:
             path.unlink(missing_ok=True)
 
 
-def test_virtual_ranks_are_threads() -> None:
-    said: list[bytes] = [b""] * 3
-    meet = threading.Barrier(3, timeout=20)
-    found: list[Any] = [None] * 3
+def in_threads(backends: list[str], work: Callable[[int, SymmetricHeap], None]) -> None:
+    """Give each of some ranks, which are threads, a heap of its backend, and raise what one of them raised."""
+    said: list[bytes] = [b""] * len(backends)
+    meet = threading.Barrier(len(backends), timeout=20)
+    errors: list[BaseException] = []
 
-    def work(rank: int) -> None:
+    def run(rank: int) -> None:
         def exchange(mine: bytes) -> list[bytes]:
             said[rank] = mine
             meet.wait()
@@ -108,20 +151,86 @@ def test_virtual_ranks_are_threads() -> None:
             meet.wait()
             return out
 
-        with SymmetricHeap.create(1 << 16, "virtual", exchange, "threads") as heap:
-            flags = heap.flags(3, "f")
-            for to in range(3):
-                flags.words(to)[rank, 0] = 10 + rank
-            heap.barrier(10.0)
-            found[rank] = flags.words(rank)[:, 0].tolist()
-            heap.barrier(10.0)
+        try:
+            with SymmetricHeap.create(1 << 16, backends[rank], exchange, "threads") as heap:
+                work(rank, heap)
+        except BaseException as error:
+            errors.append(error)
+            meet.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(backends))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+    if errors:
+        raise errors[0]
+
+
+def test_virtual_ranks_are_threads() -> None:
+    found: list[Any] = [None] * 3
+
+    def work(rank: int, heap: SymmetricHeap) -> None:
+        flags = heap.flags(3, "f")
+        for to in range(3):
+            flags.words(to)[rank, 0] = 10 + rank
+        heap.barrier(10.0)
+        found[rank] = flags.words(rank)[:, 0].tolist()
+        heap.barrier(10.0)
+
+    in_threads(["virtual"] * 3, work)
     assert found == [[10, 11, 12]] * 3
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (slice(0, 3), slice(1, 3), slice(1, 4)),
+        (slice(0, 3, 2), slice(0, 4, 2), slice(0, 5, 2)),
+        (slice(1, 3), slice(0, 4), slice(2, 4)),
+        (slice(0, 3), slice(2, 3), slice(0, 5)),
+    ],
+)
+def test_a_part_of_three_dims_goes_between_nodes(part: tuple[slice, ...]) -> None:
+    """Each of two nodes stores a part of an array in the other's memory: it lies there, and nothing else does."""
+    found: list[Any] = [None] * 2
+    numbers = torch.arange(1.0, 61.0).reshape(3, 4, 5)
+
+    def work(rank: int, heap: SymmetricHeap) -> None:
+        x = heap.alloc((3, 4, 5), "f32", "x")
+        x.local.zero_()
+        heap.barrier(10.0)
+        view = x.peer(1 - rank)[part]
+        view.copy_((numbers * (rank + 1))[part])
+        heap.push(1 - rank, view)
+        heap.barrier(10.0)
+        found[rank] = x.local.clone()
+        heap.barrier(10.0)
+
+    in_threads(["net:127.0.0.1@0", "net:127.0.0.1@1"], work)
+    for rank in range(2):
+        wanted = torch.zeros(3, 4, 5)
+        wanted[part] = (numbers * (2 - rank))[part]
+        assert torch.equal(found[rank], wanted)
+
+
+def test_after_a_reset_a_mirror_holds_nothing() -> None:
+    """What a rank stored in its mirror of another node's memory is as gone as the memory itself."""
+    found: list[Any] = [None] * 2
+
+    def work(rank: int, heap: SymmetricHeap) -> None:
+        for value in (7.0, 0.0):
+            x = heap.alloc((3, 4), "f32", "x")
+            before = x.peer(1 - rank).clone(), x.local.clone()
+            x.peer(1 - rank).fill_(value)
+            heap.push(1 - rank, x.peer(1 - rank))
+            heap.barrier(10.0)
+            heap.reset()
+        found[rank] = before
+
+    in_threads(["net:127.0.0.1@0", "net:127.0.0.1@1"], work)
+    for mirror, own in found:
+        assert torch.equal(mirror, torch.zeros(3, 4)) and torch.equal(own, mirror)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,16 @@ def test_traced(traced: list[dict[str, str]], name: str, what: str) -> None:
     assert [each[f"{name} {what}"] for each in traced] == ["good"] * RANKS
 
 
+def test_backward_of_a_compiled_graph_takes_all_ranks(traced: list[dict[str, str]]) -> None:
+    assert [each["one rank"] for each in traced] == ["good"] * RANKS
+
+
 def test_a_result_in_the_heap_lasts_until_the_next_call(into: list[dict[str, Any]]) -> None:
     assert all(each["late"] and each["vector"] for each in into)
+
+
+def test_results_in_two_places_of_the_heap_lie_apart(into: list[dict[str, Any]]) -> None:
+    assert [each["apart"] for each in into] == [[True, True]] * RANKS
 
 
 def test_out_must_lie_in_the_heap(into: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.fused.forked import DIED, run, segments
 
 from shardplan.fused.kernels import native as natives
+from shardplan.fused.kernels.activation import ACTIVATIONS, activated, deactivated
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.kernels.vectors import rows_times
 from shardplan.fused.operators.gemv import in_order
@@ -112,6 +113,40 @@ def test_bags_in_cpp_are_those_in_torch(data: st.DataObject) -> None:
     assert torch.allclose(found.float(), wanted.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_bags_are_those_of_autograd(mode: str, weighted: bool) -> None:
+    """Bags of 0 to 3 rows of two tables, computed row by row."""
+    torch.manual_seed(0)
+    lengths, batch = [2, 0, 3, 1, 3, 2], 3
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    ids = torch.randint(5, (sum(lengths),))
+    tables = [torch.randn(5, 4, requires_grad=True) for _ in range(2)]
+    weights = torch.randn(len(ids), requires_grad=True) if weighted else None
+    g = torch.randn(batch, 2, 4)
+    total = torch.zeros(())
+    for k, length in enumerate(lengths):
+        for at in range(int(offsets[k]), int(offsets[k + 1])):
+            row = tables[k // batch][ids[at]]
+            row = row if weights is None else row * weights[at]
+            total = total + (row * g[k % batch, k // batch]).sum() / (length if mode == "mean" else 1)
+    wanted = torch.autograd.grad(total, [*tables, *([] if weights is None else [weights])])
+    detached = None if weights is None else weights.detach()
+    call = BagCall([t.detach() for t in tables], ids, offsets, detached, mode, batch, "test")
+    found, each = call.gradients(g, weighted)
+    assert (each is None) == (weights is None)
+    for x, y in zip([*found, *([] if each is None else [each])], wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_activations_are_those_of_autograd(name: str) -> None:
+    z = torch.tensor([-2.0, -0.5, -0.0, 0.0, 0.5, 3.0], requires_grad=True)
+    g = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    (wanted,) = torch.autograd.grad(activated(z, name), z, g)
+    torch.testing.assert_close(deactivated(g, z.detach(), name), wanted)
+
+
 @needs_compiler
 @given(
     st.integers(0, 9),
@@ -128,6 +163,9 @@ def test_thin_products_in_cpp_are_those_in_torch(m: int, k: int, c: int, dtype: 
     wide = torch.full((m, c), 7.0)
     rows_times(torch.randn(m, 2 * k).to(dtype)[:, :k].copy_(a), x, wide)
     assert torch.equal(wide, found), "strides of rows do not matter"
+    turned = torch.full((m, c), 7.0)
+    rows_times(a.t().contiguous().t(), x, turned)
+    assert torch.allclose(turned, found, atol=1e-4), "nor does it matter that elements of a row lie apart"
 
 
 @needs_compiler
@@ -149,7 +187,8 @@ def test_no_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
         assert natives.why_not() == ""
         monkeypatch.setattr("platform.machine", lambda: "riscv64")
         assert natives.why_not() == (
-            "no C++ compiler, and without one plain stores signal, which riscv64 does not keep in order"
+            "no C++ kernels, which need a compiler and a folder that is this user's alone, and without them plain "
+            "stores signal, which riscv64 does not keep in order"
         )
     finally:
         natives.native.cache_clear()

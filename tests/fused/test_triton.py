@@ -105,3 +105,22 @@ def test_targets_are_named() -> None:
 
     with pytest.raises(TypingError, match="kernel gemv_kernel for sm_70; legal are sm_90, gfx942, without"):
         compiled(gemv_kernel, {}, {}, "sm_70")
+
+
+@pytest.mark.parametrize(
+    ("scatter", "parts", "says"),
+    [
+        (1, [3, 3], "parts [3, 3]; legal are 2 integers from 0 that sum to 4"),
+        (1, [4], "parts [4]; legal are 2 integers from 0 that sum to 4"),
+        (0, [2, 2], "parts [2, 2] of blocks of rows; legal with scatter 0 are none"),
+    ],
+)
+def test_parts_of_columns_are_used_or_refused(scatter: int, parts: list[int], says: str) -> None:
+    import torch
+
+    from shardplan.fused.triton import TileMemory, gemm_all_to_all
+
+    operands = (torch.ones(8, 3), torch.ones(2, 3, 4), None, [[2, 2]] * 2 if scatter == 0 else [[4]] * 2, scatter)
+    with pytest.raises(TypingError) as refused:
+        gemm_all_to_all(TileMemory.virtual(2, 1 << 16), *operands, parts=parts)
+    assert str(refused.value) == f"{OP}: {says}"

@@ -1,5 +1,7 @@
 """Logs of nccl-tests and rccl-tests: new and old columns, several tests, ranks' prefixes, and what is missing."""
 
+import re
+
 import pytest
 
 from shardplan.errors import ParseError
@@ -127,3 +129,10 @@ def test_what_a_log_lacks(text: str, facts: LogFacts, message: str) -> None:
     with pytest.raises(ParseError) as error:
         parse_log(text, facts, "log")
     assert str(error.value) == message
+
+
+def test_a_time_that_is_no_number_is_no_row() -> None:
+    with pytest.raises(ParseError, match=r"^the log has no table of times; legal is the output of nccl-tests"):
+        parse_log(re.sub(r"(31\.25|104\.10)", r"\1.7", NEW), LogFacts(nics=(1, 100.0)))
+    with pytest.raises(ParseError, match=r"^the log has no table of times"):
+        parse_log(re.sub(r"(32768|4194304) ", "9" * 5000 + " ", NEW), LogFacts(nics=(1, 100.0)))

@@ -8,7 +8,6 @@ from shardplan.errors import ParseError
 from shardplan.hardware.units import (
     exact,
     format_bytes,
-    format_flops,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -85,7 +84,6 @@ def test_format():
     assert format_seconds(90) == "90 s"
     assert format_seconds(12345.0) == "12300 s"
     assert format_seconds(float("inf")) == "inf ns"
-    assert format_flops(312e12) == "312 TFLOP/s"
 
 
 positive = st.floats(min_value=1e-12, max_value=1e20, allow_nan=False)

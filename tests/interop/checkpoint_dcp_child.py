@@ -3,7 +3,8 @@
     checkpoint_dcp_child.py RANK STORE save|megatron|load FOLDER
 
 `save` writes the checkpoint of the cases as DTensors, `load` reads one into DTensors and compares. `megatron` saves the
-tensors of a torch_dist folder, with an optimizer's state and what is no tensor beside them.
+tensors of a torch_dist folder, with an optimizer's state, a module of FSDP2 with its own optimizer's, and what is no
+tensor beside them.
 """
 
 import os
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from interop.checkpoint_cases import CONFIG, whole
@@ -27,6 +30,17 @@ def placed(name: str, array: Any, other: bool) -> list[Any]:
     if array.ndim < 2:
         return [Shard(0) if other else Replicate()]
     return [Shard(int(other != ("o_proj" in name or "down_proj" in name)))]
+
+
+def fully_sharded() -> dict[str, Any]:
+    """The state of a module under FSDP2 and of its optimizer, after a step; uneven rows."""
+    module = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7))
+    fully_shard(module)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    model, moments = get_state_dict(module, optimizer)
+    return {"model": model, "moments": moments}
 
 
 def main(rank: int, store: str, kind: str, folder: str) -> None:
@@ -53,6 +67,7 @@ def main(rank: int, store: str, kind: str, folder: str) -> None:
             moments = {f"optimizer.state.exp_avg.{n}": distribute_tensor(x.double(), mesh, [Shard(0)])
                        for n, x in full.items()}  # fmt: skip
             state |= moments
+            state["optimizer.fsdp2"] = fully_sharded()
         dcp.save(state, checkpoint_id=folder)
     dist.destroy_process_group()
 

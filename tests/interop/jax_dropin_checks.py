@@ -191,6 +191,12 @@ def donation(here: Ends) -> Any:
         reshard(k, here.sharding("y"), donate=True)
         return bool(k.is_deleted())
 
+    def beside() -> Any:
+        """Moved under one limit with an array whose storage is its result's, under other names of the axes."""
+        x, y = here.put(here.a, X), here.put(here.a, V)
+        got = reshard([x, y], [here.b, renamed], donate=True, memory_limit=5000)
+        return close(got, [X, V]) or x.is_deleted()
+
     def some() -> bool:
         x, y = here.put(here.a, X), here.put(here.a, V)
         got = reshard([x, y], here.b, donate=[True, False], memory_limit=5000)
@@ -213,6 +219,7 @@ def donation(here: Ends) -> Any:
             "renamed": lambda: given(renamed, False),
             "keys": keys,
             "some": some,
+            "beside": beside,
             "kept": lambda: reshard(a, here.b) is not None and not a.is_deleted(),
             "no alias": lambda: apart(here.a) and apart(renamed) and apart(here.b),
         }
@@ -355,6 +362,16 @@ def small(here: Ends) -> Any:
     """As shipped, a small array goes by device_put where no limit is said; ends are checked as for any other."""
     from shardplan.interop.jax import outside, reshard
 
+    def elsewhere() -> bool:
+        """No small array goes by device_put where the devices of an end are another process's."""
+        source, known = here.sharding("x"), outside._here
+        planned: list[bool] = []
+        for away in ((), (source,), (here.b,)):
+            outside._here = lambda end, away=away: end not in away
+            planned.append(outside._planned_way((8, 8), np.dtype("f4"), source, here.b, None, False) is not None)
+        outside._here = known
+        return planned == [False, True, True]
+
     before = len(outside.EXECUTABLES.keys())
     kept, outside.SMALL_BYTES = outside.SMALL_BYTES, 2**16
     outside._way.cache_clear()
@@ -363,6 +380,7 @@ def small(here: Ends) -> Any:
             {
                 "moved": lambda: differs(reshard(here.put(here.sharding("x")), here.b), here.b),
                 "far": lambda: differs(reshard(here.put(here.sharding("x")), here.far), here.far),
+                "elsewhere": elsewhere,
                 "nothing compiled": lambda: len(outside.EXECUTABLES.keys()) == before,
                 "limit": lambda: (
                     differs(reshard(here.put(here.sharding("x")), here.b, memory_limit=10**6), here.b)

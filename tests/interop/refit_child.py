@@ -6,10 +6,12 @@ import re
 import sys
 import time
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.distributed import TCPStore
 
 import shardplan as sp
 from execution.storages import Made
@@ -117,7 +119,7 @@ def padding(plan, rank: int) -> dict[str, np.ndarray]:
     return {n: o.reshape(s) for (n, s, _), o in zip(names, out, strict=True)}
 
 
-def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: str, relay: bool = False) -> None:
+def run_equal(rank: int, store: Any, colocated: bool, limit, wide: str, narrow: str, relay: bool = False) -> None:
     plan = relaying(limit, wide, narrow) if relay else refit(*sides(colocated, wide, narrow), memory_limit=limit)
     model = Model(plan, rank)
     both = (
@@ -136,7 +138,7 @@ def run_equal(rank: int, store: str, colocated: bool, limit, wide: str, narrow: 
         model.check(5)
 
 
-def run_counted(rank: int, store: str, relay: bool, changed: bool) -> None:
+def run_counted(rank: int, store: Any, relay: bool, changed: bool) -> None:
     import torch.distributed as dist
 
     from shardplan.execution.torch import group_state
@@ -181,7 +183,7 @@ def run_counted(rank: int, store: str, relay: bool, changed: bool) -> None:
     sync.close()
 
 
-def run_stale(rank: int, store: str) -> None:
+def run_stale(rank: int, store: Any) -> None:
     a, b = sides(False, "f32", "f32")
     plan = refit(a, b, memory_limit=None if rank != 3 else 10_000)
     model = Model(plan, rank)
@@ -191,7 +193,7 @@ def run_stale(rank: int, store: str) -> None:
         print(error)
 
 
-def run_joined(rank: int, store: str) -> None:
+def run_joined(rank: int, store: Any) -> None:
     a, b = sides(False, "f32", "bf16")
     plan = refit(a, b)
     model = Model(plan, rank)
@@ -221,7 +223,7 @@ def run_joined(rank: int, store: str) -> None:
     model.check(4)
 
 
-def run_killed(rank: int, store: str, victim: int) -> None:
+def run_killed(rank: int, store: Any, victim: int) -> None:
     """Call until a rank is lost; then meet it again, started anew, and refit once more."""
     plan = refit(*sides(False, "f32", "bf16"), memory_limit=4000)
     model = Model(plan, rank)
@@ -283,5 +285,5 @@ def run_engine(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     kind, arguments = sys.argv[1], json.loads(sys.argv[2])
-    store = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+    store = arguments.pop("store", None) or TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))  # the launcher's
     globals()[f"run_{kind}"](int(os.environ["RANK"]), store, **arguments)

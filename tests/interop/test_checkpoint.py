@@ -21,6 +21,8 @@ from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import diff, output, reshard
 from shardplan.interop.checkpoint.filling import fill_part
 from shardplan.interop.checkpoint.gather import WindowGather
+from shardplan.interop.checkpoint.layouts import layout_weights
+from shardplan.interop.checkpoint.manifest import CheckpointManifest
 from shardplan.interop.checkpoint.windows import PiecesOf, clipped, windows
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
@@ -156,6 +158,68 @@ def test_a_limit_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     assert reshard(source, tmp_path / "out", from_=HF, to=HF, memory_limit=least).memory_bytes <= least
 
 
+def test_windows_are_as_large_as_a_limit_allows_and_no_larger(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    safetensors.write(tmp_path / "one" / "model.safetensors", {"w": np.zeros(1 << 21, np.float32)})
+    whole_ = tmp_path / "whole.toml"
+    whole_.write_text("mesh = { device = 1 }\n[layouts]\n")
+
+    def needs(limit: int) -> int:
+        found = reshard(tmp_path / "one", tmp_path / "out", whole_, memory_limit=limit, dry_run=True)
+        assert found.least_memory_bytes <= found.memory_bytes <= limit
+        return found.memory_bytes
+
+    with pytest.raises(Infeasible) as error:
+        needs(1)
+    least = error.value.least_bytes or 0
+    assert needs(least) == least
+    for more in (1 << 18, 1 << 20, 3 << 20):
+        assert needs(least + more) > least + more - 3 * 8  # three buffers, of whole words
+
+
+@pytest.mark.parametrize("layout", ["[@data, _]{+tensor}", "[@data, _]{root:tensor}", "[@data]", "[@pipe, _]"])
+def test_a_layout_that_no_checkpoint_has_is_refused(tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "layouts.toml"
+    path.write_text(f'mesh = {{ data = 2, tensor = 2 }}\n[layouts]\n"*" = "{layout}"\n')
+    with pytest.raises(ParseError) as error:
+        layout_weights(path, {"w": ((4, 4), "f32")})
+    said = str(error.value)
+    assert said.startswith(f"{path}: w of shape [4, 4] has the layout '{layout}'")
+    assert said.endswith("; legal is a layout of as many dims, as [@data, @tensor]")
+
+
+class InMemory:
+    """A stored tensor whose elements are numbered."""
+
+    def __init__(self, count: int) -> None:
+        self.flat = np.arange(count, dtype=np.uint16)
+        self.shape, self.dtype, self.dtype_name = self.flat.shape, self.flat.dtype, "u16"
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        target[:] = memoryview(self.flat.view(np.uint8))[2 * start : 2 * start + len(target)]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("begin", [0, 1, 2, 4])
+def test_rows_are_copied_whole_however_wide_they_are(columns: int, begin: int) -> None:
+    """Rows may be copied as wider elements only where they are made of whole ones."""
+    into, tensor = np.zeros(64, np.uint16), InMemory(64)
+    WindowGather(1 << 10).fill(into, tensor, (4, columns), ((8, 1), (16, 1)), (begin, begin), 0)
+    want = np.zeros(64, np.uint16)
+    for row in range(4):
+        want[begin + 16 * row :][:columns] = tensor.flat[begin + 8 * row :][:columns]
+    assert np.array_equal(into, want)
+
+
+def test_a_file_stands_where_it_has_the_bytes_that_are_recorded(tmp_path: Path) -> None:
+    found = CheckpointManifest(tmp_path, "", "", "", files={"a": {"bytes": 5, "sha256": ""}})
+    stands: list[bool] = []
+    for size in (4, 5, 6):
+        (tmp_path / "a").write_bytes(b"x" * size)
+        stands.append(found.stands("a"))
+    assert stands == [False, True, False]
+
+
 def test_another_request_and_a_changed_source_are_refused(tmp_path: Path) -> None:
     source = plain(tmp_path / "hf")
     reshard(source, tmp_path / "out", from_=HF, to=HF)
@@ -273,18 +337,24 @@ def test_small_windows_give_what_the_reference_says(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "strides"),
-    [((7,), (1,)), ((3, 4), (10, 1)), ((4, 3), (1, 4)), ((2, 3, 2), (20, 1, 7)), ((5, 1, 2), (2, 0, 1))],
+    [((7,), (1,)), ((3, 4), (10, 1)), ((4, 3), (1, 4)), ((2, 3, 2), (20, 1, 7)), ((5, 1, 2), (2, 0, 1)), ((1,), (1,))],
 )
 def test_what_of_a_block_lies_in_a_window_is_all_of_it_once(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
     every = {at: 3 + sum(i * s for i, s in zip(at, strides, strict=True)) for at in np.ndindex(*sizes)}
     for lo in range(0, 50, 3):
-        for hi in range(lo + 1, 50, 4):
+        for hi in range(lo + 1, 50, 2):
             found = [
                 tuple(a + i for a, i in zip(start, at, strict=True))
                 for start, part in clipped(sizes, strides, 3, lo, hi)
                 for at in np.ndindex(*part)
             ]
             assert sorted(found) == sorted(at for at, place in every.items() if lo <= place < hi)
+
+
+def test_a_window_ends_with_a_whole_element() -> None:
+    found = list(windows([(0, 3, 1), (1, 3, 4)], 8))  # 3 bytes and one element of 4; two of 4
+    assert [([(p.lo, p.hi, p.at) for p in parts], used) for parts, used in found] == [
+        ([(0, 3, 0), (0, 1, 3)], 7), ([(1, 3, 0)], 8)]  # fmt: skip
 
 
 def test_padding_is_no_difference(tmp_path: Path) -> None:

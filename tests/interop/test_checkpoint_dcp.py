@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from interop.checkpoint_cases import CONFIG, plain, read, served, whole
+from interop.test_checkpoint_pickled import same_as_torch
 from movement import weights_frameworks as frameworks
 from movement.weights_more import torch_dist
 from shardplan.errors import LayoutError
@@ -49,6 +50,7 @@ def same(found: list[dict[str, np.ndarray]], want: Any) -> None:
 
 def test_what_torch_saved_in_two_processes_is_read(tmp_path: Path) -> None:
     in_two(tmp_path, "save", tmp_path / "dcp")
+    same_as_torch(tmp_path / "dcp")
     to = Weights.load("vllm-llama", CONFIG, tensor=2)
     reshard(tmp_path / "dcp", tmp_path / "vllm", from_=HF, to=to, memory_limit=LEAST)
     same(read(tmp_path / "vllm"), served(CONFIG, whole(), tensor=2).values())
@@ -107,6 +109,7 @@ def test_small_files_and_windows_are_the_same_tensors(tmp_path: Path) -> None:
 
 def test_a_torch_dist_folder_of_a_trainer_is_read_and_written(tmp_path: Path) -> None:
     in_two(tmp_path, "megatron", tmp_path / "dist")
+    same_as_torch(tmp_path / "dist")
     side = Weights.load("megatron-dist-llama", CONFIG, tensor=2, divisible=4)
     with pytest.raises(LayoutError, match=r"additional \(optimizer.state.exp_avg."):
         reshard(tmp_path / "dist", tmp_path / "hf", from_=side, to=HF)

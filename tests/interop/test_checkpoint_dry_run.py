@@ -15,7 +15,8 @@ from shardplan.cli import run_command
 from shardplan.interop.checkpoint import reshard
 from shardplan.interop.checkpoint.logical import logical_place
 from shardplan.interop.checkpoint.needs import needed_parts
-from shardplan.movement.weights.weights import Weights
+from shardplan.movement.weights.table import WeightTable
+from shardplan.movement.weights.weights import Weights, made
 
 HF = Weights.load("hf-llama", CONFIG)
 
@@ -85,3 +86,15 @@ def test_what_is_needed_is_where_elements_stand(kind: str) -> None:
                     at = at * w.sizing[atom] + index[atom]
                 spans = [s.split(":") for s in said.partition("=")[2].split("+")]
                 assert any(int(s[0]) <= at < int(s[-1]) + (len(s) == 1) for s in spans), (name, text, place)
+
+
+def test_names_that_a_rank_has_in_several_runs_say_their_own_layers() -> None:
+    data = {
+        "mesh": ["stage"], "degrees": {"stage": 2}, "atoms": {"l": "8", "n": "2"}, "holes": {"l": "l@stage.rows"},
+        "parameters": [{"name": "{l}.q", "is": "q = n"}], "of": {"tensors": {"q": "l, n"}},
+    }  # fmt: skip
+    table = [[0, 1, 4, 5], [2, 3, 6, 7]]
+    w = made(WeightTable.of(data, "a table"), {}, {"stage": 2, "rows": table}, None, "f32")
+    for rank, layers in enumerate(table):
+        assert w.names(rank) == [f"{layer}.q" for layer in layers]
+        assert [needed_parts(w, rank, [k])["q"] for k in range(4)] == [f"q[l={layer}]" for layer in layers]

@@ -237,6 +237,17 @@ def test_a_process_that_failed_before_this_one_came_is_named(tmp_path: Path, mon
     assert 0.3 < time.monotonic() - begun < 30
 
 
+def test_who_has_verified_is_late_to_complete(tmp_path: Path) -> None:
+    first, second = (sharing.ProcessMeeting(tmp_path, ProcessShare(k, 2), "", 1.0) for k in range(2))
+    late: list[tuple[list[int], list[int]]] = []
+    for done in ((), ("verified",), ("verified", "complete")):
+        for word in done:
+            setattr(second.note, word, True)
+        second.save()
+        late.append((first.late("verified"), first.late("complete")))
+    assert late == [([0, 1], [0, 1]), ([0], [0, 1]), ([0], [0])]
+
+
 def test_processes_of_different_requests_are_refused(tmp_path: Path) -> None:
     source, out = plain(tmp_path / "hf"), tmp_path / "out"
     with pytest.raises(TimedOut):

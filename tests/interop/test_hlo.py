@@ -168,3 +168,72 @@ def test_messages() -> None:
         parse_hlo("ENTRY %main () -> token[] {\n  %s = (f32[2]{0}, u32[], token[]) send(%x, %t), channel_id=1\n}\n", 4)
     with pytest.raises(ParseError, match=r"^replica_groups in an unknown spelling\n  replica_groups=3\n  \^$"):
         parse_groups("replica_groups=3", 4)
+
+
+def module(*lines: str, more: str = "") -> str:
+    """A module with an entry of these lines."""
+    return f"HloModule m, num_partitions=8\n{more}ENTRY %main (x: f32[4]) -> f32[4] {{\n" + "".join(
+        f"  {line}\n" for line in ("%x = f32[4]{0} parameter(0)", *lines)
+    ) + "}\n"  # fmt: skip
+
+
+LOOP = '%w = f32[4]{0} while(%x), body=%body, backend_config={"known_trip_count":{"n":"TRIPS"}}'
+BODY = "%body (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\nINNER}\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (module(LOOP), "a computation 'body' is called, which the HLO module does not have"),
+        (
+            module(LOOP, more=BODY.replace("INNER", f"  {LOOP}\n")),
+            "the computation 'body' calls itself; legal are calls of others, at most so deep",
+        ),
+        (
+            module(LOOP.replace("TRIPS", "2097152"), more=BODY.replace("INNER", "  %r = f32[4]{0} all-reduce(%x)\n")),
+            "instruction 'w': 1 collectives in 2097152 trips; legal are at most 1048576 in a module",
+        ),
+        (
+            module(f"%r = f32[{'9' * 19}]{{0}} all-reduce(%x)"),
+            "a number of 19 digits in HLO text; legal are at most 18",
+        ),
+        (
+            module(f"%r = f32[{'9' * 18},99]{{0}} all-reduce(%x)"),
+            f"the shape 'f32[{'9' * 18},99]{{0}}' has 3.96e+20 bytes; legal are at most 4.61e+18",
+        ),
+        (
+            module("%r = f999[4]{0} all-reduce(%x)"),
+            "unknown HLO element type 'f999'; legal are pred and letters with a",
+        ),
+        (module("%r = f32[4]"), "'%r = f32[4]' is no HLO instruction; legal is name = shape opcode(operands)"),
+        (module("%r = f32[4]{0} all-reduce(%y)"), "the operand '%y' of a collective is no instruction before it"),
+        (module("%r = f32[4]{0} all-gather-start(%x)"), "instruction 'r' has the shape 'f32[4]{0}'; legal is a tuple"),
+    ],
+)
+def test_modules_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ParseError) as error:
+        parse_hlo(text, 8)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_loop_without_collectives_is_not_run() -> None:
+    text = module(LOOP.replace("TRIPS", "9" * 18), more=BODY.replace("INNER", ""))
+    assert parse_hlo(text, 8) == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ("[4]<=[4]", "replica_groups=[4]<=[4] is a list of 1 dims; legal are two, as [4,2]<=[8]"),
+        ("[2,4]<=[2,4]T(0,0)", "'[2,4]<=[2,4]T(0,0)' does not permute its dims, or has two numbers of devices"),
+        ("[2,4]<=[9]", "'[2,4]<=[9]' does not permute its dims, or has two numbers of devices"),
+        ("[1,99999999]<=[99999999]", "'[1,99999999]<=[99999999]' has 1e+08 devices in 1 dims; legal are 1 to 1048576"),
+        ("mesh['x'=4] {'y'}", "replica_groups over the axis 'y'; the mesh has x"),
+        ("mesh['x'=4] {'x':(3)2}", "replica_groups over parts of the axis 'x' of size 4; legal divide it"),
+        ("mesh['x'=4], device_ids=(0,1) {'x'}", "device_ids '0,1' has 2 devices; the mesh has 4"),
+    ],
+)
+def test_groups_that_are_refused(groups: str, message: str) -> None:
+    with pytest.raises(ParseError) as error:
+        parse_groups(f"replica_groups={groups}", 8)
+    assert str(error.value) == message

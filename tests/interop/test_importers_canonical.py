@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-from tests.core.test_canonical import run, scrambled
+from tests.canonical.form import Canonical, canonical
+from tests.canonical.test_canonical import run, scrambled
 from tests.interop import jax_decoders as plain
 from tests.interop.test_importers_jax import checkpoint, traced, weights
 from tests.interop.test_importers_torch import exported, flops, gpt, llama, times, tokens
@@ -21,7 +22,6 @@ from tests.interop.torch_decoders import GptBlock, LlamaBlock, OpenGain
 from torch import nn
 from torch.nn import functional
 
-from shardplan.core.canonical import Canonical, canonical
 from shardplan.core.nested import nested
 from shardplan.core.ops import Einsum
 from shardplan.core.program import Program

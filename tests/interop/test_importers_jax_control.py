@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.canonical.form import canonical
 from tests.interop import jax_decoders as plain
 from tests.interop.test_importers_jax import NAMES, checkpoint, is_shape, traced, weights
 from tests.interop.test_importers_torch import times
 
 import shardplan as sp
-from shardplan.core.canonical import canonical
 from shardplan.core.nested import nested
 from shardplan.core.reference import run_program
 from shardplan.errors import TypingError

@@ -12,7 +12,7 @@ from tests.interop.test_importers_torch import NAMES, flops, gpt, llama, times, 
 from tests.interop.torch_decoders import OpenGain
 
 from shardplan.core.reference import run_program
-from shardplan.errors import ShardplanError, TypingError
+from shardplan.errors import ParseError, ShardplanError, TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
 
@@ -97,5 +97,43 @@ def test_what_is_refused() -> None:
         load(proto_of(nodes))
     assert "Hardmax, 2 times, first at node 0, p" in str(error.value)
     assert "Mish, 1 times" in str(error.value)
+    with pytest.raises(TypingError, match=r"  Mish.*, 1 times, first at node 0, y$") as error:
+        load(proto_of([helper.make_node("Mish\nof two lines", ["x"], ["y"])]))
+    assert str(error.value).count("\n") == 1
     with pytest.raises(ShardplanError, match="opset"):
         load(proto_of([helper.make_node("Relu", ["x"], ["y"])], opset=9))
+
+
+def test_files_that_are_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "x.onnx"
+    for data, reason in ((b"\xff", "is no ONNX model: Error parsing message"), (None, "cannot read ")):
+        if data is None:
+            path.unlink()
+        else:
+            path.write_bytes(data)
+        with pytest.raises(ParseError) as error:
+            load(path)
+        assert reason in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_names_and_tensors_that_say_nothing() -> None:
+    relu = helper.make_node("Relu", ["x"], ["y"])
+    cases: list[tuple[Any, str]] = []
+    cases.append(
+        (proto_of([helper.make_node("Relu", ["z"], ["y"])]), "load: node 0, y takes 'z', which no input and no")
+    )
+    cases.append((proto_of([helper.make_node("Relu", ["x"], ["z"])]), "load: the graph's output takes 'y', which no"))
+    ends = {"n": np.asarray([2, 3])}
+    far, short, strange = (proto_of([relu], weights=ends) for _ in range(3))
+    far.graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
+    short.graph.initializer[0].raw_data = b"1"
+    strange.graph.initializer[0].data_type = 99
+    cases += [(far, "load: 'n' has data outside the ONNX model"), (short, "load: the ONNX tensor 'n' of shape [2]: ")]
+    cases.append((strange, "load: a tensor of the ONNX dtype 99; legal are those with a numpy dtype"))
+    raw = proto_of([relu]).SerializeToString()
+    strange_name = onnx.ModelProto.FromString(raw.replace(b"\x01x", b"\x01\xff"))
+    cases.append((strange_name, "load: a value is called b'\\xff'; legal are names in UTF-8"))
+    for proto, message in cases:
+        with pytest.raises(ParseError) as error:
+            load(proto)
+        assert str(error.value).startswith(message) and "\n" not in str(error.value)

@@ -153,3 +153,27 @@ def test_errors_inside_jit_and_of_formats() -> None:
     assert said.endswith(
         "whose change no plan counts; legal is its sharding here, and jax.device_put to the layout then"
     )
+
+
+def test_one_array_in_two_layouts_is_two_results() -> None:
+    from jax.experimental.layout import Format, Layout
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from shardplan.interop.jax import reshard
+
+    end = NamedSharding(jax.make_mesh((1,), ("x",)), PartitionSpec("x"))
+    a = jax.numpy.arange(12.0).reshape(3, 4)
+    orders = [(0, 1), (1, 0), (0, 1)]
+    found = reshard([a] * 3, [Format(Layout(major_to_minor=order), end) for order in orders])
+    assert [x.format.layout.major_to_minor for x in found] == orders
+    assert all((x == a).all() for x in found)
+
+
+@pytest.mark.parametrize(("at", "left"), [(0, (None, "y")), (1, ("x", "y")), (2, ("x", None)), (3, ("x", None, "y"))])
+def test_a_batch_dim_is_left_out_of_a_sharding(at: int, left: tuple[str | None, ...]) -> None:
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from shardplan.interop.jax.primitive import _without
+
+    whole = NamedSharding(jax.make_mesh((1, 1), ("x", "y")), PartitionSpec("x", None, "y"))
+    assert tuple(_without(whole, at).spec) == left

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import socket
 import time
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from execution.shared_memory import shared_files
 from execution.torch_launch import Launch, launch
 
 CHILD = Path(__file__).with_name("refit_child.py")
+
+
+def free_store(secret: str = "") -> str:
+    """The text of a store at a port that nobody has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://{secret}127.0.0.1:{server.getsockname()[1]}"
 
 
 def run(kind: str, ranks: int = 4, **arguments: object) -> str:
@@ -55,11 +62,11 @@ def test_a_module_of_fsdp2_is_served_after_every_step() -> None:
 
 
 def test_sides_that_know_only_themselves_join() -> None:
-    run("joined")
+    run("joined", store=free_store())
 
 
 def test_a_transfer_engine_takes_plain_dicts_and_some_names() -> None:
-    run("engine")
+    run("engine", store=free_store())
 
 
 @pytest.mark.parametrize("victim", [1, 2, 0, 3])

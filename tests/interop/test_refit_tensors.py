@@ -6,11 +6,14 @@ import torch
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.interop.torch.refit.chunks import chunks, slots
+from shardplan.interop.torch.refit.exchange import RefitExchange
 from shardplan.interop.torch.refit.hops import RefitHop
 from shardplan.interop.torch.refit.serving import served_by
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import refit
-from shardplan.movement.weights.weights import Weights
+from shardplan.movement.weights.regions import RefitRegions
+from shardplan.movement.weights.table import WeightTable
+from shardplan.movement.weights.weights import Weights, made
 
 CONFIG = {
     "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -133,6 +136,29 @@ def test_messages_hold_every_element_once_within_their_slots(limit: int | None) 
         assert ends[0] == ends[1]
 
 
+def pairs(rows: RefitRegions) -> list[tuple[int, ...]]:
+    """Every element by its parameter and its place on both sides."""
+    found: list[tuple[int, ...]] = []
+    for row in rows:
+        at = np.indices(row.sizes).reshape(len(row.sizes), -1)
+        source, target = row.source_offset + row.source_strides @ at, row.target_offset + row.target_strides @ at
+        ends = zip(source.tolist(), target.tolist(), strict=True)
+        found += [(row.source_parameter, row.target_parameter, *end) for end in ends]
+    return found
+
+
+@pytest.mark.parametrize("slot", [16, 48, 1 << 20])
+def test_regions_that_are_cut_lead_every_element_to_its_place(slot: int) -> None:
+    """One device holds whole what two have columns of, so that steps are other ones on each side."""
+    a = Weights.load("megatron-llama", CONFIG, tensor=2, divisible=2)
+    plan = refit(a, Weights.load("vllm-llama", CONFIG, devices=[2]))
+    for source in (0, 1):
+        found = plan.regions(source)
+        assert (found.source_strides != found.target_strides).any()
+        cut = chunks(RefitHop(plan, False), found, slot)
+        assert sorted(pair for chunk in cut for pair in pairs(chunk.rows)) == sorted(pairs(found))
+
+
 def test_a_limit_without_room_names_the_least() -> None:
     a = Weights.load("megatron-llama", CONFIG, tensor=2, divisible=2)
     plan = refit(a, Weights.load("vllm-llama", CONFIG, tensor=2, devices=[2, 3]), memory_limit=20)
@@ -144,6 +170,34 @@ def test_a_limit_without_room_names_the_least() -> None:
         "or more"
     )
     assert max(slots(RefitHop(refit(plan.source, plan.target, memory_limit=32), False)).values()) == 16
+
+
+@pytest.mark.parametrize("plus", [0, 1, -2])
+def test_a_message_to_which_something_is_added_goes_through_staging(plus: int) -> None:
+    """One contiguous run of a parameter, passed by hand from one rank's message to the other's."""
+
+    def side(rank: int, more: dict[str, int]) -> Weights:
+        data = {"mesh": [], "atoms": {"n": 6}, "of": {"tensors": {"q": "n"}},
+                "parameters": [{"name": "q", "is": "q = n", **more}]}  # fmt: skip
+        return made(WeightTable.of(data, "a table"), {}, {}, range(rank, rank + 1), "f32")
+
+    plan = refit(side(0, {}), side(1, {"plus": plus} if plus else {}))
+    models = [torch.nn.Module(), torch.nn.Module()]
+    for model in models:
+        model.register_parameter("q", torch.nn.Parameter(torch.arange(6.0) * (model is models[0])))
+    bound = BoundTensors(plan.source, models[0], 0, "source"), BoundTensors(plan.target, models[1], 1, "target")
+    cpu = torch.device("cpu")
+    (sent, _), (_, came) = (
+        RefitExchange(plan, r, bound[0] if r == 0 else None, bound[1] if r else None, cpu).rounds[0] for r in range(2)
+    )
+    (given,), (taken,) = sent, came
+    with torch.no_grad():
+        given.copies.run()
+        taken.data.copy_(given.data)
+        taken.copies.run()
+    wanted = plan.apply({0: {"q": np.arange(6, dtype=np.float32)}})[1]["q"]
+    assert wanted.tolist() == [k - plus for k in range(6)]
+    assert models[1].q.tolist() == wanted.tolist()
 
 
 def test_a_version_is_that_of_the_tensors_and_not_of_a_handle() -> None:

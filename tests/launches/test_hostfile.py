@@ -128,6 +128,9 @@ FORMS = "'host slots=n' (Open MPI), 'host:n' (MPICH) or 'host'"
         ("a gpus=2", "hosts, line 1: 'gpus' is unknown; legal: slots, max_slots, port"),
         ("a slots=2\nb:2", "hosts, line 2: 'b:2' is of the form ':n', line 1 of the form 'slots='; legal is one "
          f"form in a file: {FORMS}"),
+        (f"a slots={'9' * 5000}", f"hosts, line 1: 'a' has '{'9' * 76}... slots; legal is a number of 1 or more"),
+        (f"a:{'9' * 5000}", f"hosts, line 1: 'a:{'9' * 74}... is no host; legal: {FORMS}"),
+        ("a:4194305", "hosts: has 4194305 slots; legal are at most 4194304"),
         ("# nobody\n", f"hosts: names no host; legal are lines {FORMS}"),
     ],
 )  # fmt: skip
@@ -154,6 +157,10 @@ def test_hostfile_errors(text, message):
         ("0 c 0", "ranks, line 1: host 'c' is not in hosts; legal: a, b"),
         ("rank 0=+n2 slot=0", "ranks, line 1: '+n2' counts hosts of the hostfile, which has 2 hosts; legal is a "
          "host's name"),
+        (f"{'9' * 5000} a 0", f"ranks, line 1: '{'9' * 76}... places no rank; legal: 'rank 0=host slot=0' or '0 host "
+         "0', slot a device's number on its host"),
+        (f"rank 0=a slot={'9' * 5000}", f"ranks, line 1: slot '{'9' * 76}... is no number; legal is one, the device's "
+         "number on 'a', or socket:core"),
         ("", "ranks: places no rank; legal: 'rank 0=host slot=0' or '0 host 0', slot a device's number on its host"),
     ],
 )  # fmt: skip

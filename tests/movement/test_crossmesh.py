@@ -16,6 +16,7 @@ from shardplan.movement.batches.crossings import relabel, settled
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.choice import chain
+from shardplan.movement.redistribution.emit import retyping
 
 Pair = tuple[sp.TensorType, sp.TensorType]
 
@@ -147,7 +148,8 @@ def test_every_tile_is_a_way_to_the_destination(pair: Pair, nodes: bool) -> None
     s, t = pair
     found = tiles(s, t, sp.hardware.Fabric(sp.Topology.load("dgx-h100", nodes=16)) if nodes else None)
     for tile in found:
-        program = chain((Send(tile.type.layout, t.mesh), *tile.gathers), s)
+        ops = (Send(tile.type.layout, t.mesh), *tile.gathers)
+        program = chain((*ops, *retyping(chain(ops, s).output_types[0], t)), s)
         assert oracle.unsound(program, [t]) is None
         assert tile.type.local_bytes() <= t.local_bytes()
 

@@ -16,12 +16,10 @@ from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology
-from shardplan.movement.reductions.type_graph import digit_lines
-
-KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all"]
+from shardplan.movement.reductions.type_graph import COLLECTIVES, digit_lines
 
 
-@given(placed(), st.sampled_from(KINDS), st.data())
+@given(placed(), st.sampled_from(COLLECTIVES), st.data())
 @settings(max_examples=300, deadline=None)
 def test_prices_over_digits_equal_prices_over_devices(placement, kind, data):
     algorithm = data.draw(st.sampled_from(["auto", *library(placement.topology.library).algorithms()]))

@@ -166,7 +166,7 @@ def test_t7_t13_never_costlier_than_the_closed_form(pair: Pair) -> None:
     s, t = pair
     program, bound = closed_form(s, t), oracle.bound(s, t)
     assert sp.same(program.output_types[0], t)
-    assert oracle.unsound(program, [t]) is None
+    assert oracle.unsound(program, list(program.output_types)) is None
     assert all(x.local_bytes() <= bound for x in program.types.values())
     assert oracle.cost(plan_of(s, t).program, bound) <= oracle.cost(program, bound) * (1 + 1e-9)
     try:

@@ -15,6 +15,7 @@ import shardplan as sp
 import strategies as some
 from exhaustive import CutGraph, Graph
 from shardplan.core.accounting import account
+from shardplan.core.walk import walk
 from shardplan.movement.redistribute import plan_kept
 
 Pair = tuple[sp.TensorType, sp.TensorType]
@@ -181,9 +182,10 @@ def test_one_word_for_each_kept_source() -> None:
     assert alone[0] is not None and alone[1] is not None
     assert least[0] == alone[0] + s.local_bytes(), "one waits while the other takes the way of least"
     assert low == alone[1] + s.local_bytes() < least[1], "the other one moves first"
-    with pytest.raises(sp.LayoutError) as error:
-        plan_kept([s, s], [t, t], memory_limit=10**6, keep=(True,))
-    assert str(error.value) == "keep says something of 1 sources, but there are 2; give one for each"
+    for words in ((True,), (True, False, True)):
+        with pytest.raises(sp.LayoutError) as error:
+            plan_kept([s, s], [t, t], memory_limit=10**6, keep=words)
+        assert str(error.value) == f"keep says something of {len(words)} sources, but there are 2; give one for each"
 
 
 @settings(max_examples=100, deadline=None)
@@ -270,8 +272,11 @@ def test_a_device_never_holds_more_than_the_workspace(pair: Pair) -> None:
     s, t = pair
     plan = sp.redistribute(s, t)
     values = {"0": oracle.spread(oracle.content(s), s, np.random.default_rng(0))}
-    for step in plan.program.steps:
-        types = [plan.program.types[o] for o in step.operands]
+    for visit in walk(plan.program):
+        step, types = visit.step, visit.operands
+        if visit.relabels:  # other names for what is there
+            values[step.results[0]] = values[step.operands[0]]
+            continue
         (after,) = step.op.reference([values[step.operands[0]]], types)
         used = max(a.nbytes + b.nbytes for a, b in zip(values[step.operands[0]], after, strict=True))
         assert used + step.op.staging(*types) <= plan.certificate.workspace_bytes
@@ -313,6 +318,16 @@ def test_a_step_has_the_fewest_chunks_that_keep_the_limit(spare: int) -> None:
         return account(sp.Program(plan.program.inputs, [cut], plan.program.outputs)).workspace_bytes
 
     assert most_chunks(plan) == next(n for n in range(1, MANY + 1) if workspace(n) <= limit)
+
+
+def test_what_does_not_move_has_a_limit_too() -> None:
+    mesh = sp.Mesh(a=4)
+    text = "f32[64@a, 64]"
+    assert sp.redistribute(text, text, mesh=mesh, memory_limit=4096).certificate.workspace_bytes == 4096
+    for limit in (1, 4095):
+        with pytest.raises(sp.Infeasible) as error:
+            sp.redistribute(text, text, mesh=mesh, memory_limit=limit)
+        assert error.value.least_bytes == error.value.absolute_least_bytes == 4096
 
 
 def test_limits_are_positive() -> None:

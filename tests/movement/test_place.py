@@ -173,6 +173,15 @@ def test_a_program_says_its_traffic():
     assert [str(e) for e in program_traffic(program)[1]] == [
         "all_reduce over tensor: 65.5 kB", "all_gather over data: 65.5 kB",
     ]  # fmt: skip
+    twice = sp.Program.parse("""program
+  mesh data=4, tensor=4
+  input %0: f32[64@data, 1024]{+tensor}
+  input %1: f32[64@data, 1024]{+tensor}
+  %2 = all_reduce(%0; axes=(tensor)): f32[64@data, 1024]
+  %3 = all_reduce(%1; axes=(tensor)): f32[64@data, 1024]
+  output %2, %3
+""")
+    assert [str(e) for e in program_traffic(twice)[1]] == ["all_reduce over tensor: 65.5 kB x 2"]
     moved = sp.redistribute(
         sp.TensorType("f32", (64, 64), ("data", "tensor"), mesh),
         sp.TensorType("f32", (64, 64), ("tensor", "data"), mesh),
@@ -365,3 +374,13 @@ def test_of_equal_placements_the_more_local_comes_first():
     # 4 groups of two units: an all-reduce passes its payload twice.
     assert found[0].crossing_bytes == (0.0, 8e6, 8e6 + 8e7)
     assert list(found) == sorted(found, key=lambda row: row.crossing_bytes)
+
+
+def test_what_leaves_units_in_an_all_to_all_is_counted_pair_by_pair():
+    topology, mesh, nbytes = switches((2, 1e9), (2, 1e9), (2, 1e9)), sp.Mesh(a=4, b=2), 12e6
+    for row in sp.place(mesh, topology, {"a": [("all_to_all", nbytes, 3)]}):
+        ids = row.placement.device_mesh().reshape(4, 2)
+        for crossed, stride in zip(row.crossing_bytes, topology.strides, strict=True):
+            pairs = [(x, y) for group in ids.T.tolist() for x in group for y in group]
+            apart = sum(x // stride != y // stride for x, y in pairs)
+            assert crossed == pytest.approx(3 * nbytes / 4 * apart)

@@ -302,6 +302,18 @@ def test_of_equal_prices_the_simplest_program_is_taken() -> None:
     assert [step.op.name for step in plan.program.steps] == ["permute"]
 
 
+@pytest.mark.parametrize("apart", [2 * choice.TIE, 1e-6, 1e-3])
+def test_prices_decide_before_programs_are_asked_how_simple_they_are(apart: float) -> None:
+    """Of two that differ by more than the rounding of a sum the cheaper is taken, whichever comes first."""
+    source = sp.TensorType.parse("f32[4, 4]", sp.Mesh(a=2, b=2))
+    short = choice.chain([Slice(0, ("a",))], source)
+    long = choice.chain([Slice(0, ("a",)), Slice(1, ("b",))], source)
+    simple, dear = (choice.Chosen(p, choice.booked(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0)))
+    assert choice.cheaper(simple, dear) is choice.cheaper(dear, simple) is dear
+    equal = replace(simple, price=1 + choice.TIE / 2)
+    assert choice.cheaper(equal, dear) is choice.cheaper(dear, equal) is equal
+
+
 def test_the_best_of_all_placements_is_taken() -> None:
     """On a topology a default mesh may lie anyhow; the first placement has the gathered axis across nodes."""
     mesh, topology = sp.Mesh(a=2, b=4), sp.Topology.load("gcp-v100x8", nodes=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,12 @@ from movement import weights_more as more
 from movement.weights_cases import served_by_sglang
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive import LoaderTrial, derived
+from shardplan.movement.weights.derive.cuts import RankDim, fits
+from shardplan.movement.weights.derive.holes import RankHole, hole_of
+from shardplan.movement.weights.derive.sides import SeenTrials
 from shardplan.movement.weights.derive.wholes import AtomNames, atoms_of, digits_of
+from shardplan.movement.weights.form import StoredForm
+from shardplan.movement.weights.pieces import Scenery
 from shardplan.movement.weights.probe import probe
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, made
@@ -258,3 +264,53 @@ def test_trials_that_contradict_each_other_are_refused() -> None:
         LayoutError, match=r"layers\.1\S+q_proj\.weight\[0, 0\] of rank 0 is \S+\[31, 0\], and what is der"
     ):
         derived([third])
+
+
+def test_padding_to_a_degree_that_cuts_nothing_is_no_rule() -> None:
+    """70 rows to 72 on one rank and to 80 on two, each of which has all: no multiple of any number but of ranks."""
+    name = "model.embed_tokens.weight"
+
+    def padded(rows: int) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+        return lambda w: w | {name: np.concatenate([w[name], np.zeros((rows - len(w[name]), w[name].shape[1]))])}
+
+    runs = [changed(padded(72)), changed(padded(80), 2, tensor=2)]
+    with pytest.raises(
+        LayoutError, match=r"embed_tokens\.weight: dim 0, \(embed: v \| 0: pad\), is cut or padded by no"
+    ):
+        derived(runs)
+
+
+def test_names_fit_an_expression_where_every_rank_has_just_those() -> None:
+    def ranks(*values: set[int]) -> list[RankHole]:
+        axes = {"stage": len(values)}
+        return [RankHole(0, frozenset(v), Scenery({"l": 4}, axes, {}, {"stage": r})) for r, v in enumerate(values)]
+
+    assert hole_of("l", ranks({0, 1}, {2, 3}), ["stage"]) == "l@stage"
+    assert hole_of("l", ranks({0, 2}, {1, 3}), ["stage"]) == "l@stage.robin"
+    assert hole_of("l", ranks({0, 1, 2}, {2, 3}), ["stage"]) is None  # one of them has one more
+    assert hole_of("l", ranks({0, 1, 2, 3}, {0, 1, 2, 3}), []) == "l"
+
+
+def test_axes_along_which_ranks_differ_come_in_order_of_the_mesh() -> None:
+    """Of two trials on a mesh of x and y the first differs along y alone, the second along both."""
+
+    def trial(**sizes: int) -> Any:
+        every = [dict(zip(sizes, at, strict=True)) for at in np.ndindex(*sizes.values())]
+        own = SimpleNamespace(meshes=(), ranks=len(every), axes=lambda mesh: list(sizes), at=lambda r, mesh: every[r])
+        return SimpleNamespace(trial=own)
+
+    keys = [(0, r, (0, r % 2)) for r in range(4)] + [(1, r, (0, r)) for r in range(4)]
+    seen: Any = SimpleNamespace(every=[trial(x=2, y=2), trial(x=2, y=2)])
+    assert SeenTrials.differing(seen, keys[:4], "") == ["y"]
+    assert SeenTrials.differing(seen, keys, "") == ["x", "y"]
+
+
+def test_a_rank_without_elements_has_the_shape_of_its_cut() -> None:
+    (factors,) = StoredForm.parse("f@t.ceil").dims
+
+    def has(size: int, owner: int) -> RankDim:
+        return RankDim(size, None, Scenery({"f": 6}, {"t": 4}, {}, {"t": owner}), {}, {"q": 0})
+
+    assert fits(factors, [has(2, 0), has(2, 1), has(2, 2), has(0, 3)], "q", among=False)
+    for size, owner in ((1, 0), (3, 0), (0, 2), (1, 3)):
+        assert not fits(factors, [has(size, owner)], "q", among=False)

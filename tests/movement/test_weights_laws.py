@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from movement import weights_oracle as oracle
 from shardplan.errors import LayoutError
+from shardplan.movement.weights.drops import left_out
 from shardplan.movement.weights.form import StoredForm
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.table import WeightTable
@@ -144,6 +147,38 @@ def test_a_random_refit_is_what_the_oracle_says(problem: tuple[Weights, Weights]
             np.testing.assert_array_equal(after[rank][name], array, err_msg=f"{rank} {name}")
 
 
+@given(problems(), st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_what_a_target_does_not_take_is_what_the_oracle_does_not_find_there(
+    problem: tuple[Weights, Weights], data: st.DataObject
+) -> None:
+    """A target without some parameters, or some layers of them: values are distinct, so that what is absent is lost."""
+    source, target = problem
+    chosen = data.draw(st.lists(st.sampled_from(target.table.parameters), min_size=1, unique=True))
+    tensors = dict(target.table.tensors)
+    if data.draw(st.booleans()) and all("{l}" in p.name for p in chosen if "l" in str(p.form) or "{l}" in p.name):
+        tensors |= {
+            n: "l[1:]" + text.removeprefix("l").removeprefix("[lo:]") for n, text in tensors.items() if n != "embed"
+        }
+    table = replace(target.table, parameters=tuple(chosen), tensors=tuple(tensors.items()))
+    try:
+        other = made(table, dict(target.config), dict(target.given), target.devices, "f32")
+    except LayoutError as error:
+        assume("has a range and stands in memory" not in str(error))
+        raise
+    values = oracle.logical(source)
+    before = {v for named in oracle.filled(source, values).values() for a in named.values() for v in a.reshape(-1) if v}
+    there = {v for named in oracle.filled(other, values).values() for a in named.values() for v in a.reshape(-1) if v}
+    lost = before - there
+    want = [t for t, own in values.items() if lost & set(own.tolist())]
+    found = left_out(source, other)
+    assert [f.tensor for f in found] == want
+    for f in found:
+        sizes = source.tensors[f.tensor].sizes
+        first = [v in lost for v in values[f.tensor].tolist()].index(True)
+        assert f.element == tuple(int(i) for i in np.unravel_index(first, sizes))
+
+
 @given(problems())
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_regions_one_by_one_say_every_element(problem: tuple[Weights, Weights]) -> None:
@@ -164,3 +199,41 @@ def test_regions_one_by_one_say_every_element(problem: tuple[Weights, Weights]) 
                 here[start] = there[r.source_offset + np.dot(at, r.source_strides)]
         for name, array in own.items():
             np.testing.assert_array_equal(array, after[rank][name].reshape(-1), err_msg=f"{rank} {name}")
+
+
+@given(problems(), st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_a_copy_that_differs_is_seen_and_nothing_else_is(problem: tuple[Weights, Weights], data: st.DataObject) -> None:
+    """Values are distinct, so that the places of a value are the copies of an element."""
+    source, target = problem
+    values = oracle.logical(source)
+    before = oracle.filled(source, values)
+    flat = {(r, n): a.reshape(-1) for r, named in before.items() for n, a in named.items()}
+    places: dict[float, list[tuple[int, str, int]]] = {}
+    for (rank, name), array in flat.items():
+        for k in np.flatnonzero(array).tolist():
+            places.setdefault(float(array[k]), []).append((rank, name, k))
+    plan = refit(source, target)
+    plan.apply(before)
+    held = sum(len(at) - 1 for at in places.values())
+    assert sum(int(m.elements.sum()) for m in plan.replicas.moves) == held
+    several = {v: at for v, at in places.items() if len(at) > 1}
+    for value, at in (
+        (v, data.draw(st.sampled_from(a))) for v, a in several.items() if data.draw(st.integers(0, 40)) == 0
+    ):
+        rank, name, k = at
+        flat[rank, name][k] = -value
+        with pytest.raises(LayoutError) as caught:
+            plan.apply(before)
+        said = str(caught.value)
+        assert f" is {-value}" in said and f" is {value}" in said
+        shape = before[rank][name].shape
+        assert f"{name}{[int(i) for i in np.unravel_index(k, shape)]} of rank {rank} is {-value}" in said, said
+        plan.apply(before, compare_replicas=False)
+        flat[rank, name][k] = value
+    for value, at in places.items():
+        if len(at) == 1:
+            rank, name, k = at[0]
+            flat[rank, name][k] = -value
+            plan.apply(before)
+            break

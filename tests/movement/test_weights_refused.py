@@ -66,6 +66,15 @@ def test_owners_of_two_dtypes_are_refused() -> None:
     assert 'element [0, 0, 0] is in {l}.q = "q = n, e" as f32 and in {l}.q.master' in text
 
 
+def test_owners_less_another_constant_are_refused() -> None:
+    parameters = [{"name": "{l}.q", "is": "q = n, e"}, {"name": "{l}.less", "is": "q = n, e", "plus": 1}]
+    text = refused(side({}, {"parameters": parameters}), side({"{l}.q": "q = n, e"}))
+    assert text == (
+        'q has owners that may differ in the source: element [0, 0, 0] is in {l}.q = "q = n, e" as f32 and in {l}.less '
+        '= "q = n, e" as f32 less 1; legal is one dtype and one constant'
+    )
+
+
 def test_tensors_that_only_the_target_ties_are_refused() -> None:
     source = sp.Weights.load("hf-llama", LLAMA)
     target = sp.Weights.load("vllm-llama", LLAMA | {"tie_word_embeddings": True})
@@ -98,6 +107,24 @@ def test_an_axis_that_cuts_two_dims_is_refused() -> None:
         side({"{l}.q": "q = n@t, e@t"}, t=3)
 
 
+@pytest.mark.parametrize("step", ["0", "l - 2"])
+def test_a_range_that_stands_still_is_refused(step: str) -> None:
+    family = {"tensors": {"q": f"l[0:2:{step}], n, e"}}
+    with pytest.raises(LayoutError) as caught:
+        side({"{l}.q": "q = n, e"}, {"of": family})
+    assert str(caught.value) == f"q: l[0:2:{step}] goes on by 0; legal is a step of at least 1"
+
+
+@pytest.mark.parametrize("place", [2, -1])
+def test_a_place_beyond_an_axis_is_refused(place: int) -> None:
+    entry = {"name": "{l}.q", "is": "q = n, e", "on": {"t": place}}
+    with pytest.raises(LayoutError) as caught:
+        side({}, {"parameters": [entry]}, t=2)
+    assert str(caught.value) == (f'{{l}}.q = "q = n, e": on t = {place} of 2; legal are 0 to 1, first and last')
+    held = side({}, {"parameters": [entry | {"on": {"t": 1}}]}, t=2)
+    assert [held.names(rank) for rank in (0, 1)] == [[], ["0.q", "1.q"]]
+
+
 LATENT: dict[str, Any] = {
     "hidden_size": 512, "num_attention_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 4, "moe_intermediate_size": 2048,
@@ -114,6 +141,17 @@ def test_a_cut_inside_a_block_is_refused_with_the_nearest_degree() -> None:
     assert "has scales of 0:256, in blocks of 128" in text
     assert text.endswith("legal is tensor = 8, the nearest that cuts between blocks")
     sp.refit(source, sp.Weights.load("vllm-deepseek-v3-fp8", LATENT, tensor=8))
+
+
+def test_the_nearest_degree_is_that_of_the_axis_that_is_nearest() -> None:
+    """Of 6 blocks 12 devices have half of one each; a = 3 is three away, and b = 1 is one."""
+    scaled = {"tensors": {"q": "n, e", "s": "m, f"}, "scales": {"s": {"of": "q", "block": ["4", "3"]}}}
+    sizes = {"n": "24", "e": "3", "m": "6", "f": "1"}
+    more_given = {"of": scaled, "atoms": sizes, "holes": {}}
+    cut = side({"q": "q = n@a*b, e", "s": "s = m@a*b~, f"}, more_given, a=6, b=2)
+    assert refused(side({"q": "q = n, e", "s": "s = m, f"}, more_given), cut).endswith(
+        "legal is b = 1, the nearest that cuts between blocks"
+    )
 
 
 def test_the_last_block_of_a_latent_may_be_partial() -> None:
@@ -166,6 +204,24 @@ def test_optimizer_state_moves_as_its_parameters_do() -> None:
         optimizer_state(a, "exp_avg", form="flat")
 
 
-def test_what_nothing_takes_is_listed() -> None:
-    both = side({"{l}.q": "q = n, e", "{l}.k": "k = n, e"})
-    assert sp.refit(both, side({"{l}.q": "q = n, e"})).unused == ("k",)
+def test_copies_under_two_names_and_twice_on_one_device_are_compared() -> None:
+    """A tied tensor in two stored parameters, and a map that gives a device an index twice."""
+    two = side({"{l}.q": "q = n, e", "{l}.again": "q = e, n"})
+    array = np.arange(1, 37, dtype=np.float32).reshape(12, 3)
+    held = {f"{k}.{name}": (a + 100 * k).copy() for k in range(2) for name, a in (("q", array), ("again", array.T))}
+    sp.refit(two, side({"{l}.q": "q = n, e"}, first=1)).apply({0: held})
+    held["1.again"][2, 4] = 9
+    with pytest.raises(LayoutError) as caught:
+        sp.refit(two, side({"{l}.q": "q = n, e"}, first=1)).apply({0: held})
+    assert str(caught.value) == (
+        "copies of q differ in the source: 1.again[2, 4] of rank 0 is 9.0, and 1.q[4, 2] of rank 0 is 115.0; legal are "
+        "equal copies"
+    )
+    rows = [[0, 1, 2, 3, 4, 5, 0], [6, 7, 8, 9, 10, 11, 11]]
+    twice = side({"{l}.q": "q = n@t.rows, e"}, t=2, rows=rows)
+    shards = {r: {f"{k}.q": array[rows[r]] + 100 * k for k in range(2)} for r in range(2)}
+    plan = sp.refit(twice, side({"{l}.q": "q = n, e"}, first=2))
+    assert np.array_equal(plan.apply(shards)[2]["1.q"], array + 100)
+    shards[1]["0.q"][6, 1] = -1
+    with pytest.raises(LayoutError, match=r"0.q\[6, 1\] of rank 1 is -1.0, and 0.q\[5, 1\] of rank 1 is 35.0; legal"):
+        plan.apply(shards)

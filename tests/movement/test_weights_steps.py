@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardplan as sp
 from shardplan.errors import LayoutError
+from shardplan.movement.weights.contents import joined
 from shardplan.movement.weights.logical import logical_dims
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, made
@@ -48,7 +51,9 @@ def test_every_element_of_a_step_arrives() -> None:
 def test_a_layer_between_has_no_owner() -> None:
     with pytest.raises(LayoutError, match=r"element \[0, 0\] of q \(l, n\) has no owner in the source"):
         sp.refit(side("l[1::2], n"), side("l, n", first=1))
-    assert sp.refit(side("l, n"), side("l[1::2], n", first=1)).received_bytes == (0, 36)
+    with pytest.raises(LayoutError, match=r"does not take: q \({l}.q, from element \[0, 0\] on\); legal is"):
+        sp.refit(side("l, n"), side("l[1::2], n", first=1))
+    assert sp.refit(side("l, n"), side("l[1::2], n", first=1), drop="q").received_bytes == (0, 36)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,12 @@ def test_a_layer_between_has_no_owner() -> None:
 def test_a_step_that_is_none_is_refused(text: str, message: str) -> None:
     with pytest.raises((LayoutError, sp.errors.ParseError), match=message):
         side(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=6))
+def test_joined_intervals_are_the_fewest_with_the_same_indices(pairs: list[tuple[int, int]]) -> None:
+    start = np.array([a for a, _ in pairs], dtype=np.int64)
+    low, high = joined(start, start + np.array([n for _, n in pairs], dtype=np.int64))
+    held = {i for a, n in pairs for i in range(a, a + n)}
+    assert [i for a, b in zip(low, high, strict=True) for i in range(a, b)] == sorted(held)
+    assert len(low) == sum(i - 1 not in held for i in held)

@@ -1,4 +1,4 @@
-"""Who finds a fault in a refit: coverage, binding, the handle, probe or diff; and whether it did any harm at all.
+"""Who finds a fault in a refit: coverage, binding, copies, the handle, probe or diff; and whether it did harm at all.
 
 Harm is decided without shardplan's proofs: what the refit gives is compared with what the slow converters, which are
 written after the frameworks' own code, hold on the target's ranks.
@@ -26,7 +26,7 @@ from shardplan.movement.weights.weights import Weights
 from .weights_cases import TABLES, checkpoint, made
 
 Held = dict[int, dict[str, np.ndarray]]
-FINDERS = ("proof", "binding", "handle", "probe", "diff")
+FINDERS = ("proof", "binding", "replicas", "handle", "probe", "diff")
 
 
 @dataclass
@@ -122,12 +122,16 @@ def judged(s: Session, fault: Fault) -> Verdict:
             sides[0].check(source.get(rank, {}), rank)
         for rank in sides[1].devices:
             sides[1].check(s.held[1].get(rank, {}), rank)
-        after, refused = plan.apply(source), None
+        after, refused = plan.apply(source, compare_replicas=False), None
         if fault.run is not None:
             after, refused = fault.run(plan, source)
     except WeightsMismatch as error:
         return Verdict(True, "binding", line(error), ["binding"])
     found: dict[str, str] = {}
+    try:
+        plan.apply(source)
+    except LayoutError as error:
+        found["replicas"] = line(error)
     if refused is not None:
         found["handle"] = line(refused)
     for k in (0, 1):

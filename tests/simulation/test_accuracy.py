@@ -122,13 +122,13 @@ def test_metrics_by_hand() -> None:
 def test_a_fit_recovers_what_rows_were_made_with() -> None:
     """Seconds of other parameters, with a spread of 2 %: within three of the deviations that the fit states."""
     mine = [row for row in rows() if row.table.startswith("vtrain")]
-    true = Parameters(product=0.6, stream=0.5, launch=4e-5, collective=1e-4, network=0.5)
+    true = Parameters(product=0.6, stream=0.5, launch=4e-5, network=0.5)
     seconds = Bench(mine).seconds(true) * np.exp(np.random.default_rng(3).normal(0, 0.02, len(mine)))
     made = [
         msgspec.structs.replace(row, measured=msgspec.structs.replace(row.measured, seconds_per_step=float(s)))
         for row, s in zip(mine, seconds, strict=True)
     ]
-    free = ("product", "stream", "launch", "collective")
+    free = ("product", "stream", "launch")
     found = fit_steps(made, free, dataclasses.replace(Parameters(), network=0.5))
     wide = np.sqrt(np.diag(found.machine.covariance))
     for name, deviation in zip(free, wide, strict=True):
@@ -147,6 +147,24 @@ def test_groups_are_held_out_whole() -> None:
         found.setdefault(row.group, set()).add(held_out(row, 1, 2))
     assert all(len(said) == 1 for said in found.values())
     assert {*itertools.chain(*found.values())} == {True, False}
+
+
+def test_what_does_nothing_in_a_row_is_left_out_and_named() -> None:
+    """And the prediction is that of a row which does not say it; what does something stays."""
+    row = next(row for row in rows() if row.table == "vtrain_single" and row.strategy.data == 1 < row.strategy.tensor)
+    fields: dict[str, Any] = {"data": 1, "tensor": 1, "pipeline": 1, "global_batch": 8, "microbatch": 1}
+    cluster = {"devices": 1, "devices_per_node": 1}
+
+    def told(**more: Any) -> StepRow:
+        raw = json.loads(changed(row, "strategy", **fields, **more))
+        return msgspec.json.decode(json.dumps(raw | {"cluster": raw["cluster"] | cluster}), type=StepRow)
+
+    idle = {"sequence_parallel": True, "zero": 1, "expert": 4, "tensor_overlap": True}
+    plain = {"sequence_parallel": False, "zero": 0, "expert": 1, "tensor_overlap": False}
+    (with_them, without), skipped = forecast([told(**idle), told(**plain)])
+    assert not skipped
+    assert with_them.dropped == idle and without.dropped == {}
+    assert with_them == dataclasses.replace(without, dropped=idle)
 
 
 def test_an_interval_is_wider_where_a_parameter_is_open() -> None:
@@ -169,8 +187,29 @@ def test_a_file_of_parameters_parses_back() -> None:
     again = parse_fit(text)
     assert again.parameters == shipped.parameters and again.names == shipped.names
     assert np.allclose(again.covariance, shipped.covariance, rtol=1e-3)
-    with pytest.raises(ShardplanError, match="a covariance of"):
-        parse_fit('[parameters]\n[fit]\nnames = ["product"]\ncovariance = []\n')
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        ("fit = 1", "parameters: fit is 1; legal is a table"),
+        ("[fit]\nnames = 3", "parameters: fit.names is 3; legal are some of product, "),
+        (
+            '[fit]\nnames = ["product"]\ncovariance = []',
+            "parameters: fit.covariance has 0 rows; legal are 1, one a name",
+        ),
+        (
+            '[fit]\nnames = ["product"]\ncovariance = [[1.0, 2.0]]',
+            "parameters: fit.covariance is [[1.0, 2.0]]; legal are",
+        ),
+        ('[fit]\nnames = ["product"]\ncovariance = [["x"]]', "parameters: fit.covariance has 'x'; legal are finite"),
+        ('[fit]\nnames = ["product"]\ncovariance = [[nan]]', "parameters: fit.covariance has nan; legal are finite"),
+    ],
+)
+def test_fits_that_are_refused(fit: str, message: str) -> None:
+    with pytest.raises(ShardplanError) as error:
+        parse_fit(f"parameters = {{}}\n{fit}\n")
+    assert str(error.value).startswith(message)
 
 
 def test_the_commands() -> None:

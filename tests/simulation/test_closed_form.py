@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from shardplan import LayoutError, Model, Strategy, Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
-from shardplan.simulation.closed.links import LevelRates
 from shardplan.simulation.closed.machines import of_machine, parse_fit, shipped
 from shardplan.simulation.closed.memory import saved
 from shardplan.simulation.closed.parameters import Parameters
@@ -96,25 +94,6 @@ def test_chunks_have_all_layers_once() -> None:
     assert layers_of((78,), 12)[0].tolist() == [7.0] * 11 + [1.0]  # as DeepSpeed cut them, arXiv 2211.05100
 
 
-def test_rings_take_the_seconds_of_their_slowest_level() -> None:
-    p = Parameters(collective=0.0, network=1.0)
-    rates = LevelRates.of(BOX, p)
-    port = BOX.levels[1].delivered
-    node = BOX.levels[0].delivered * BOX.levels[0].uplinks
-    one = np.array([1.0])
-    inside = rates.seconds(False, True, [(8 * one, one)], 8e9 * one, p)[0]
-    assert inside == pytest.approx(7e9 / port)
-    assert rates.seconds(True, True, [(8 * one, one)], 8e9 * one, p)[0] == pytest.approx(2 * inside)
-    # Four nodes: into each comes what its eight devices do not have, once.
-    across = rates.seconds(False, True, [(32 * one, one)], 32e9 * one, p)[0]
-    assert across == pytest.approx(24e9 / node)
-    # Of groups of one device a node every device has its own, and eight share the node's ports.
-    apart = rates.seconds(False, True, [(4 * one, 8 * one)], 4e9 * one, p)[0]
-    assert apart == pytest.approx(3e9 * 8 / node)
-    assert rates.seconds(False, False, [(32 * one, one)], 32e9 * one, p)[0] == pytest.approx(8e9 * 0.75 / node)
-    assert rates.seconds(True, True, [(one, one)], 1e9 * one, Parameters())[0] == 0
-
-
 def test_what_no_column_has_is_refused() -> None:
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"pipeline": 2, "cuts": (1,), "global_batch": 2}, r"cuts=\(1,\); legal is None"),
@@ -161,5 +140,5 @@ def test_activations_are_those_of_the_paper(name: str, said: dict[str, Any], wan
 
 
 def test_codes_stand_for_what_strategies_say() -> None:
-    assert CODES["recompute"] == ("none", "full", "selective")
+    assert CODES["recompute"] == ("none", "full", "selective", "selective_op")
     assert Strategy().attention in CODES["attention"] and Strategy().precision in CODES["precision"]

@@ -29,7 +29,7 @@ def small(memory: float) -> Topology:
 
 
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
-@pytest.mark.parametrize("more", [{}, {"zero": 1, "expert": 2}, {"fsdp": True, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"zero": 1, "schedule": "gpipe"}, {"fsdp": True, "recompute": "full"}], ids=str)
 def test_what_is_held_sums_to_the_peak(model: Model, more: dict[str, Any]) -> None:
     found = fit(model, replace(ASKED, **more), BOX)
     assert sum(nbytes for _, nbytes in found.held) == pytest.approx(found.peak_bytes, rel=1e-12)
@@ -63,7 +63,7 @@ def test_the_changes_are_what_looking_at_all_finds(model: Model) -> None:
             if b <= memory and choices(ASKED, one) == count
         ]
         told = [(one.seconds, one.peak_bytes) for one in found.changes if one.choices == count]
-        assert told == sorted(mine)[:2]
+        assert np.array(told) == pytest.approx(np.array(sorted(mine)[:2]), rel=1e-5)  # certified, and the closed form's
     for one in found.changes:
         again = parse_strategy(strategy_text(one.strategy), global_batch=16)
         assert again == one.strategy
@@ -126,7 +126,8 @@ def test_the_command() -> None:
     assert found.exit_code == 0, found.output
     assert "fits: " in found.stdout and "optimizer state" in found.stdout
     said = json.loads(run.invoke(app, [*arguments, *asked, "--json"]).stdout)
-    assert {"strategy", "fits", "seconds", "peak_bytes", "memory", "rank", "held", "changes"} == said.keys()
+    keys = {"strategy", "fits", "seconds", "peak_bytes", "memory", "rank", "held", "changes", "uncertified"}
+    assert keys == said.keys()
     refused = run.invoke(app, [*arguments, *asked, "--no-prune"])
     assert refused.exit_code != 0
     assert np.isclose(sum(one["bytes"] for one in said["held"]), said["peak_bytes"])

@@ -14,6 +14,9 @@ from shardplan import Model, Strategy, Topology, partition
 from shardplan.core.accounting import account
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
+from shardplan.hardware.prices.cost import price
+from shardplan.hardware.prices.fabric import Fabric
+from shardplan.simulation.closed.collectives import with_network
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm
 from shardplan.simulation.closed.numbers import LocalSizes
@@ -58,7 +61,7 @@ def both(family: str, said: dict[str, Any], prompt: bool) -> tuple[Job, ClosedFo
     strategy = Strategy(**said)
     assert strategy.microbatches == 1
     c = Configurations.of([strategy])
-    form = ClosedForm(model, BOX, Parameters(launch=0.0), bounded=True, captured=not prompt)
+    form = ClosedForm(model, BOX, Parameters(launch=0.0), captured=not prompt)
     return partition(model, strategy), form, c if prompt else whole_sequences(c)
 
 
@@ -150,7 +153,7 @@ def test_what_is_at_work_is_near_what_the_program_makes(said: dict[str, Any]) ->
     model = forward_model(Model.load("llama", **{**SIZES, "layers": 2, "hidden": 32}), 1024, 1024)
     strategy = Strategy(**said)
     (program,) = partition(model, strategy).programs.values()
-    form, c = ClosedForm(model, BOX, Parameters(), bounded=True), Configurations.of([strategy])
+    form, c = ClosedForm(model, BOX, Parameters()), Configurations.of([strategy])
     held = forward_bytes(form, c, 1024, strategy.microbatch)
     want = account(program).workspace_bytes - held.parameters.max() - held.caches.max()
     assert max(held.work.max(), held.behind.max()) == pytest.approx(want, rel=0.25)
@@ -166,28 +169,21 @@ PRICES = Parameters(launch=0.0, product=0.7, stream=0.6, attention=0.3, half=50.
     ids=str,
 )  # fmt: skip
 def test_a_token_costs_what_the_ops_of_its_job_do(family: str, said: dict[str, Any]) -> None:
-    """Every op priced alone, by a roofline and the hops of a ring: no reading, no factors, no extents."""
+    """Every op priced alone, by a roofline and by its own devices' collective: no reading, no factors, no extents."""
     if said.get("tensor") == 16:
         model = Model.load("gpt", positions=64, **{**SIZES, "heads": 16})
     else:
         model = MODELS[family]
     step = forward_model(model, 1, CACHE)
     job = partition(step, Strategy(**said))
-    form = ClosedForm(step, BOX, PRICES, bounded=True, captured=True)
+    form = ClosedForm(step, BOX, PRICES, captured=True)
     c = Configurations.of([Strategy(**said)])
-    device, (nodes, gpus) = BOX.device, BOX.levels
+    device, fabric = BOX.device, Fabric(with_network(BOX, PRICES), launch=0.0)
     seconds = 0.0
     for n, one, types in program_leaves(job.programs[0, "F"]):
         op = computing(one)
         if op is None:
-            many = types[0].mesh.size
-            inside = min(many, gpus.size)
-            moved = types[0].local_bytes()
-            hops = 2 * ((inside - 1) * gpus.latency + (many // inside - 1) * nodes.latency)
-            rings = [(1 - 1 / inside) * moved / gpus.delivered]
-            if many > inside:
-                rings.append((1 - inside / many) * moved / (nodes.delivered * nodes.uplinks * PRICES.network))
-            seconds += n * (2 * max(rings) + hops)
+            seconds += n * price(one.pattern(*types), fabric).seconds
         elif not op.view:
             streamed = op.touched(*types) / (device.memory_bandwidth * PRICES.stream)
             busy = 0.0

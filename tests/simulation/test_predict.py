@@ -17,7 +17,6 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
-from shardplan.plans.nominal import BANDWIDTH, LATENCY, nominal_seconds
 from shardplan.plans.pricing import Where, fabric_of, priced, step_prices
 from shardplan.simulation.predict import predict, step_names
 from shardplan.simulation.timeline import Timeline, TimelineError
@@ -64,14 +63,9 @@ def held(line: Timeline, device: int, at: float) -> int:
 @given(programs())
 def test_the_makespan_is_the_price(drawn: tuple[Program, Where | None]) -> None:
     program, where = drawn
-    line, books = predict(program, where), account(program)
-    if where is None:
-        costs = [n * LATENCY + b / BANDWIDTH for n, b in zip(books.latencies, books.step_moved, strict=True)]
-        assert line.seconds == nominal_seconds(program, books)
-    else:
-        fabric = fabric_of(where, program.meshes)
-        costs = [p.seconds for p in step_prices(program, fabric)]
-        assert line.seconds == priced(program, fabric).seconds
+    line, fabric = predict(program, where), fabric_of(where, program.meshes)
+    costs = [p.seconds for p in step_prices(program, fabric)]
+    assert line.seconds == priced(program, fabric).seconds
     for k, seconds in enumerate(costs):
         assert all(math.isclose(i.seconds, seconds, abs_tol=1e-15) for i in line.intervals if i.step == k)
     if len(program.inputs) == 1:

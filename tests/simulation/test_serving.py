@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import shardplan as sp
 from shardplan import Infeasible, LayoutError, Model, ParseError, Requests, ShardplanError, Strategy, Topology
 from shardplan.cli import app
+from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import Configurations
-from shardplan.simulation.closed.links import LevelRates
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.answered import serving_strategy
@@ -144,22 +144,17 @@ def test_caches_lie_over_heads_and_stages_and_replicas() -> None:
     assert [one / other for other in rest] == [2, 2, 4, 1]  # no more parts than heads of keys; context has all
 
 
-def test_collectives_of_a_captured_step_start_as_links_do() -> None:
-    two = Topology.load("dgx-a100-80g", nodes=2)
-    nodes, gpus = two.levels
-    rates = LevelRates.of(two, Parameters(collective=1.0), captured=True)
-
-    def start(summed: bool, whole: bool, size: int, stride: int) -> float:
-        return rates.seconds(summed, whole, [(np.array([size]), np.array([stride]))], np.zeros(1), Parameters()).item()
-
-    for times, kind in ((2, (True, True)), (1, (True, False)), (1, (False, True))):
-        assert start(*kind, 8, 1) == pytest.approx(times * 7 * gpus.latency)
-        assert start(*kind, 16, 1) == pytest.approx(times * (7 * gpus.latency + nodes.latency))
-        assert start(*kind, 2, 8) == pytest.approx(times * nodes.latency)
-        assert start(*kind, 4, 4) == pytest.approx(times * (gpus.latency + nodes.latency))
-        assert start(*kind, 1, 1) == 0
-    message = rates.message(np.array([1, 8]), np.zeros(2), Parameters(collective=1.0))
-    assert message == pytest.approx([gpus.latency, nodes.latency])
+def test_no_host_starts_the_collectives_of_a_captured_step() -> None:
+    slow = Topology.load("dgx-a100-80g", nodes=2)
+    slow = replace(slow, device=replace(slow.device, launch=1.0))
+    group, size = [(np.array([2, 8, 16]), np.array([8, 1, 1]))], np.ones(3)
+    plain, captured = (CollectivePrices.of(slow, Parameters(), c) for c in (False, True))
+    for summed, whole in itertools.product((True, False), (True, False)):
+        apart = [prices.lines(summed, whole, group).seconds(size) for prices in (plain, captured)]
+        assert apart[0] - apart[1] == pytest.approx([1.0, 1.0, 1.0])
+    distance = np.array([1, 8])
+    apart = [prices.message_lines(distance, 2).seconds(np.ones(2)) for prices in (plain, captured)]
+    assert apart[0] - apart[1] == pytest.approx([1.0, 1.0])
 
 
 # The search

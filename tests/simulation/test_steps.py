@@ -1,11 +1,13 @@
 """A model's step at three fidelities: where they agree, and what they refuse."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import shardplan as sp
 from shardplan import Model, ShardplanError, Strategy, Topology
+from shardplan.hardware.level import KernelShares
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.steps import delivered, simulate_step
 
@@ -46,15 +48,16 @@ def test_ops_are_no_other_size() -> None:
     """The same flops and bytes on what the machine delivers, without the shapes of products: of one order."""
     one = Strategy(data=2, tensor=4)
     model = Model.load("gpt", layers=4, hidden=2048, heads=16, seq=1024, vocab=8192, precision="bf16")
-    p = Parameters(launch=1e-9, collective=1e-9, half=1.0)
+    p = Parameters(launch=1e-9, half=1.0)
     ops = sp.simulate(model, one, BOX, "ops", p).seconds
     assert ops == pytest.approx(sp.simulate(model, one, BOX, "closed", p).seconds, rel=0.5)
 
 
 def test_a_machine_delivers_parts() -> None:
-    half = delivered(BOX, Parameters(product=0.5, stream=0.25, network=0.5))
-    assert half.device.peak("bf16") == BOX.device.peak("bf16") / 2
-    assert half.device.memory_bandwidth == BOX.device.memory_bandwidth / 4
+    half = delivered(BOX, Parameters(product=0.5, stream=0.25, network=0.5, attention=0.2, half=32))
+    assert replace(half.device, kernels=KernelShares()) == BOX.device
+    assert half.device.kernels == KernelShares(product=0.5, attention=0.2 * 1.6, stream=0.25, half=32)
+    assert Topology.parse(str(half)) == half
     assert half.levels[0].delivered == BOX.levels[0].delivered / 2 and half.levels[1] == BOX.levels[1]
 
 

@@ -221,3 +221,22 @@ def test_what_a_missing_file_says(tmp_path: Path) -> None:
     with pytest.raises(sp.ParseError) as error:
         load_timelines(tmp_path / "none.json")
     assert str(error.value) == f"cannot read the trace file {tmp_path / 'none.json'}: No such file or directory"
+
+
+def test_a_cause_that_is_no_place_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    one, two = (Interval(0, "comm", start, start + 1.0, "x", "x") for start in (0.0, 1.0))
+    save_traces(path, [Timeline((one, replace(two, causes=(0,))))])
+    text = path.read_text()
+    for cause in ("1e300", "0.5", "true"):
+        path.write_text(text.replace('"causes":[0]', f'"causes":[{cause}]'))
+        with pytest.raises(
+            sp.ParseError, match=r"trace\.json is not a trace file of timelines: the cause \S+ of an interv"
+        ):
+            load_timelines(path)
+    path.write_text(text.replace('"timelines":[{', '"timelines":[],"x":[{'))
+    with pytest.raises(sp.ParseError, match=r"it has 6 events and no timelines; legal is one at least$"):
+        load_timelines(path)
+    path.write_text('{"x":' * 100_000)
+    with pytest.raises(sp.ParseError, match=r"is not a trace file of timelines: its values are nested too deep$"):
+        load_timelines(path)

@@ -60,6 +60,10 @@ def test_what_is_in_flight_on_a_stage(name: str) -> None:
         mine = [n for n, owner in zip(flights, found.owners, strict=True) if owner == rank]
         most = in_flight(found)[rank]
         assert max(mine) <= most <= sum(mine)
+    for stage, most in enumerate(flights):  # each of its microbatches is there from its F to the end of its B or W
+        row = [a for action in found.ranks[found.owners[stage]] if action for a in action.leaves if a.stage == stage]
+        ends = [row[: k + 1] for k in range(len(row))]
+        assert most == max(sum(a.kind == "F" for a in done) - sum(a.kind in "BW" for a in done) for done in ends)
 
 
 def flops(job: Job) -> list[float]:

@@ -56,7 +56,7 @@ ALONE: dict[str, dict[str, Any]] = {
 THREE: dict[str, dict[str, Any]] = {
     "tensor, data, pipeline": {"tensor": 2, "data": 2, "pipeline": 2, "global_batch": 4},
     "sequence, data, zero 1": {"tensor": 2, "data": 3, "sequence_parallel": True, "zero": 1, "global_batch": 6},
-    "context, data, fsdp": {"context": 2, "data": 2, "fsdp": True, "tensor": 2},
+    "context, data, fsdp": {"context": 2, "data": 2, "fsdp": True, "tensor": 2, "context_kind": "gather"},
     "pipeline, zero 2, recompute": {"pipeline": 3, "data": 2, "zero": 2, "recompute": "full", "global_batch": 4},
     "pipeline, sequence, fsdp": {
         "pipeline": 2,
@@ -130,7 +130,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"context": 4, "context_kind": "ring", "tensor": 2, "sequence_parallel": True}),
     ("gpt", {"context": 2, "context_kind": "zigzag", "pipeline": 2, "data": 2, "zero": 2, "global_batch": 4}),
     ("moe", {"context": 2, "context_kind": "ring", "data": 2, "expert": 2}),
-    ("gpt", {"tensor": 2, "data": 2, "zero": 1, "global_batch": 4}),
+    ("gpt", {"tensor": 2, "data": 2, "zero": 2, "global_batch": 4}),
     ("gpt", {"pipeline": 3, "tensor": 4, "sequence_parallel": True, "global_batch": 4}),
     ("gpt", {"pipeline": 2, "data": 2, "zero": 2, "global_batch": 4}),
     ("moe", {"data": 2, "expert": 2}),
@@ -278,9 +278,7 @@ def test_a_cache_of_several_microbatches_is_refused() -> None:
         ("llama", {"training": False}, "zigzag",
          "context_kind='zigzag' of a forward pass, whose results are in order; legal is ring"),
         ("moe", {}, "zigzag", "Model.load: a moe of zigzag=2; legal is 1"),
-        ("mlp", {}, "ring",
-         "context_kind='ring': no op of the model goes round; legal are models with attention of a whole sequence to "
-         "itself, and no cache; for others ulysses and gather"),
+        ("mlp", {}, "ring", "strategy: context=2 of mlp: it has no positions; legal is 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_go_round_is_said_in_a_line(name: str, fields: dict[str, Any], kind: Any, text: str) -> None:
@@ -403,7 +401,8 @@ def test_tables_are_text_that_partition_takes() -> None:
     found, strategy = model("llama"), Strategy(data=2, tensor=2, zero=1)
     said = strategy.layouts(found)
     assert Layouts.parse(str(said)) == said
-    edited = str(said).replace("held\n", "held\n  layers.gate, layers.up, layers.down: whole\n")
+    edited = str(said).replace("layers.gate, layers.up, layers.down: ffn@tensor", "layers.gate, layers.up: whole")
+    assert edited != str(said)
     assert str(partition(found, strategy).state["layers.down"]) == "f64[3, 20@tensor, 12]"
     assert str(partition(found, strategy, layouts=edited).state["layers.down"]) == "f64[3, 20, 12]"
     assert wrong(found, strategy, steps=1, layouts=edited) == []
@@ -432,6 +431,11 @@ def test_stages_that_are_alike_share_a_program_and_size_hangs_on_no_count() -> N
         job = partition(model("llama", layers=layers), Strategy(pipeline=4, data=devices, global_batch=4 * devices))
         assert len({job.programs.which[s, "F"] for s in range(job.stages)}) <= 3
         sizes.add(sum(len(p.steps) for p in job.programs.shared))
+        for (stage, kind), number in job.programs.which.items():
+            for _ in range(2):  # it is remembered
+                own = job.programs[stage, kind]
+                assert {*own.meshes} == {job.programs.meshes[stage]}
+                assert [step.op.name for step in own.steps] == [s.op.name for s in job.programs.shared[number].steps]
     assert len(sizes) == 1
 
 

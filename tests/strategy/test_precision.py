@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardplan import LayoutError, Model, ShardplanError, Strategy, partition
+from shardplan import LayoutError, Model, ShardplanError, Strategy, Topology, partition, simulate
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.strategy.partition.memory import moments, saved_bytes, state_bytes
 from strategy.jobs import apart, by_name, stepped
 
-STEP = 4  # bytes of the number of the step
+STEP, COUNT = 4, 4  # bytes of the number of the step, and of how many targets count
 BF16 = numpy_dtype("bf16")
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 32, "seq": 8, "vocab": 32}
 
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 4, "
 def test_bytes_a_parameter(said: dict[str, Any], a_parameter: float) -> None:
     model = Model.load("llama", **SIZES)
     job = partition(model, Strategy(**said))
-    assert state_bytes(job, 0) == a_parameter * model.parameter_count + STEP
+    assert state_bytes(job, 0) == a_parameter * model.parameter_count + STEP + COUNT
 
 
 def test_what_takes_the_place_of_state_is_not_held_twice() -> None:
@@ -143,8 +143,16 @@ def test_what_no_recipe_covers_is_refused() -> None:
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ({"precision": "fp8"}, "precision 'fp8' is unknown; legal: fp32, bf16, fp16"),
-        ({"precision": "nvfp4"}, "precision 'nvfp4' is unknown; legal: fp32, bf16, fp16"),
+        (
+            {"precision": "fp8"},
+            "strategy: precision=fp8 is predicted, and no program has its narrow products yet; legal for a job are "
+            "fp32, bf16, fp16",
+        ),
+        (
+            {"precision": "nvfp4"},
+            "strategy: precision=nvfp4 is predicted, and no program has its narrow products yet; legal for a job are "
+            "fp32, bf16, fp16",
+        ),
         (
             {"tensor_overlap": True},
             "strategy: tensor_overlap=True is predicted, and no program does it yet; legal for a job is "
@@ -160,6 +168,16 @@ def test_what_is_predicted_alone_is_no_job(said: dict[str, Any], text: str) -> N
     with pytest.raises(ShardplanError) as caught:
         partition(Model.load("mlp", layers=2, hidden=8, optimizer="sgd"), Strategy(data=2, **said))
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
+def test_what_no_job_has_is_predicted_at_the_fidelities_that_need_none(precision: str) -> None:
+    model = Model.load("llama", **SIZES, precision="bf16")
+    strategy, machine = Strategy(tensor=2, data=4, precision=precision), Topology.load("dgx-b200", nodes=1)
+    for fidelity in ("closed", "events"):
+        assert simulate(model, strategy, machine, fidelity).seconds > 0
+    with pytest.raises(LayoutError, match=f"precision={precision} is predicted, and no program has"):
+        simulate(model, strategy, machine, "ops")
 
 
 def test_the_class_of_attention_changes_no_program() -> None:

@@ -96,3 +96,11 @@ def test_an_op_takes_what_its_worst_device_does() -> None:
     assert prices.op(Einsum("ab,bc->ac"), (a, b)) == seconds(Einsum("ab,bc->ac").pattern(a, b), FABRIC) > 0
     total = TensorType.parse("f32[7]{+x}", MESH)
     assert prices.op(AllReduce(("x",)), (total,)) == prices.move(total, TensorType.parse("f32[7]", MESH))
+
+
+def test_no_movement_leads_from_one_reduction_to_another() -> None:
+    ends = [TensorType("f32", (12,), ((),), MESH, {"x": reduction}) for reduction in ("sum", "max")]
+    for made in ends:
+        for wanted in ends:
+            assert (moved(Draft.of([made]), "0", wanted) is None) == (made != wanted)
+            assert math.isinf(Prices(FABRIC).move(made, wanted)) == (made != wanted)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shardplan import Job, Strategy, partition
+from shardplan.core.accounting import account
 from shardplan.core.nested import rows
 from shardplan.core.ops import Elementwise, Repeat
 from shardplan.core.ops.compute import computing
@@ -15,6 +16,7 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import program_leaves
 from shardplan.strategy.partition.memory import moments, state_bytes
+from shardplan.strategy.partition.programs import SAVED
 from shardplan.strategy.partition.split import split
 from strategy.jobs import arrays, by_name, model, stepped
 
@@ -111,6 +113,12 @@ def test_i_frees_what_w_does_not_read() -> None:
     assert (after["0F0"], after["0F1"]) == (2 * one, 4 * one)
     assert after["0I0"] == 2 * one + 2 * one  # the input of each layer, and the cotangent
     assert after["0W0"] == 2 * one
+    first, rest = (dict(job.programs[0, kind].inputs) for kind in "IW")
+    aside = sum(t.local_bytes() for name, t in rest.items() if name.startswith(SAVED) and name not in first)
+    assert aside == one, "the input of each layer, which I does not read"
+    weights = sum(t.local_bytes() for name, t in first.items() if job.key(0, name) in job.state)
+    during = next(m.during for m in moments(job, 0) if m.action == "0I0")
+    assert during == state - weights + 2 * one + aside + account(job.programs[0, "I"]).workspace_bytes
     said = [str(a) for a in job.schedule.ranks[1]]
     late = {m.action: m.after for m in moments(job, 1)}
     assert said[:5] == ["1F0", "1I0", "1F1", "1I1", "1W0"]

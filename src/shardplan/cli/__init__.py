@@ -1,8 +1,8 @@
 """The command line: every verb as a command, with `--json` on each, and one line for every mistake.
 
-Exit status: 0 done; 1 where `diff` finds a difference; 2 a user's mistake; 3 impossible, or a privilege, device,
-package or memory is missing; 4 a failure while running. What the commands print is made in `report`. Reading order:
+What the commands print is made in `report`. Reading order:
 
+- `statuses`      the exit statuses, and how an error becomes one
 - `options`       what the commands share: options, and how their texts are read
 - `plans`         the commands about plans: redistribute, check, show, run
 - `simulating`    the command simulate
@@ -34,16 +34,25 @@ from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.cli.searching import plan
 from shardplan.cli.simulating import simulate
+from shardplan.cli.statuses import (
+    BROKEN_PIPE,
+    DONE,
+    EPILOGUE,
+    FAILED,
+    IMPOSSIBLE,
+    INTERRUPTED,
+    MISTAKE,
+    complain,
+)
 from shardplan.cli.topologies import topologies
 from shardplan.cli.weights import diff, refit, reshard
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
-MISTAKE, IMPOSSIBLE, FAILED = 2, 3, 4
-INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell says of a process that SIGINT or SIGPIPE ended: 128 and the signal
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
 
 app = typer.Typer(
     name="shardplan",
+    epilog=EPILOGUE,
     help="Plans, proves, predicts and runs how tensors are placed on, and moved across, a cluster of accelerators.",
     add_completion=False,
     no_args_is_help=True,
@@ -59,38 +68,34 @@ def main() -> NoReturn:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command, what stands after `shardplan`, and return its exit status; errors are printed to stderr.
+    """Run one command, what stands after `shardplan`, and return its exit status.
 
-    None of the arguments asks for help.
+    An error is a line on stderr, and under `--json` an object on stdout. None of the arguments asks for help.
     """
     try:
         status = app(list(arguments) or ["--help"], prog_name="shardplan", standalone_mode=False)
         sys.stdout.flush()
-        return status if isinstance(status, int) else 0
+        if status == INTERRUPTED:  # typer makes an exit of it
+            raise KeyboardInterrupt
+        return status if isinstance(status, int) else DONE
     except (BrokenPipeError, SystemExit):
         # The reader left (where typer sees that first, it exits); what is buffered must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
     except (Infeasible, MemoryError, MissingExtra) as error:
-        return _complain(error, IMPOSSIBLE, "not enough memory for what was asked")
+        return complain(error, IMPOSSIBLE, arguments, default="not enough memory for what was asked")
     except (TimedOut, BackendError) as error:
-        return _complain(error, FAILED)
+        return complain(error, FAILED, arguments)
     except ShardplanError as error:
-        return _complain(error, MISTAKE)
+        return complain(error, MISTAKE, arguments)
     except _USAGE_ERROR as error:
         message = getattr(error, "format_message", error.__str__)()
-        return _complain(str(message).replace("\n", " "), MISTAKE)
+        return complain(str(message).replace("\n", " "), MISTAKE, arguments, "UsageError")
     except OSError as error:
         name = f"{line(error.filename)}: " if error.filename else ""
-        return _complain(f"{name}{error.strerror or error}", MISTAKE)
+        return complain(f"{name}{error.strerror or error}", MISTAKE, arguments, "OSError")
     except (KeyboardInterrupt, typer.Abort):
-        return _complain("interrupted", INTERRUPTED)
-
-
-def _complain(error: object, status: int, default: str = "failed") -> int:
-    """Print an error, `default` where it says nothing, and return the status."""
-    print(f"shardplan: {str(error) or default}", file=sys.stderr)
-    return status
+        return complain("interrupted", INTERRUPTED, arguments, "Interrupted")
 
 
 @app.callback(invoke_without_command=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardplan.core.decoding import read_text
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError, line
 from shardplan.hardware.topology import Topology
@@ -21,6 +22,7 @@ from shardplan.report.audit import audit_object, audit_text
 from shardplan.report.placement_picture import text_placement
 from shardplan.report.placement_svg import svg_placement
 
+_DIGITS = 10  # of a device's number, and more than any has
 _NUMBERS = "--rank-order"  # the source of hosts that no file names
 
 
@@ -123,13 +125,7 @@ def read_launch(
 
 
 def _read(path: Path | str) -> str:
-    """The text of a file; `ParseError` where there is none."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ParseError(f"cannot read {line(path)}: {error.strerror}") from None
-    except ValueError:
-        raise ParseError(f"{line(path)} is no UTF-8 text; legal is a hostfile or a rank order") from None
+    return read_text(path, legal="a hostfile or a rank order")
 
 
 def _sized(topology: Topology, nodes: int | None, hosts: Hosts | None) -> Topology:
@@ -162,11 +158,12 @@ def _rank_order(
         devices = range(topology.size)
     elif text == "cyclic":
         devices = [r % count * room + r // count for r in range(topology.size)]
-    elif text.replace(",", "").replace(" ", "").isdigit():
-        devices = [int(word) for word in text.split(",")]
+    elif set(text) <= {*"0123456789, "}:
+        words = [word.strip() for word in text.split(",")]
+        devices = [int(word) if word.isdecimal() and len(word) < _DIGITS else -1 for word in words]
         if sorted(devices) != list(range(topology.size)):
             raise TopologyError(
-                f"--rank-order {text}: legal is the device of every rank, each of 0 to {topology.size - 1} once"
+                f"--rank-order {line(text)}: legal is the device of every rank, each of 0 to {topology.size - 1} once"
             )
     if devices is None:
         found = _read(rank_order)

@@ -15,10 +15,11 @@ from typing import cast, get_args
 
 import numpy as np
 
+from shardplan.core.decoding import read_text
 from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, ParseError, TopologyError, line
+from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task, needs
 from shardplan.execution.lab.cluster import Leaf, Rate
 from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated
@@ -166,12 +167,7 @@ def _reductions(mesh: Mesh, axes: str, cluster: Cluster, nbytes: str, engine: En
 
 def _file(path: Path, cluster: Cluster) -> Subject:
     """A program or plan file; a plan's own placement where it is one on a cluster of these sizes."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ParseError(f"cannot read {line(path)}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ParseError(f"{path} is neither a program nor a plan file: it is no text") from None
+    text = read_text(path, legal="a program or a plan file")
     if not text.lstrip().startswith("{"):
         program = Program.parse(text)
         return Subject(path.name, program, ranks_in_order(program, cluster))

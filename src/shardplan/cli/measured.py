@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardplan.cli.options import Json, check_writable
+from shardplan.cli.statuses import VERDICT
 from shardplan.errors import LayoutError, ParseError, line
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def _validate_steps(
     file: Path, params: Path | None, source: str | None, explain: str | None, gate: str | None, as_json: bool
 ) -> None:
     from shardplan.cli.bar import progress_bar
+    from shardplan.core.decoding import read_text
     from shardplan.report.steps import explained, steps_text
     from shardplan.report.text import json_text
     from shardplan.simulation.accuracy.step_rows import read_steps
@@ -93,7 +95,7 @@ def _validate_steps(
         if not rows:
             raise LayoutError(f"--source {source}: no row of it; legal are {', '.join(tables)}")
     limit = None if gate is None else _percent(gate)
-    given = None if params is None else parse_fit(params.read_text(encoding="utf-8"), str(params))
+    given = None if params is None else parse_fit(read_text(params), str(params))
     fit_of = machine_fit if given is None else lambda preset: given
     if explain is not None:
         row = next((row for row in rows if row.id == explain), None)
@@ -109,7 +111,7 @@ def _validate_steps(
              and (s.numbers["mean_error_percent"] or 0.0) > limit]  # fmt: skip
     if worse:
         print(f"{worse[0].source}: {worse[0].numbers['mean_error_percent']:.1f} % is above {gate} %", file=sys.stderr)
-        raise typer.Exit(1)
+        raise typer.Exit(VERDICT)
 
 
 def _percent(text: str) -> float:
@@ -190,6 +192,7 @@ def _samples(
     files: list[Path], gpu: str | None, op: str | None, gpus_per_node: int | None, nics: str | None, system: str | None
 ) -> list[Sample]:
     """The samples of files of rows and of logs, of which the options say what they do not."""
+    from shardplan.core.decoding import read_text
     from shardplan.hardware.measured.nccl_log import LogFacts, parse_log
     from shardplan.hardware.measured.samples import parse_rows
 
@@ -197,10 +200,7 @@ def _samples(
     samples: list[Sample] = []
     logs = 0
     for path in files:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ParseError(f"{line(path)} is no UTF-8 text; legal are rows of JSON and logs of nccl-tests") from None
+        text = read_text(path, legal="rows of JSON, or a log of nccl-tests")
         what = line(path.name)
         if path.suffix in (".jsonl", ".json") or text.lstrip().startswith("{"):
             samples += parse_rows(text, what)

@@ -20,7 +20,8 @@ from shardplan.cli.options import (
     read_topology,
     read_types,
 )
-from shardplan.errors import BackendError, LayoutError, ParseError, line
+from shardplan.cli.statuses import FAILED, complain
+from shardplan.errors import LayoutError, ParseError, line
 
 if TYPE_CHECKING:
     from shardplan.core.program import Program
@@ -172,8 +173,8 @@ def run(
     sums, ok = trial(program, backend)
     found = run_object(program, backend, sums, ok)
     print(json_text(found) if as_json else run_text(found))
-    if ok is False:
-        raise BackendError(f"{line(what)}: an output that was only moved differs from its input")
+    if ok is False:  # the answer says so, and stays the one object
+        raise typer.Exit(complain(f"{line(what)}: an output that was only moved differs from its input", FAILED))
 
 
 def _run_launched(
@@ -221,16 +222,12 @@ def _run_launched(
 
 def load_plan(what: str) -> Plan | Program:
     """Return the plan of a plan file (JSON), or the program of a program file (text)."""
+    from shardplan.core.decoding import read_text
     from shardplan.core.program import Program
     from shardplan.plans.plan import Plan
 
     path = Path(what)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ParseError(f"cannot read {line(what)}: {error.strerror}") from None
-    except ValueError:
-        raise ParseError(f"{line(what)} is neither a plan file nor a program: it is no UTF-8 text") from None
+    text = read_text(path, legal="a plan file or a program")
     if text.lstrip().startswith("program"):
         try:
             return Program.parse(text)

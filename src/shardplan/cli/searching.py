@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardplan.cli.options import Json, NeededTopology, Nodes, check_writable, read_topology
+from shardplan.cli.statuses import IMPOSSIBLE
 from shardplan.errors import ShardplanError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
+
+@contextmanager
+def worker_pool(workers: int) -> Generator[ProcessPoolExecutor | None]:
+    """Yield an executor of so many processes, none of one; what waits in it at the end is dropped."""
+    if workers == 1:
+        yield None
+        return
+    pool = quiet_pool(workers)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def quiet_pool(workers: int) -> ProcessPoolExecutor:
+    """Return an executor of processes that an interrupt ends without a word.
+
+    That of a terminal goes to every process; here they end by it as a program in C does.
+    """
+    from concurrent.futures import ProcessPoolExecutor
+
+    return ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
 
 
 def plan(
@@ -37,14 +67,15 @@ def plan(
     ] = False,
     fit: Annotated[
         str | None,
-        typer.Option("--fit", metavar="STRATEGY", help="Say whether this one fits, such as 'tensor=8 data=2 zero=1'."),
+        typer.Option(
+            "--fit",
+            metavar="STRATEGY",
+            help="Say whether this one fits, such as 'tensor=8 data=2'; else status 3.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the best strategies of training or serving, and say what was left out and why; or say whether one fits."""
-    from concurrent.futures import ProcessPoolExecutor
-    from contextlib import nullcontext
-
     from shardplan.cli.bar import progress_bar
     from shardplan.report.text import json_text
     from shardplan.simulation.searching.search import search
@@ -71,9 +102,10 @@ def plan(
             strategy = replace(strategy, precision=precision)
         told = fits(found_model, strategy, where, top=top)
         print(json_text(told.to_dict()) if as_json else str(told))
+        if not told.fits:
+            raise typer.Exit(IMPOSSIBLE)
         return
-    pool = nullcontext() if workers == 1 else ProcessPoolExecutor(workers)
-    with pool as executor, progress_bar() as tell:
+    with worker_pool(workers) as executor, progress_bar() as tell:
         found = search(
             found_model,
             where,

@@ -26,6 +26,17 @@ Ignore = Annotated[
     list[str] | None,
     typer.Option("--ignore", metavar="NAME", help="A tensor that is left out, or a pattern; may be repeated."),
 ]
+Drop = Annotated[
+    list[str] | None,
+    typer.Option("--drop", metavar="NAME", help="A tensor that may be left out, or a pattern; may be repeated."),
+]
+Differ = Annotated[
+    list[str] | None,
+    typer.Option("--differ", metavar="FIELD", help="A field in which the configs may differ: rope_theta; repeatable."),
+]
+NoReplicas = Annotated[
+    bool, typer.Option("--no-replicas", help="Do not compare copies of one element in a checkpoint: take one of them.")
+]
 _COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(.*?)\s*\Z")
 _SPAN = re.compile(r"(\d+):(\d+)\Z")
@@ -36,12 +47,13 @@ def read_side(option: str, text: str, config: Path | None, dtype: str | None, de
 
     Raises `ParseError` and `LayoutError`, which name the option.
     """
+    from shardplan.core.decoding import read_text
     from shardplan.movement.weights.weights import Weights
 
     table, *rest = _COMMA.split(text.strip())
     path = Path(table)
     try:
-        if path.is_file() and (said := path.read_text(encoding="utf-8")) and "\n[side]\n" in said:
+        if path.is_file() and (said := read_text(path)) and "\n[side]\n" in said:
             return Weights.parse(said)
         degrees = dict(_degree(part) for part in rest)
         given = degrees.pop("devices", devices)
@@ -71,11 +83,12 @@ def _degree(part: str) -> tuple[str, Any]:
 
 def _layouts(text: str | None) -> Path | None:
     """Return the path of a file of layouts, None where a text is a table."""
+    from shardplan.core.decoding import read_text
     from shardplan.interop.checkpoint.layouts import is_layouts
 
     if text is None or not text.endswith(".toml") or not Path(text).is_file():
         return None
-    said = Path(text).read_text(encoding="utf-8")
+    said = read_text(text)
     return None if "\n[side]\n" in said else Path(text) if is_layouts(Path(text)) else None
 
 
@@ -107,6 +120,8 @@ def refit(
     memory_limit: Annotated[
         str | None, typer.Option("--memory-limit", metavar="BYTES", help="Of a rank, beyond its parameters: 1GB.")
     ] = None,
+    drop: Drop = None,
+    differ: Differ = None,
     topology: AnyTopology = None,
     nodes: Nodes = None,
     as_json: Json = False,
@@ -122,7 +137,8 @@ def refit(
         first = max(a.devices) + 1
         b = read_side("TARGET", target, config, dtype, range(first, first + len(b.devices)))
     limit = None if memory_limit is None else int(read_bytes("--memory-limit", memory_limit))
-    plan = plan_refit(a, b, read_topology(topology, nodes), limit, only or None)
+    where = read_topology(topology, nodes)
+    plan = plan_refit(a, b, where, limit, only or None, drop=drop or (), differ=differ or ())
     print(json_text(refit_object(plan)) if as_json else refit_text(plan))
 
 
@@ -146,8 +162,11 @@ def reshard(
     ] = "5 GB",
     config: Config = None,
     ignore: Ignore = None,
+    drop: Drop = None,
+    differ: Differ = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the source's recorded checksums.")] = False,
+    no_replicas: NoReplicas = False,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that another process may be silent.")] = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -182,7 +201,8 @@ def reshard(
         done = run(
             source, destination, layouts, limit, source_layouts, from_=a, to=b, form=form, largest_file=largest,
             ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell, timeout=timeout,
-            process=(share.number, share.count),
+            process=(share.number, share.count), drop=drop or (), differ=differ or (),
+            compare_replicas=not no_replicas,
         )  # fmt: skip
     if not share.number:  # one of them says it
         print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
@@ -198,6 +218,9 @@ def diff(
     config: Config = None,
     memory_limit: Limit = "1 GB",
     ignore: Ignore = None,
+    drop: Drop = None,
+    differ: Differ = None,
+    no_replicas: NoReplicas = False,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints, whatever their storage: status 1 where they differ, with the first element that does."""
@@ -211,7 +234,10 @@ def diff(
     first = None if table is None else read_side("--table", table, where, _dtype(a, ignore))
     second = None if other is None else read_side("--other", other, where, _dtype(b, ignore))
     with progress_bar() as tell:
-        found = compare(a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), progress=tell)
+        found = compare(
+            a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), drop=drop or (),
+            differ=differ or (), compare_replicas=not no_replicas, progress=tell,
+        )  # fmt: skip
     print(json_text(diff_object(found)) if as_json else diff_text(found))
     if not found.equal:
         raise typer.Exit(1)

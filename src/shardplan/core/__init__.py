@@ -29,8 +29,6 @@ Reading order:
 - `gradients`       `gradients`: a program with its gradients
 - `dim_names`       what the dims of a program's values are called
 - `closing`         composites that are written out as one step each
-- `normal_expression` the normal form of expressions
-- `canonical`       one program for all that are written differently; its rules and its order
 - `reference`       `distribute`, `collect` and the numpy run that every other executor is compared with
 - `part`            a part of a value's elements, run as the whole would be
 - `accounting`      bytes live, moved and staged by a program

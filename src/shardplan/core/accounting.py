@@ -227,19 +227,20 @@ def books_of(body: Program) -> Account:
 
 
 @lru_cache(maxsize=256)
-def held_inside(body: Program, carried: int, ahead: int = 0) -> int:
+def held_inside(body: Program, carried: int, ahead: int = 0, uncounted: frozenset[str] = frozenset()) -> int:
     """Return what a run of a body holds, on the worst device, beside the storage of its op's operands and results.
 
-    That is also what the steps that are run `ahead` have made of the next row.
+    That is also what the steps that are run `ahead` have made of the next row. Values that are `uncounted` weigh
+    nothing.
 
     Operands are its invariants and slices; what it carries is its own from the second run on. Of the results, those
     carried do not exist before the last run makes them; what is stacked exists beside the stack until it is copied,
     also where the stack takes the storage of a sliced operand.
     """
     ledger = _Ledger(body.devices)
-    outside = [name for name, _ in body.inputs[carried:]]
+    outside = [*(name for name, _ in body.inputs[carried:]), *sorted(uncounted)]
     start, found = holds(body, body.devices, outside)
-    sizes = ledger.sizes(body)
+    sizes = ledger.sizes(body) | dict.fromkeys(uncounted, 0)
     of = storages(body, sizes, outside).of
     made = {of[r] for step in body.steps[:ahead] for r in step.results} - dict(body.inputs).keys()
     read = {of[o] for o in (*body.outputs, *(o for step in body.steps[ahead:] for o in step.operands))}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.core.draft import Draft
-from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.dtypes import numpy_dtype, stands_for
 from shardplan.core.expression_tree import CUBIC, GELU_EXACT, Binary, Call, Name, Negate, Node, Number
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
@@ -56,11 +56,16 @@ class Formulas:
         while (step := self.made.get(name)) is not None:
             t, u = self.types[step.operands[0]] if step.operands else None, self.types[name]
             thin = isinstance(step.op, Reshape) and t is not None and _squeezed(t) == _squeezed(u)
-            cast = isinstance(step.op, Cast) and t is not None and _wider(t, u)
+            cast = isinstance(step.op, Cast) and t is not None and _wider(t, u) and self._exact(step.operands[0])
             if not thin and not cast:
                 break
             name = step.operands[0]
         return name
+
+    def _exact(self, name: str) -> bool:
+        """Whether a value is not a number that its dtype has rounded."""
+        op = self.made[name].op if name in self.made else None
+        return not isinstance(op, Constant) or float(numpy_dtype(op.dtype).type(op.value)) == op.value
 
     def term(self, name: str) -> Term:
         """What a value is."""
@@ -106,7 +111,7 @@ class Formulas:
             by = self.opened(found.parts[1])
             if by.kind == "sqrt":
                 return [*self.all_of("*", found.parts[0]), Term("rsqrt", by.parts)]
-            if by.kind == "number":
+            if by.kind == "number" and by.number:
                 return [*self.all_of("*", found.parts[0]), Term("number", number=1 / by.number)]
         if found.kind != symbol:
             return [term]
@@ -133,7 +138,7 @@ class Formulas:
             return None
         found = self.opened(parts[0])
         whole = found.kind == "mean" and number == 1
-        counted = found.kind == "sum" and math.isclose(number * found.number, 1.0, rel_tol=1e-6)
+        counted = found.kind == "sum" and stands_for(number * found.number, 1.0, self.types[found.value].dtype)
         return found.parts[0] if whole or counted else None
 
     def unstopped(self, term: Term) -> Term:
@@ -253,7 +258,7 @@ def _gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
         added = f.opened(product[0]) if len(product) == 1 else bent
         for y, cube in itertools.permutations(added.parts) if added.kind == "+" else ():
             c, three = f.split("*", cube)
-            close = math.isclose(c, CUBIC, rel_tol=1e-6) and math.isclose(root, math.sqrt(2 / math.pi), rel_tol=1e-6)
+            close = stands_for(c, CUBIC, t.dtype) and stands_for(root, math.sqrt(2 / math.pi), t.dtype)
             if close and f.same(x, y) and len(three) == 3 and all(f.same(x, z) for z in three):
                 return Elementwise("gelu(a)"), [x.value]
     return None
@@ -269,7 +274,7 @@ def _exact_gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
         if bent is None or bent.kind != "erf" or not x.value:
             continue
         scale, of = f.split("*", bent.parts[0])
-        close = math.isclose(scale, math.sqrt(0.5) * (1 if sides is None else -1), rel_tol=1e-6)
+        close = stands_for(scale, math.sqrt(0.5) * (1 if sides is None else -1), t.dtype)
         if close and len(of) == 1 and f.same(of[0], x):
             return Elementwise(GELU_EXACT), [x.value]
     return None

@@ -10,23 +10,28 @@ import numpy as np
 
 from shardplan.core.closing import Formulas, composite
 from shardplan.core.draft import Draft
+from shardplan.core.dtypes import stands_for
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.layers import Attention, Softmax
 from shardplan.core.ops.placing import Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.step import Step
 
-LOW = -1e4  # what a masked score is below
+LOW = -1e4  # what is added to a masked score, or stands in its place, is at most this
 
 
 class Scores(NamedTuple):
-    """The product that scores are, their factor, and what is masked: a name, and whether it says what is kept."""
+    """The product that scores are, their factor, and what is masked: a name, and whether it says what is kept.
+
+    Of a mask that is added, and then scaled with the scores, `more` is the factor.
+    """
 
     step: Step
     scale: float
     mask: str
     kept: bool
     along: tuple[int, ...]  # the dims larger than 1 along which the mask is not the same, among those of the scores
+    more: float
 
 
 class AttentionRule:
@@ -97,12 +102,14 @@ class AttentionRule:
             return None
         (x, by), (y, more) = (_unscaled(f, scores.step.operands[j]) for j in (at, 1 - at))
         ends, factor = (names[x], names[y], names[step.operands[1 - k]]), scores.scale * by * more
+        if not factor or not math.isfinite(factor):  # a scale of 0 is the default in the op
+            return None
         given = [_laid(draft, ends[0], q, [batch, s, *heads, *ratio, *inner], heads, ratio, 2)]
         given += [_laid(draft, ends[1], key, [batch, t, *heads, *inner], heads, ["r"], 2),
                   _laid(draft, ends[2], values, [batch, t, *heads, *last], heads, ["r"], 2)]  # fmt: skip
         for name, dims in zip(given, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
             self.said.append((name, ("batch", "sequence", *dims, "head")))
-        scale = 0.0 if math.isclose(factor, sizes[inner[0]] ** -0.5, rel_tol=1e-6) else factor
+        scale = 0.0 if stands_for(factor, sizes[inner[0]] ** -0.5, f.types[scores.step.results[0]].dtype) else factor
         y = draft(Attention(causal, scale), *given)
         words = ["b", "s", "g" if heads else "g=1", "r" if ratio else "r=1", "e"]
         if not (heads and ratio):
@@ -146,21 +153,21 @@ def _softened(f: Formulas, name: str) -> str:
 
 def _scores(f: Formulas, name: str) -> Scores | None:
     """How scores are made; None where they are no product."""
-    scale, mask, kept, along = 1.0, "", True, ()
+    scale, mask, kept, along, more = 1.0, "", True, (), 1.0
     while True:
         name = f.source(name)
         step = f.made.get(name)
         if step is None:
             return None
         if isinstance(step.op, Einsum):
-            return Scores(step, scale, mask, kept, along) if len(step.operands) == 2 else None
+            return Scores(step, scale, mask, kept, along, more) if len(step.operands) == 2 else None
         found = f.term(name)
         if found.kind == "where" and not mask and found.parts[0].value:
             _, yes, no = found.parts
             along = _along(f, step, found.parts[0].value)
-            if f.opened(no).kind == "number" and f.opened(no).number <= LOW:
+            if f.opened(no).kind == "number" and f.opened(no).number * scale <= LOW:
                 mask, kept, name = found.parts[0].value, True, yes.value
-            elif f.opened(yes).kind == "number" and f.opened(yes).number <= LOW:
+            elif f.opened(yes).kind == "number" and f.opened(yes).number * scale <= LOW:
                 mask, kept, name = found.parts[0].value, False, no.value
             else:
                 return None
@@ -171,7 +178,7 @@ def _scores(f: Formulas, name: str) -> Scores | None:
             if len(fixed) != 1:
                 return None
             along = _along(f, step, fixed[0])
-            mask, name = fixed[0], next(v for v in sides if v != fixed[0])
+            mask, name, more = fixed[0], next(v for v in sides if v != fixed[0]), scale
         else:
             number, parts = f.split("*", found)
             if len(parts) != 1 or parts[0].value in ("", name):
@@ -209,4 +216,4 @@ def _causal(f: Formulas, scores: Scores, queries: int, keys: int) -> bool | None
     found, seen = found.reshape(queries, keys), np.tri(queries, keys, dtype=bool)
     if found.dtype == bool:
         return True if np.array_equal(found if scores.kept else ~found, seen) else None
-    return True if (found[seen] == 0).all() and (found[~seen] <= LOW).all() else None
+    return True if (found[seen] == 0).all() and (found[~seen] * scores.more <= LOW).all() else None

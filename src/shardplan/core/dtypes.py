@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import ml_dtypes
@@ -52,6 +53,9 @@ COMBINE: dict[str, Any] = {  # what a reduction makes of two addends
     "bxor": np.bitwise_xor,
 }
 IDEMPOTENT = ("max", "min", "band", "bor")  # equal addends reduce to themselves
+_DIGITS = 1e-10  # of a number that is written out, against the one that it stands for
+_ROUNDED = 2.0**-22  # four roundings to f32
+_EXACT = ("f64", "c128")
 
 
 def short_name(dtype: Any) -> str:
@@ -92,6 +96,20 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def itemsize(name: str) -> int:
     """Return the bytes of one element."""
     return numpy_dtype(name).itemsize
+
+
+def stands_for(number: float, wanted: float, name: str) -> bool:
+    """Say whether a number in a formula of a dtype is another one that is known: attention's scale, 1 of n, a root.
+
+    In f64 it has at least ten digits right, as people write them out; in f32 and narrower floats it may have been
+    rounded to f32, alone and as a product of a few. What is farther from it is a number of its own.
+
+    >>> stands_for(0.7978845608, (2 / 3.141592653589793) ** 0.5, "f64"), stands_for(0.7978846, 0.7978845608, "f64")
+    (True, False)
+    >>> stands_for(0.7978846, 0.7978845608, "f32"), stands_for(0.7978843, 0.7978845608, "f32")
+    (True, False)
+    """
+    return math.isclose(number, wanted, rel_tol=_DIGITS if name in _EXACT else _ROUNDED)
 
 
 def reduces(reduction: str, name: str) -> bool:

@@ -17,14 +17,15 @@ from typing import NamedTuple
 from shardplan.core.layout import Layout, suffix_text
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import axes_text
-from shardplan.core.tensor import TensorType
+from shardplan.core.tensor import TensorType, laid_type
 from shardplan.errors import LayoutError, TypingError
 
 Dims = tuple[tuple[str, ...], ...]  # per dim its factors, major to minor
 Passes = Callable[[frozenset[int], str], bool]
 LETTERS = "ijklmnopqrstuvwxyz"  # of factors, as Shardy prints them
-# What an error offers as legal is tried out: sets of operands up to this many, of which so many are printed.
-MOST_OPERANDS, MOST_OFFERED = 4, 8
+# What an error offers as legal is tried out: sets of operands up to this many, of which so many are printed. Of more
+# than `MANY` operands there are too many sets: each alone, and all.
+MOST_OPERANDS, MOST_OFFERED, MANY = 4, 8, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def infer(
     out: list[TensorType] = []
     for dims, dtype in zip(rule.results, dtypes, strict=True):
         layout = Layout(_result_dims(sizes, dims, carried, mesh, op), names, reduction, root)
-        out.append(TensorType(dtype, _shape(dims, sizes), layout, mesh))
+        out.append(laid_type(dtype, _shape(dims, sizes), layout, mesh))
     return tuple(out)
 
 
@@ -286,10 +287,12 @@ def _refuse_partial(
     mesh = operands[0].mesh
     alike = tuple(sorted(a for a, who in held.items() if who == chosen and a >= atom))
     shown = " and ".join(f"operand {k}, {operands[k]}," for k in sorted(chosen))
+    count = len(operands)
+    sizes = (1, count) if count > MANY else range(1, min(count, MOST_OPERANDS) + 1)
     legal = [
-        " and ".join(f"operand {k}" for k in s)
-        for size in range(1, min(len(operands), MOST_OPERANDS) + 1)
-        for s in itertools.combinations(range(len(operands)), size)
+        "all operands" if len(s) == count > MANY else " and ".join(f"operand {k}" for k in s)
+        for size in sizes
+        for s in itertools.combinations(range(count), size)
         if linear(frozenset(s), reduction)
     ][:MOST_OFFERED]
     verb = "is" if len(chosen) == 1 else "are"

@@ -48,6 +48,8 @@ class Layout:
                 f"the partial axes {shown(self.partial)} have the reduction {shown(self.reduction)}; "
                 f"legal are {', '.join(REDUCTIONS)}"
             )
+        if not self.partial:  # of nothing there is no reduction: equal layouts are equal values
+            object.__setattr__(self, "reduction", None)
         if self.boxes is not None and self.used:
             raise LayoutError(f"{self} lies in a table of boxes, so it names no axes")
 

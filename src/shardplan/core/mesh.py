@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -106,12 +106,7 @@ class Mesh:
     _hash: int = field(compare=False)
 
     def __init__(
-        self,
-        axes: Mapping[str, int] | None = None,
-        /,
-        *,
-        devices: Iterable[int] | None = None,
-        **sizes: int,
+        self, axes: Mapping[str, int] | None = None, /, *, devices: Iterable[int] | None = None, **sizes: int
     ) -> None:
         """Take axis sizes by keyword or as one ordered mapping."""
         if axes is not None and sizes:
@@ -244,6 +239,10 @@ class Mesh:
     def __hash__(self) -> int:
         """Hash the defining fields, once."""
         return self._hash
+
+    def __reduce__(self) -> tuple[Callable[[str], Mesh], tuple[str]]:
+        """Pickle the text: hashes of names differ from process to process."""
+        return Mesh.parse, (str(self),)
 
     def __str__(self) -> str:
         """Return the text that `Mesh.parse` reads: `data=4, tensor=2 devices=8:16`."""

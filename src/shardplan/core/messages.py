@@ -164,7 +164,7 @@ def messages(
     # Tiles are numbered over all dims; with partial axes, or groups, those of each addend and group by themselves.
     apart = bool(axes or s.layout.partial)
     have = _numbered(s, axes) if apart else np.zeros(s.mesh.size, dtype=np.int64)
-    want = have if apart else np.zeros(t.mesh.size, dtype=np.int64)
+    want = np.where(own >= 0, have[own], -1) if apart else np.zeros(t.mesh.size, dtype=np.int64)
     for names, along in zip(s.layout.dims, cuts, strict=True):
         have = have * len(along) + s.mesh.index(names)
     held = np.where((own >= 0) & at_root(s)[own], have[own], -1)
@@ -199,13 +199,18 @@ def most_senders(s: TensorType, t: TensorType) -> int:
     """Return the largest number of distinct senders that a receiver of the general move hears from."""
     if tabled(s, t):
         return int(np.bincount(messages(s, t)[1]).max(initial=0))
+    return int(sender_counts(s, t).max(initial=0))
+
+
+def sender_counts(s: TensorType, t: TensorType) -> np.ndarray:
+    """Return how many senders each receiver of the general move hears from, [t.mesh.size]; of no table of boxes."""
     count = np.ones(t.mesh.size, dtype=np.int64)
     for d, (first, last) in enumerate(_ranges(s, t)):
         cuts = tiles(s, d)
         full = np.concatenate([[0], np.cumsum(cuts[:, 1] > cuts[:, 0])])  # empty tiles send nothing
         count *= np.maximum(full[np.maximum(last, first)] - full[first], 0)
     count -= kept(s, t) > 0  # a receiver that holds a part of its box is among the holders, and hears not from itself
-    return int(np.where(at_root(t) & (t.elements() > 0), count, 0).max(initial=0))
+    return np.where(at_root(t) & (t.elements() > 0), count, 0)
 
 
 def message_count(s: TensorType, t: TensorType) -> int:
@@ -247,7 +252,13 @@ class Served(NamedTuple):
     """What senders have to do in a general move."""
 
     elements: np.ndarray  # that each device sends to others, int64 [devices]
-    receivers: int  # of the busiest sender, at least 1
+    counts: np.ndarray  # the messages in which it does, int64 [devices]
+    listed: bool  # whether the messages had to be listed
+
+    @property
+    def receivers(self) -> int:
+        """Those of the busiest sender, at least 1."""
+        return max(1, int(self.counts.max(initial=0)))
 
 
 @lru_cache(maxsize=RECENT)
@@ -261,7 +272,7 @@ def served(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple
         senders, _, sizes = messages(s, t, near, axes)
         sent = np.zeros(s.mesh.size, dtype=counter(s))
         np.add.at(sent, senders, sizes)
-        return Served(sent, max(1, int(np.bincount(senders, minlength=1).max())))
+        return Served(sent, np.bincount(senders, minlength=s.mesh.size), True)
     cuts = [(math.prod(s.mesh.atoms[a].size for a in x), math.prod(s.mesh.atoms[a].size for a in y))
             for x, y in zip(s.atoms, t.atoms, strict=True)]  # fmt: skip
     part = math.prod(n // max(x, y) for n, (x, y) in zip(s.shape, cuts, strict=True))
@@ -275,9 +286,9 @@ def served(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple
     holders = len(order) // len(np.unique(number[order]))
     wanting = holders * math.prod(max(1, x // y) for x, y in cuts) - held.reshape(-1, holders).sum(axis=1)
     turn = wanting[:, None] // holders + (np.arange(holders) < wanting[:, None] % holders)
-    sent = np.zeros(s.mesh.size, dtype=counter(s))
-    sent[order] = turn.reshape(-1) * part
-    return Served(sent, max(1, int(turn.max())))
+    counts = np.zeros(s.mesh.size, dtype=np.int64)
+    counts[order] = turn.reshape(-1)
+    return Served(counts.astype(counter(s)) * part, counts, False)
 
 
 def _alike(s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str, ...]) -> bool:

@@ -9,8 +9,9 @@ kernels whose result goes out tile by tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, assert_never
 
 import numpy as np
 
@@ -28,14 +29,63 @@ class Groups:
     composed: Callable[[], Pattern] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Messages:
-    """Point-to-point messages, all at once; sender and receiver always differ."""
+class MessageTotals(NamedTuple):
+    """What every device that takes part in some messages does: arrays [n], by ascending device id."""
 
-    sender: np.ndarray  # int64 [M] device ids
-    receiver: np.ndarray  # int64 [M] device ids
-    nbytes: np.ndarray  # float64 [M]
-    chunks: int = 1
+    devices: np.ndarray  # int64 ids
+    sent: np.ndarray  # messages, float64
+    received: np.ndarray  # messages, float64
+    sent_bytes: np.ndarray  # float64
+    received_bytes: np.ndarray  # float64
+
+
+@dataclass(frozen=True, init=False, eq=False, match_args=False)
+class Messages:
+    """Point-to-point messages, all at once; sender and receiver always differ.
+
+    Given are their senders and receivers, device ids, int64 [M], and bytes, float64 [M]; or (`later`) what every device
+    does in all of them, with what lists them: those of large meshes are too many to list where totals are enough.
+    """
+
+    chunks: int
+    totals: MessageTotals | None  # None where they are listed
+    _list: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(repr=False)
+
+    def __init__(self, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, chunks: int = 1) -> None:
+        self._set(chunks, None, lambda: (sender, receiver, nbytes))
+
+    @staticmethod
+    def later(
+        totals: MessageTotals, listed: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]], chunks: int = 1
+    ) -> Messages:
+        """Return messages of which the totals are known; they are listed when they are asked for."""
+        found = object.__new__(Messages)
+        found._set(chunks, totals, listed)
+        return found
+
+    def _set(self, *values: object) -> None:
+        for name, value in zip(("chunks", "totals", "_list"), values, strict=True):
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def ends(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Senders, receivers and bytes, all [M]."""
+        return self._list()
+
+    @property
+    def sender(self) -> np.ndarray:
+        """Device ids, int64 [M]."""
+        return self.ends[0]
+
+    @property
+    def receiver(self) -> np.ndarray:
+        """Device ids, int64 [M]."""
+        return self.ends[1]
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """Float64 [M]."""
+        return self.ends[2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,11 +97,16 @@ class Local:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One kernel on every device: its operations in a dtype, and the bytes it reads and writes, on the worst device."""
+    """One kernel on every device: its operations in a dtype, and the bytes it reads and writes, on the worst device.
 
-    flops: float
+    Numbers may be arrays of one length, [n], of the same kernel at n sizes.
+    """
+
+    flops: np.ndarray | float
     dtype: str
-    nbytes: float
+    nbytes: np.ndarray | float
+    kind: str = "streamed"  # its class, as ops name it: product, scores (attention), loss or streamed
+    sides: tuple[np.ndarray | float, ...] = ()  # of a product of two operands: rows, columns, and what is summed over
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +178,7 @@ def taking_part(pattern: Pattern, devices: np.ndarray) -> np.ndarray:
         case Groups():
             ids = pattern.members.reshape(-1)
         case Messages():
-            ids = np.concatenate([pattern.sender, pattern.receiver])
+            ids = pattern.totals.devices if pattern.totals else np.concatenate([pattern.sender, pattern.receiver])
         case InTurn() | AtOnce():
             ids = np.concatenate([devices[:0], *(step.devices for step in pattern.steps)])
         case Local() | Work() | Overlap():

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.core.dim_names import DimNames, Names, links
+from shardplan.core.dtypes import stands_for
 from shardplan.core.expression_tree import Binary, Name, Number, walk
 from shardplan.core.nested import Nested, nested
 from shardplan.core.op import Op, results_of
@@ -143,7 +144,7 @@ class _Resizer:
             changed = changed or any(old[d] != new[d] for d in op.dims)
         elif isinstance(op, Elementwise) and changed:
             for value in self.numbers(step, op):
-                if (size := self.hidden(value, many)) is not None:
+                if (size := self.hidden(value, many, self.old.types[step.results[0]].dtype)) is not None:
                     raise TypingError(
                         f"step {number} ({op.name}): {value:g} in {op.expr!r}, beside a sum of {many} elements, "
                         f"hides a size that changes, {size}"
@@ -162,13 +163,13 @@ class _Resizer:
         makers = [self.made[o].op for letter, o in letters if letter in used and o in self.made]
         return found + [float(c.value) for c in makers if isinstance(c, Constant)]
 
-    def hidden(self, value: float, many: int) -> str | None:
+    def hidden(self, value: float, many: int, dtype: str) -> str | None:
         """Say which changed size a number may be a multiple of, or the inverse of one."""
         for x in (abs(value), 1 / abs(value) if value else 0.0):
             whole = round(x)
             for name, new in self.sizes.after.items():
                 n = self.sizes.before[name]
-                if n not in (1, new) and math.isclose(x, whole, rel_tol=1e-6) and whole % n == 0 < whole <= many:
+                if n not in (1, new) and stands_for(x, whole, dtype) and whole % n == 0 < whole <= many:
                     return f"{name}={n}"
         return None
 
@@ -188,7 +189,7 @@ def counted_means(program: Program) -> Program:
         if isinstance(op, Elementwise) and sums is not None and isinstance(sums.op, ReduceDims):
             t = program.types[sums.operands[0]]
             many = math.prod(t.shape[d] for d in sums.op.dims)
-            if sums.op.reduction == "sum" and many > 1 and _divides(op, many):
+            if sums.op.reduction == "sum" and many > 1 and _divides(op, many, t.dtype):
                 step = replace(step, op=replace(sums.op, reduction="mean"), operands=sums.operands)
         inner = nested(op)
         steps.append(step if inner is None else replace(step, op=replace(inner, body=counted_means(inner.body))))
@@ -200,12 +201,12 @@ def counted_means(program: Program) -> Program:
     return Program(program.inputs, live[::-1], program.outputs)
 
 
-def _divides(op: Elementwise, many: int) -> bool:
+def _divides(op: Elementwise, many: int, dtype: str) -> bool:
     """Whether an expression is its operand by a number, or times its inverse."""
     match op.expression.root:
         case Binary("/", Name(), Number(value)):
             return value == many
         case Binary("*", Name(), Number(value)) | Binary("*", Number(value), Name()):
-            return math.isclose(value * many, 1.0, rel_tol=1e-6)
+            return stands_for(value * many, 1.0, dtype)
         case _:
             return False

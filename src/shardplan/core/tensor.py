@@ -170,7 +170,7 @@ class TensorType:
 
     def with_layout(self, layout: Layout | BoxTable, mesh: Mesh | None = None) -> TensorType:
         """Return this type with another layout or table of boxes, on this mesh or another."""
-        return TensorType(self.dtype, self.shape, layout, mesh or self.mesh)
+        return laid_type(self.dtype, self.shape, layout, mesh or self.mesh)
 
     def __eq__(self, other: object) -> bool:
         """Types are equal when dtype, shape, folded layout and mesh are."""
@@ -186,6 +186,10 @@ class TensorType:
     def __hash__(self) -> int:
         """Hash the defining fields, once."""
         return self._hash
+
+    def __reduce__(self) -> tuple[type[TensorType], tuple[object, ...]]:
+        """Pickle the defining fields: hashes of names differ from process to process."""
+        return TensorType, (self.dtype, self.shape, self.layout, self.mesh)
 
     def __str__(self) -> str:
         """Return `f32[64@data, 48@(tensor,pipe)]{+seq}`."""
@@ -209,6 +213,16 @@ class TensorType:
         found = scan_type(scanner, mesh_of("mesh", mesh), {t.name: t for t in tables})
         scanner.finish("the type")
         return found
+
+
+def laid_type(dtype: str, shape: tuple[int, ...], layout: Layout | BoxTable, mesh: Mesh) -> TensorType:
+    """Return the type of these, remembered: a program asks for a few of them again and again."""
+    return _remembered(dtype, shape, layout, mesh) if type(layout) is Layout else TensorType(dtype, shape, layout, mesh)
+
+
+@lru_cache(maxsize=1 << 14)
+def _remembered(dtype: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> TensorType:
+    return TensorType(dtype, shape, layout, mesh)
 
 
 def scan_type(scanner: Scanner, mesh: Mesh, tables: Mapping[str, BoxTable]) -> TensorType:

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.ids import check_ids, id_ranges
+from shardplan.core.ops.layers import IGNORED
+from shardplan.core.target_counts import COUNT, counting, target_count
 from shardplan.errors import LayoutError, shown
 from shardplan.strategy.partition.job import Job
 
@@ -18,7 +21,10 @@ def batch_dim(job: Job, name: str) -> int:
 
 
 def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of a step; raises `LayoutError` for one that is missing, too many, or of another type."""
+    """Return the arrays of a step, and what programs are told of them: how many targets count, what sequences weigh.
+
+    Raises `LayoutError` for one that is missing, too many, or of another type, and for an id that none is.
+    """
     if not isinstance(arrays, Mapping):
         raise LayoutError(f"run of a job: {shown(arrays)}; legal are global arrays by name")
     given: Mapping[str, Any] = arrays
@@ -41,16 +47,19 @@ def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
         found[name] = (
             x if order is None or "sequence" not in dims[name] else x.take(order, dims[name].index("sequence"))
         )
-    for name in job.batch if rows > whole else ():  # sequences that weigh nothing fill the last microbatch
-        more = (
-            [
-                (0, rows - whole if name not in found or d == batch_dim(job, name) else 0)
-                for d in range(found[name].ndim)
-            ]
-            if name in found
-            else []
-        )
-        found[name] = np.pad(found[name], more) if more else np.pad(np.full(whole, 1 / whole), (0, rows - whole))
+    ranges = id_ranges(job.model.program)
+    for name in ranges.keys() & found.keys():
+        check_ids(name, ranges[name], np.asarray(given[name]))
+    counts = counting(job.model.program)
+    if counts is not None:
+        found[COUNT] = target_count(types[counts.value], found[counts.targets])
+    for name in job.batch if rows > whole else ():  # sequences that count for nothing fill the last microbatch
+        if name in found:
+            more = [(0, (rows - whole) * (d == batch_dim(job, name))) for d in range(found[name].ndim)]
+            ignored = counts is not None and name == counts.targets
+            found[name] = np.pad(found[name], more, constant_values=IGNORED if ignored else 0)
+        else:
+            found[name] = np.pad(np.full(whole, 1 / whole), (0, rows - whole))
     if strange := sorted(map(str, given.keys() - wanted.keys())):
         raise LayoutError(f"run of a job: no input is called {strange[0]}; legal are {', '.join(wanted)}")
     return found

@@ -254,18 +254,27 @@ class JobRun:
             self.action(place, stage, kind, microbatch)
         if self.last[microbatch, stage] == place:
             del self.own[microbatch, stage]
+            if not any(s == stage for _, s in self.own):
+                for name in self.job.saved_once(stage):
+                    self.values.pop((stage, name), None)
 
     def action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
         """Take what others send for an action, run its program, and send on what others need of it."""
         job, program = self.job, self.job.programs[stage, kind]
         own = self.own.setdefault((microbatch, stage), {})
+        once = job.saved_once(stage) if kind == "F" else ()
         if self.here(program.devices):
             self.taken(place)
             self.take(stage, way(kind), microbatch)
+            for name in once:  # made anew, in the place of what the last microbatch has
+                self.values.pop((stage, name), None)
             given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
             found = finish(self.started(program, given, place, 0))
             for name, shards in zip(program.outputs, found, strict=True):
-                own[name] = shards
+                if name in once:
+                    self.values[stage, name] = shards
+                else:
+                    own[name] = shards
                 if name.startswith(NEXT):
                     self.values[stage, name.removeprefix(NEXT)] = shards
                 if name in job.results:

@@ -7,12 +7,13 @@ device id, as everywhere outside of a mesh; a place is an index in mesh order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from shardplan.core.ids import check_shard_ids
 from shardplan.core.messages import at_root
 from shardplan.core.op import Op
 from shardplan.core.program import Program
@@ -63,6 +64,17 @@ def own_shards(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> 
             )
         found[name] = None if place is None else (place, shards[0])
     return found
+
+
+def check_own_ids(program: Program, values: Mapping[str, Any], rank: int) -> None:
+    """Raise `LayoutError` for an id that none is, of what the process of `rank` passes in the memory of its host."""
+
+    def own(name: str, t: TensorType) -> Iterator[tuple[int, np.ndarray]]:
+        place, x = place_of(t, rank), values[name]
+        if place is not None and getattr(x, "is_cpu", True):
+            yield place, np.asarray(x)
+
+    check_shard_ids(program, own)
 
 
 def box_elements(box: Box) -> int:

@@ -1,20 +1,23 @@
 """`run`: a program on shards, or a job on arrays, by a backend named in one explicit table.
 
-A backend is a folder of this room whose `run.py` has the functions `run_program` and `hand`, and one line here. Under a
-launcher (torchrun, mpiexec, JAX's own) every process passes and receives the shards of its own devices, in mesh order.
-Of a job every process passes and receives the whole arrays.
+A backend is a folder of this room whose `run.py` has the functions `run_program`, `decline` and `hand`, and one line
+here. Under a launcher (torchrun, mpiexec, JAX's own) every process passes and receives the shards of its own devices,
+in mesh order. Of a job every process passes and receives the whole arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
 
 from shardplan.core import border
+from shardplan.core.ids import check_shard_ids
 from shardplan.core.program import Program
+from shardplan.core.reference import check_shards
 from shardplan.core.reference import run_program as reference
-from shardplan.errors import BackendError, LayoutError, optional, shown
+from shardplan.errors import BackendError, LayoutError, ShardplanError, optional, shown
 from shardplan.execution.hand import Hand, Offer
 from shardplan.execution.job_arrays import checked
 from shardplan.execution.jobs import JobRun, offer
@@ -32,6 +35,14 @@ class Backend(Protocol):
         self, program: Program, inputs: Sequence[Sequence[Any]], *, timeout: float, record: Record | None
     ) -> list[list[Any]]:
         """Run the program; `record`, where given, takes the start and end of every step."""
+        ...
+
+
+class Decliner(Protocol):
+    """What a backend's `decline` is."""
+
+    def __call__(self, program: Program, error: BaseException) -> None:
+        """Tell the other processes of a program that this one raises instead of running it."""
         ...
 
 
@@ -77,7 +88,7 @@ def run(program: Program | Plan | Job, shards: Any, backend: str = "reference", 
 
     Raises:
         BackendError: An unknown backend, an op that it cannot run, another program on another rank, a failed peer.
-        LayoutError: Wrong shards or arrays, or no program.
+        LayoutError: Wrong shards or arrays, ids that no row or class has (on a CPU), or no program.
         MissingExtra: The backend's package is not installed.
         TimedOut: A peer did not arrive in time.
 
@@ -106,24 +117,42 @@ def run_recorded(
         raise LayoutError(f"run takes a Program, a Plan or a Job, got {shown(program)}")
     if not isinstance(backend, str) or backend not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BackendError(f"unknown backend {shown(backend)}; legal are {', '.join(BACKENDS)}")
-    seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not (seconds and 0 < timeout <= border.MOST):
-        raise BackendError(f"timeout={shown(timeout)}; legal is a positive number of seconds")
     if isinstance(program, Job):
+        _check_seconds(timeout)
         return _run_job(program, shards, backend, timeout, record)
-    shards = border.items("shards", shards, "arrays; for several inputs of such lists")
-    # one input: a list of arrays. A process without a device of its mesh passes an empty list.
-    single = len(program.inputs) == 1 and (not shards or getattr(shards[0], "shape", None) is not None)
-    inputs = (
-        [shards] if single else [border.items(f"the shards of input {k}", x, "arrays") for k, x in enumerate(shards)]
-    )
+    try:
+        _check_seconds(timeout)
+        inputs, single = _listed(program, shards)
+    except ShardplanError as error:  # the other processes would wait for this one
+        with contextlib.suppress(ShardplanError):  # nobody is there who could be told
+            if backend != "reference":
+                needed(backend)
+                cast("Decliner", import_module(f"shardplan.execution.{backend}.run").decline)(program, error)
+        raise
     if backend == "reference":
+        given = dict(zip((name for name, _ in program.inputs), inputs, strict=False))
+        check_shard_ids(program, lambda name, t: enumerate(check_shards(name, t, given.get(name, []))))
         outputs: list[list[Any]] = reference(program, inputs)
     else:
         needed(backend)
         found = cast("Backend", import_module(f"shardplan.execution.{backend}.run").run_program)
         outputs = found(program, inputs, timeout=timeout, record=record)
     return outputs[0] if len(outputs) == 1 and single else outputs
+
+
+def _check_seconds(timeout: float) -> None:
+    seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not (seconds and 0 < timeout <= border.MOST):
+        raise BackendError(f"timeout={shown(timeout)}; legal is a positive number of seconds")
+
+
+def _listed(program: Program, shards: Any) -> tuple[list[Any], bool]:
+    """Return the shards by input, and whether they were given as those of one input, without a list around them."""
+    shards = border.items("shards", shards, "arrays; for several inputs of such lists")
+    # one input: a list of arrays. A process without a device of its mesh passes an empty list.
+    if len(program.inputs) == 1 and (not shards or getattr(shards[0], "shape", None) is not None):
+        return [shards], True
+    return [border.items(f"the shards of input {k}", x, "arrays") for k, x in enumerate(shards)], False
 
 
 def _run_job(job: Job, arrays: Any, backend: str, timeout: float, record: Record | None) -> dict[str, Any]:

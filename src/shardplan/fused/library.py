@@ -3,6 +3,10 @@
 They are registered when this module is imported, which needs torch. `..._out` write into a tensor of the heap. A
 group's name says which heap serves them: see `calls.groups`. Each gradient is an operator, too, so that a backward
 graph can be traced; results of the others never share memory with the heap.
+
+A backward that moves blocks needs all ranks, also one whose own operands need no gradient. Where autograd is on, the
+functions here give an operator an `anchor` that needs one then, so that its result does, too. Without it ranks that
+differ are refused.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ _GEMM = (
 )
 _GEMM_BACKWARD = (
     "(Tensor g, Tensor a, Tensor b, Tensor? bias, str group, str activation, int scatter, SymInt[]? send_splits, "
-    "SymInt[]? recv_splits, int tiles, str order) -> (Tensor, Tensor, Tensor)"
+    "SymInt[]? recv_splits, int tiles, str order) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _GEMV = "(Tensor A, Tensor x, str group, str algorithm='auto') -> Tensor"
+_ANCHOR = ", Tensor? anchor=None"
 # An operator with a list of tensors has no defaults: torch 2.13 compares their structure with what was passed.
 _BAG = (
     "(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, str group, str mode, "
@@ -79,7 +84,22 @@ def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm", 
 
 def _asked(group: str, tiles: int = 0, order: str = ORDER) -> Asked:
     heap = bound(group)
-    return Asked(heap, tiles, order, heap.seconds)
+    # In a forward that autograd differentiates it is off; where it is on here, no operand needs a gradient.
+    return Asked(heap, tiles, order, heap.seconds, backward=not torch.is_grad_enabled(), even=True)
+
+
+with torch.inference_mode(False):
+    _anchor: torch.Tensor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+
+
+def _anchored(group: str, *operands: torch.Tensor | None) -> torch.Tensor | None:
+    """What needs a gradient where autograd is on and no operand does; nothing for one rank, whose backward is its own.
+
+    An exported graph is run forward only.
+    """
+    if not torch.is_grad_enabled() or bound(group).ranks == 1 or torch.compiler.is_exporting():
+        return None
+    return None if any(x is not None and x.requires_grad for x in operands) else _anchor
 
 
 def gemm_all_to_all(
@@ -97,10 +117,12 @@ def gemm_all_to_all(
 ) -> torch.Tensor:
     """Return what all ranks computed for this one, of a [M, K] and b [K, N] on each, tile by tile on its way.
 
-    See `operators.gemm.forward`. With `scatter` 1 ranks of different rows say so in `recv_splits`.
+    See `operators.gemm.forward`. With `scatter` 1 ranks of different rows say so in `recv_splits`. Where autograd is on
+    the result needs a gradient on every rank, since its backward needs all of them.
     """
     splits = (_ints(send_splits), _ints(recv_splits))
-    return torch.ops.shardplan.gemm_all_to_all(a, b, bias, group, activation, scatter, *splits, tiles, order)
+    given = (a, b, bias, group, activation, scatter, *splits, tiles, order, _anchored(group, a, b, bias))
+    return torch.ops.shardplan.gemm_all_to_all(*given)
 
 
 def gemv_all_reduce(a: torch.Tensor, x: torch.Tensor, *, group: str, algorithm: str = "auto") -> torch.Tensor:
@@ -122,7 +144,8 @@ def embedding_bag_all_to_all(
     """Return the bags of all ranks' tables for this rank's part of the batch: [B_r, tables, D].
 
     See `operators.embedding.forward`. Where `table_counts` are not given all ranks have as many; `batch_splits` are by
-    the tiling rule. A rank without tables must give both. Raises `TypingError`.
+    the tiling rule. A rank without tables must give both. Where autograd is on the result needs a gradient on every
+    rank, since its backward needs all of them. Raises `TypingError`.
     """
     ranks = bound(group).ranks
     if not weights and (table_counts is None or batch_splits is None):
@@ -131,7 +154,8 @@ def embedding_bag_all_to_all(
     if batch_splits is None:
         batch_splits = even((offsets.shape[0] - 1) // len(weights), ranks)
     op = torch.ops.shardplan.embedding_bag_all_to_all
-    return op(list(weights), indices, offsets, per_sample_weights, group, mode, counts, list(batch_splits))
+    anchor = _anchored(group, *weights, per_sample_weights)
+    return op(list(weights), indices, offsets, per_sample_weights, group, mode, counts, list(batch_splits), anchor)
 
 
 _check: Any = getattr(torch, "_check")  # noqa: B009, what fakes must call: no public name
@@ -169,13 +193,9 @@ def _gemm() -> None:
         receive: Any = None,
         tiles: int = 0,
         order: str = ORDER,
+        anchor: Any = None,
     ) -> Any:
-        asked = _asked(group, tiles, order)
-        out = gemm.forward(asked, a, b, bias, activation, scatter, send, receive)
-        if scatter and receive is None and out.shape[0] != a.shape[0] * asked.heap.ranks:
-            text = f"{a.shape[0]} rows of rank {asked.heap.rank} of {out.shape[0]}"
-            raise TypingError(f"{gemm.NAME}: {text}; legal is as many on every rank, or recv_splits")
-        return out
+        return gemm.forward(_asked(group, tiles, order), a, b, bias, activation, scatter, send, receive)
 
     def fake(
         a: Any,
@@ -188,6 +208,7 @@ def _gemm() -> None:
         receive: Any = None,
         tiles: int = 0,
         order: str = ORDER,
+        anchor: Any = None,
     ) -> Any:
         heap = bound(group)
         _check(a.dim() == 2 and b.dim() == 2)
@@ -213,10 +234,11 @@ def _gemm() -> None:
     ) -> Any:
         asked = _asked(group, tiles, order)
         da, db, dc = gemm.backward(asked, g, a, b, bias, activation, scatter, send, receive)
-        return da, db, g.new_empty(0) if dc is None else dc
+        return da, db, g.new_empty(0) if dc is None else dc, torch.zeros((), device="cpu")
 
     def fake_back(g: Any, a: Any, b: Any, bias: Any, *rest: Any) -> Any:
-        return torch.empty_like(a), torch.empty_like(b), g.new_empty(0) if bias is None else torch.empty_like(bias)
+        dc = g.new_empty(0) if bias is None else torch.empty_like(bias)
+        return torch.empty_like(a), torch.empty_like(b), dc, torch.empty((), device="cpu")
 
     def write(
         out: Any,
@@ -234,17 +256,18 @@ def _gemm() -> None:
         gemm.forward(_asked(group, tiles, order), a, b, bias, activation, scatter, send, receive, out)
 
     _custom(f"{gemm.NAME}_out", _into(_GEMM), write, _nothing)
-    op = _custom(gemm.NAME, _GEMM, run, fake)
+    op = _custom(gemm.NAME, _GEMM.replace(") ->", f"{_ANCHOR}) ->"), run, fake)
     op_back = _custom(f"{gemm.NAME}_backward", _GEMM_BACKWARD, back, fake_back)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        a, b, bias, *ctx.rest = inputs
+        a, b, bias, *ctx.rest, anchor = inputs
+        ctx.anchor = anchor is not None
         ctx.save_for_backward(a, b, bias)
 
     def gradient(ctx: Any, g: Any) -> Any:
         a, b, bias = ctx.saved_tensors
-        da, db, dc = op_back(g, a, b, bias, *ctx.rest)
-        return da, db, None if bias is None else dc, *[None] * len(ctx.rest)
+        da, db, dc, anchored = op_back(g, a, b, bias, *ctx.rest)
+        return da, db, None if bias is None else dc, *[None] * len(ctx.rest), anchored if ctx.anchor else None
 
     op.register_autograd(gradient, setup_context=setup)
 
@@ -281,10 +304,14 @@ def _gemv() -> None:
 
 
 def _bags() -> None:
-    def run(tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any) -> Any:
+    def run(
+        tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
+    ) -> Any:
         return embedding.forward(_asked(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
 
-    def fake(tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any) -> Any:
+    def fake(
+        tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
+    ) -> Any:
         heap = bound(group)
         if not tables:
             raise TypingError(f"{embedding.NAME}: rank {heap.rank} has no tables; legal for tracing are some")
@@ -295,10 +322,12 @@ def _bags() -> None:
     ) -> Any:
         given = (tables, ids, offsets, scale, mode, sum(splits), counts, splits)
         found, each = embedding.backward(_asked(group), g, *given)
-        return [*found, g.new_empty(0) if scale is None or each is None else each.to(scale.dtype)]
+        scaled = g.new_empty(0) if scale is None or each is None else each.to(scale.dtype)
+        return [*found, scaled, torch.zeros((), device="cpu")]
 
     def fake_back(g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, *rest: Any) -> Any:
-        return [*map(torch.empty_like, tables), g.new_empty(0) if scale is None else torch.empty_like(scale)]
+        scaled = g.new_empty(0) if scale is None else torch.empty_like(scale)
+        return [*map(torch.empty_like, tables), scaled, torch.empty((), device="cpu")]
 
     def write(
         out: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
@@ -306,18 +335,19 @@ def _bags() -> None:
         embedding.forward(_asked(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits, out)
 
     _custom(f"{embedding.NAME}_out", _into(_BAG), write, _nothing)
-    op = _custom(embedding.NAME, _BAG, run, fake)
+    op = _custom(embedding.NAME, _BAG.replace(") ->", f"{_ANCHOR.removesuffix('=None')}) ->"), run, fake)
     op_back = _custom(f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        tables, ids, offsets, scale, *ctx.rest = inputs
-        ctx.count = len(tables)
+        tables, ids, offsets, scale, *ctx.rest, anchor = inputs
+        ctx.anchor = anchor is not None
         ctx.save_for_backward(*tables, ids, offsets, scale)
 
     def gradient(ctx: Any, g: Any) -> Any:
         *tables, ids, offsets, scale = ctx.saved_tensors
-        *found, each = op_back(g, tables, ids, offsets, scale, *ctx.rest)
-        return found, None, None, None if scale is None else each, *[None] * len(ctx.rest)
+        *found, each, anchored = op_back(g, tables, ids, offsets, scale, *ctx.rest)
+        given = (None if scale is None else each, *[None] * len(ctx.rest), anchored if ctx.anchor else None)
+        return found, None, None, *given
 
     op.register_autograd(gradient, setup_context=setup)
 

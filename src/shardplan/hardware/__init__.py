@@ -32,7 +32,6 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 from shardplan.hardware.units import (
     format_bytes,
-    format_flops,
     format_rate,
     format_seconds,
     parse_bytes,
@@ -69,5 +68,4 @@ __all__ = [
     "format_bytes",
     "format_rate",
     "format_seconds",
-    "format_flops",
 ]

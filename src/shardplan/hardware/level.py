@@ -136,6 +136,25 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelShares:
+    """What kernels reach of a device's rates: measured, else all of it. Raises `TopologyError` for other values.
+
+    `half` is the size at which a dim of a product takes as long again.
+    """
+
+    product: float = 1.0  # of the operations per second, in large products
+    attention: float = 1.0  # of them, in attention
+    stream: float = 1.0  # of the memory bandwidth
+    half: float = 0.0  # elements
+
+    def __post_init__(self) -> None:
+        for name in ("product", "attention", "stream", "half"):
+            value = border.number(f"device: kernels: {name}", getattr(self, name), TopologyError)
+            if name != "half" and not value > 0:
+                raise TopologyError(f"device: kernels: {name} is {shown(value)}, it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """What one device can do, infinite where it is unstated.
 
@@ -146,6 +165,7 @@ class DeviceSpec:
     memory: float = math.inf  # bytes
     memory_bandwidth: float = math.inf  # bytes per second
     launch: float = 0.0  # seconds to start a kernel or a collective
+    kernels: KernelShares = KernelShares()
 
     def __post_init__(self) -> None:
         for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
@@ -160,6 +180,8 @@ class DeviceSpec:
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
                 raise TopologyError(f"device: {name} is {shown(value)}, it must be above 0")
         border.number("device: launch", self.launch, TopologyError)
+        if not isinstance(self.kernels, KernelShares):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TopologyError(f"device: kernels is {shown(self.kernels)}; legal is KernelShares")
 
     def peak(self, dtype: str) -> float:
         """Return the operations per second for a dtype; raises `TopologyError` where none are stated.
@@ -172,12 +194,9 @@ class DeviceSpec:
             raise TopologyError(f"device: no flops are stated for {dtype!r}; stated: {stated}")
         return found
 
-    def kernel_seconds(self, flops: float, dtype: str, nbytes: float) -> float:
-        """Return the seconds of a kernel: the longer of its operations and of what it reads and writes.
-
-        What the device does not state takes no time. Source: the roofline model (Williams et al., 2009).
-        """
-        return max(flops / (self._stated(dtype) or math.inf), nbytes / self.memory_bandwidth)
+    def rate(self, dtype: str) -> float:
+        """Return the operations per second for a dtype, infinite where none are stated."""
+        return self._stated(dtype) or math.inf
 
     def _stated(self, dtype: str) -> float | None:
         table = dict(self.flops)

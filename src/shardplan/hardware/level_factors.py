@@ -42,6 +42,11 @@ class LevelFactor:
         """Size and stride of every digit."""
         return tuple((d.size, d.stride) for d in self.digits)
 
+    @property
+    def units(self) -> tuple[Digits, ...]:
+        """The same, each by itself: what a reduction may take apart."""
+        return tuple((digit,) for digit in self.strides)
+
 
 def checked_axes(placement: Placement, axes: str | Sequence[str]) -> tuple[str, ...]:
     """Return axes in mesh order; raises `TopologyError` for none, an unknown one, and one that is named twice."""

@@ -8,7 +8,6 @@ its remainder divides their product.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -201,7 +200,7 @@ class Placement:
             found = re.compile(pattern).match(body, at)
             if found is None:
                 raise ParseError(f"expected {axis}=[...], the row of axis {axis!r}", text, start + at)
-            rows.append(tuple(json.loads(found[1])))
+            rows.append(tuple(int(n) for n in re.findall(r"\d+", found[1])))
             at = found.end()
         placed = Placement(mesh, Topology.parse(lines[2]), tuple(rows))
         orders = list(placed.order)

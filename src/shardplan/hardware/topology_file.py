@@ -15,14 +15,15 @@ from typing import Any, cast
 
 from shardplan.core.registry import brought
 from shardplan.errors import ParseError, TopologyError, shown
-from shardplan.hardware.level import DeviceSpec, Hardware, Level
+from shardplan.hardware.level import DeviceSpec, Hardware, KernelShares, Level
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.toml_fields import basic_string, known, parsed
 from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
 
 _PRESETS = Path(__file__).parent / "presets"
 _TOP = ("version", "name", "library", "device", "levels")
-_DEVICE = ("flops", "memory", "memory_bandwidth", "launch")
+_DEVICE = ("flops", "memory", "memory_bandwidth", "launch", "kernels")
+_KERNELS = ("product", "attention", "stream", "half")
 _LEVEL = (
     "name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "efficiency", "degraded", "reduces"
 )  # fmt: skip
@@ -188,7 +189,10 @@ def _device(data: dict[str, Any]) -> DeviceSpec:
         bandwidth = _quantity("device", data, "memory_bandwidth", parse_rate, "2.0 TB/s")
     if "launch" in data:
         launch = _quantity("device", data, "launch", parse_seconds, "6 us")
-    return DeviceSpec(flops, memory, bandwidth, launch)
+    kernels = _typed("device", data, "kernels", dict, {})
+    known("device: kernels", kernels, _KERNELS)
+    shares = {name: float(_typed("device: kernels", kernels, name, (int, float), 1.0)) for name in kernels}
+    return DeviceSpec(flops, memory, bandwidth, launch, KernelShares(**shares))
 
 
 def to_text(topology: Hardware) -> str:
@@ -212,6 +216,10 @@ def to_text(topology: Hardware) -> str:
             lines.append(f'memory_bandwidth = "{exact(device.memory_bandwidth, "B/s")}"')
         if device.launch:
             lines.append(f'launch = "{exact(device.launch, "s")}"')
+        plain = KernelShares()
+        shares = [f"{x} = {y!r}" for x in _KERNELS if (y := getattr(device.kernels, x)) != getattr(plain, x)]
+        if shares:
+            lines.append(f"kernels = {{ {', '.join(shares)} }}")
     for level in topology.levels:
         lines += ["[[levels]]", f'name = "{level.name}"', f"size = {level.size}", f'link = "{level.link}"']
         if level.shape:

@@ -160,7 +160,6 @@ def _format(value: float, steps: tuple[tuple[str, float], ...]) -> str:
 
 _BYTE_STEPS = (("B", 1.0), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12), ("PB", 1e15))
 _TIME_STEPS = (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0))
-_FLOP_STEPS = tuple((f"{prefix}FLOP/s", 10.0**power) for prefix, power in _DECIMAL.items())
 
 
 def format_bytes(nbytes: float) -> str:
@@ -188,15 +187,6 @@ def format_seconds(seconds: float) -> str:
     '1.23 ms'
     """
     return "0 s" if seconds == 0 else _format(float(seconds), _TIME_STEPS)
-
-
-def format_flops(flops: float) -> str:
-    """Return a rate, in operations per second, as text: three digits and a decimal prefix.
-
-    >>> format_flops(312e12)
-    '312 TFLOP/s'
-    """
-    return _format(float(flops), _FLOP_STEPS)
 
 
 def exact(value: float, unit: str) -> str:

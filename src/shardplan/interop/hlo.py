@@ -19,13 +19,17 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ParseError
-from shardplan.interop.hlo_groups import Groups, integers_in, parse_groups
+from shardplan.errors import ParseError, shown
+from shardplan.interop.hlo_groups import Groups, integer, integers_in, parse_groups
 from shardplan.simulation.script import Script, ScriptRound, Stage, abreast
 from shardplan.simulation.scripts import stages_of
 
 BYTE = 8  # bits
 SHOWN = 200  # characters of a text that an error shows
+MOST = 2**20  # collectives of a module, once a trip
+MOST_BYTES = 2**62  # of an array
+_DEEPEST = 100  # computations that call each other
+_WIDEST = 128  # bits of an element
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter", "collective-broadcast")
 _UNREAD = ("ragged-all-to-all", "send", "recv")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
@@ -77,7 +81,7 @@ def parse_hlo(text: str, devices: int) -> list[HloCollective]:
     communicating instruction whose bytes are not known.
     """
     module = _read(text)
-    return list(_collectives(module, module.entry, devices))
+    return _collectives(module, module.entry, devices, {})
 
 
 def hlo_script(collectives: Sequence[HloCollective], title: str = "hlo") -> Script:
@@ -128,14 +132,26 @@ class _Module:
     entry: str  # the name of the one that runs
 
 
-def _collectives(module: _Module, name: str, devices: int) -> Iterator[HloCollective]:
-    """Yield the collectives of a computation, those of what it calls where it calls them."""
+def _collectives(
+    module: _Module, name: str, devices: int, found: dict[str, list[HloCollective] | None], depth: int = 0
+) -> list[HloCollective]:
+    """Return the collectives of a computation, those of what it calls where it calls them; `found` remembers them."""
+    if name not in module.computations:
+        raise ParseError(f"a computation {shown(name)} is called, which the HLO module does not have")
+    known = found.get(name, [])
+    if known is None or depth > _DEEPEST:
+        what = "calls itself" if known is None else f"is called at a depth of more than {_DEEPEST}"
+        raise ParseError(f"the computation {shown(name)} {what}; legal are calls of others, at most so deep")
+    if name in found:
+        return known
+    found[name] = None
     instructions = module.computations[name]
     shapes = {instruction.name: instruction.shape for instruction in instructions}
+    out: list[HloCollective] = []
     for instruction in instructions:
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            yield _collective(kind, instruction, shapes, devices)
+            out.append(_collective(kind, instruction, shapes, devices))
         elif kind in _UNREAD:
             raise ParseError(
                 f"instruction {instruction.name!r}: no byte count is known for {kind!r}; known are "
@@ -145,9 +161,18 @@ def _collectives(module: _Module, name: str, devices: int) -> Iterator[HloCollec
             continue
         else:
             trips = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
-            for _ in range(int(trips[1]) if trips else 1):
-                for called in _called(instruction):
-                    yield from _collectives(module, called, devices)
+            inner: list[HloCollective] = []
+            for called in _called(instruction):
+                inner += _collectives(module, called, devices, found, depth + 1)
+            times = integer(trips[1]) if trips else 1
+            if len(out) + len(inner) * times > MOST:
+                raise ParseError(
+                    f"instruction {shown(instruction.name)}: {len(inner)} collectives in {times} trips; legal are at "
+                    f"most {MOST} in a module"
+                )
+            out += inner * times
+    found[name] = out
+    return out
 
 
 def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], devices: int) -> HloCollective:
@@ -155,13 +180,21 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
     pairs = _PAIRS.search(attributes)
     output = instruction.shape
     if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-        output = _elements(output)[1]
+        parts = _elements(output)
+        if len(parts) < 2:
+            raise ParseError(f"instruction {shown(instruction.name)} has the shape {shown(output)}; legal is a tuple")
+        output = parts[1]
     operands = sum(sum(_sizes(_operand_shape(operand, shapes))) for operand in instruction.operands)
     permute = kind == "collective-permute"
     ids = integers_in(pairs[1]) if pairs else ()
+    groups = () if permute else parse_groups(attributes, devices)
+    if len(ids) % 2:
+        raise ParseError(
+            f"instruction {shown(instruction.name)}: source_target_pairs of {len(ids)} ids; legal are two each"
+        )
     return HloCollective(
         kind=kind,
-        groups=() if permute else parse_groups(attributes, devices),
+        groups=groups,
         pairs=tuple(zip(ids[::2], ids[1::2], strict=True)) if permute else (),
         operand_bytes=operands,
         output_bytes=sum(_sizes(output)),
@@ -172,6 +205,8 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
 def _operand_shape(operand: str, shapes: dict[str, str]) -> str:
     """An operand is `%name`, or `shape %name` as older printers have it."""
     shape, _, name = operand.rpartition(" ")
+    if not shape and name.lstrip("%") not in shapes:
+        raise ParseError(f"the operand {shown(operand)} of a collective is no instruction before it")
     return shape or shapes[name.lstrip("%")]
 
 
@@ -182,7 +217,10 @@ def _called(instruction: _Instruction) -> tuple[str, ...]:
 
 def _sizes(shape: str) -> list[int]:
     """The bytes of every array in a shape, nested tuples flattened."""
-    return [_bits(dtype) * math.prod(integers_in(dims)) // BYTE for dtype, dims in _ARRAY.findall(shape)]
+    found = [_bits(dtype) * math.prod(integers_in(dims)) // BYTE for dtype, dims in _ARRAY.findall(shape)]
+    if sum(found) > MOST_BYTES:
+        raise ParseError(f"the shape {shown(shape)} has {sum(found):.3g} bytes; legal are at most {MOST_BYTES:.3g}")
+    return found
 
 
 def _bits(dtype: str) -> int:
@@ -191,8 +229,10 @@ def _bits(dtype: str) -> int:
     if dtype == "pred":
         return BYTE
     found = re.match(r"[a-z]+(\d+)", dtype)
-    if not found:
-        raise ParseError(f"unknown HLO element type {dtype!r}; legal are pred and letters with a width, such as bf16")
+    if not found or integer(found[1]) > _WIDEST:
+        raise ParseError(
+            f"unknown HLO element type {shown(dtype)}; legal are pred and letters with a width, such as bf16"
+        )
     return int(found[1])
 
 
@@ -220,9 +260,11 @@ def _instruction(line: str) -> _Instruction:
     """`[ROOT] %name = shape opcode(operands), attributes`."""
     line = re.sub(r"/\*.*?\*/", "", line)
     name, _, rest = line.removeprefix("ROOT ").partition(" = ")
-    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shape_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
     call = rest[shape_end:].lstrip()
-    opening = call.index("(")
+    opening = call.find("(")
+    if shape_end < 0 or opening < 0:
+        raise ParseError(f"{shown(line)} is no HLO instruction; legal is name = shape opcode(operands)")
     closing = _closing(call, opening)
     return _Instruction(
         name=name.strip().lstrip("%"),

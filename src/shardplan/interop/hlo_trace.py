@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from shardplan.core.decoding import read_text
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import AtOnce, Groups, Messages, Pattern, StepPattern
-from shardplan.errors import ParseError, ShardplanError
+from shardplan.errors import ParseError, ShardplanError, line
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.units import format_bytes
 from shardplan.interop.hlo import HloCollective, hlo_script, parse_hlo
+from shardplan.interop.hlo_groups import MOST_DEVICES, integer
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.replay import Constants, replayed
 from shardplan.simulation.script import Script
@@ -60,9 +62,11 @@ class HloTrace:
             ParseError: No HLO module, several replicas, or a communicating instruction whose bytes are not known.
         """
         replicas, found = _REPLICAS.search(text), _PARTITIONS.search(text)
-        if replicas and int(replicas[1]) > 1:
+        if replicas and integer(replicas[1]) > 1:
             raise ParseError(f"an HLO module of {replicas[1]} replicas; legal is one, of several partitions")
-        devices = int(found[1]) if found else 1
+        devices = integer(found[1]) if found else 1
+        if devices > MOST_DEVICES:
+            raise ParseError(f"an HLO module of {devices} partitions; legal are at most {MOST_DEVICES}")
         collectives = tuple(parse_hlo(text, devices))
         module = _MODULE.search(text)
         shardings = [HloSharding(m["name"], m["shape"], m["said"]) for m in _SHARDED.finditer(text)]
@@ -71,10 +75,7 @@ class HloTrace:
     @staticmethod
     def read(path: str | Path) -> HloTrace:
         """Read a file of such text; errors as for `parse`, and where there is none."""
-        try:
-            return HloTrace.parse(Path(path).read_text(), Path(path).stem)
-        except OSError as error:
-            raise ParseError(f"cannot read the HLO text {path}: {error.strerror}") from None
+        return HloTrace.parse(read_text(path, f"the HLO text {line(path)}"), Path(path).stem)
 
     @property
     def moved_bytes(self) -> int:

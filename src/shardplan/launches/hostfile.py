@@ -20,19 +20,21 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.mesh import Mesh
-from shardplan.errors import ParseError, TopologyError
+from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.topology import Topology
 from shardplan.launches.launch import Launch, counted
 
 _HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@-]*"
 _LISTED = r"[A-Za-z0-9_][A-Za-z0-9_.@,\[\]-]*"  # hosts, several with commas between and numbers in brackets
-_LINE = re.compile(rf"(?P<host>{_LISTED})(?::(?P<count>\d+))?(?P<words>(?:\s+[A-Za-z_-]+\s*=\s*\S+)*)")
+_LINE = re.compile(rf"(?P<host>{_LISTED})(?::(?P<count>\d{{1,9}}))?(?P<words>(?:\s+[A-Za-z_-]+\s*=\s*\S+)*)")
 _WORD = re.compile(r"([A-Za-z_-]+)\s*=\s*(\S+)")
-_RANK = re.compile(rf"rank\s+(?P<rank>\d+)\s*=\s*(?P<host>\+n\d+|{_HOST})\s+slots?\s*=\s*(?P<slot>\S+)")
-_ROW = re.compile(rf"(?P<rank>\d+)\s+(?P<host>{_HOST})\s+(?P<slot>\d+)")
-_SLOT = re.compile(r"(\d+)(?::(\d+)(?:-\d+)?)?")
+_RANK = re.compile(rf"rank\s+(?P<rank>\d{{1,9}})\s*=\s*(?P<host>\+n\d{{1,9}}|{_HOST})\s+slots?\s*=\s*(?P<slot>\S+)")
+_ROW = re.compile(rf"(?P<rank>\d{{1,9}})\s+(?P<host>{_HOST})\s+(?P<slot>\d{{1,9}})")
+_SLOT = re.compile(r"(\d{1,9})(?::(\d{1,9})(?:-\d+)?)?")
 _LEGAL = "'host slots=n' (Open MPI), 'host:n' (MPICH) or 'host'"
 MOST_HOSTS = 65536  # of one line
+MOST_RANKS = 2**22  # of a file
+_MOST_DIGITS = 9  # of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
         at = f"{source}, line {number}"
         match = _LINE.fullmatch(line)
         if match is None:
-            raise ParseError(f"{at}: {line!r} is no host; legal: {_LEGAL}")
+            raise ParseError(f"{at}: {shown(line)} is no host; legal: {_LEGAL}")
         words = dict(_WORD.findall(match["words"]))
         for word in words:
             if word.replace("-", "_") not in ("slots", "max_slots", "port"):
@@ -103,8 +105,8 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
             form, count = "slots=", words["slots"]
         elif match["count"] is not None:
             form, count = ":n", match["count"]
-        if not count.isdigit() or int(count) < 1:
-            raise ParseError(f"{at}: {match['host']!r} has {count!r} slots; legal is a number of 1 or more")
+        if not count.isdecimal() or len(count) > _MOST_DIGITS or int(count) < 1:
+            raise ParseError(f"{at}: {match['host']!r} has {shown(count)} slots; legal is a number of 1 or more")
         if found and found[0].form != form:
             first = found[0]
             raise ParseError(
@@ -117,6 +119,8 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
             found.append(_HostLine(number, host, form, int(count)))
     if not found:
         raise ParseError(f"{source}: names no host; legal are lines {_LEGAL}")
+    if (count := sum(row.slots for row in found)) > MOST_RANKS:
+        raise ParseError(f"{source}: has {count} slots; legal are at most {MOST_RANKS}")
     named = tuple(dict.fromkeys(row.host for row in found))
     names = named if hosts is None else hosts.names
     if found[0].form == "plain" and len(named) == len(found):
@@ -171,7 +175,8 @@ def _numbers(text: str, at: str) -> list[str]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last) < int(first) + MOST_HOSTS):
+        numbers = first.isdecimal() and last.isdecimal() and len(first + last) <= 2 * _MOST_DIGITS
+        if not (numbers and int(first) <= int(last) < int(first) + MOST_HOSTS):
             raise ParseError(f"{at}: {part!r} is no range of numbers; legal is such as 00-03")
         found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
     return found
@@ -199,12 +204,12 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
         at = f"{source}, line {number}"
         match = _RANK.fullmatch(line) or _ROW.fullmatch(line)
         if match is None:
-            raise ParseError(f"{at}: {line!r} places no rank; legal: {legal}")
+            raise ParseError(f"{at}: {shown(line)} places no rank; legal: {legal}")
         rank, host, said = int(match["rank"]), match["host"], match["slot"]
         form = _SLOT.fullmatch(said)
         if form is None:
             raise ParseError(
-                f"{at}: slot {said!r} is no number; legal is one, the device's number on {host!r}, or socket:core"
+                f"{at}: slot {shown(said)} is no number; legal is one, the device's number on {host!r}, or socket:core"
             )
         slot = tuple(int(n) for n in form.groups() if n is not None)
         if table and len(slot) != len(next(iter(table.values())).slot):

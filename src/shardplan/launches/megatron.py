@@ -131,23 +131,18 @@ def greedy_matrix(mesh: Mesh, topology: Topology, fastest: Sequence[str]) -> Mat
     return tuple(tuple(rows[axis]) for axis in mesh.axes)
 
 
-def order_of(placement: Placement) -> str | None:
-    """Return the order string that gives a placement's matrix on ranks that stand host by host.
+def orders_of(placement: Placement) -> tuple[str, ...]:
+    """Return the order strings that give a placement's matrix on ranks that stand host by host.
 
-    It has all five names; of several strings it is the one that permutes the last names of Megatron's default. None
-    where no string gives the matrix, or an axis has no name there (see `fastest_first`).
+    They have all five names. Of those that differ only in degrees of 1 it is the one that permutes the last names of
+    Megatron's default. None gives the matrix where an axis has no name there (see `fastest_first`).
 
     >>> topology = Topology.load("dgx-a100", nodes=2)
-    >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((2, 2), (1, 4))))
-    'tp-cp-ep-dp-pp'
-    >>> order_of(Placement(Mesh(data=4, tensor=4), topology, ((1, 4), (2, 2))))
-    'cp-ep-dp-tp-pp'
+    >>> orders_of(Placement(Mesh(data=4, tensor=4), topology, ((2, 2), (1, 4))))
+    ('tp-cp-ep-dp-pp',)
+    >>> orders_of(Placement(Mesh(data=4, tensor=4), topology, ((1, 4), (2, 2))))
+    ('cp-ep-dp-tp-pp',)
     """
-    return next(iter(orders_of(placement)), None)
-
-
-def orders_of(placement: Placement) -> tuple[str, ...]:
-    """Return the order strings that give a placement's matrix, those that differ only in degrees of 1 once."""
     mesh, topology = placement.mesh, placement.topology
     names = [name_of(axis) for axis in mesh.axes]
     if None in names or len(set(names)) < len(names):

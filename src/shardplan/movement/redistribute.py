@@ -1,7 +1,8 @@
 """The verb: `redistribute(source, destination)` returns the cheapest certified plan found.
 
 Without a topology the price is the bytes that the worst device receives, summed over steps, plus 0.2 % of
-`bound_bytes` per round; with one it is predicted seconds. Plans are deterministic, and cached by request.
+`bound_bytes` per round; with one it is predicted seconds. Without one a plan's `seconds` are what its program takes on
+the topology `nominal`. Plans are deterministic, and cached by request.
 """
 
 from __future__ import annotations

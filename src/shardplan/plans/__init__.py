@@ -8,6 +8,7 @@ Reading order:
 - `reduction_bound`  those of moves that reduce
 - `pricing`          from a topology or placement to the price of a whole program, and its bound in seconds
 - `certificate`      `Certificate`: its claims, and their derivation from the program alone
+- `plan_fields`      the fields of a plan file, and what is said where something else stands there
 - `plan_file`        plan files, and the annotated print-out
 - `plan`             `Plan`: what redistribute, reduce and reductions return
 

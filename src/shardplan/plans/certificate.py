@@ -17,12 +17,12 @@ import numpy as np
 
 from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
 from shardplan.core.program import Program
-from shardplan.core.tensor import TensorType, same
-from shardplan.errors import CertificateError, ShardplanError
+from shardplan.core.tensor import TensorType
+from shardplan.errors import CertificateError, ShardplanError, shown
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.library import library
-from shardplan.plans.nominal import BANDWIDTH, longest_path, nominal_bound, nominal_seconds
-from shardplan.plans.pricing import Priced, Where, fabric_of, priced, seconds_bound
+from shardplan.plans.nominal import nominal_bound
+from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
 
 STATUSES = ("floor", "exact", "heuristic")
 FLOOR = 1.001  # seconds over their lower bound, both without latencies, up to which a plan is at the floor
@@ -77,6 +77,7 @@ class Certificate:
 
     def check(self) -> None:
         """Re-derive every claim from the program; raises `CertificateError` naming the first that does not follow."""
+        self._check_kinds()
         try:
             found = derive(self.program, self.sources, self.destinations, self.where, algorithm=self.algorithm)
         except CertificateError:
@@ -92,16 +93,27 @@ class Certificate:
                 raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
-        topology = self.where.topology if isinstance(self.where, Placement) else self.where
-        legal = ("auto",) if topology is None else ("auto", *library(topology.library).algorithms())
-        if self.algorithm not in legal:
-            raise CertificateError(f"unknown algorithm {self.algorithm!r}; legal are {', '.join(legal)}")
-        if self.status not in STATUSES:
-            raise CertificateError(f"unknown status {self.status!r}; legal are {', '.join(STATUSES)}")
         if self.status == "floor" and not found.floor:
             raise CertificateError(
                 "status floor is claimed, but without latencies the seconds are more than 0.1 % above their lower bound"
             )
+
+    def _check_kinds(self) -> None:
+        """Refuse what no claim follows from: fields of another kind, and names that are unknown."""
+        for name in TYPES:
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(t, TensorType) for t in value):  # pyright: ignore[reportUnknownVariableType]
+                raise CertificateError(f"{name} is {shown(value)}; legal is a tuple of types")
+        if self.where is not None and not isinstance(self.where, Where):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise CertificateError(f"where is {shown(self.where)}; legal is a Topology, a Placement or None")
+        if self.memory_limit is not None and not isinstance(self.memory_limit, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise CertificateError(f"memory_limit is {shown(self.memory_limit)}; legal is a number of bytes or None")
+        topology = self.where.topology if isinstance(self.where, Placement) else self.where
+        legal = ("auto",) if topology is None else ("auto", *library(topology.library).algorithms())
+        if self.algorithm not in legal:
+            raise CertificateError(f"unknown algorithm {shown(self.algorithm)}; legal are {', '.join(legal)}")
+        if self.status not in STATUSES:
+            raise CertificateError(f"unknown status {shown(self.status)}; legal are {', '.join(STATUSES)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the claims as plain values: types and programs as text."""
@@ -150,8 +162,9 @@ def derive(
     if len(set(kept)) < len(kept):
         raise CertificateError(f"the program keeps an input twice: {', '.join('%' + name for name in kept)}")
     for found, asked in zip(program.output_types, destinations, strict=False):
-        if not same(found, asked):
-            raise CertificateError(f"the program ends in {found}, which is not {asked}")
+        if found != asked:
+            meshes = [f" on {t.mesh}" if found.mesh != asked.mesh else "" for t in (found, asked)]
+            raise CertificateError(f"the program ends in {found}{meshes[0]}, which is not {asked}{meshes[1]}")
     devices = tuple(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}))
     if not set(books.devices) <= set(devices):
         raise CertificateError("the program uses devices of neither end")
@@ -163,13 +176,11 @@ def derive(
     bounds = [lower_bound(s, t, devices) for s, t in zip(sources, destinations, strict=True)]
     least = np.sum(bounds, axis=0) if bounds else np.zeros(len(devices), dtype=np.int64)
     total = sum(total_bound(s, t, b) for s, t, b in zip(sources, destinations, bounds, strict=True))
+    fabric = fabric_of(where, program.meshes)
+    cost = priced(program, fabric, algorithm)
     if where is None:
-        transfer = longest_path(program, [n / BANDWIDTH for n in books.step_moved])
-        cost = Priced(nominal_seconds(program, books), transfer, ())
         bound = nominal_bound(sources, destinations, least, devices)
     else:
-        fabric = fabric_of(where, program.meshes)
-        cost = priced(program, fabric, algorithm)
         bound = seconds_bound(sources, destinations, fabric, program.meshes)
     claims = {
         "types": tuple(program.types[r] for step in program.steps for r in step.results),
@@ -181,7 +192,7 @@ def derive(
         "lower_bound_bytes": tuple(least.tolist()),
         "total_lower_bound_bytes": total,
         "rounds": sum(books.rounds),
-        "level_bytes": cost.level_bytes,
+        "level_bytes": cost.level_bytes if where is not None else (),
         "seconds": cost.seconds,
         "lower_bound_seconds": bound.seconds,
     }
@@ -228,12 +239,15 @@ def issue(
     )
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, float) or isinstance(b, float):
-        return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    if isinstance(a, tuple) and a and isinstance(a[0], float):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))  # pyright: ignore
-    return bool(a == b)
+def _equal(claim: Any, follows: Any) -> bool:
+    """Say whether a claim is what follows."""
+    if isinstance(follows, float):
+        return isinstance(claim, (int, float)) and math.isclose(claim, follows, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    if isinstance(follows, tuple) and follows and isinstance(follows[0], float):
+        if not isinstance(claim, tuple) or len(claim) != len(follows):  # pyright: ignore
+            return False
+        return all(_equal(x, y) for x, y in zip(claim, follows, strict=True))  # pyright: ignore
+    return bool(claim == follows)
 
 
 def _short(value: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,10 @@ from shardplan.errors import ParseError, ShardplanError, line
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.plans.certificate import CLAIMS, TYPES, Certificate
-from shardplan.plans.nominal import DESCRIPTION, nominal_steps
+from shardplan.plans.certificate import TYPES, Certificate
+from shardplan.plans.nominal import DESCRIPTION
+from shardplan.plans.plan_fields import FORMAT, PlanFields, read_fields
 from shardplan.plans.pricing import fabric_of, step_prices
-
-FORMAT = 2  # of the file; another one is refused
 
 
 def plan_dict(certificate: Certificate) -> dict[str, Any]:
@@ -64,37 +65,39 @@ def _type(text: str, program: Program) -> TensorType:
 def load_plan(path: Path) -> Certificate:
     """Return what a plan file claims, unchecked; raises `ParseError` naming the file and what is wrong with it."""
     try:
-        raw: Any = msgspec.json.decode(path.read_bytes())
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:  # pyright: ignore
-            found: Any = raw.get("format") if isinstance(raw, dict) else type(raw).__name__  # pyright: ignore
-            raise ParseError(f"format {found!r}; this version reads format {FORMAT}")
-        claims: dict[str, Any] = dict(raw["certificate"])  # pyright: ignore
-        texts = {name: claims[name] for name in TYPES}
-        program = Program.parse(raw["program"])
-        claims |= {name: tuple(_type(t, program) for t in found) for name, found in texts.items()}
-        for name in ("sent_bytes", "received_bytes", "lower_bound_bytes", "level_bytes"):
-            claims[name] = tuple(claims[name])
-        where: dict[str, str] | None = claims["where"]
-        if where is not None:
-            kind, text = next(iter(where.items()))
-            claims["where"] = Placement.parse(text) if kind == "placement" else Topology.parse(text)
-        unknown = set(claims) - set(CLAIMS)
-        if unknown:
-            raise ParseError(f"unknown claims {', '.join(sorted(unknown))}")
-        return Certificate(program=program, **claims)
+        return _certificate(read_fields(path.read_bytes()))
     except OSError as error:
         raise ParseError(f"cannot read the plan file {line(path)}: {error.strerror}") from None
-    except (
-        ShardplanError,
-        msgspec.DecodeError,
-        AttributeError,
-        KeyError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    ) as error:
-        reason = f"missing {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        raise ParseError(f"{line(path)} is not a plan file: {reason}") from None
+    except ShardplanError as error:
+        raise ParseError(f"{line(path)} is not a plan file: {first_line(error)}") from None
+
+
+def _certificate(fields: PlanFields) -> Certificate:
+    """The certificate that a file's fields say; an error names the field."""
+    claims = msgspec.structs.asdict(fields.certificate)
+    with _named("program"):
+        program = Program.parse(fields.program)
+    for name in TYPES:
+        with _named(f"certificate.{name}"):
+            claims[name] = tuple(_type(text, program) for text in claims[name])
+    for kind, text in (fields.certificate.where or {}).items():
+        with _named(f"certificate.where.{kind}"):
+            claims["where"] = Placement.parse(text) if kind == "placement" else Topology.parse(text)
+    return Certificate(program=program, **claims)
+
+
+@contextmanager
+def _named(field: str) -> Generator[None]:
+    """Raise what is wrong in the text of a field as a `ParseError` that names it."""
+    try:
+        yield
+    except ShardplanError as error:
+        raise ParseError(f"{field}: {first_line(error)}") from None
+
+
+def first_line(error: ShardplanError) -> str:
+    """Return an error's message without the lines that point into a text."""
+    return str(error).partition("\n")[0]
 
 
 def remarks(c: Certificate) -> list[str]:
@@ -113,18 +116,15 @@ def remarks(c: Certificate) -> list[str]:
 
 def annotated(c: Certificate) -> str:
     """Return a program's text with the most bytes that a device sends or receives in every step, and its seconds."""
-    books, caveat = account(c.program), ""
-    if c.where is None:
-        costs = [format_seconds(s) for s in nominal_steps(c.program, books)]
-    else:
-        fabric = fabric_of(c.where, c.program.meshes)
-        prices = step_prices(c.program, fabric, c.algorithm)
-        chosen = [name for name in fabric.library.algorithms() if not name.startswith("p2p")]
-        caveat = fabric.library.caveat
-        costs = [
-            format_seconds(p.seconds) + (f", {p.algorithm}" if step.op.algorithm or p.algorithm in chosen else "")
-            for step, p in zip(c.program.steps, prices, strict=True)
-        ]
+    books, fabric = account(c.program), fabric_of(c.where, c.program.meshes)
+    prices = step_prices(c.program, fabric, c.algorithm)
+    # Of the nominal switch no library is chosen, and none of its algorithms.
+    chosen = [x for x in fabric.library.algorithms() if not x.startswith("p2p")] if c.where is not None else []
+    caveat = fabric.library.caveat if c.where is not None else ""
+    costs = [
+        format_seconds(p.seconds) + (f", {p.algorithm}" if step.op.algorithm or p.algorithm in chosen else "")
+        for step, p in zip(c.program.steps, prices, strict=True)
+    ]
 
     def note(number: int, step: Step) -> str:
         return f"{format_bytes(books.step_moved[number])}, {costs[number]}"

@@ -20,7 +20,7 @@ from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.bounds import boxes_on, capacity, most_over, moves_bound
-from shardplan.plans.nominal import patterns
+from shardplan.plans.nominal import nominal_fabric, patterns
 from shardplan.plans.reduction_bound import reduction_bound
 from shardplan.plans.starts import Bound, started
 
@@ -41,9 +41,10 @@ def placement_of(what: str, value: object) -> Placement:
     return value
 
 
-def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
+def fabric_of(where: Where | None, meshes: Sequence[Mesh]) -> Fabric:
     """Return the fabric: device ids are topology ids, or, under a placement, lie where it lays them.
 
+    Without a topology it is the nominal switch, as large as the ids are.
     A placement lays device ids, so it serves every mesh whose ids are among those of its own mesh, whatever its axes
     and order. Raises `TopologyError` for a device id that is not on the topology, or that the placement does not place.
     """
@@ -55,7 +56,9 @@ def fabric_of(where: Where, meshes: Sequence[Mesh]) -> Fabric:
             )
     if isinstance(where, Placement):
         return Fabric(where.topology, where.position())
-    last = max((d for mesh in meshes for d in mesh.devices), default=0)
+    last = max((int(mesh.ids.max()) for mesh in meshes), default=0)
+    if where is None:
+        return nominal_fabric(1 + last)
     if last >= where.size:
         raise TopologyError(
             f"device {last} is not on the topology {where.name or '(unnamed)'} of {where.size} devices; "

@@ -56,6 +56,11 @@ def moves_text(plan: RefitPlan) -> list[str]:
     return lines + ([f"  ... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
 
 
+def dropped_text(plan: RefitPlan) -> list[str]:
+    """Return a line of what the target does not take, where there is any."""
+    return [f"dropped     {', '.join(plan.dropped)}"] if plan.dropped else []
+
+
 def side_text(weights: Weights) -> str:
     """Return a side as a few words: its table, its degrees above 1, its devices and its dtype."""
     degrees = ", ".join(f"{a}={n}" for a, n in weights.degrees.items() if n > 1)
@@ -76,6 +81,7 @@ def refit_text(plan: RefitPlan) -> str:
             f"target      {side_text(plan.target)}",
             f"parameters  {format_bytes(total)} at the target",
             *moves_text(plan),
+            *dropped_text(plan),
             f"travels     {format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
             f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
             f"{format_bytes(max(plan.received_bytes, default=0))} to one",
@@ -92,6 +98,7 @@ def refit_object(plan: RefitPlan) -> dict[str, Any]:
         "source": {"text": str(plan.source), "hash": plan.source.hash},
         "target": {"text": str(plan.target), "hash": plan.target.hash},
         "moves": moves_rows(plan),
+        "dropped": list(plan.dropped),
         "ranks": list(plan.ranks),
         "sent_bytes": list(plan.sent_bytes),
         "received_bytes": list(plan.received_bytes),
@@ -108,6 +115,7 @@ def reshard_text(done: Any, dry_run: bool) -> str:
         f"target      {side_text(done.plan.target)}, form {done.form}",
         f"parameters  {format_bytes(done.nbytes)}",
         *moves_text(done.plan),
+        *dropped_text(done.plan),
         f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
         f"{format_bytes(done.least_memory_bytes)}",
         f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
@@ -133,6 +141,7 @@ def reshard_object(done: Any) -> dict[str, Any]:
         "source": side_text(done.plan.source),
         "target": side_text(done.plan.target),
         "parameters": moves_rows(done.plan),
+        "dropped": list(done.plan.dropped),
         "files": [
             {
                 "name": f.name,

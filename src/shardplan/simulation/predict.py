@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core.accounting import account, holds
+from shardplan.core.accounting import holds
 from shardplan.core.pattern import communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
 from shardplan.core.walk import step_patterns
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.critical_path import Window
-from shardplan.plans.nominal import DESCRIPTION, nominal_windows
+from shardplan.plans.nominal import DESCRIPTION
 from shardplan.plans.pricing import Where, fabric_of, step_windows
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline, TimelineError
@@ -70,10 +70,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
     if most_devices < 1:
         raise TimelineError(f"a timeline of at most {most_devices} devices; draw at least 1")
     slots: list[_Slot] = []
-    if where is None:
-        windows = nominal_windows(program, account(program))
-    else:
-        _, windows = step_windows(program, fabric_of(where, program.meshes))
+    _, windows = step_windows(program, fabric_of(where, program.meshes))
     for step, one, window in zip(program.steps, step_patterns(program), windows, strict=True):
         operands, results = program.step_types(step)
         received = zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True)

@@ -17,6 +17,7 @@ from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.steps import delivered, simulate_step
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
+from shardplan.strategy.options import check_options
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.partition import partition
 from shardplan.strategy.strategy import Strategy
@@ -78,6 +79,12 @@ def simulate(
             return simulate_requests(program, placement, topology, requests, params)
         said = border.choice("simulate: fidelity", fidelity or "events", FIDELITIES, ShardplanError)
         if said == "ops":
+            check_options(program, placement)
+            if placement.attention is not None:
+                raise ShardplanError(
+                    f"simulate: attention={placement.attention!r} at the fidelity 'ops', which prices attention's ops; "
+                    "legal are 'closed' and 'events', or None"
+                )
             where = delivered(topology_of("the topology", topology), params)
             return simulate_job(partition(program, placement, topology), where, algorithm=algorithm)
         return simulate_step(program, placement, topology, said, params)

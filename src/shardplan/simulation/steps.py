@@ -9,14 +9,17 @@ import numpy as np
 from shardplan.core import border
 from shardplan.errors import ShardplanError, shown
 from shardplan.hardware.topology import Topology, topology_of
+from shardplan.simulation.closed.collectives import with_network
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.closed.numbers import with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.sweep import StageSeconds, compiled, sweep, timeline_of
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
+from shardplan.strategy.options import check_options
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.strategy import Strategy
 
@@ -42,7 +45,7 @@ def simulate_step(
 
     Raises:
         ShardplanError: Another fidelity; a topology of another size; values of other kinds.
-        LayoutError: A strategy that says what is only partitioned, such as `cuts`.
+        LayoutError: A strategy that says what is only partitioned, such as `cuts`, or what does nothing for the model.
 
     >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
     >>> one = Strategy(pipeline=2, tensor=2, data=2, global_batch=32)
@@ -60,6 +63,7 @@ def simulate_step(
         )
     if params is not None and not isinstance(params, Parameters):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardplanError(f"simulate: params is {shown(params)}; legal are Parameters, or None")
+    check_options(model, strategy)
     own = strategy.schedule if isinstance(strategy.schedule, Schedule) else None
     form = ClosedForm(model, where, params or of_machine(where.name))
     columns = Configurations.of([strategy])
@@ -79,16 +83,9 @@ def simulate_step(
 
 
 def delivered(topology: Topology, params: Parameters | None = None) -> Topology:
-    """Return a topology as its machine delivers it: the parts of peak and of bandwidths that parameters say.
-
-    Ops are priced on it by `hardware`, which knows nothing of the shapes of products or of classes of attention.
-    """
-    p, device = params or of_machine(topology.name), topology.device
-    flops = tuple((dtype, rate * p.product) for dtype, rate in device.flops)
-    *outer, inner = topology.levels
-    slower = [replace(level, efficiency=min(1.0, level.efficiency * p.network)) for level in outer]
-    device = replace(device, flops=flops, memory_bandwidth=device.memory_bandwidth * p.stream)
-    return replace(topology, levels=(*slower, inner), device=device)
+    """Return a topology as its machine delivers it: what parameters say that kernels and collectives reach."""
+    p = params or of_machine(topology.name)
+    return replace(with_network(topology, p), device=with_kernels(topology.device, p))
 
 
 def _closed(seconds: float, parts: dict[str, float], peak: int, name: str) -> Timeline:

@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from shardplan.errors import ParseError, ShardplanError
+from shardplan.core.decoding import decode_json, read_bytes
+from shardplan.errors import ParseError, ShardplanError, line, shown
 from shardplan.plans.plan_file import write_atomic
 from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
 
@@ -68,17 +69,16 @@ def read_traces(path: str | Path, make: Callable[..., T]) -> tuple[T, ...]:
     It is called with the intervals, the memory curves, the source and the title of one. Raises `ParseError`, naming the
     file and what is wrong, where it cannot be read or is no trace of timelines.
     """
+    data = read_bytes(path, f"the trace file {line(path)}")
     try:
-        raw: Any = msgspec.json.decode(Path(path).read_bytes())
+        raw: Any = decode_json(data)
         found = raw.get("otherData", {}).get("format") if isinstance(raw, dict) else None
         if found != FORMAT:
             raise ParseError(f"its format is {found!r}, and this version reads {FORMAT!r}")
         return _made(raw["otherData"]["timelines"], raw["traceEvents"], make)
-    except OSError as error:
-        raise ParseError(f"cannot read the trace file {path}: {error.strerror}") from None
-    except (ShardplanError, msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
-        reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-        raise ParseError(f"{path} is not a trace file of timelines: {reason}") from None
+    except (ShardplanError, LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        reason = f"missing {error}" if isinstance(error, KeyError) else error
+        raise ParseError(f"{line(path)} is not a trace file of timelines: {line(reason)}") from None
 
 
 def events(timelines: Sequence[Traced]) -> Iterator[Event]:
@@ -165,9 +165,18 @@ def _seconds(microseconds: float) -> float:
     return round(microseconds * TICKS) / NANOSECONDS
 
 
+def _causes(found: list[int]) -> tuple[int, ...]:
+    for cause in found:
+        if type(cause) is not int:
+            raise ParseError(f"the cause {shown(cause)} of an interval; legal is the number of another")
+    return tuple(found)
+
+
 def _made(about: list[dict[str, str]], found: list[Event], make: Callable[..., T]) -> tuple[T, ...]:
     """The timelines of a file, in order: which one an event is of stands in its process id."""
     count = len(about)
+    if found and not count:
+        raise ParseError(f"it has {len(found)} events and no timelines; legal is one at least")
     streams = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name" and e["ph"] == "M"}
     intervals: list[list[Interval]] = [[] for _ in about]
     samples: list[dict[int, list[tuple[float, int]]]] = [{} for _ in about]
@@ -184,7 +193,7 @@ def _made(about: list[dict[str, str]], found: list[Event], make: Callable[..., T
                     kind=event["cat"],
                     step=event["args"]["step"],
                     received_bytes=event["args"]["received_bytes"],
-                    causes=tuple(event["args"]["causes"]),
+                    causes=_causes(event["args"]["causes"]),
                 )
             )
         elif event["ph"] == "C":

@@ -14,7 +14,7 @@ from shardplan.strategy.sizes import DecoderSizes
 
 
 def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
-    """Write the result `loss`, the mean cross entropy of the targets, or without training `logits`."""
+    """Write the result `loss`, the mean cross entropy of the targets but -100, or without training `logits`."""
     if training and c.cache:
         raise ShardplanError(f"Model.load: training with cache={c.cache}; legal is a cache with training=False")
     pair = {"batch": c.batch, "sequence": c.seq}
@@ -33,7 +33,7 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
     head = table if c.tied else s.parameter("head", {"vocab": c.vocab, "hidden": c.hidden}, "lm_head.weight")
     logits = s.einsum("bsh,vh->bsv", x, head)
     if training:
-        s.mean(s(CrossEntropy(), logits, "targets"))
+        s.counted_mean(s(CrossEntropy(), logits, "targets"), "targets")
     else:
         s.results["logits"] = logits
 

@@ -18,6 +18,7 @@ from shardplan.core import border
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
+from shardplan.core.target_counts import uncounted
 from shardplan.errors import LayoutError, ShardplanError, shown
 from shardplan.strategy.decoders import decoder
 from shardplan.strategy.other_sizes import with_sizes
@@ -210,6 +211,12 @@ class Model:
         made = with_sizes(f"resize of {self.name}", program, self.dims, self.parameters, self.constants, asked)
         return _remade(self, made, self.fields)
 
+    def with_given_count(self) -> Model:
+        """Return the model as jobs run it: how many targets of a step count is an input of it (`target_counts`)."""
+        program = self.forward or self.program
+        found = uncounted(program) if self.fields["training"] else program
+        return self if found is program else _remade(self, found, self.fields)
+
     @property
     def parameter_count(self) -> int:
         """The number of elements of all parameters."""
@@ -302,7 +309,10 @@ class Model:
 def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
     """A model that was made of a program, of another one with its inputs, or under other fields."""
     known = OPTIMIZERS[fields["optimizer"]].settings if fields["optimizer"] else {}
-    dims, settings = {key: model.dims[key] for key, _ in forward.inputs}, {k: fields[k] for k in known if k in fields}
+    dims, settings = (
+        {key: model.dims.get(key, ()) for key, _ in forward.inputs},
+        {k: fields[k] for k in known if k in fields},
+    )
     made = modelled(model.name, forward, dims, model.parameters, {}, fields, settings)
     return dataclasses.replace(made, constants=model.constants, constraints=model.constraints)
 

@@ -14,7 +14,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
-from shardplan.core.ops import Cast, Einsum, Elementwise, Iota, ReduceDims, Repeat
+from shardplan.core.ops import Cast, Einsum, Elementwise, Iota, ReduceDims, Repeat, TargetCount
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.parameter import Parameter, Within
@@ -58,6 +58,15 @@ class Scope:
         if numpy_dtype(self.draft.types[losses].dtype).itemsize < 4:
             losses = self.draft(Cast("f32"), losses)
         self.results["loss"] = self.draft(ReduceDims(tuple(range(self.draft.types[losses].ndim)), "mean"), losses)
+        return self.results["loss"]
+
+    def counted_mean(self, losses: str, targets: str) -> str:
+        """Write the mean over those whose target counts, in f32 or wider, as the result `loss`; 0 where none does."""
+        if numpy_dtype(self.draft.types[losses].dtype).itemsize < 4:
+            losses = self.draft(Cast("f32"), losses)
+        t = self.draft.types[losses]
+        total = self.draft(ReduceDims(tuple(range(t.ndim))), losses)
+        self.results["loss"] = self.each("a / maximum(b, 1)", total, self.draft(TargetCount(t.dtype), targets))
         return self.results["loss"]
 
     def input(self, name: str, dims: Sizes, dtype: str = "") -> str:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from shardplan.core import border
@@ -30,7 +31,7 @@ AXES = BATCH + SEQUENCE + HEADS + RATIO  # of a stage, outermost first
 GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
 ATTENTION = ("unfused", "flash1", "flash2", "cudnn")
 NARROW = ("fp8", "nvfp4")  # precisions that are predicted, and not partitioned
-RECOMPUTE = ("none", "full", "selective")  # or a tuple of names of ops
+RECOMPUTE = ("none", "full", "selective", "selective_op")  # or a tuple of names of ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,21 @@ class Strategy:
         pipeline: Stages.
         context: Devices that a sequence is dealt out to.
         expert: So many devices share the experts, each whole; it divides `data * context * tensor`, of which it takes
-            what it can of `data`, then of `context`, then of `tensor`. A model without experts has no use of it.
+            what it can of `data`, then of `context`, then of `tensor`. A model without experts refuses it.
         microbatch: Sequences of a replica that go through at once.
         global_batch: Sequences of a step; `data * microbatch` by default.
         schedule: The name of a pipeline schedule, a `Schedule`, or the path of its file, which is read at once. Stages
             lie on ranks as it says; where it has sends and receives they keep their places, and what a file says of
             shards of state and of the optimizer is left out: the programs have it.
         interleave: Chunks of layers a device; by default as many as the schedule has.
-        recompute: `none`; `full`: of a layer only its input is kept; `selective`: attention is computed again; or a
-            tuple of names of ops whose results are.
+        recompute: `none`; `full`: of a layer only its input is kept; `selective`: attention is computed again
+            (Megatron's, arXiv 2205.05198); `selective_op`: of a layer attention and every second product are kept
+            (torchtitan's); or a tuple of names of ops whose results are computed again.
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
-        zero: 1: state of the optimizer is dealt out to replicas, 2: gradients too, 3: parameters too.
-        fsdp: As `zero` 3 over `data` and `context`; with `zero` 2 parameters stay gathered from the forward to the
-            backward pass of a microbatch.
+        zero: 1: state of the optimizer is dealt out to all that have alike parameters, `data` and `context`; 2:
+            gradients too, 3: parameters too.
+        fsdp: As `zero` 3; with `zero` 2 parameters stay gathered on a stage from a forward pass until no microbatch is
+            in flight there.
         keep: What the backward pass has as the forward pass moved it, and does not move again: parameters, by patterns
             of their names, and what a microbatch makes that has one of these dims. Fewer bytes, and more memory.
         context_kind: `ulysses` deals out heads inside attention, `gather` gathers keys and values, `ring` sends them
@@ -199,7 +202,9 @@ class Strategy:
                     )
         if self.interleave is None:
             object.__setattr__(self, "interleave", chunks)
-        border.whole("strategy: interleave", self.interleave, 1)
+        several = border.whole("strategy: interleave", self.interleave, 1)
+        if isinstance(said, str) and several != chunks and not GENERATORS[said].free:
+            raise ScheduleError(f"schedule {said} has {chunks} chunks a rank, {several} were asked for")
 
     @property
     def rotates(self) -> bool:
@@ -249,7 +254,7 @@ class Strategy:
         heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
         tensor = math.gcd(self.tensor, *heads) if heads else self.tensor
         shard = self.shard or self.data
-        left = self.expert if any(_shared(dims) for dims in model.dims.values()) else 1
+        left = self.expert if any(shared_dim(dims) for dims in model.dims.values()) else 1
         whole = {"data": shard, "context": self.context, "tensor": tensor, "group": self.tensor // tensor}
         sizes = {"replica": self.data // shard}
         for axis, n in whole.items():
@@ -278,8 +283,7 @@ class Strategy:
                 stored += [TableLine((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
             taken = dict(_axes(held[name]))
-            dealt = (*batch, *(sequence if self.fsdp else ()))
-            apart = [a for a in dealt if a != "replica" and a not in taken]
+            apart = [a for a in (*batch, *sequence) if a != "replica" and a not in taken]
             free = ((FREE, tuple(apart)),) if apart else ()
             sums = tuple(a for a in (*batch, *sequence) if a not in taken)
             left = tuple(a for a in sums if a not in apart)
@@ -290,7 +294,7 @@ class Strategy:
             if name not in model.gradients:
                 continue
             if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
-                stored.append(TableLine((f"{name}.*",), free))
+                stored.append(TableLine(_state_names(model, name), free))
             stored.append(
                 TableLine((f"gradient.{name}",), free, left)
                 if zero >= 2
@@ -334,8 +338,8 @@ def _cuts(dims: Mapping[str, int], axes: Iterable[str]) -> Iterator[tuple[str, A
         yield first, heads + ratio
 
 
-def _shared(dims: Iterable[str]) -> str | None:
-    """The dim of a value that experts are: themselves, or the embeddings of tables; None where there is none."""
+def shared_dim(dims: Iterable[str]) -> str | None:
+    """Return the dim of a value that experts are: themselves, or the embeddings of tables; None where there is none."""
     mine = [d for d in dims if d != LAYER]
     if mine and mine[0] == "experts":
         return "experts"
@@ -345,7 +349,7 @@ def _shared(dims: Iterable[str]) -> str | None:
 def _held(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How a parameter is held: experts one by one, and what tensor axes cut."""
     sizes = _sizes(model, name)
-    shared, sharing = _shared(sizes), tuple(a for a in axes if a in SHARING.values())
+    shared, sharing = shared_dim(sizes), tuple(a for a in axes if a in SHARING.values())
     if shared and sharing and sizes[shared] > 1:
         yield shared, sharing
     yield from _cuts(sizes, [a for a in axes if not (shared and a in sharing)])
@@ -359,6 +363,12 @@ def _state_of(model: Model, name: str, parameter: str | None = None) -> bool:
     """Say whether an input is what an optimizer keeps of a parameter, or of one of them."""
     of = name.rpartition(".")[0]
     return of in model.parameters and name not in model.parameters and parameter in (None, of)
+
+
+def _state_names(model: Model, parameter: str) -> tuple[str, ...]:
+    """What an optimizer keeps of a parameter: by a pattern, where that names nothing else."""
+    pattern, names = f"{parameter}.*", tuple(n for n in model.dims if _state_of(model, n, parameter))
+    return (pattern,) if names == tuple(n for n in model.dims if fnmatchcase(n, pattern)) else names
 
 
 def _joined(lines: list[TableLine]) -> tuple[TableLine, ...]:

@@ -13,15 +13,20 @@ import shardplan as sp
 from shardplan.errors import ShardplanError
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.timeline import load_timelines
-from shardplan.strategy.partition.memory import certify
+from shardplan.strategy.partition.memory import certify, moments
 from simulation.jobs.job_cases import CLUSTER, STRATEGIES, job
+from strategy.memory_oracle import moments_by_dictionaries
 
 WAYS: list[dict[str, Any]] = [{}, {"launch": 0.0}, {"overlap": False, "launch": 0.0}, {"launch": 1e-5}]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_bytes_are_those_of_the_certificate(name: str) -> None:
+def test_bytes_are_those_of_plain_dictionaries(name: str) -> None:
     line, proved = simulate_job(job(name), CLUSTER), certify(job(name))
+    for rank in range(len(job(name).schedule.ranks)):
+        want = list(moments_by_dictionaries(job(name), rank))
+        assert [tuple(m) for m in moments(job(name), rank)] == want
+        assert proved.peak_bytes[rank] == max(during for _, during, _ in want)
     assert line.held.peak_bytes == proved.peak_bytes
     assert line.held.state == proved.state_bytes
     assert line.peak_bytes == max(proved.peak_bytes)

@@ -21,7 +21,7 @@ from shardplan.simulation.timeline import Timeline
 from simulation.jobs.job_cases import CLUSTER, job
 
 PROFILED = """
-import sys
+import os, sys
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -34,7 +34,10 @@ with profile(activities=[ProfilerActivity.CPU]) as found:
         dist.all_reduce(y)
         found.step()
 found.export_chrome_trace(f"{folder}/rank{rank}.json")
-dist.destroy_process_group()
+store = dist.FileStore(f"{folder}/ends", 2)
+store.set(str(rank), "")
+store.wait([str(1 - rank)])
+os._exit(0)  # gloo's threads abort a process whose peer ends first
 """
 
 
@@ -110,6 +113,25 @@ def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps(GPU))
     with pytest.raises(ParseError, match=r"it has no step 9; it has 4, 5$"):
         read_kineto(path, step=9)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (gzip.compress(b"{}")[:-9], "it is no whole gzip: Compressed file ended before the end-of-stream marker was"),
+        (gzip.compress(b"{}")[:12] + b"\xff" * 20, "it is no whole gzip: "),
+        (gzip.compress(bytes(2**26)), " bytes of gzip hold more than "),
+        (b'{"traceEvents": [' * 100_000, "its values are nested too deep"),
+        (b'{"traceEvents": [], "x": "\xff"}', "it is no UTF-8 text"),
+    ],
+)
+def test_a_trace_that_is_damaged_is_said_so(data: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(data)
+    with pytest.raises(ParseError) as error:
+        read_kineto(path)
+    said = str(error.value)
+    assert said.startswith(f"{path} is no trace of a profiler: ") and reason in said and "\n" not in said
 
 
 def line_of(kinds: str, source: str = "predicted") -> Timeline:

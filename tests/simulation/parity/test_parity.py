@@ -3,10 +3,13 @@
 import hashlib
 import json
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.distir_points import gpt_grid, mlp_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,14 +19,13 @@ from shardplan.simulation.parity import (
     DistirModel,
     DistirPoint,
     DistirResult,
+    ListedAction,
     distir,
     distir_listing,
-    gpt_grid,
-    mlp_grid,
 )
 from shardplan.simulation.parity.alternating import alternating
-from shardplan.simulation.parity.distir import compiled
-from shardplan.simulation.parity.replay import replayed, replayed_list, unrolled
+from shardplan.simulation.parity.entry import compiled
+from shardplan.simulation.parity.replay import replayed, unrolled
 from shardplan.strategy.strategy import Strategy
 
 PEER = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "distir_peer.json").read_text())
@@ -115,6 +117,22 @@ SMALL = st.builds(
     st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([32, 64]),
 )  # fmt: skip
+
+
+def replayed_list(actions: Iterable[ListedAction], initial: dict[int, int]) -> DistirResult:
+    """What a list of actions takes, op by op, without knowing that devices do the same."""
+    clock, live = defaultdict[int, float](float), defaultdict[int, int](int, initial)
+    peak = defaultdict[int, int](int, initial)
+    for action in actions:
+        latest = max(clock[d] for d in action.devices)
+        for d in action.devices:
+            clock[d] = latest + action.seconds
+        for d, added, _ in action.memory:
+            live[d] += added
+            peak[d] = max(peak[d], live[d])
+        for d, _, freed in action.memory:
+            live[d] -= freed
+    return DistirResult(max(clock.values()), max(peak.values()))
 
 
 @settings(max_examples=25)

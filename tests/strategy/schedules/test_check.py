@@ -72,6 +72,7 @@ def test_the_bound_in_flight() -> None:
     found = schedule("1f1b", 3, 4)
     assert in_flight(found) == (3, 2, 1)
     assert check(found, in_flight=(3, 2, 1)) is found
+    assert in_flight(of("0F0 0B0", "")) == (1, 0)  # a rank that does nothing holds nothing
     with pytest.raises(ScheduleError, match=r"1F1 \(rank 1, slot 1\) makes 2 in flight; the bound of rank 1 is 1"):
         check(found, in_flight=(3, 1, 1))
     with pytest.raises(ScheduleError, match="in_flight has 1 bounds; legal is one for each of 3 ranks"):

@@ -36,6 +36,16 @@ def test_the_two_bubbles_of_zb_h2_differ() -> None:
         assert (replayed.bubble, replayed.idle) == (0, p - 1)
 
 
+def test_idle_is_what_the_rank_that_computes_least_loses() -> None:
+    for name, (p, k) in product(GENERATORS.keys() - {"dualpipe", "dualpipev"}, ((2, 2), (4, 3))):  # these overlap
+        found = schedule(name, p, k * p)
+        times = Times(*([1 + (s * n) % 4 for s in range(found.stages)] for n in (1, 2, 3)))
+        replayed = replay(found, times)
+        busy = [sum(times(leaf) for a in row if a for leaf in a.leaves) for row in found.ranks]
+        assert len({*busy}) > 1
+        assert replayed.idle == max(replayed.makespan - own for own in busy)
+
+
 def test_zb_v_has_no_bubble_where_all_passes_take_the_same() -> None:
     for p in (2, 4, 6):
         found = schedule("zb-v", p, 3 * p)

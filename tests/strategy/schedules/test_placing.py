@@ -1,5 +1,6 @@
 """Messages placed in time: valid, without the bubble of torch's lowering, and never slower than its own cure."""
 
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -41,6 +42,16 @@ def test_placed_messages_cost_no_more_than_their_time(name: str) -> None:
             assert makespan(found, cost, message) <= most * ideal
             if message == 0:
                 assert makespan(found, cost, 0, "blocking") <= 1.2 * makespan(made, cost, 0)
+
+
+@pytest.mark.parametrize("messages", ["blocking", "buffered"])
+def test_a_rank_does_something_from_its_first_message_on(messages: str) -> None:
+    """A message is under way from when its own end is posted: a span begins where the one before it ended."""
+    for name in ("1f1b", "zb-h1", "interleaved"):
+        cost = Times(2, 3, 1)
+        for spans in replay(placed(schedule(name, 4, 8), cost, 0.25, messages), cost, 0.25, messages).spans:
+            for (_, _, before), (_, begin, end) in pairwise(spans):
+                assert before == begin <= end
 
 
 def test_messages_are_placed_in_any_schedule() -> None:

@@ -87,6 +87,16 @@ def test_stages_lie_where_their_actions_are() -> None:
     assert [found.before(0), found.before(2), found.after(2), found.after(3)] == [None, 1, 3, None]
 
 
+@pytest.mark.parametrize("name", GENERATORS)
+def test_stages_form_a_chain_for_each_copy(name: str) -> None:
+    found = schedule(name, 2, 4)
+    stages = range(found.stages)
+    assert [s for s in stages if found.before(s) is None] == [*range(0, found.stages, found.stages // found.copies)]
+    assert sum(found.after(s) is None for s in stages) == found.copies
+    for s in stages:
+        assert (then := found.after(s)) is None or (then, found.before(then)) == (s + 1, s)
+
+
 def test_bad_files_and_texts(tmp_path: Path) -> None:
     path = tmp_path / "s.csv"
     path.write_text("0F0,0B0\n1F0,oops\n")
@@ -111,6 +121,10 @@ def test_bad_files_and_texts(tmp_path: Path) -> None:
     ):
         with pytest.raises(ScheduleError, match="legal"):
             Schedule.parse(text)
+    with pytest.raises(ScheduleError) as error:
+        Schedule.parse("schedule x, 1 microbatches, 1 stages\n0: 0F0 0B0")
+    head = "'schedule x, 1 microbatches, 1 stages'"
+    assert str(error.value) == f"a schedule has {head}; legal are microbatches and copies"
     with pytest.raises(ScheduleError, match="rank 0 has 3; legal is an Action"):
         Schedule(((3,),), 1)  # type: ignore[arg-type]
 

@@ -113,6 +113,13 @@ def test_the_beam_finds_what_rules_and_local_search_do_not() -> None:
     assert replay(listed(shop), Times(1, 1, 1)).makespan == 41 == solve(shop).makespan
 
 
+def test_a_w_makes_room_at_the_bound_of_memory() -> None:
+    """The rules alone reach the optimum here: a W that ends behind the next event goes first where no forward may."""
+    shop = Shop((0, 1, 2), 3, ((4, 1, 4), (1, 4, 4), (4, 4, 5)), (2, 2, 2))
+    cost = Times(*([each[k] for each in shop.times] for k in range(3)))
+    assert replay(listed(shop, 0), cost).makespan == solve(shop).makespan
+
+
 def test_unequal_stages_are_scheduled_within_their_bounds() -> None:
     random = Random(2)
     for p, v in ((2, 1), (3, 2), (4, 1), (3, 3)):

@@ -44,6 +44,7 @@ from shardplan.core.ops.layers import (
     Rotary,
     Softmax,
     Split,
+    TargetCount,
 )
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
 from shardplan.core.ops.opaque import Opaque
@@ -88,6 +89,7 @@ OPS.update(
         RmsNorm,
         OneHot,
         CrossEntropy,
+        TargetCount,
         EmbeddingBag,
         Attention,
         RingAttention,
@@ -135,6 +137,7 @@ __all__ = [
     "Sgd",
     "Softmax",
     "Split",
+    "TargetCount",
     "AllGather",
     "AllReduce",
     "AllToAll",

@@ -271,7 +271,7 @@ class Grouped(Collective):
         if not rounds:
             return Local(0.0)
         if len(rounds) == 1:
-            return replace(rounds[0], nbytes=rounds[0].nbytes * times, chunks=times)
+            return Messages(rounds[0].sender, rounds[0].receiver, rounds[0].nbytes * times, times)
         steps = (
             StepPattern(one, taking_part(one, operands[0].mesh.ids), (k - 1,) * (k > 0)) for k, one in enumerate(rounds)
         )

@@ -22,7 +22,7 @@ from shardplan.core.nested import Nested, nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.collective import moving
-from shardplan.core.ops.compute import Compute, KernelClass, LocalRun, Where, computing
+from shardplan.core.ops.compute import Compute, IdRange, KernelClass, LocalRun, Where, computing
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -140,6 +140,10 @@ class Backward(Composed):
         found = {name: str(count + k) for k, name in enumerate(made)}
         Reverse(d, d.types, lambda name: name).back(steps, found, needing(steps, d.types, wanted))
         return [found[w] if w in found else zeros(d, d.types[w], w) for w in wanted]
+
+    def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
+        """Those of the op."""
+        return self.of.ids(*operands[: len(operands) - self.results]) if isinstance(self.of, Compute) else {}
 
     def share(self, *operands: TensorType) -> float:
         """That of the op."""

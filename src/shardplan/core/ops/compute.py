@@ -47,6 +47,13 @@ class Size(NamedTuple):
     whole: tuple[Shape, ...]
 
 
+class IdRange(NamedTuple):
+    """What ids may be: 0, 1, ... below `rows`, and `ignored`, where there is such a one."""
+
+    rows: int
+    ignored: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Compute(Op):
     """An op that computes, on every device alone unless it says otherwise."""
@@ -66,9 +73,20 @@ class Compute(Op):
         """The class of its kernel: `product`, `scores` (attention), `loss`, or, by what it touches, `streamed`."""
         return "streamed"
 
+    def product_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Return what the price of a product asks: rows, columns, and what is summed over, on the worst device.
+
+        Of what is no product of two operands nothing is said.
+        """
+        return ()
+
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Say whether the results are partial with `reduction` when exactly the operands `partial` are."""
         return False
+
+    def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
+        """Return what operands that are ids may be where they come from outside, by their numbers; most have none."""
+        return {}
 
     @property
     def pinned(self) -> Layout | None:
@@ -164,7 +182,9 @@ class Compute(Op):
     def pattern(self, *operands: TensorType) -> Pattern:
         """One kernel."""
         dtype = (operands or self.infer())[0].dtype
-        return Work(self.flops(*operands), dtype, float(self.touched(*operands)))
+        kind = self.kernel_class
+        sides = self.product_sides(*operands) if kind == "product" else ()
+        return Work(self.flops(*operands), dtype, float(self.touched(*operands)), kind, sides)
 
 
 def at_place(place: int) -> Where:

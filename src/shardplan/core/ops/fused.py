@@ -213,12 +213,9 @@ class EmbeddingBagAllToAll(Fused):
         return bag_form(self.name, self.body)
 
 
-FUSED: tuple[type[Fused], ...] = (GemmAllToAll, GemvAllReduce, EmbeddingBagAllToAll)
-
-
 def fused(op: Op) -> Fused | None:
     """Return an op where it is a fused one."""
     return op if isinstance(op, Fused) else None
 
 
-__all__ = ["FUSED", "EmbeddingBagAllToAll", "Fused", "GemmAllToAll", "GemvAllReduce", "fused", "unfit"]
+__all__ = ["EmbeddingBagAllToAll", "Fused", "GemmAllToAll", "GemvAllReduce", "fused", "unfit"]

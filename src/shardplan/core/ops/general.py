@@ -6,7 +6,7 @@ Partial and root axes pass through unchanged; only `Permute` may rename them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
@@ -18,6 +18,7 @@ from shardplan.core.holders import checked_near
 from shardplan.core.layout import Layout
 from shardplan.core.lowering import Boxes, Copy, Ints, Put, Region, Round, Take
 from shardplan.core.mesh import Mesh
+from shardplan.core.message_totals import message_totals
 from shardplan.core.messages import (
     Packed,
     at_root,
@@ -45,7 +46,7 @@ from shardplan.core.ops.collective import (
 )
 from shardplan.core.ops.movement import check_chunks
 from shardplan.core.parcels import Parcels, Rows
-from shardplan.core.pattern import Local, Pattern
+from shardplan.core.pattern import Local, Messages, Pattern
 from shardplan.core.tensor import TensorType, counter, live_reduction, same
 from shardplan.errors import TypingError
 
@@ -278,17 +279,26 @@ class General(Collective):
         return served(t, u, *self.choice).receivers, max(1, most_senders(t, u))
 
     def pattern(self, *operands: TensorType) -> Pattern:
-        """Explicit messages, those of all operands between two devices together."""
+        """Explicit messages, those of all operands between two devices together; counted before they are listed."""
+        t = operands[0]
+        alike = all(x == t for x in operands)
+        totals = message_totals(t, typed(self, t), *self.choice, len(operands)) if alike else None
+        if totals is None:
+            found = self._listed(operands)
+            return Messages(*found, self.chunks) if len(found[0]) else Local(0.0)
+        return (
+            Messages.later(totals, lambda: self._listed(operands), self.chunks) if len(totals.devices) else Local(0.0)
+        )
+
+    def _listed(self, operands: Sequence[TensorType]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         t, u = operands[0], typed(self, operands[0])
         moves = [messages(x, typed(self, x), *self.choice) for x in operands]
         width = u.mesh.size
         keys = np.concatenate([senders * width + receivers for senders, receivers, _ in moves])
-        if not len(keys):
-            return Local(0.0)
         sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
         weights = np.concatenate(sizes).astype(np.float64)
         unique, index = np.unique(keys, return_inverse=True)
-        return point_to_point(t, u, unique // width, unique % width, np.bincount(index, weights), self.chunks)
+        return t.mesh.ids[unique // width], u.mesh.ids[unique % width], np.bincount(index, weights, len(unique))
 
 
 def _set_end(op: Exchange | Send) -> None:

@@ -16,7 +16,7 @@ from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, counted
+from shardplan.core.ops.compute import WHOLE, At, IdRange, Ruled, Size, counted
 from shardplan.core.ops.placing import check_value
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -39,7 +39,7 @@ def _check_rows(op: str, ids: TensorType, dtype: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gather(Ruled):
-    """Rows of a table (its dim 0) by ids of any shape; an id that no row has gives zeros.
+    """Rows of a table (its dim 0) by ids of any shape; an id that no row has gives zeros, and is refused of an input.
 
     A table whose rows are sharded gives partial sums.
 
@@ -57,6 +57,10 @@ class Gather(Ruled):
         _check_rows(self.name, ids, table.dtype)
         rest, many = _words("h", table.ndim - 1), _words("b", ids.ndim)
         return rule_of(self.name, f"[v {rest}] [{many}] -> [{many} {rest}] | sum: v", operands)
+
+    def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
+        """Each is a row of the table."""
+        return {1: IdRange(operands[0].shape[0])}
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """The table may be partial: rows are chosen, and zeros reduce to zero."""

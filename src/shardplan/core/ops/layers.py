@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import ascii_lowercase, ascii_uppercase
 from typing import ClassVar
 
 from shardplan.core import border
 from shardplan.core.draft import Draft
+from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import WHOLE, KernelClass, counted
+from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, counted
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
@@ -97,9 +98,21 @@ def _hot(d: Draft, ids: str, classes: int, over: tuple[str, ...]) -> str:
     return d(Elementwise("where(a == b, 1, 0)"), d(Expand(f"{dims} -> {dims} one=1"), ids), row)
 
 
+IGNORED = -100  # the target that counts for nothing, as torch has it
+
+
+def _counts(d: Draft, targets: str) -> str:
+    """Whether each of some targets counts: an integer of their dtype; none of unsigned ones is ignored."""
+    signed = numpy_dtype(d.types[targets].dtype).kind == "i"
+    return d(Elementwise(f"where(a == {IGNORED}, 0, 1)" if signed else "0 * a + 1"), targets)
+
+
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Composed):
-    """Of logits, whose last dim are classes, and targets: the negative logarithm of the target's probability."""
+    """Of logits, whose last dim are classes, and targets: the negative logarithm of the target's probability.
+
+    It is 0 where the target is -100 (`IGNORED`), and so is its gradient.
+    """
 
     name: ClassVar[str] = "cross_entropy"
 
@@ -121,7 +134,26 @@ class CrossEntropy(Composed):
         chosen = d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))
         loss = d(Elementwise("log(a) + b - c"), total, top, chosen, stopped=(1,))
         dims = " ".join(f"d{k}" for k in range(t.ndim - 1))
-        return [cast_to(d, d(Reshape(f"{dims} one=1 -> {dims}"), loss), t.dtype)]
+        loss = d(Reshape(f"{dims} one=1 -> {dims}"), loss)
+        loss = d(Elementwise("where(a, b, 0)"), d(Cast("bool"), _counts(d, "1")), loss)
+        return [cast_to(d, loss, t.dtype)]
+
+    def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
+        """A target is a class, or ignored."""
+        return {1: IdRange(operands[0].shape[-1], IGNORED)}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCount(Composed):
+    """How many targets count, of any shape: all that are not -100 (`IGNORED`). A scalar of the dtype."""
+
+    name: ClassVar[str] = "target_count"
+    dtype: str
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """One for each, summed."""
+        (t,) = counted(self.name, operands, 1)
+        return [d(ReduceDims(tuple(range(t.ndim))), d(Cast(self.dtype), _counts(d, "0")))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +166,10 @@ class EmbeddingBag(Composed):
         """Gather, and sum."""
         counted(self.name, operands, 2)
         return [d(ReduceDims((1,)), d(Gather(), "0", "1"))]
+
+    def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
+        """Each is a row of the table."""
+        return {1: IdRange(operands[0].shape[0])}
 
     def touched(self, *operands: TensorType) -> int:
         """Ids, the rows that are read, and their sums; not the table."""

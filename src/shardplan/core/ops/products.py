@@ -60,6 +60,16 @@ class Einsum(Ruled):
         left, right = self.spec.split("->")
         return tuple(left.split(",")), right
 
+    def product_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Those of the factors of both operands and not of the result, and of those of one of them."""
+        sides, result = self.sides
+        if len(sides) != 2:
+            return ()
+        a, b, c = (set(side) for side in (*sides, result))
+        shapes = ((side, t.local_shape()) for side, t in zip(sides, operands, strict=True))
+        size = {f: n for side, shape in shapes for f, n in zip(side, shape, strict=True)}
+        return tuple(float(math.prod(max(1, size[f]) for f in one)) for one in ((a & c) - b, (b & c) - a, (a & b) - c))
+
     def rule(self, *operands: TensorType) -> FactorRule:
         """Contracted factors are reduced with a sum, the others pass."""
         found = rule_of(f"einsum {self.spec}", _einsum_rule(self.spec), operands)

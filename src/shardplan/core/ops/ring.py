@@ -25,7 +25,7 @@ from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.lowering import Buffer, Copy, Ints, Lowering, Round
 from shardplan.core.namespace import wide
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
-from shardplan.core.ops.compute import common_dtype
+from shardplan.core.ops.compute import KernelClass, common_dtype
 from shardplan.core.ops.movement import AllGather, Slice
 from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
@@ -57,6 +57,11 @@ class _Rotating(Overlapped):
     def __post_init__(self) -> None:
         """Check the order."""
         border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+
+    @property
+    def kernel_class(self) -> KernelClass:
+        """Attention."""
+        return "scores"
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return the axes of the sequence, round which tiles go."""

@@ -8,16 +8,18 @@ however many there are, and none when the program runs again.
 Programs that have been agreed upon may still be run in different orders: see `header`.
 
 What lies in the store, below `shardplan/PROCESSES/NUMBER` of a meeting: `came/PROCESS`, the digest of one, which the
-first process deletes, and `verdict`: the digests by process where they differ, else none.
+first process deletes, and `verdict`: the digests by process where they differ, else none. A process that raises instead
+of running comes with what it raises in place of a digest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ from shardplan.errors import BackendError, TimedOut
 from shardplan.execution.rank_names import listed
 
 MOST_OPERATIONS = 5
+RAISED = "raised "  # begins what a process says that raises instead of coming with a program; no digest does
 SHOWN_DIGITS = 12  # hexadecimal digits of a hash in a message: enough to tell programs apart by eye
 LEAST_SECONDS = 1.0  # for the verdict, which is on its way once all have met, however little time is left
 _agreed: set[tuple[str, tuple[int, ...]]] = set()  # digests of programs, by the processes that agreed on them
@@ -54,6 +57,34 @@ def agree(program: Program, timeout: float) -> None:
     _meetings[processes] += 1
     meeting.hold(digest, timeout)
     _agreed.add((digest, processes))
+
+
+@contextlib.contextmanager
+def refusing(devices: Sequence[int]) -> Generator[None]:
+    """Tell the other processes that own devices, given by id, what the block raises in this one: see `refuse`."""
+    try:
+        yield
+    except BaseException as error:  # an interrupt too: the others would wait for this process
+        refuse(devices, error)
+        raise
+
+
+def refuse(devices: Sequence[int], error: BaseException) -> None:
+    """Tell the other processes that own devices, given by id, that this one raises `error` instead of coming with them.
+
+    Those that come with a program that they have not agreed on raise too, at once. It takes as long as they need to
+    come, at most `LEAST_SECONDS`.
+    """
+    import jax  # pyright: ignore[reportMissingImports]
+
+    if jax.process_count() == 1:
+        return
+    processes, me = processes_of(devices), jax.process_index()
+    if me not in processes or len(processes) == 1:
+        return
+    meeting = Meeting(_client(), me, processes, _meetings[processes], "nothing")
+    _meetings[processes] += 1
+    meeting.refuse(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def processes_of(devices: Sequence[int]) -> tuple[int, ...]:
@@ -86,20 +117,20 @@ class Meeting:
         """Compare digests, within `timeout` seconds; raises as `agree`."""
         import jax  # pyright: ignore[reportMissingImports]
 
-        key = f"shardplan/{'-'.join(map(str, self.processes))}/{self.number}"
         deadline = time.monotonic() + timeout
         try:
-            self.client.key_value_set(f"{key}/came/{self.me}", digest)
-            self.client.wait_at_barrier(key, max(1, _milliseconds(timeout)), list(self.processes))
+            self._come(digest, timeout)
             if self.me == self.processes[0]:
-                found = self._came(key)
-                self.client.key_value_set(f"{key}/verdict", json.dumps({} if len(set(found.values())) == 1 else found))
-                self.client.key_value_delete(f"{key}/came/")
+                found = self._judge()
             else:
                 left = max(LEAST_SECONDS, deadline - time.monotonic())
-                found = json.loads(self.client.blocking_key_value_get(f"{key}/verdict", _milliseconds(left)))
+                found = json.loads(self.client.blocking_key_value_get(f"{self._key}/verdict", _milliseconds(left)))
         except jax.errors.JaxRuntimeError as error:
-            raise self._late(key, timeout, error) from None
+            found = self._came()
+            if not any(text.startswith(RAISED) for text in found.values()):
+                raise self._late(found, timeout, error) from None
+        if why := next((f"process {p} {text}" for p, text in found.items() if text.startswith(RAISED)), ""):
+            raise BackendError(f"jax: {self.what} did not start: {why}; nothing was sent")
         others = [f"{p} ({d[:SHOWN_DIGITS]})" for p, d in sorted((int(p), d) for p, d in found.items()) if d != digest]
         if others:
             raise BackendError(
@@ -107,13 +138,37 @@ class Meeting:
                 f"process {', '.join(others)}; nothing was sent"
             )
 
-    def _came(self, key: str) -> dict[int, str]:
-        """Return the digests of those that have come, by process."""
-        return {int(k.rpartition("/")[2]): d for k, d in self.client.key_value_dir_get(f"{key}/came/")}
+    def refuse(self, why: str) -> None:
+        """Come without a program, and go as soon as all have come, or after `LEAST_SECONDS`; `why` is a line."""
+        import jax  # pyright: ignore[reportMissingImports]
 
-    def _late(self, key: str, timeout: float, error: Exception) -> TimedOut:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others are late: they find what this process said
+            self._come(RAISED + why, LEAST_SECONDS)
+            if self.me == self.processes[0]:
+                self._judge()
+
+    @property
+    def _key(self) -> str:
+        return f"shardplan/{'-'.join(map(str, self.processes))}/{self.number}"
+
+    def _come(self, digest: str, timeout: float) -> None:
+        """Say what this process comes with, and wait until all have come."""
+        self.client.key_value_set(f"{self._key}/came/{self.me}", digest)
+        self.client.wait_at_barrier(self._key, max(1, _milliseconds(timeout)), list(self.processes))
+
+    def _judge(self) -> dict[int, str]:
+        """Write the verdict: what the first of the processes does, once all have come."""
+        found = self._came()
+        self.client.key_value_set(f"{self._key}/verdict", json.dumps({} if len(set(found.values())) == 1 else found))
+        self.client.key_value_delete(f"{self._key}/came/")
+        return found
+
+    def _came(self) -> dict[int, str]:
+        """Return what those have said that have come, by process."""
+        return {int(k.rpartition("/")[2]): d for k, d in self.client.key_value_dir_get(f"{self._key}/came/")}
+
+    def _late(self, came: dict[int, str], timeout: float, error: Exception) -> TimedOut:
         """Return the error that says who is missing; nobody is where the others gave up before this process came."""
-        came = self._came(key)
         late = [p for p in self.processes if p not in came]
         told = f"jax: process {self.me} came to run {self.number}, {self.what}, but "
         if late:

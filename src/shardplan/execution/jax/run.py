@@ -26,7 +26,7 @@ from shardplan.core.walk import leaves, opened, programs
 from shardplan.errors import BackendError, LayoutError, optional
 from shardplan.execution.drive import Running
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.jax.agree import agree
+from shardplan.execution.jax.agree import agree, refuse, refusing
 from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, local_devices
 from shardplan.execution.jax.lower import moved_bytes, refusal
 from shardplan.execution.record import Record, StepSpan
@@ -52,10 +52,16 @@ def run_program(
         TimedOut: Another process did not arrive.
     """
     optional("jax", "jax")
-    check(program)
-    shards = [_placed(name, t, given) for (name, t), given in _named(program, inputs)]
+    with refusing(program.devices):
+        check(program)
+        shards = [_placed(name, t, given) for (name, t), given in _named(program, inputs)]
     agree(program, timeout)
     return run_placed(program, shards, record)
+
+
+def decline(program: Program, error: BaseException) -> None:
+    """Tell the other processes of a program that this one raises instead of running it."""
+    refuse(program.devices, error)
 
 
 def hand(offered: Offer, timeout: float) -> Hand:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from shardplan.core.decoding import decode_json, read_bytes
 from shardplan.errors import ParseError, line
 from shardplan.execution.lab.cluster import CONSTANTS
 from shardplan.execution.lab.experiments import Experiment
@@ -145,22 +146,18 @@ class Sweep:
     def from_json(text: str | bytes, name: str = "result") -> Sweep:
         """Read a file's text; raises `ParseError`, which calls the file `name`, where it is no result of a sweep."""
         try:
-            raw: Any = msgspec.json.decode(text)
+            raw: Any = decode_json(text)
             raw = raw.get("sweep", raw)
             if "experiments" not in raw:
-                raise ParseError(f"{name} is no result of a sweep: it has no experiments")
+                raise ParseError("it has no experiments")
             return msgspec.convert(raw, Sweep)
-        except (msgspec.DecodeError, AttributeError, TypeError) as error:
-            raise ParseError(f"{name} is no result of a sweep: {error}") from None
+        except (ParseError, msgspec.ValidationError, AttributeError, TypeError) as error:
+            raise ParseError(f"{name} is no result of a sweep: {line(error)}") from None
 
     @staticmethod
     def load(path: Path) -> Sweep:
         """Read a file; raises `ParseError` where it cannot be read, or is no result of a sweep."""
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise ParseError(f"{line(path)}: {error.strerror}") from None
-        return Sweep.from_json(text, str(path))
+        return Sweep.from_json(read_bytes(path), str(line(path)))
 
 
 def _lines(value: Any, depth: int) -> str:

@@ -6,6 +6,10 @@ programs in different orders therefore wait for each other, in vain, and never t
 
 A set of ranks numbers its agreements, so all of them forget the same program when there are too many. A rank that
 cannot run a program agreed on withdraws from it: the others are told, and the next call agrees anew.
+
+A rank that an exception ends says to all how far it has come: those that wait for more than that, then or later, wait
+no longer. One that ends without (`sys.exit`, a script that is over) says nothing: MPICH fails at the end of a rank to
+which letters are still on their way, and so would every job that ends well.
 """
 
 from __future__ import annotations
@@ -48,6 +52,15 @@ class Withdrawal:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A letter: an exception ends the sender."""
+
+    error: str
+    begun: dict[bytes, int]  # agreements, by the name of the set of ranks
+    runs: dict[AgreementKey, int]  # of programs agreed on
+
+
 @dataclass(slots=True)
 class AgreedProgram:
     """A program that a set of ranks has agreed on, and this process's communicators for it, by their members."""
@@ -76,7 +89,9 @@ class AgreedPrograms:
         self._open: dict[AgreementKey, Agreement] = {}
         self._early: dict[AgreementKey, list[tuple[int, Word]]] = {}  # sender and word, said before this process came
         letters.on(Letter, self._said)
+        self._parted: dict[int, Parting] = {}  # by rank
         letters.on(Withdrawal, self._withdrawn)
+        letters.on(Parting, self._parted.__setitem__)
 
     def enter(self, ranks: Members, digest: bytes) -> AgreedProgram | None:
         """Begin a run of a program agreed on; None where the ranks have to agree.
@@ -111,7 +126,7 @@ class AgreedPrograms:
 
         def done() -> bool:
             self._mail.collect()
-            if agreement.verdict is None and (why := watch.parted()):
+            if agreement.verdict is None and (why := self._ended(watch.ranks, key)):
                 self._post(key, agreement.refuse(f"{watch.name} did not start: {why}"))
             return agreement.verdict is not None and self._mail.gone()
 
@@ -143,6 +158,30 @@ class AgreedPrograms:
                 if r != rank:
                     self._mail.post(r, Withdrawal(agreed.key, agreed.run + 1, why))
         self._mail.flush(LEAVING)
+
+    def stopped(self, ranks: Members, agreed: AgreedProgram) -> str:
+        """Say why the run that this process is in cannot end; nothing where it can."""
+        return agreed.stopped or self._ended(ranks, agreed.key, agreed.run)
+
+    def announce_end(self, error: BaseException) -> None:
+        """Tell all ranks that `error` ends this process, and how far it has come."""
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        runs = {p.key: p.run for made in self._made.values() for p in made}
+        letter = Parting(said(error), dict(self._begun), runs)
+        for rank in range(world.Get_size()):
+            if rank != world.Get_rank():
+                self._mail.post(rank, letter)
+        self._mail.flush(LEAVING)
+
+    def _ended(self, ranks: Members, key: AgreementKey, run: int = 0) -> str:
+        """Say which rank has ended before it came to an agreement, or to a run of the program agreed on, and why."""
+        for rank, letter in self._parted.items():
+            came = letter.runs.get(key, 0) >= run if run else letter.begun.get(key[0], 0) >= key[1]
+            if rank in ranks and not came:
+                return f"rank {rank} ended: {letter.error}"
+        return ""
 
     def _find(self, ranks: Members, digest: bytes) -> AgreedProgram | None:
         made = self._made.get(_name(ranks), [])

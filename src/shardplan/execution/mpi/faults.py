@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
-from shardplan.execution.mpi.mail import LEAVING, Mail, mail
+from shardplan.execution.mpi.mail import Mail
 from shardplan.execution.rank_names import listed, named
 
 STATUS = 4  # of a process that fails while running
@@ -33,8 +33,6 @@ SHORTEST, LONGEST = 2e-5, 1e-3  # seconds between polls: short for latency, then
 GROWTH = 1.5  # of the pause from poll to poll: the longest is reached at the ninth
 ROLL_CALL = 2.0  # seconds that a rank whose time is up waits for answers, at most half of the timeout
 INT_BYTES = 4  # what the ioctl fills in
-
-_parted: dict[int, str] = {}  # ranks that an exception has ended, and what it said
 
 
 def abort(error: BaseException) -> NoReturn:
@@ -64,31 +62,10 @@ def _unread() -> bool:
     return any(held)
 
 
-def announce_end() -> None:
-    """Tell all ranks that an exception ends this process; nothing where none does."""
-    from mpi4py import MPI
-
-    error: BaseException | None = getattr(sys, "last_value", None)  # what the interpreter has printed
-    if error is None or not MPI.Is_initialized() or MPI.Is_finalized():
-        return
-    letters = mail()
-    for rank in range(MPI.COMM_WORLD.Get_size()):
-        if rank != MPI.COMM_WORLD.Get_rank():
-            letters.post(rank, Parting(said(error)))
-    letters.flush(LEAVING)
-
-
 def said(error: BaseException) -> str:
     """Return an error in one line."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}"
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """A letter: an exception ends the sender."""
-
-    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +97,6 @@ class MpiWatch:
 
     def __post_init__(self) -> None:
         """Answer those who ask."""
-        self.mail.on(Parting, lambda sender, letter: _parted.update({sender: letter.error}))
         self.mail.on(Question, lambda sender, _: self.mail.post(sender, Answer(self.name, tuple(self._waits_for))))
 
     def gather(self, done: Callable[[], bool], waits_for: Callable[[], list[int]]) -> None:
@@ -144,7 +120,7 @@ class MpiWatch:
 
         Raises:
             TimedOut: It took longer than the timeout; the ranks that did not arrive are named.
-            BackendError: MPI failed, a rank ended or withdrew from the run, or those waited for run another program.
+            BackendError: MPI failed, a rank ended before the run or withdrew from it, or others run another program.
         """
         from mpi4py import MPI
 
@@ -153,7 +129,7 @@ class MpiWatch:
             if not found:
                 self._waits_for = waits_for()
                 self.mail.collect()
-                if why := self.stopped() or self.parted():
+                if why := self.stopped():
                     raise BackendError(f"{self._where(group)}: {why}")
             return found
 
@@ -163,10 +139,6 @@ class MpiWatch:
         except MPI.Exception as error:
             raise BackendError(f"{self._where(group)}: MPI failed: {error}") from None
         self._waits_for = []
-
-    def parted(self) -> str:
-        """Say which of the ranks an exception has ended; nothing where none has."""
-        return next((f"rank {r} ended: {error}" for r, error in _parted.items() if r in self.ranks), "")
 
     @contextlib.contextmanager
     def bounded(self, what: str) -> Generator[None]:

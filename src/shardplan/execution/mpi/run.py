@@ -26,11 +26,11 @@ from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.drive import Hands, Running, drive, finish, watched
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.lower import own_shards, place_of
+from shardplan.execution.lower import check_own_ids, own_shards, place_of
 from shardplan.execution.mpi.agree import NotStarted, program_name
 from shardplan.execution.mpi.agreed_programs import agreed_programs
 from shardplan.execution.mpi.binding import Binding, maker
-from shardplan.execution.mpi.faults import MpiWatch, abort, announce_end
+from shardplan.execution.mpi.faults import MpiWatch, abort
 from shardplan.execution.mpi.mail import mail
 from shardplan.execution.mpi.steps import bind
 from shardplan.execution.mpi.wire import DATA, TAGS, MpiWire
@@ -102,10 +102,15 @@ def forget() -> None:
 
 
 @atexit.register
+@functools.cache
 def end() -> None:
-    """Leave MPI to its own end."""
+    """Tell the other ranks of an exception that ends this one, once, and leave MPI to its own end."""
     if "mpi4py.MPI" in sys.modules:
-        announce_end()
+        from mpi4py import MPI
+
+        error: BaseException | None = getattr(sys, "last_value", None)  # what the interpreter has printed
+        if error is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+            agreed_programs().announce_end(error)
         forget()
 
 
@@ -127,6 +132,7 @@ def run_program(
     alone = len(ranks) == 1
     try:
         values, bound = _values(program, inputs, rank), executable(program, rank)
+        check_own_ids(program, values, rank)
     except BaseException as error:  # an interrupt too: the other ranks would wait for this one
         if not alone:
             agreed_programs().refuse(ranks, rank, digest, error)
@@ -138,13 +144,23 @@ def run_program(
             agreed = agreed_programs().enter(ranks, digest) or agreed_programs().agree(
                 watch, digest, bound.binding.groups
             )
-            wire.communicators, watch.stopped = agreed.communicators, lambda: agreed.stopped
+            wire.communicators, watch.stopped = (
+                agreed.communicators,
+                functools.partial(agreed_programs().stopped, ranks, agreed),
+            )
         results = finish(bound.drive(values, wire, record))
     except NotStarted:
         raise
     except BaseException as error:
         abort(error)
     return by_output(program, results, rank)
+
+
+def decline(program: Program, error: BaseException) -> None:
+    """Tell the other ranks of a program that this one raises instead of running it."""
+    rank, ranks = rank_among(program.devices, "program"), program.devices
+    if rank in ranks and len(ranks) > 1:
+        agreed_programs().refuse(ranks, rank, digest_of(program), error)
 
 
 def rank_among(devices: Sequence[int], what: str) -> int:
@@ -194,7 +210,10 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
         if not alone:
             groups = [group for bound in mine for group in bound.binding.groups]
             agreed = agreed_programs().enter(ranks, digest) or agreed_programs().agree(watch, digest, groups)
-            communicators, watch.stopped = agreed.communicators, lambda: agreed.stopped
+            communicators, watch.stopped = (
+                agreed.communicators,
+                functools.partial(agreed_programs().stopped, ranks, agreed),
+            )
     except NotStarted:
         raise
     except BaseException as error:

@@ -164,6 +164,8 @@ class TorchWatch:
             return
         if found == "other":
             raise self._unlike(store)
+        if found.startswith("withdrew"):
+            store.add(key("left"), 1)  # the rank that has withdrawn waits for those that a message may hold
         raise self.told(found)
 
     def _absent(self, error: Exception) -> str:
@@ -228,6 +230,8 @@ class TorchWatch:
         match cause:
             case "refused":
                 return LayoutError(f"{self.name}: {text}")
+            case "withdrew":
+                return BackendError(f"{self.name} did not start: rank {who} raised {text}; rank {who} sent nothing")
             case "raised":
                 return BackendError(f"{self.where}: rank {who} failed: {text}")
             case "lost":
@@ -252,6 +256,14 @@ class TorchWatch:
             return
         if not self.verdict:
             self.verdict = self._post(f"raised {self.rank} {type(error).__name__}: {_line(error)}")
+        if isinstance(error, Exception):
+            self._release(wire)
+
+    def withdraw(self, error: BaseException, wire: Releasing) -> None:
+        """Tell the others that this rank raises instead of coming, and let go those that wait for it."""
+        with contextlib.suppress(RuntimeError):  # without a store nobody can be told
+            self._say(self.state.store)
+        self.verdict = self._post(f"withdrew {self.rank} {type(error).__name__}: {_line(error)}")
         if isinstance(error, Exception):
             self._release(wire)
 

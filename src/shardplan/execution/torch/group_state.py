@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from shardplan.errors import BackendError, shown
+from shardplan.execution.torch.libraries import libraries_of
 
 GRACE = 0.5  # seconds that a wait may last before the store is asked why
 ENDING = 1.0  # seconds that the second thread has to end: it may be at the store
@@ -72,8 +73,18 @@ class GroupState:
             return self.group
         if ranks not in self.groups:
             with _named(f"shardplan {self.group.group_name} {' '.join(map(str, ranks))}"):
-                self.groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+                self.groups[ranks] = dist.new_group(
+                    list(ranks),
+                    backend=dist.get_backend(self.group),  # else that of the default group
+                    use_local_synchronization=True,
+                    sort_ranks=False,
+                )
         return self.groups[ranks]
+
+    @functools.cached_property
+    def libraries(self) -> dict[str, str]:
+        """The library that carries tensors, by the type of their device; see `libraries`."""
+        return libraries_of(self.group)
 
     @functools.cached_property
     def aside(self) -> Any:

@@ -7,7 +7,6 @@ keep and `launch` again and again. Inputs are read only; a result may be an inpu
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -24,19 +23,20 @@ from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.drive import Bound, Hands, Running, drive, finish, watched
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.lower import own_shards, place_of
+from shardplan.execution.lower import check_own_ids, own_shards, place_of
 from shardplan.execution.rank_names import NAME_DIGITS, listed
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.clock import gathered, offset
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.fused import bind_fused
-from shardplan.execution.torch.group_state import group_state
+from shardplan.execution.torch.group_state import GroupState, group_state
+from shardplan.execution.torch.libraries import device_among
 from shardplan.execution.torch.pack import maker
+from shardplan.execution.torch.refusal import refuse, refusing
 from shardplan.execution.torch.steps import bind as own_bind
 from shardplan.execution.torch.wire import TorchWire
 
-NATIVE_BACKENDS = ("gloo", "nccl")  # whose collectives `native` knows
 MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors
 Values = dict[str, torch.Tensor]
 Binder = Callable[[Op, Sequence[TensorType], Sequence[TensorType], int], Bound[TorchWire]]
@@ -123,31 +123,29 @@ class JobTurn(NamedTuple):
     turn: int
 
 
-def wire_for(watch: TorchWatch, device: torch.device) -> TorchWire:
-    """Return the wire of a run over the default process group."""
-    group = watch.state.group
-    backend = dist.get_backend(group)
-    batched = backend != "gloo" and device.type != "cpu"
-    return TorchWire(group, watch, device, batched=batched, native=native_on(backend))
-
-
-def native_on(backend: str) -> bool:
-    """Say whether collectives are the library's own: on nccl, or on the backends that `SHARDPLAN_NATIVE` names.
-
-    Raises `BackendError` where it names another.
-    """
-    named = os.environ.get("SHARDPLAN_NATIVE")
-    if named is None:
-        return backend == "nccl"
-    names = named.replace(",", " ").split()
-    if strange := sorted(set(names) - set(NATIVE_BACKENDS)):
-        raise BackendError(f"SHARDPLAN_NATIVE names {strange[0]!r}; legal are {', '.join(NATIVE_BACKENDS)}, or nothing")
-    return backend in names
-
-
-def agreed(bound: Runnable) -> bool:
+def agreed(bound: Runnable, values: Values, kind: str = "") -> bool:
     """Say whether the ranks have come with this program before: else the next launch waits for all of them."""
-    return len(bound.ranks) == 1 or bound.digest in group_state().agreed
+    state = group_state()
+    device, _ = device_of(bound, values, state, kind)
+    return len(bound.ranks) == 1 or _identity(bound, state, device)[0] in state.agreed
+
+
+def device_of(bound: Runnable, values: Values, state: GroupState, kind: str = "") -> tuple[torch.device, str]:
+    """Return where this rank's shards lie, or arrive: see `launch`; and what is wrong where no message goes there."""
+    given = next((x.device for name, x in values.items() if bound.needs[name]), None)
+    device = given or device_among(state.libraries, kind)
+    if len(bound.ranks) == 1 or device.type in state.libraries:
+        return device, ""
+    carried = ", ".join(f"{k} ({library})" for k, library in state.libraries.items())
+    wrong = f"rank {bound.device} has its shards on {device}, but its process group carries {carried} only"
+    return device_among(state.libraries), "" if device.type == "meta" else wrong  # `misfit` tells of that
+
+
+def _identity(bound: Runnable, state: GroupState, device: torch.device) -> tuple[str, str]:
+    """The digest and the name by which ranks agree: where a group has several libraries, these do not meet."""
+    if len(bound.ranks) == 1 or len(set(state.libraries.values())) == 1:
+        return bound.digest, bound.name
+    return f"{bound.digest}@{device.type}", f"{bound.name} on {device.type} by {state.libraries[device.type]}"
 
 
 def launch(
@@ -156,6 +154,7 @@ def launch(
     timeout: float,
     *,
     problem: str = "",
+    kind: str = "",
     record: Record | None = None,
     of_job: JobTurn | None = None,
 ) -> Running:
@@ -169,6 +168,8 @@ def launch(
         values: The shards by input, emptied on the way.
         timeout: Seconds that any wait for other ranks may take.
         problem: What is wrong already, a line: the run is refused on every rank.
+        kind: The type of device on which a rank without a shard has its result, as `cuda`; by default that of the
+            process group.
         record: Takes the start and the end of every step.
         of_job: What it is a part of, where the ranks have agreed on more than this program.
 
@@ -179,19 +180,20 @@ def launch(
         LayoutError: A shard on some rank is not what its type says.
         BackendError, TimedOut: Another program on another rank, a peer that failed or did not arrive in time.
     """
+    state = group_state() if of_job is None else of_job.watch.state
+    device, wrong = device_of(bound, values, state, kind)
+    digest, name = _identity(bound, state, device)
     watch = (
-        TorchWatch(bound.ranks, bound.device, bound.name, bound.digest, bound.texts, timeout)
+        TorchWatch(bound.ranks, bound.device, name, digest, bound.texts, timeout, state)
         if of_job is None
         else of_job.watch
     )
-    if strange := sorted(set(bound.ranks) - set(watch.state.ranks)):
+    if strange := sorted(set(bound.ranks) - set(state.ranks)):
         raise BackendError(
-            f"{bound.name} runs on rank {strange[0]}, which its process group lacks; legal are "
-            f"{listed(watch.state.ranks)}"
+            f"{bound.name} runs on rank {strange[0]}, which its process group lacks; legal are {listed(state.ranks)}"
         )
-    device = next((x.device for name, x in values.items() if bound.needs[name]), None) or own_device(watch)
-    problem = problem or checked(bound, values, device)
-    wire = wire_for(watch, device)
+    problem = problem or wrong or checked(bound, values, device)
+    wire = TorchWire.of(watch, device)
     shift = 0.0
     try:
         running = bound.drive(values, wire, watch, record)
@@ -215,12 +217,6 @@ def launch(
         watch.broke(error, wire)
         wire.abandon()
         raise
-
-
-def own_device(watch: TorchWatch) -> torch.device:
-    """Return where a rank that only receives has its memory: on the device of its process group."""
-    on_host = "cpu" in dist.get_backend_config(watch.state.group)
-    return torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
 
 def on_stream(running: Running) -> Running:
@@ -291,12 +287,20 @@ def run_program(
         return [[] for _ in program.outputs]
     values: Values = {}
     problem = ""
-    try:
-        values = own_values(program, inputs, rank)
-    except LayoutError as error:
-        problem = str(error)
-    results = finish(launch(executable(program, rank), values, timeout, problem=problem, record=record))
+    with refusing(program.devices, "the run"):
+        bound = executable(program, rank)
+        try:
+            values = own_values(program, inputs, rank)
+            check_own_ids(program, values, rank)
+        except LayoutError as error:
+            problem = str(error)
+    results = finish(launch(bound, values, timeout, problem=problem, record=record))
     return by_output(program, results, rank)
+
+
+def decline(program: Program, error: BaseException) -> None:
+    """Tell the other ranks of a program that this one raises instead of running it."""
+    refuse(program.devices, "the run", error)
 
 
 def rank_among(devices: Sequence[int], what: str) -> int:
@@ -338,8 +342,8 @@ def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchEx
     if rank not in offered.devices:
         return None
     watch = TorchWatch(offered.devices, rank, offered.name, offered.digest, (), timeout, parts=True)
-    device = own_device(watch)
-    if offered.streams and wire_for(watch, device).batched:
+    device = device_among(watch.state.libraries)
+    if offered.streams and TorchWire.of(watch, device).batched:
         raise BackendError(f"{offered.name} moves values between pipeline stages; of torch's backends gloo runs that")
     watch.begin(str(offered.problem or ""))
     watch.state.agreed.discard(offered.digest)  # each step is agreed on: a rank may come with wrong arrays

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from shardplan.errors import ShardplanError
 from shardplan.execution.record import NativeCall
 from shardplan.execution.torch.faults import TorchWatch, Wait
+from shardplan.execution.torch.libraries import native_on, tell_composed
 
 Pending = list[tuple[int, Any]]  # peer, and the work of torch that is waited for
 AT_ONCE = timedelta(milliseconds=1)  # a wait that is to fail: gloo's bound must be above 0
@@ -56,6 +57,15 @@ class TorchWire:
         """Take the bound and the tag of the run."""
         self.timeout = timedelta(seconds=self.watch.timeout)
         self.tag = self.watch.tag
+
+    @staticmethod
+    def of(watch: TorchWatch, device: torch.device) -> TorchWire:
+        """Return the wire of a run whose tensors lie on a device, by the library that the process group has for it."""
+        state = watch.state
+        library = state.libraries.get(device.type, "")  # none for a rank alone
+        if not (native := native_on(library)) and len(watch.ranks) > 1:
+            tell_composed(library, device.type)
+        return TorchWire(state.group, watch, device, batched=library != "gloo" and device.type != "cpu", native=native)
 
     @property
     def streamed(self) -> bool:

@@ -1,7 +1,8 @@
 """`FusedInstance`: the memory, counters and epoch of an operator on a heap, and the run of an epoch.
 
 A call with new shapes makes a `TileCall`: the rank's events of the proved protocol, each with the view or word that it
-touches. Shapes vary within what has been allocated; all ranks see the same shapes, so that they grow together.
+touches. Shapes vary within what has been allocated; all ranks see the same shapes, so that they grow together. Who
+remembers a call is `agreement`: what is new is so on all ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardplan.errors import BackendError, ShardplanError, TypingError
-from shardplan.fused.heap.failures import FusedTimeout
+from shardplan.errors import BackendError, TypingError
 from shardplan.fused.heap.header import Words, reached, wrapped
 from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.native import native, why_not
@@ -91,41 +91,33 @@ class FusedInstance:
             raise BackendError(f"{op}: {why}")
         self.heap, self.op, self.schedule, self.seconds = heap, op, schedule, seconds
         self.epoch = 0
-        self.failed = ""
         self.flags: Flags | None = None
         self.proved = False
         self.out = out
         self.data: dict[str, SymmetricTensor] = {} if out is None else {"result": out}
         self.owed: list[tuple[SignalStep, int]] = []
-        self.calls: dict[Any, TileCall] = {}
 
     def call(
         self,
-        key: Any,
         shape: TileShape,
         dtypes: dict[str, torch.dtype],
         trailing: Sequence[int] = (),
         varying: bool = False,
     ) -> TileCall:
-        """Return the call of a shape, proved and allocated where it is new; collective then.
+        """Return a new call of a shape, proved and allocated where it needs more than there is; collective.
 
-        With `varying`, for splits that data decides, it is not remembered, and only the first one is proved: waits and
-        signals are those of every other one. `dtypes` are those of the schedule's buffers by name, each of whose
-        elements is `trailing` numbers. Raises `TileScheduleError`, and `BackendError` where the heap is full.
+        With `varying`, for splits that data decides, only the first one is proved: waits and signals are those of every
+        other one. `dtypes` are those of the schedule's buffers by name, each of whose elements is `trailing` numbers.
+        Raises `TileScheduleError`, and `BackendError` where the heap is full.
         """
-        found = self.calls.get(key)
-        if found is None:
-            protocol = self.schedule.protocol(self.heap.ranks, shape)
-            if not (varying and self.proved):
-                check(protocol, ("ranks",))
-                self.proved = True
-            if self.flags is None:
-                self.flags = self.heap.flags(protocol.counters, f"{self.op} flags")
-            self._grow(protocol, dtypes, math.prod(trailing))
-            found = self._compiled(protocol, dtypes, tuple(trailing))
-            if not varying:
-                self.calls[key] = found
-        return found
+        protocol = self.schedule.protocol(self.heap.ranks, shape)
+        if not (varying and self.proved):
+            check(protocol, ("ranks",))
+            self.proved = True
+        if self.flags is None:
+            self.flags = self.heap.flags(protocol.counters, f"{self.op} flags")
+        self._grow(protocol, dtypes, math.prod(trailing))
+        return self._compiled(protocol, dtypes, tuple(trailing))
 
     def _grow(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], trailing: int) -> None:
         """Have memory for the largest result of any rank in every slot; calls made before keep what they have."""
@@ -235,23 +227,11 @@ class FusedInstance:
             if tally is not None:
                 tally.count(self.op, self.heap.rank, call.protocol, call.views[slot])
         except BaseException as error:
-            self.fail(error)
+            self.heap.header.ended(self.op, error)
             raise
         self.owed = [(step, self.epoch) for step in call.owed]
         self.epoch += 1
         return call.views[slot]
-
-    def fail(self, error: BaseException) -> None:
-        """Be of no use from now on, and have the other ranks fail, too."""
-        self.failed = str(error)
-        if isinstance(error, ShardplanError) and self.heap.header.abort[self.heap.rank][0]:
-            return
-        self.heap.header.fail(f"{self.op}: rank {self.heap.rank} failed: {type(error).__name__}: {error}")
-
-    def ready(self) -> None:
-        """Raise `FusedTimeout` where it failed before."""
-        if self.failed:
-            raise FusedTimeout(f"{self.op}: failed before: {self.failed}; legal is a reset of the heap on all ranks")
 
     def _signal(self, step: SignalStep, epoch: int) -> None:
         kernels, count = native(), wrapped(step.first + step.step * epoch)
@@ -319,8 +299,7 @@ def instance(
     """Return the instance of an operator with a schedule on a heap, new where there is none, or after a reset.
 
     With `out` the result lies there, and lasts until the next call that writes it: there is one slot, and a reader
-    acknowledges an epoch when its next one begins. Raises `FusedTimeout` where it failed before, until the heap is
-    reset.
+    acknowledges an epoch when its next one begins.
     """
     if out is not None:
         schedule = replace(schedule, slots=1, acks=True)
@@ -328,6 +307,5 @@ def instance(
     found: FusedInstance | None = heap.kept.get(key)
     if found is None:
         found = heap.kept[key] = FusedInstance(heap, op, schedule, seconds, out)
-    found.ready()
     found.seconds = seconds
     return found

@@ -226,8 +226,8 @@ def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any,
         aten, op = torch.ops.aten, torch.ops.shardplan.embedding_bag_all_to_all.default
         with graph.inserting_before(move):
             indices, offsets, scale = _joined(graph, bags)
-            args = ([b.table for b in bags], indices, offsets, scale, move.args[3], first.mode, [count] * ranks, send)
-            new = graph.call_function(op, args)
+            parts = (move.args[3], first.mode, [count] * ranks, send)
+            new = graph.call_function(op, ([b.table for b in bags], indices, offsets, scale, *parts, None))
         with graph.inserting_before(end):
             if end is wait:  # by rank, as it came
                 new = graph.call_function(aten.view.default, (new, [mine, ranks, count * dim]))

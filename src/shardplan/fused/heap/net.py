@@ -4,11 +4,15 @@ A rank stores into a mirror of its peer's memory, and what it stored goes over T
 one thread a rank (paper, section 3.2: a slice, and behind it its flag). Ranks of one node map each other's memory, as
 with `shm`. A backend's text is `net`, `net:ADDRESS` or `net:ADDRESS@NODE`: the address under which others reach this
 rank, 127.0.0.1 where none is given, and the node's name, by default the network namespace.
+
+A rank listens on that address alone, and only until all have met. Its secret comes to the others with its address, by
+the group's own exchange; who does not know it is turned away (`handshake`), and the others go on.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import selectors
 import socket
 import struct
@@ -23,32 +27,35 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.errors import BackendError, shown
+from shardplan.fused.heap.handshake import Listener, connect, new_secret, note_of
 from shardplan.fused.heap.peers import Peer
 from shardplan.fused.heap.segments import Bytes, ShmSegment
 
 HEAD = struct.Struct("<iqqqq")  # part, offset, runs, bytes of a run, bytes between runs
 BYE = -1
-SECONDS = 10.0  # that a connection and the last messages may take
+SECONDS = 10.0  # that all connections, and the last messages, may take
+TICK = 0.01  # between two looks of the thread that lets others in for whether it is over
 CHUNK = 1 << 20
 
 
 class NetPlace(NamedTuple):
-    """Where a rank is: its segment's name, its address and port, and its node."""
+    """Where a rank is: its segment's name, its address and port, the secret of who may come there, and its node."""
 
     token: str
     address: str
     port: int
+    secret: str  # hexadecimal
     node: str
 
     @classmethod
     def parse(cls, text: str) -> NetPlace:
         """Read what `str` wrote."""
-        token, address, port, node = text.split("|")
-        return cls(token, address, int(port), node)
+        token, address, port, secret, node = text.split("|")
+        return cls(token, address, int(port), secret, node)
 
     def __str__(self) -> str:
         """Return it as one word of a note."""
-        return f"{self.token}|{self.address}|{self.port}|{self.node}"
+        return "|".join(map(str, self))
 
 
 @dataclass(eq=False)
@@ -72,8 +79,8 @@ class NetPeer:
 class _Incoming:
     """A connection from a peer: what has come of a message so far."""
 
-    def __init__(self, link: socket.socket) -> None:
-        self.link, self.peer = link, -1
+    def __init__(self, link: socket.socket, peer: int) -> None:
+        self.link, self.peer = link, peer
         self.raw = bytearray()
 
     def message(self) -> tuple[tuple[int, int, int, int, int], bytes] | None:
@@ -98,18 +105,20 @@ class NetSegment:
         text = backend.partition(":")[2]
         address, _, node = text.partition("@")
         address = address or "127.0.0.1"
-        self.listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        secret = new_secret()
         try:
-            self.listening.bind((address, 0))
-            self.listening.listen(128)
+            self.listener = Listener(address, 0, secret)
         except OSError as error:
-            self.listening.close()
             why = error.strerror or error
             raise BackendError(
                 f"symmetric heap {job}: backend {shown(backend)}; legal is net:ADDRESS of this rank: {why}"
             ) from None
-        self.own = ShmSegment(nbytes, job)
-        self.place = NetPlace(self.own.token, address, self.listening.getsockname()[1], node or _node())
+        try:
+            self.own = ShmSegment(nbytes, job)
+        except BackendError:
+            self.listener.close()
+            raise
+        self.place = NetPlace(self.own.token, address, self.listener.port, secret.hex(), node or _node())
         self.token = str(self.place)
         self.parts: list[Bytes] = []
         self.peers: dict[int, NetPeer] = {}
@@ -117,6 +126,23 @@ class NetSegment:
         self.thread: threading.Thread | None = None
         self.ending = False
         self.wake, self.woken = socket.socketpair()
+        self.entered: queue.Queue[tuple[socket.socket, bytes]] = queue.Queue()
+        self.over = threading.Event()  # nobody else is to come in
+        self.letting = threading.Thread(target=self._let_in, daemon=True, name=f"heap {job} listens")
+        self.letting.start()
+
+    def _let_in(self) -> None:
+        """Greet who comes, while this rank maps memory and connects to others, who wait for their greeting."""
+        while not self.over.is_set():
+            for each in self.listener.admit(TICK):
+                self.entered.put(each)
+
+    def _close_listener(self) -> None:
+        self.over.set()
+        self.letting.join()
+        self.listener.close()
+        while not self.entered.empty():
+            self.entered.get()[0].close()
 
     def open(self, token: str) -> Bytes:
         """Map a segment of this node, or mirror one of another and connect to it."""
@@ -130,36 +156,31 @@ class NetSegment:
         skip = -raw.ctypes.data % 4096
         self.parts.append(raw[skip : skip + self.nbytes])
         try:
-            link = socket.create_connection((place.address, place.port), timeout=SECONDS)
-        except OSError as error:
+            link = connect(place.address, place.port, bytes.fromhex(place.secret), note_of(self.token), SECONDS)
+        except (OSError, BackendError) as error:
             where = f"{place.address}:{place.port}"
             raise BackendError(f"symmetric heap {self.job}: rank {number} at {where}: {error}") from None
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.sendall(HEAD.pack(0, 0, 1, len(self.token), 0) + self.token.encode())
         self.peers[number] = NetPeer(0, number, link)
         return self.parts[-1]
 
     def met(self, tokens: Sequence[str], peers: Sequence[Peer]) -> list[Peer | NetPeer]:
-        """All have opened all: accept the others, begin to carry, and return who they are."""
-        incoming: list[_Incoming] = []
-        self.listening.settimeout(SECONDS)
-        for _ in self.peers:
+        """All have opened all: take the connections of the others, begin to carry, and return who they are."""
+        numbers = {note_of(token): number for number, token in enumerate(tokens)}
+        incoming: dict[int, _Incoming] = {}
+        until = time.monotonic() + SECONDS
+        while len(incoming) < len(self.peers):
             try:
-                one = _Incoming(self.listening.accept()[0])
-                one.link.settimeout(SECONDS)
-                while (hello := one.message()) is None:
-                    if not (more := one.link.recv(CHUNK)):
-                        raise BackendError(f"symmetric heap {self.job}: a peer closed its connection at once")
-                    one.raw += more
-            except OSError as error:
-                raise BackendError(f"symmetric heap {self.job}: a peer has not connected: {error}") from None
-            if (said := hello[1].decode(errors="replace")) not in tokens:
-                raise BackendError(f"symmetric heap {self.job}: a stranger connected: {shown(said)}")
-            one.peer = tokens.index(said)
-            incoming.append(one)
+                link, note = self.entered.get(timeout=max(until - time.monotonic(), 0.001))
+            except queue.Empty:
+                absent = next(number for number in self.peers if number not in incoming)
+                raise BackendError(f"symmetric heap {self.job}: rank {absent} has not connected") from None
+            incoming[numbers[note]] = _Incoming(link, numbers[note])
+        self._close_listener()
         for number, peer in self.peers.items():
             peer.pid = peers[number].pid
-        self.thread = threading.Thread(target=self._carry, args=(incoming,), daemon=True, name=f"heap {self.job}")
+        self.thread = threading.Thread(
+            target=self._carry, args=(list(incoming.values()),), daemon=True, name=f"heap {self.job}"
+        )
         self.thread.start()
         return [self.peers.get(k, peer) for k, peer in enumerate(peers)]
 
@@ -201,8 +222,6 @@ class NetSegment:
         for one in incoming:
             one.link.setblocking(False)
             ready.register(one.link, selectors.EVENT_READ, one)
-            while (message := one.message()) is not None:
-                self._stored(one, *message)
         waiting: set[int] = set()
         for peer in self.peers.values():
             peer.out.setblocking(False)
@@ -306,7 +325,8 @@ class NetSegment:
             with suppress(OSError):
                 self.wake.send(b"!")
             self.thread.join(SECONDS)
-        for link in (self.listening, self.wake, self.woken, *(peer.out for peer in self.peers.values())):
+        self._close_listener()
+        for link in (self.wake, self.woken, *(peer.out for peer in self.peers.values())):
             link.close()
         self.parts = []
         self.own.close()

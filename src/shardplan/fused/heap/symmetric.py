@@ -279,7 +279,7 @@ class SymmetricHeap:
         return self.tensors.get(x.data_ptr() - self.memory[self.rank].ctypes.data)
 
     def flags(self, count: int, label: str) -> Flags:
-        """Return `count` counters on every rank, each on a line of its own; collective. Those on GPUs kernels have."""
+        """Return `count` counters on every rank, each on a line of its own; collective; refused for data on GPUs."""
         if self.parts:
             raise BackendError(f"symmetric heap {self.name}: flags {label} on {self.device}; legal is memory of CPUs")
         return Flags(self.alloc((count, LINE // 4), "i32", label))

@@ -1,16 +1,21 @@
-"""The C++ kernels: built on first use, cached by what they are made of, and None where that cannot be done."""
+"""The C++ kernels: built on first use, cached by what they are made of, and None where that cannot be done.
+
+Where there is a compiler and it cannot be done all the same, a warning says why, once a process.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
-import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
+
+from shardplan.errors import line
+from shardplan.fused.kernels import shared_objects
 
 SOURCE = Path(__file__).with_name("tiles.cpp")
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
@@ -26,7 +31,7 @@ class TileKernels:
 
     def __init__(self, path: Path) -> None:
         """Load it; raises `OSError` where it cannot be."""
-        found = ctypes.CDLL(str(path))
+        found = shared_objects.load(path)
         i64, i32, address = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
         found.shardplan_version.restype = i64
         if found.shardplan_version() != VERSION:
@@ -50,11 +55,6 @@ class TileKernels:
         self.one_shot.restype = i64
 
 
-def folder() -> Path:
-    """Return where built files are kept: the user's cache, by the XDG rule."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardplan"
-
-
 def compiler() -> str | None:
     """Return the path of a C++ compiler, None where there is none."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -68,23 +68,27 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def build(made_by: str, into: Path) -> Path:
-    """Return the built file, made by this compiler unless it is there already.
+def file_name(made_by: str) -> str:
+    """Return a name made of a hash of the source, the compiler's version and the processor.
 
-    Its name is a hash of the source, the compiler's version and the processor; it appears whole or not at all. Raises
-    `OSError` or `subprocess.SubprocessError`.
+    Raises `OSError` or `subprocess.SubprocessError` where the compiler does not run.
     """
     version = subprocess.run([made_by, "--version"], capture_output=True, check=True, timeout=SECONDS).stdout
     parts = (SOURCE.read_bytes(), version, _processor().encode(), " ".join(FLAGS).encode())
-    path = into / f"tiles-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
-    if not path.exists():
-        into.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=into) as drafts:
-            draft = Path(drafts) / path.name
-            command = [made_by, *FLAGS, "-o", str(draft), str(SOURCE)]
-            subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
-            draft.replace(path)
-    return path
+    return f"tiles-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
+
+
+def build(made_by: str, into: Path) -> Path:
+    """Return the built file, made by this compiler unless it is there already; it appears whole or not at all.
+
+    Raises `OSError`, as where others may write there, or `subprocess.SubprocessError`.
+    """
+
+    def make(draft: Path) -> None:
+        command = [made_by, *FLAGS, "-o", str(draft), str(SOURCE)]
+        subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
+
+    return shared_objects.build(into / file_name(made_by), make)
 
 
 @cache
@@ -92,18 +96,20 @@ def native() -> TileKernels | None:
     """Return the C++ kernels, None where no compiler makes them; built once a machine, loaded once a process."""
     if (made_by := compiler()) is None:
         return None
-    for into in (folder(), Path(tempfile.gettempdir()) / f"shardplan-{os.getuid()}-kernels"):
+    reasons: list[str] = []
+    for into in shared_objects.folders("kernels"):
         try:
             return TileKernels(build(made_by, into))
-        except (OSError, subprocess.SubprocessError):
-            continue
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(line(error))
+    said = "fused operators run without their C++ kernels, by PyTorch alone and slower"
+    warnings.warn(f"{said}: {'; '.join(reasons)}", RuntimeWarning, stacklevel=2)
     return None
 
 
 def why_not() -> str:
     """Return why fused operators cannot run here, empty where they can."""
     if native() is None and platform.machine() not in ORDERED:
-        return (
-            f"no C++ compiler, and without one plain stores signal, which {platform.machine()} does not keep in order"
-        )
+        lacks = "no C++ kernels, which need a compiler and a folder that is this user's alone"
+        return f"{lacks}, and without them plain stores signal, which {platform.machine()} does not keep in order"
     return ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardplan.errors import TypingError, shown
 from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.kernels.bags import BagCall
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.shapes import BlockShape, cut
 
@@ -41,11 +42,7 @@ class LocalKernels(Protocol):
     def bags(
         self,
         asked: Asked,
-        tables: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        weights: torch.Tensor | None,
-        mode: str,
+        call: BagCall,
         held: Sequence[int],
         batches: Sequence[int],
         dim: int,
@@ -66,12 +63,17 @@ class LocalKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The heap of the group, tiles a destination (0: chosen by size), their order, and the seconds of a wait."""
+    """The heap of the group, tiles a destination (0: chosen by size), their order, and the seconds of a wait.
+
+    Ranks must say the same of `backward`, whether autograd would call it here. With `even` ranks have as many rows.
+    """
 
     heap: SymmetricHeap
     tiles: int = 0
     order: str = "remote_first"
     seconds: float = 30.0
+    backward: bool = True
+    even: bool = False
 
     @property
     def kernels(self) -> LocalKernels | None:
@@ -82,10 +84,10 @@ class Asked:
         """Return the tiles of a destination of so many rows: as asked, or of `least` rows each, at most `most`."""
         return self.tiles or max(1, min(most, rows // least))
 
-    def placed(self, name: str, *operands: torch.Tensor) -> None:
+    def check_devices(self, name: str, *operands: torch.Tensor | None) -> None:
         """Raise `TypingError` where an operand is on another kind of device than the heap."""
         for each in operands:
-            if each.device.type != self.heap.device:
+            if each is not None and each.device.type != self.heap.device:
                 raise TypingError(f"{name}: an operand on {each.device}; legal is {self.heap.device}, as the heap's")
 
 

@@ -6,19 +6,21 @@ lie as the next layer reads them: [bags of this rank, tables of all ranks, D].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardplan.errors import TypingError, optional
-from shardplan.fused.calls.agreement import agreed
+from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agreed, check_alike
 from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, TileCall, TileStep, WaitStep, instance
 from shardplan.fused.heap.failures import HeapMismatch
+from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.operators.asked import Asked, even, splits, starts
-from shardplan.fused.operators.moving import moved
-from shardplan.fused.operators.out import placed, refuse_out, stored
+from shardplan.fused.operators.moving import BlockMove
+from shardplan.fused.operators.out import placed, stored
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
 
@@ -52,11 +54,63 @@ def blocks(tables: Sequence[int], batches: Sequence[int]) -> tuple[BlockShape, B
     )
 
 
-BagKey = tuple[int, int, int, str, tuple[int, ...], tuple[int, ...]]
+_FACTS = ("tables", "batch", "dim", "dtype", "splits", "counts", "tiles", "order", "out", "backward")
+_ALIKE = ("batch", "splits", "counts", "tiles", "order", "out")
+KIND = CallKind(NAME, _FACTS, _ALIKE)
+BACK = CallKind(f"{NAME}_backward", (*_FACTS, "gradient"), (*_ALIKE, "gradient"))
+
+
+@dataclass(frozen=True, slots=True)
+class BagBlocks:
+    """What all ranks said of tables and bags: how many each has, dim and dtype, and who sends what."""
+
+    held: list[int]
+    batches: list[int]
+    dim: int
+    dtype: torch.dtype
+    forward: BlockShape
+    back: BlockShape
+
+    @classmethod
+    def of(cls, said: Sequence[Facts]) -> BagBlocks:
+        """Return it; raises `HeapMismatch` where tables are of several dims or dtypes, or not as many as was said."""
+        torch = optional("torch", "torch")
+        check_alike(NAME, said, "backward", ALL_BACK)
+        held = [each["tables"] for each in said]
+        some = [each for each in said if each["tables"]]  # a rank without tables hears dim and dtype from the others
+        types = {(each["dim"], each["dtype"]) for each in some}
+        if len(types) != 1:
+            there = "; ".join(f"rank {r}: {e['dim']}, {e['dtype']}" for r, e in enumerate(said) if e["tables"])
+            legal = "one dim and dtype on all ranks that have some"
+            raise HeapMismatch(f"{NAME}: tables of {there or 'no rank'}; legal are {legal}")
+        first = said[0]
+        if first["counts"] is not None and first["counts"] != held:
+            raise HeapMismatch(f"{NAME}: table_counts {first['counts']}, but ranks hold {held}")
+        batches = first["splits"] or even(first["batch"], len(said))
+        dtype = getattr(torch, some[0]["dtype"].removeprefix("torch."))
+        return cls(held, batches, some[0]["dim"], dtype, *blocks(held, batches))
+
+
+@dataclass(frozen=True, slots=True)
+class BagsCall:
+    """A call that all ranks agreed upon; its instance and steps are None where the heap has other kernels."""
+
+    blocks: BagBlocks
+    made: FusedInstance | None = None
+    call: TileCall | None = None
+
+    @classmethod
+    def of(cls, asked: Asked, who: BagBlocks, tiles: int, out: SymmetricTensor | None) -> BagsCall:
+        """Return what is to be done; collective."""
+        if asked.kernels is not None:
+            return cls(who)
+        schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
+        made = instance(asked.heap, NAME, schedule, "", asked.seconds, out)
+        return cls(who, made, made.call(who.forward, {"result": who.dtype}, (who.dim,)))
 
 
 class BagOperands:
-    """A call's operands, and what all ranks said of theirs."""
+    """A call's operands, checked, and what this rank says of them: `facts`, values of `_FACTS`."""
 
     def __init__(
         self,
@@ -71,16 +125,14 @@ class BagOperands:
         batch_splits: Sequence[int] | None,
         out: torch.Tensor | None = None,
     ) -> None:
-        """Check and agree; collective where the shapes are new."""
+        """Raises `TypingError` where operands do not fit; where an index is no row, after telling all ranks."""
         heap = asked.heap
-        first = tables[0] if tables else None
-        self.dim = 0 if first is None else first.shape[1]
-        self.dtype = None if first is None else first.dtype
-        if first is not None:
-            _checked(asked, tables, self.dim, first.dtype, batch)
+        dim, dtype = (tables[0].shape[1], tables[0].dtype) if tables else (None, None)
+        if dim is not None and dtype is not None:
+            _checked(asked, tables, dim, dtype, batch)
         given = splits(f"{NAME}: batch_splits", batch_splits, heap.ranks, batch)
         counts = splits(f"{NAME}: table_counts", table_counts, heap.ranks, None)
-        asked.placed(NAME, *tables, indices, offsets, *([] if weights is None else [weights]))
+        asked.check_devices(NAME, *tables, indices, offsets, weights)
         self.call = BagCall(tables, indices, offsets, weights, mode, batch, NAME)
         if asked.kernels is None:
             try:
@@ -88,52 +140,11 @@ class BagOperands:
             except TypingError as error:  # of the data, so the other ranks do not see it: told to them
                 heap.header.fail(str(error))
                 raise
-        tiles = asked.many(max(1, batch // heap.ranks), LEAST)
-        into = placed(NAME, heap, out) if asked.kernels is None else refuse_out(NAME, out)
-        key = (len(tables), batch, self.dim, str(self.dtype), tuple(given or ()), tuple(counts or ()))
-        said = heap.kept.get((NAME, key, tiles, asked.order, into and into.offset))
-        if said is None:
-            said = self._agreed(asked, key, given, counts, tiles, into and into.offset)
-            said = (*said, *blocks(*said[:2]))
-            heap.kept[NAME, key, tiles, asked.order, into and into.offset] = said
-        self.key = key
-        self.held, self.batches, self.dim, self.dtype, self.forward, self.back = said
-        if asked.kernels is None:
-            schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
-            self.made: FusedInstance = instance(heap, NAME, schedule, "", asked.seconds, into)
-            self.tiled: TileCall = self.made.call(key, self.forward, {"result": self.dtype}, (self.dim,))
-
-    def _agreed(
-        self,
-        asked: Asked,
-        key: BagKey,
-        given: list[int] | None,
-        counts: list[int] | None,
-        tiles: int,
-        out: int | None,
-    ) -> tuple[list[int], list[int], int, torch.dtype]:
-        """Tables and bags of every rank, dim and dtype; collective."""
-        tables, batch = key[:2]
-        facts: dict[str, Any] = {"tables": tables, "batch": batch, "splits": given, "counts": counts}
-        facts |= {"dim": self.dim, "dtype": str(self.dtype), "tiles": tiles, "order": asked.order, "out": out}
-        alike = ("batch", "splits", "counts", "tiles", "order", "out")
-        said = agreed(asked.heap, NAME, facts, alike, asked.seconds)
-        dim, dtype = self._types(said)
-        held = [each["tables"] for each in said]
-        if counts is not None and counts != held:
-            raise HeapMismatch(f"{NAME}: table_counts {counts}, but ranks hold {held}")
-        return held, given or even(batch, asked.heap.ranks), dim, dtype
-
-    def _types(self, said: list[dict[str, Any]]) -> tuple[int, torch.dtype]:
-        """Dim and dtype of the tables, which a rank without tables hears from the others."""
-        torch = optional("torch", "torch")
-        types = {(each["dim"], each["dtype"]) for each in said if each["dtype"] != "None"}
-        if len(types) != 1:
-            raise HeapMismatch(
-                f"{NAME}: tables of {sorted(types) or 'no rank'}; legal are one dim and dtype on all ranks"
-            )
-        dim, name = types.pop()
-        return dim, getattr(torch, name.removeprefix("torch."))
+        self.tiles = asked.many(max(1, batch // heap.ranks), LEAST)
+        self.out = placed(NAME, heap, out)
+        said = (None if given is None else tuple(given), None if counts is None else tuple(counts))
+        asks = (self.tiles, asked.order, None if self.out is None else self.out.offset, asked.backward)
+        self.facts: tuple[Hashable, ...] = (len(tables), batch, dim, dtype, *said, *asks)
 
 
 def forward(
@@ -157,32 +168,37 @@ def forward(
     ranks differ, and as `FusedInstance.run`.
     """
     got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits, out)
-    if asked.kernels is not None:
-        assert got.dtype is not None
-        c, given = got.call, (mode, got.held, got.batches, got.dim, got.dtype)
-        return asked.kernels.bags(asked, c.tables, c.indices, c.offsets, c.weights, *given)
-    rank, bag = asked.heap.rank, starts([extents[0] for extents in got.forward.extents])
 
+    def make(said: Sequence[Facts], varying: bool) -> BagsCall:
+        return BagsCall.of(asked, BagBlocks.of(said), got.tiles, got.out)
+
+    known = agreed(asked.heap, KIND, got.facts, asked.seconds, make)
+    who, made, call = known.blocks, known.made, known.call
+    if asked.kernels is not None:
+        return asked.kernels.bags(asked, got.call, who.held, who.batches, who.dim, who.dtype)
+    assert made is not None and call is not None
+    made.seconds = asked.seconds
+    bag, wide = starts(who.batches), who.forward.extents[asked.heap.rank][1] * who.dim
     fits = BagKernel.fits(got.call)
 
     def put(step: PutStep) -> None:
         first, last = step.box[0]
         if last > first and tables and fits:
-            _all_at_once(got, [step], bag, rank)
+            _all_at_once(got.call, [step], bag, (wide, who.dim), made.epoch)
         elif last > first and tables:
             got.call.store(bag[step.to] + first, bag[step.to] + last, step.view)
 
     def ahead(steps: Sequence[TileStep]) -> int:
         begun = next((k for k, step in enumerate(steps) if isinstance(step, WaitStep)), len(steps))
-        _all_at_once(got, steps[:begun], bag, rank)
+        _all_at_once(got.call, steps[:begun], bag, (wide, who.dim), made.epoch)
         return begun
 
-    found = got.made.run(got.tiled, put, ahead=ahead if fits and asked.heap.net is None else None)["result"]
+    found = made.run(call, put, ahead=ahead if fits and asked.heap.net is None else None)["result"]
     return stored(NAME, found, out)
 
 
-def _all_at_once(got: BagOperands, steps: Sequence[Any], bag: Sequence[int], rank: int) -> None:
-    """All puts and their signals in one call of the C++ kernel."""
+def _all_at_once(bags: BagCall, steps: Sequence[Any], bag: Sequence[int], strides: tuple[int, int], epoch: int) -> None:
+    """All puts and their signals in one call of the C++ kernel; `strides` are those of a bag and of a table."""
     rows: list[tuple[int, int, int, int, int, int]] = []
     for step in steps:
         if isinstance(step, PutStep):
@@ -190,8 +206,7 @@ def _all_at_once(got: BagOperands, steps: Sequence[Any], bag: Sequence[int], ran
             rows.append((first, last, step.view.data_ptr(), 0, 0, 0))
         elif isinstance(step, SignalStep):
             rows[-1] = (*rows[-1][:3], step.address, step.first, step.step)
-    wide = got.forward.extents[rank][1] * got.dim
-    BagKernel(got.call, wide, got.dim).store(np.array(rows, TILE), got.made.epoch)
+    BagKernel(bags, *strides).store(np.array(rows, TILE), epoch)
 
 
 def backward(
@@ -208,6 +223,10 @@ def backward(
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Return the gradients of the tables, dense, and of the weights, given that of the result; collective."""
     got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits)
-    mine = [got.forward.boxes[s][asked.heap.rank] for s in range(asked.heap.ranks)]
-    came = moved(asked, f"{NAME}_backward", got.key, got.back, g.contiguous(), mine)
+
+    def make(said: Sequence[Facts], varying: bool) -> BlockMove:
+        who = BagBlocks.of(said)
+        return BlockMove.of(asked, BACK.op, who.back, who.forward, g.dtype, (who.dim,))
+
+    came = agreed(asked.heap, BACK, (*got.facts, g.dtype), asked.seconds, make).run(asked, g)
     return got.call.gradients(came, weights is not None)

@@ -6,19 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardplan.errors import TypingError, optional, shown
-from shardplan.fused.calls.agreement import agreed
+from shardplan.fused.calls.agreement import ALL_BACK, SAME, CallKind, Facts, agreed, check_alike
 from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
 from shardplan.fused.heap.failures import HeapMismatch
+from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.activation import activated, deactivated
 from shardplan.fused.operators.asked import Asked, even, splits, starts
-from shardplan.fused.operators.moving import moved
-from shardplan.fused.operators.out import placed, refuse_out, stored
+from shardplan.fused.operators.moving import BlockMove
+from shardplan.fused.operators.out import placed, stored
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
@@ -67,36 +68,50 @@ def blocks(counts: Counts, columns: tuple[int, ...], scatter: int, rank: int) ->
     return GemmBlocks(forward, BlockShape(extents, back), tuple(back[d][rank] for d in ranks), counts, columns)
 
 
-def agree(
+_FACTS = ("rows", "N", "scatter", "sends", "receives", "dtype", "tiles", "order", "out", "backward", "even")
+_ALIKE = ("N", "dtype", "scatter", "tiles", "order", "out", "even")
+_DATA = ("sends", "receives")
+KIND = CallKind(NAME, _FACTS, _ALIKE, _DATA)
+BACK = CallKind(f"{NAME}_backward", (*_FACTS, "gradient"), (*_ALIKE, "gradient"), _DATA)
+
+
+def _facts(
     asked: Asked,
-    rows: int,
-    columns: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
     scatter: int,
-    send: Sequence[int] | None,
-    receive: Sequence[int] | None,
-    dtype: str,
-    out: int | None = None,
-) -> GemmBlocks:
-    """Return who sends what, told by all ranks to all; collective.
+    sent: Sequence[int] | None,
+    received: Sequence[int] | None,
+    offset: int | None = None,
+) -> tuple[Hashable, ...]:
+    """What this rank says of a call: values of `_FACTS`."""
+    splits = (None if sent is None else tuple(sent), None if received is None else tuple(received))
+    asks = (asked.tiles, asked.order, offset, asked.backward, asked.even)
+    return a.shape[0], b.shape[1], scatter, *splits, a.dtype, *asks
+
+
+def blocks_of(said: Sequence[Facts], rank: int) -> GemmBlocks:
+    """Return who sends what, given what all ranks said.
 
     Raises `HeapMismatch` where a rank's `send_splits` and another's `recv_splits` differ.
     """
-    heap = asked.heap
-    facts = {"N": columns, "scatter": scatter, "tiles": asked.tiles, "order": asked.order, "dtype": dtype, "out": out}
-    facts |= {"rows": rows, "sends": send, "receives": receive}
-    alike = ("N", "dtype", "scatter", "tiles", "order", "out", *(("sends",) if scatter else ()))
-    said = agreed(heap, NAME, facts, alike, asked.seconds)
+    check_alike(NAME, said, "backward", ALL_BACK)
+    first, ranks = said[0], len(said)
+    scatter, columns = first["scatter"], first["N"]
     if scatter == 0:
-        counts = tuple(tuple(each["sends"] or even(each["rows"], heap.ranks)) for each in said)
-        cols = (columns,) * heap.ranks
+        counts = tuple(tuple(each["sends"] or even(each["rows"], ranks)) for each in said)
+        cols = (columns,) * ranks
     else:
+        check_alike(NAME, said, "sends", SAME)
         counts = tuple((each["rows"],) for each in said)
-        cols = tuple(send or even(columns, heap.ranks))
+        cols = tuple(first["sends"] or even(columns, ranks))
+        if first["even"] and any(each["receives"] is None for each in said):
+            check_alike(NAME, said, "rows", "as many on every rank, or recv_splits on all")
     for d, each in enumerate(said):
         for s, wanted in enumerate(each["receives"] or ()):
             if wanted != (found := counts[s][d if scatter == 0 else 0]):
                 raise HeapMismatch(f"{NAME}: rank {d} wants {wanted} rows of rank {s}, which sends {found}")
-    return blocks(counts, cols, scatter, heap.rank)
+    return blocks(counts, cols, scatter, rank)
 
 
 def checked(
@@ -116,7 +131,7 @@ def checked(
         raise TypingError(f"{NAME}: bias {list(bias.shape)}; legal is [{b.shape[1]}] of the dtype of the operands")
     if scatter not in (0, 1):
         raise TypingError(f"{NAME}: scatter {shown(scatter)}; legal are 0, blocks of rows, and 1, blocks of columns")
-    asked.placed(NAME, a, b, *([] if bias is None else [bias]))
+    asked.check_devices(NAME, a, b, bias)
     n = asked.heap.ranks
     sent = splits(f"{NAME}: send_splits", send, n, a.shape[0] if scatter == 0 else b.shape[1])
     return sent, splits(f"{NAME}: recv_splits", receive, n, None)
@@ -142,14 +157,20 @@ def forward(
     """
     sent, received = checked(asked, a, b, bias, scatter, send_splits, recv_splits)
     activated(a[:0], activation)  # an unknown one is refused before anything is sent
-    if asked.kernels is not None:
-        refuse_out(NAME, out)
-        who, varying = _agreed(asked, a, b, scatter, sent, received), bool(sent or received)
-        return asked.kernels.gemm(asked, a, b, bias, activation, scatter, who.counts, who.columns, varying)
-    found = _call(asked, a, b, scatter, sent, received, out)
+    heap, into = asked.heap, placed(NAME, asked.heap, out)
+
+    def make(said: Sequence[Facts], varying: bool) -> GemmCall:
+        return GemmCall.of(asked, blocks_of(said, heap.rank), a.dtype, varying, into)
+
+    facts = _facts(asked, a, b, scatter, sent, received, None if into is None else into.offset)
+    found = agreed(heap, KIND, facts, asked.seconds, make)
     who = found.blocks
+    if asked.kernels is not None:
+        return asked.kernels.gemm(asked, a, b, bias, activation, scatter, who.counts, who.columns, found.varying)
+    assert found.made is not None and found.call is not None
+    found.made.seconds = asked.seconds
     exact = a.dtype.itemsize >= 4
-    mine = who.forward.boxes[asked.heap.rank]
+    mine = who.forward.boxes[heap.rank]
     ahead = [there[0][0] - own[0][0] for there, own in zip(mine, who.own, strict=True)]
     torch = optional("torch", "torch")
 
@@ -171,60 +192,25 @@ def forward(
 
 @dataclass(frozen=True, slots=True)
 class GemmCall:
-    """A call that all ranks agreed upon: its instance, its steps and its blocks."""
+    """A call that all ranks agreed upon; its instance and steps are None where the heap has other kernels."""
 
-    made: FusedInstance
-    call: TileCall
     blocks: GemmBlocks
+    varying: bool
+    made: FusedInstance | None = None
+    call: TileCall | None = None
 
-
-def _agreed(
-    asked: Asked,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scatter: int,
-    sent: list[int] | None,
-    received: list[int] | None,
-) -> GemmBlocks:
-    """Who sends what, where a heap has its own kernels: remembered as `_call` does."""
-    key = (NAME, "blocks", a.shape[0], b.shape[1], scatter, str(a.dtype), asked.tiles, asked.order)
-    found: GemmBlocks | None = None if sent or received else asked.heap.kept.get(key)
-    if found is None:
-        found = agree(asked, a.shape[0], b.shape[1], scatter, sent, received, str(a.dtype))
-        if not (sent or received):
-            asked.heap.kept[key] = found
-    return found
-
-
-def _call(
-    asked: Asked,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scatter: int,
-    sent: list[int] | None,
-    received: list[int] | None,
-    out: torch.Tensor | None = None,
-) -> GemmCall:
-    """What is to be done: agreed upon where the shapes are new, and always where splits are given, as data has them."""
-    rows, columns, heap = a.shape[0], b.shape[1], asked.heap
-    dtype = str(a.dtype)
-    into = placed(NAME, heap, out)
-    key = (NAME, rows, columns, scatter, dtype, asked.tiles, asked.order, into and into.offset)
-    found: GemmCall | None = None if sent or received else heap.kept.get(key)
-    if found is None:
-        who = agree(asked, rows, columns, scatter, sent, received, dtype, into and into.offset)
+    @classmethod
+    def of(
+        cls, asked: Asked, who: GemmBlocks, dtype: torch.dtype, varying: bool, out: SymmetricTensor | None
+    ) -> GemmCall:
+        """Return what is to be done; collective."""
+        if asked.kernels is not None:
+            return cls(who, varying)
         sizes = [box[0][1] - box[0][0] for row in who.forward.boxes for box in row]
         tiles = asked.many(sum(sizes) // len(sizes), LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
-        made = instance(heap, NAME, schedule, dtype, asked.seconds, into)
-        found = GemmCall(
-            made, made.call(who.forward, who.forward, {"result": a.dtype}, varying=bool(sent or received)), who
-        )
-        if not (sent or received):
-            heap.kept[key] = found
-    found.made.ready()
-    found.made.seconds = asked.seconds
-    return found
+        made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds, out)
+        return cls(who, varying, made, made.call(who.forward, {"result": dtype}, varying=varying))
 
 
 def backward(
@@ -243,13 +229,13 @@ def backward(
     Blocks of g go back; what an activation saw is computed again. Gradients of b and bias are of this rank's rows.
     """
     sent, received = checked(asked, a, b, bias, scatter, send_splits, recv_splits)
-    if asked.kernels is not None:
-        who = _agreed(asked, a, b, scatter, sent, received)
-    else:
-        who = _call(asked, a, b, scatter, sent, received).blocks
-    mine = [who.forward.boxes[s][asked.heap.rank] for s in range(asked.heap.ranks)]
-    varying = bool(sent or received)
-    dz = moved(asked, f"{NAME}_backward", who.back, who.back, g.contiguous(), mine, varying)
+
+    def make(said: Sequence[Facts], varying: bool) -> BlockMove:
+        who = blocks_of(said, asked.heap.rank)
+        return BlockMove.of(asked, BACK.op, who.back, who.forward, g.dtype, varying=varying)
+
+    facts = (*_facts(asked, a, b, scatter, sent, received), g.dtype)
+    dz = agreed(asked.heap, BACK, facts, asked.seconds, make).run(asked, g)
     if activation != "none":
         z = a.float() @ b.float() if a.dtype.itemsize < 4 else a @ b
         dz = deactivated(dz.to(z.dtype), z if bias is None else z + bias, activation).to(a.dtype)

@@ -7,14 +7,16 @@ and spreads it. Either way a sum is made of the same addends in the same order, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardplan.errors import TypingError, optional, shown
-from shardplan.fused.calls.agreement import agreed
+from shardplan.fused.calls.agreement import CallKind, Facts, agreed
 from shardplan.fused.calls.instance import (
     SPIN,
+    FusedInstance,
     PutStep,
     ReadStep,
     SignalStep,
@@ -35,6 +37,8 @@ NAME = "gemv_all_reduce"
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 ONE_SHOT = 64 << 10  # bytes that a rank sends at most in one shot, where `auto` chooses
 MOST = 16  # columns
+_FACTS = ("M", "C", "shots", "tiles", "order", "dtype")
+KIND = CallKind(NAME, _FACTS, _FACTS)
 LEAST = 256  # rows of a tile
 
 
@@ -53,26 +57,23 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
         raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {MOST}")
     if algorithm not in ALGORITHMS:
         raise TypingError(f"{NAME}: algorithm {shown(algorithm)}; legal are {', '.join(ALGORITHMS)}")
-    asked.placed(NAME, a, x)
+    asked.check_devices(NAME, a, x)
     m, columns = a.shape[0], 1 if x.ndim == 1 else x.shape[1]
     one = algorithm == "one_shot" or (algorithm == "auto" and m * columns * 4 * (heap.ranks - 1) < ONE_SHOT)
-    tiles = 1 if one else asked.many(m // heap.ranks, LEAST)
-    schedule = TileSchedule(order=asked.order, tiles=tiles, shots=1 if one else 2)  # type: ignore[arg-type]
-    facts = {"M": m, "C": columns, "schedule": str(schedule), "dtype": str(a.dtype)}
+
+    def make(said: Sequence[Facts], varying: bool) -> GemvCall:
+        return GemvCall.of(asked, m, columns, one, a.dtype)
+
+    facts = (m, columns, 1 if one else 2, asked.tiles, asked.order, a.dtype)
+    known = agreed(heap, KIND, facts, asked.seconds, make)
     if asked.kernels is not None:
-        if (said := (NAME, *facts.values())) not in heap.kept:
-            agreed(heap, NAME, facts, tuple(facts), asked.seconds)
-            heap.kept[said] = True
         found = asked.kernels.gemv(asked, a, x[:, None] if x.ndim == 1 else x, 1 if one else 2)
         return found[:, 0] if x.ndim == 1 else found
-    made, wide = instance(heap, NAME, schedule, str(a.dtype), asked.seconds), thin(x)
-    key = (m, columns)
-    if key not in made.calls:
-        agreed(heap, NAME, facts, tuple(facts), asked.seconds)
-    dtypes = {"result": torch.float32} if one else {"partial": torch.float32, "result": a.dtype}
-    call = made.call(key, RowShape(m), dtypes, (columns,))
+    assert known.made is not None and known.call is not None
+    made, call, wide, places = known.made, known.call, thin(x), known.places
+    made.seconds = asked.seconds
     addends = torch.empty(m, columns)
-    known: set[tuple[int, int]] = set()
+    there: set[tuple[int, int]] = set()
     summed: list[torch.Tensor] = [addends]
 
     def put(step: PutStep) -> None:
@@ -81,8 +82,8 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
             step.view.copy_(summed[0])
             return
         rows = step.box[1] if one else places[step.to, step.box[1]]
-        if rows not in known:
-            known.add(rows)
+        if rows not in there:
+            there.add(rows)
             rows_times(a[slice(*rows)], wide, addends[slice(*rows)])
         step.view[0].copy_(addends[slice(*rows)])
 
@@ -90,7 +91,6 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
         if step.buffer == "partial":
             summed[0] = in_order(step.view)
 
-    places = {} if one else _places(m, heap.ranks, tiles)
     sums: list[torch.Tensor] = []
 
     def ahead(steps: Sequence[TileStep]) -> int:
@@ -110,6 +110,28 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
     else:
         out = found.clone()
     return out[:, 0] if x.ndim == 1 else out
+
+
+@dataclass(frozen=True, slots=True)
+class GemvCall:
+    """A call that all ranks agreed upon; without instance and steps where the heap has other kernels."""
+
+    made: FusedInstance | None = None
+    call: TileCall | None = None
+    places: dict[tuple[int, tuple[int, int]], tuple[int, int]] = field(default_factory=dict["Any", "Any"])
+
+    @classmethod
+    def of(cls, asked: Asked, m: int, columns: int, one: bool, dtype: torch.dtype) -> GemvCall:
+        """Return what is to be done; collective."""
+        if asked.kernels is not None:
+            return cls()
+        torch = optional("torch", "torch")
+        tiles = 1 if one else asked.many(m // asked.heap.ranks, LEAST)
+        schedule = TileSchedule(order=asked.order, tiles=tiles, shots=1 if one else 2)  # type: ignore[arg-type]
+        dtypes = {"result": torch.float32} if one else {"partial": torch.float32, "result": dtype}
+        made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds)
+        call = made.call(RowShape(m), dtypes, (columns,))
+        return cls(made, call, {} if one else _places(m, asked.heap.ranks, tiles))
 
 
 def _lanes(

@@ -15,6 +15,8 @@ def placed(name: str, heap: SymmetricHeap, out: torch.Tensor | None) -> Symmetri
     """Return the symmetric tensor in which `out` lies, None where none is given; raises `TypingError`."""
     if out is None:
         return None
+    if heap.kernels is not None:
+        raise TypingError(f"{name}: out with kernels of Triton; legal is the form without out, which returns a copy")
     found = heap.holding(out)
     if found is None:
         raise TypingError(f"{name}: out {list(out.shape)}; legal is a contiguous tensor that begins where one of "
@@ -30,9 +32,3 @@ def stored(name: str, found: torch.Tensor, out: torch.Tensor | None) -> torch.Te
         here, there = (f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (out, found))
         raise TypingError(f"{name}: out is {here}; legal is {there}, the result of this rank")
     return out
-
-
-def refuse_out(name: str, out: torch.Tensor | None) -> None:
-    """Raise `TypingError` where an `out` is given to kernels that keep results in memory of their own."""
-    if out is not None:
-        raise TypingError(f"{name}: out with kernels of Triton; legal is the form without out, which returns a copy")

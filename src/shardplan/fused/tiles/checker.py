@@ -1,19 +1,21 @@
-"""The proof that a protocol of tiles is right: `check`.
+"""The proof that a protocol of tiles is right, for any number of epochs: `check`.
 
-1. **Deadlock.** In each mode of running, all threads end. Counters only grow, so one greedy run decides.
+1. **Deadlock.** In each mode of running, all threads end however many epochs are asked for. Counters only grow, so a
+   greedy run of one epoch decides, and for the others that no wait asks for more in each than its counter gets.
 2. **Exactly once.** Puts into every (rank, slot) are those of the table: boxes are disjoint and cover it.
 3. **Happens-before.** Every read comes, in every interleaving, after all puts of its epoch that lie in its box.
-4. **Write after read.** Every put comes after all reads of earlier epochs from the memory that it overwrites, over
-   three unrolled epochs.
-5. **Counters.** None is used that is not allocated.
+4. **Write after read.** Every put comes after all reads of what it overwrites: those of the epoch as many earlier as
+   the buffer has slots. Earlier ones follow, since the put's thread did the same put in between.
+5. **Counters.** None is used that is not allocated, and slices are full when an epoch ends.
 
-3 and 4 are exact for what signals and waits order: see `running`. Puts and reads that this orders are ordered on a
-machine by the release of the signals and the acquire of the waits between them.
+3 and 4 are exact for what signals and waits order, and proved by induction over epochs: see `running`. Epochs are all
+of the same protocol. Puts and reads that this orders are ordered on a machine by the release of the signals and the
+acquire of the waits between them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
@@ -30,7 +32,7 @@ from shardplan.fused.tiles.events import (
     overlap,
     volume,
 )
-from shardplan.fused.tiles.running import Reach, TileAccess, TileMode, TileRun, TileSync, threads
+from shardplan.fused.tiles.running import FURTHEST, Reach, TileAccess, TileMode, TileRun, TileSync, supply, threads
 
 _SAID = {
     "ranks": "one thread a rank",
@@ -62,6 +64,9 @@ def _fail(protocol: TileProtocol, text: str) -> TileScheduleError:
 
 
 def _counters(protocol: TileProtocol) -> None:
+    for name, buffer in protocol.buffers.items():
+        if not 1 <= buffer.slots <= FURTHEST:
+            raise _fail(protocol, f"buffer {name} has {buffer.slots} slots; legal are 1 to {FURTHEST}")
     for rank in range(protocol.ranks):
         for event in protocol.of(rank):
             if isinstance(event, TilePut | TileRead):
@@ -79,23 +84,42 @@ def _counters(protocol: TileProtocol) -> None:
                 raise _fail(protocol, f"rank {rank} {does}, of {protocol.counters} allocated")
             if signals and event.slice >= protocol.slices:
                 raise _fail(protocol, f"rank {rank} counts in slice {event.slice}, of {protocol.slices} allocated")
+        _slices(protocol, rank)
+
+
+def _slices(protocol: TileProtocol, rank: int) -> None:
+    """Every arrival of a slice means the same signal, and the last one of an epoch is the last one of a signal."""
+    arrivals = Counter(event for event in protocol.of(rank) if isinstance(event, TileSignal) and event.slice >= 0)
+    means: dict[int, TileSignal] = {}
+    for event in arrivals:
+        other = means.setdefault(event.slice, event)
+        if other != event:
+            text = " and ".join(f"counter {e.counter} of rank {e.to} every {e.of}" for e in (other, event))
+            raise _fail(protocol, f"slice {event.slice} of rank {rank} signals {text}; legal is one of them")
+    for event, count in arrivals.items():
+        if event.of < 1 or count % event.of:
+            text = f"slice {event.slice} of rank {rank} has {count} arrivals an epoch and signals every {event.of}"
+            raise _fail(protocol, f"{text}; legal are multiples")
 
 
 def _known(protocol: TileProtocol, rank: int, event: TilePut | TileRead) -> None:
-    """A put or read is of a buffer and inside it."""
+    """A put or read is of a buffer, and inside it unless it is empty."""
     buffer = protocol.buffers.get(event.buffer)
     to = event.to if isinstance(event, TilePut) else rank
     if buffer is None or not 0 <= to < protocol.ranks:
         raise _fail(protocol, f"rank {rank} uses buffer {event.buffer} of rank {to}, which does not exist")
     extents = buffer.extents[to]
-    inside = len(event.box) == len(extents) and all(
-        0 <= a <= b <= n for (a, b), n in zip(event.box, extents, strict=True)
+    inside = len(event.box) == len(extents) and (
+        not volume(event.box) or all(0 <= a <= b <= n for (a, b), n in zip(event.box, extents, strict=True))
     )
     if not inside:
         size = box_text(tuple((0, n) for n in extents))
         raise _fail(
             protocol, f"rank {rank} uses {box_text(event.box)} of buffer {event.buffer} of rank {to}, which is {size}"
         )
+    if isinstance(event, TileRead) and event.slot % buffer.slots and volume(event.box):
+        where = f"{box_text(event.box)} of {event.buffer}"
+        raise _fail(protocol, f"rank {rank} reads {where} in a slot of another epoch")
 
 
 # Exactly once
@@ -168,6 +192,10 @@ def _deadlock(protocol: TileProtocol, mode: TileMode) -> None:
     run.go(range(len(syncs)))
     if stuck := run.stuck():
         raise _fail(protocol, f"deadlock with {_SAID[mode]}: {_circle(run, stuck[0])}")
+    gets = supply(syncs)
+    for wait in (sync for mine in syncs for sync in mine if sync.want is not None):
+        if wait.step > gets[wait.counter]:
+            raise _fail(protocol, f"deadlock with {_SAID[mode]}: {_starved(wait, gets[wait.counter])}")
 
 
 def _circle(run: TileRun, start: int) -> str:
@@ -185,6 +213,15 @@ def _circle(run: TileRun, start: int) -> str:
     return ", which is signalled after ".join([*said, "the first of these"])
 
 
+def _starved(wait: TileSync, gets: int) -> str:
+    """The first epoch whose wait asks for more than all epochs up to it give."""
+    assert wait.want is not None
+    rank, counter = wait.counter
+    epoch = max(0, (gets - wait.want) // (wait.step - gets) + 1)
+    wants = f"(want {wait.want + wait.step * epoch}, of {gets} signals an epoch)"
+    return f"rank {rank} program {wait.program} waits in epoch {epoch} for counter {counter} {wants}"
+
+
 def _is_signal(sync: TileSync, wait: TileSync) -> bool:
     return sync.want is None and sync.counter == wait.counter
 
@@ -193,7 +230,7 @@ def _waits(run: TileRun, wait: TileSync) -> str:
     rank, counter = wait.counter
     of = f"counter {counter}" if counter >= 0 else "the end of its launch"
     seen = f"(want {wait.want}, seen {run.counters[wait.counter]})"
-    return f"rank {rank} program {wait.program} waits in epoch {wait.epoch} for {of} {seen}"
+    return f"rank {rank} program {wait.program} waits in epoch 0 for {of} {seen}"
 
 
 # Races
@@ -202,61 +239,65 @@ def _waits(run: TileRun, wait: TileSync) -> str:
 def _ordered(protocol: TileProtocol, mode: TileMode) -> None:
     """Every read after its puts, every put after the reads of what it overwrites."""
     found = threads(protocol, mode)
-    reach = Reach(found.syncs)
+    reach = Reach(found.syncs, max((buffer.slots for buffer in protocol.buffers.values()), default=1))
     place = {id(access): k for k, access in enumerate(found.accesses)}
-    slots = {name: buffer.slots for name, buffer in protocol.buffers.items()}
 
-    def before(first: TileAccess, then: TileAccess) -> bool:
+    def before(first: TileAccess, then: TileAccess, later: int) -> bool:
         if first.thread == then.thread:
-            return place[id(first)] < place[id(then)]
-        return reach.before(first, then)
+            return later > 0 or place[id(first)] < place[id(then)]
+        answer = reach.before(first, then, later)
+        if answer is None:
+            put = first if isinstance(first.event, TilePut) else then
+            raise _fail(protocol, f"what orders {_put(put)} lies over {FURTHEST} epochs apart; legal are nearer ones")
+        return answer
 
-    for puts, reads in _by_memory(found.accesses, slots):
-        for read in reads:
-            whole = volume(read.event.box)
-            for put in puts:
-                if not overlap(put.event.box, read.event.box):
-                    continue
-                if put.epoch > read.epoch:
-                    if not before(read, put):
-                        raise _fail(protocol, _race(put, read))
-                elif not before(put, read):
-                    raise _fail(protocol, _race(put, read))
-                if put.epoch == read.epoch:
-                    whole -= _common(put.event.box, read.event.box)
-            if whole:
-                box = f"{box_text(read.event.box)} of {read.event.buffer}"
-                raise _fail(protocol, f"rank {read.rank} reads {box}, of which {whole} elements are of another epoch")
-        _read_once(protocol, puts, reads)
+    for puts, reads in _by_memory(found.accesses):
+        slots = protocol.buffers[puts[0].event.buffer].slots if puts else 0
+        read_by: dict[int, list[TileBox]] = defaultdict(list)
+        for put, read in _touching(puts, reads):
+            if not before(put, read, 0):
+                raise _fail(protocol, _race(put, 0, read))
+            if not before(read, put, slots):
+                raise _fail(protocol, _race(put, slots, read))
+            read_by[id(put)].append(read.event.box)
+        for put in puts:
+            _read_whole(protocol, put, read_by[id(put)])
 
 
-def _by_memory(
-    accesses: Iterable[TileAccess], slots: dict[str, int]
-) -> Iterator[tuple[list[TileAccess], list[TileAccess]]]:
-    """The puts and the reads of every slot of every rank that are not empty."""
-    found: dict[tuple[str, int, int], tuple[list[TileAccess], list[TileAccess]]] = defaultdict(lambda: ([], []))
+def _by_memory(accesses: Iterable[TileAccess]) -> Iterator[tuple[list[TileAccess], list[TileAccess]]]:
+    """The puts and the reads of every buffer of every rank that are not empty."""
+    found: dict[tuple[str, int], tuple[list[TileAccess], list[TileAccess]]] = defaultdict(lambda: ([], []))
     for access in accesses:
         event = access.event
         if volume(event.box):
             is_read = isinstance(event, TileRead)
-            rank = access.rank if is_read else event.to
-            found[event.buffer, rank, (event.slot + access.epoch) % slots[event.buffer]][is_read].append(access)
+            found[event.buffer, access.rank if is_read else event.to][is_read].append(access)
     yield from found.values()
 
 
-def _common(a: TileBox, b: TileBox) -> int:
-    return volume(tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)))
+def _touching(puts: list[TileAccess], reads: list[TileAccess]) -> Iterator[tuple[TileAccess, TileAccess]]:
+    """The pairs of a put and a read that share an element, along a sweep over the dim that is cut most."""
+    dims = range(len(puts[0].event.box) if puts else 0)
+    dim = max(dims, key=lambda d: len({put.event.box[d][0] for put in puts}), default=0)
+    open_: tuple[list[TileAccess], list[TileAccess]] = [], []
+    for access in sorted([*puts, *reads], key=lambda access: access.event.box[dim] if dims else ()):
+        box, is_read = access.event.box, isinstance(access.event, TileRead)
+        others = open_[not is_read]
+        if dims:
+            others[:] = [other for other in others if other.event.box[dim][1] > box[dim][0]]
+        for other in others:
+            if overlap(box, other.event.box):
+                yield (other, access) if is_read else (access, other)
+        open_[is_read].append(access)
 
 
-def _read_once(protocol: TileProtocol, puts: list[TileAccess], reads: list[TileAccess]) -> None:
+def _read_whole(protocol: TileProtocol, put: TileAccess, boxes: Iterable[TileBox]) -> None:
     """Every put is read in its epoch: one that is not would be ordered with the next by nothing."""
-    for put in puts:
-        left = [put.event.box]
-        for read in reads:
-            if read.epoch == put.epoch:
-                left = [part for box in left for part in without(box, read.event.box)]
-        if left:
-            raise _fail(protocol, f"nobody reads all of {_put(put)}")
+    left = [put.event.box]
+    for box in boxes:
+        left = [part for each in left for part in without(each, box)]
+    if left:
+        raise _fail(protocol, f"nobody reads all of {_put(put)}")
 
 
 def without(box: TileBox, hole: TileBox) -> Iterator[TileBox]:
@@ -282,9 +323,6 @@ def _put(put: TileAccess) -> str:
     return f"tile {event.tile} in {box_text(event.box)} of {event.buffer} of rank {event.to}"
 
 
-def _race(put: TileAccess, read: TileAccess) -> str:
-    who = f"rank {put.rank} program {put.program} may put {_put(put)} for epoch {put.epoch}"
-    late = put.epoch <= read.epoch
-    return (
-        f"{who} {'after' if late else 'before'} rank {read.rank} program {read.program} reads it in epoch {read.epoch}"
-    )
+def _race(put: TileAccess, epoch: int, read: TileAccess) -> str:
+    who = f"rank {put.rank} program {put.program} may put {_put(put)} for epoch {epoch}"
+    return f"{who} {'before' if epoch else 'after'} rank {read.rank} program {read.program} reads it in epoch 0"

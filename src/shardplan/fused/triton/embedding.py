@@ -84,9 +84,8 @@ def embedding_prepared(
         return at + first, at + end, table[rank - memory.rank0], right - left, first, left * dim, many * dim
 
     key = (tuple(held), tuple(batches), dim)
-    if key not in made.calls:
-        size = max(1, *batches) * many * dim * dtype.itemsize
-        made.calls[key] = made.call(embedding_kernel, shape, {"result": size}, detail)
+    size = max(1, *batches) * many * dim * dtype.itemsize
+    call = made.known(key, lambda: made.call(embedding_kernel, shape, {"result": size}, detail))
     where = torch.tensor([t.data_ptr() for t in tables] or [0], dtype=torch.int64, device=memory.device)
     like = torch.zeros(1, dtype=dtype, device=memory.device)
     scale = torch.zeros(1, device=memory.device) if weights is None else weights
@@ -95,7 +94,7 @@ def embedding_prepared(
     constants |= {"aligned": dim % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tables)}
     constants |= options.launch(memory, embedding_kernel)
     places = [(rank, (batches[rank], many, dim)) for rank in here]
-    return made, made.calls[key], (like, where, indices, offsets, scale, dim, batch), constants, places
+    return made, call, (like, where, indices, offsets, scale, dim, batch), constants, places
 
 
 def _checked(

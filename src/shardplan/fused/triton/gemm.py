@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, optional, shown
-from shardplan.fused.operators.asked import even, starts
+from shardplan.fused.operators.asked import even, splits, starts
 from shardplan.fused.tiles.events import TileBox, TilePut, TileRead
 from shardplan.fused.tiles.shapes import BlockShape
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
-from shardplan.fused.triton.launches import KernelCall
 from shardplan.fused.triton.memory import TileMemory, interpreted
 from shardplan.fused.triton.options import KernelOptions
 
@@ -96,7 +95,7 @@ def gemm_prepared(
     torch = optional("torch", "torch")
     options = options or KernelOptions()
     held = tuple(tuple(int(n) for n in c) for c in counts)
-    cut = None if parts is None else tuple(int(n) for n in parts)
+    cut = None if parts is None else tuple(splits(f"{NAME}: parts", parts, memory.ranks, b.shape[-1]) or ())
     blocks = _checked(memory, a, b, held, scatter, activation, cut)
     columns, here = b.shape[2], range(memory.rank0, memory.rank0 + memory.here)
     units = [[_units(own, block) for own, _ in row] for row in blocks]
@@ -124,11 +123,7 @@ def gemm_prepared(
 
     size = max(h * n for h, n in zip(heights, lengths, strict=True)) * a.dtype.itemsize
     key = (held, scatter, tuple(b.shape), block, cut)
-    call: KernelCall | None = made.calls.get(key)
-    if call is None:
-        call = made.call(gemm_kernel, shape, {"result": size}, detail, varying)
-        if not varying:
-            made.calls[key] = call
+    call = made.known(key, lambda: made.call(gemm_kernel, shape, {"result": size}, detail, varying), varying)
     even16 = all(n % 16 == 0 for n in (*lengths, columns, a.shape[1], *(own[1][0] for row in blocks for own, _ in row)))
     constants = {"block_m": block[0], "block_n": block[1], "block_k": block[2], "biased": bias is not None}
     constants |= {"activation": ACTIVATIONS.index(activation), "aligned": even16}
@@ -159,6 +154,8 @@ def _checked(
     if not fits or a.dtype != b.dtype or not (a.is_contiguous() and b.is_contiguous()):
         said = f"{list(a.shape)} and {list(b.shape)} for {rows} rows of {memory.here} ranks"
         raise TypingError(f"{NAME}: {said}; legal are [rows, K] and [ranks, K, N] of one dtype, contiguous")
+    if parts is not None and scatter == 0:
+        raise TypingError(f"{NAME}: parts {list(parts)} of blocks of rows; legal with scatter 0 are none")
     return gemm_blocks(counts, b.shape[2], scatter, parts)
 
 

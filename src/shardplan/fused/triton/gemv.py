@@ -10,6 +10,7 @@ from shardplan.fused.operators.asked import starts
 from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.shapes import RowShape
 from shardplan.fused.triton.gemv_kernel import gemv_kernel
+from shardplan.fused.triton.launches import KernelCall
 from shardplan.fused.triton.memory import TileMemory, interpreted
 from shardplan.fused.triton.options import KernelOptions
 from shardplan.fused.triton.rows import Detail
@@ -73,7 +74,8 @@ def gemv_prepared(
     made = options.made(memory, NAME, schedule, f"{a[0].dtype}")
     shape = RowShape(height)
     key = (tuple(depths), height, wide)
-    if key not in made.calls:
+
+    def fresh() -> KernelCall:
         owned = max(sum(end - start for start, end in own) for own in shape.tiles(memory.ranks, schedule.tiles))
         lanes = memory.ranks * wide * 4
         size = {"result": lanes * height} if shots == 1 else {
@@ -81,12 +83,14 @@ def gemv_prepared(
         }  # fmt: skip
         say = one_shot if shots == 1 else two_shot
         detail = say(memory, operands[: memory.here], height, wide, schedule.tiles)
-        made.calls[key] = made.call(gemv_kernel, shape, size, detail)
+        return made.call(gemv_kernel, shape, size, detail)
+
+    call = made.known(key, fresh)
     parts = torch.empty((memory.here, height, wide), dtype=torch.float32, device=memory.device)
     out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
     constants = {"ranks": memory.ranks, "wide": wide, "block_m": block[0], "block_k": block[1]}
     constants |= {"aligned": all(d % 16 == 0 for d in depths)} | options.launch(memory, gemv_kernel)
-    return made, made.calls[key], (flat, vectors, parts, out, height), constants, out
+    return made, call, (flat, vectors, parts, out, height), constants, out
 
 
 def one_shot(memory: TileMemory, operands: Sequence[Operand], height: int, wide: int, tiles: int) -> Detail:

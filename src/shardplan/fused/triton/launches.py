@@ -94,6 +94,13 @@ class FusedKernel:
         slots = {name: buffer.slots for name, buffer in protocol.buffers.items()}
         return KernelCall(launches, missed, dict(self.spots), slots)
 
+    def known(self, key: Any, make: Callable[[], KernelCall], varying: bool = False) -> KernelCall:
+        """Return the call under a key, made where there is none; with `varying` it is not kept."""
+        found = self.calls.get(key) or make()
+        if not varying:
+            self.calls[key] = found
+        return found
+
     def run(self, kernel: Any, call: KernelCall, *arguments: Any, **constants: Any) -> None:
         """Run an epoch: the kernel on every launch, with `table, rows, begin, state, rank0, polls` before its own.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from shardplan.errors import TypingError
 from shardplan.fused.tiles.events import TileBox, TilePut, TileRead
 from shardplan.fused.tiles.shapes import BlockShape
-from shardplan.fused.triton.launches import KernelCall
 from shardplan.fused.triton.memory import TileMemory
 from shardplan.fused.triton.move_kernel import move_kernel
 from shardplan.fused.triton.options import KernelOptions
@@ -48,7 +47,6 @@ def move(
     schedule = options.schedule(memory, move_kernel, tiles=tiles, slice=options.sliced(tiles))
     made = options.made(memory, op, schedule, f"{g.dtype}")
     key = (shape, tuple(boxes), tuple(g.shape))
-    call: KernelCall | None = made.calls.get(key)
 
     def detail(rank: int, program: int, event: TilePut | TileRead) -> Sequence[int] | None:
         (first, end), (left, right) = event.box
@@ -58,11 +56,8 @@ def move(
         ahead = first - flat.boxes[rank][event.to][0][0]
         return first, end, left, right, flat.extents[event.to][1], row + ahead, column * wide
 
-    if call is None:
-        size = max(rows * columns for rows, columns in flat.extents) * g.dtype.itemsize
-        call = made.call(move_kernel, flat, {"result": size}, detail, varying)
-        if not varying:
-            made.calls[key] = call
+    size = max(rows * columns for rows, columns in flat.extents) * g.dtype.itemsize
+    call = made.known(key, lambda: made.call(move_kernel, flat, {"result": size}, detail, varying), varying)
     length = g.shape[1] * wide
     edges = [length, *(columns for _, columns in flat.extents), *(a * wide for _, (a, _) in boxes)]
     edges += [n for _, columns in flat.boxes[memory.rank0] for n in columns]

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardplan.errors import BackendError, ShardplanError, optional
+from shardplan.errors import BackendError, optional
 from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.kernels.bags import BagCall
 from shardplan.fused.operators.asked import Asked
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.shapes import BlockShape
@@ -62,9 +63,7 @@ class TritonKernels:
         try:
             yield
         except BaseException as error:
-            header = self.heap.header
-            if not (isinstance(error, ShardplanError) and header.abort[self.heap.rank][0]):
-                header.fail(f"{op}: rank {self.heap.rank} failed: {type(error).__name__}: {error}")
+            self.heap.header.ended(op, error)
             raise
 
     def gemm(
@@ -95,11 +94,7 @@ class TritonKernels:
     def bags(
         self,
         asked: Asked,
-        tables: Sequence[torch.Tensor],
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        weights: torch.Tensor | None,
-        mode: str,
+        call: BagCall,
         held: Sequence[int],
         batches: Sequence[int],
         dim: int,
@@ -107,9 +102,10 @@ class TritonKernels:
     ) -> torch.Tensor:
         """Return the result of `embedding_bag_all_to_all`; `asked.tiles` signals a destination, 0 one."""
         options = replace(self._options(asked), signals=asked.tiles or 1)
-        given = (held, batches, dim, mode, max(self.programs, asked.tiles), 16, options, dtype)
+        operands = (call.tables, call.indices, call.offsets, call.weights)
+        given = (held, batches, dim, call.mode, max(self.programs, asked.tiles), 16, options, dtype)
         with self._told("embedding_bag_all_to_all"):
-            return embedding_bag_all_to_all(self.memory, tables, indices, offsets, weights, *given)[0]
+            return embedding_bag_all_to_all(self.memory, *operands, *given)[0]
 
     def move(
         self, asked: Asked, op: str, shape: BlockShape, g: torch.Tensor, boxes: Sequence[TileBox], varying: bool

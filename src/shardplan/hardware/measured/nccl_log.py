@@ -22,10 +22,10 @@ _RANK = re.compile(
     r"#\s+Rank\s+\d+\s+(?:Group\s+(?P<group>\d+)\s+)?Pid\s+\d+\s+on\s+(?P<host>\S+)\s+device\s+\d+\s+"
     r"\[[^\]]*\]\s+(?P<gpu>\S.*?)\s*$"
 )
-_VERSION = re.compile(r"[NR]CCL version\s*:?\s*(?P<dotted>\d+(?:\.\d+)+)|nccl-library=(?P<code>\d+)")
-_TIMES = r"\s+(?P<{0}>[\d.]+(?:e\+\d+)?|N/A)\s+\S+\s+\S+\s+\S+"
+_VERSION = re.compile(r"[NR]CCL version\s*:?\s*(?P<dotted>\d+(?:\.\d+)+)|nccl-library=(?P<code>\d{1,9})")
+_TIMES = r"\s+(?P<{0}>\d+(?:\.\d*)?(?:e\+\d\d?)?|N/A)\s+\S+\s+\S+\s+\S+"
 _ROW = re.compile(
-    r"(?<!\S)(?P<size>\d+)\s+\d+\s+[a-z]\w*(?:\s+[a-z]\w*)?(?:\s+-?\d+)?"
+    r"(?<!\S)(?P<size>\d{1,18})\s+\d+\s+[a-z]\w*(?:\s+[a-z]\w*)?(?:\s+-?\d+)?"
     + _TIMES.format("fresh")
     + _TIMES.format("in_place")
 )

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from shardplan.core.decoding import decode_json
 from shardplan.errors import ParseError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -68,9 +69,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"nbytes": "bytes
         return int(sha256("|".join(("shardplan", *self.curve)).encode()).hexdigest(), 16) % 3 == 0
 
 
-_ROW = msgspec.json.Decoder(Sample)
-
-
 def parse_rows(text: str, what: str = "the file") -> list[Sample]:
     """Read the text of a file of rows; raises `ParseError` with the number of the first line that is none.
 
@@ -84,8 +82,8 @@ def parse_rows(text: str, what: str = "the file") -> list[Sample]:
         if not line.strip():
             continue
         try:
-            samples.append(_ROW.decode(line))
-        except msgspec.DecodeError as error:
+            samples.append(decode_json(line, Sample))
+        except ParseError as error:
             reason = _other_form(line, samples) or f"{error}; legal is a row of a measured collective, as one object"
             raise ParseError(f"{what}, line {number}: {reason}") from None
     if not samples:
@@ -96,8 +94,8 @@ def parse_rows(text: str, what: str = "the file") -> list[Sample]:
 def _other_form(line: str, samples: list[Sample]) -> str:
     """What is wrong with a line that is a row of measured training; empty where it is none."""
     try:
-        fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+        fields = decode_json(line, dict[str, msgspec.Raw])
+    except ParseError:
         return ""
     if not _TRAINING & fields.keys():
         return ""

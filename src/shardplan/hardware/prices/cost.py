@@ -7,7 +7,7 @@ certificate, placement, audit and simulation, asks `price`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import assert_never
@@ -31,8 +31,9 @@ from shardplan.hardware.prices.aggregate import Laid
 from shardplan.hardware.prices.critical_path import critical, windows
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
 from shardplan.hardware.prices.fused import FusedConstants, FusedVariant, FusedWork, variant_seconds, variants
+from shardplan.hardware.prices.kernels import kernel_seconds
 from shardplan.hardware.prices.library import KINDS, Library, LibraryRow
-from shardplan.hardware.prices.traffic import ALGORITHMS, Traffic, messages
+from shardplan.hardware.prices.traffic import ALGORITHMS, Traffic, message_totals, messages
 from shardplan.hardware.topology import Topology
 
 PRICED = (*KINDS, "permute")  # what traffic may name; a permute sends to the next member
@@ -77,10 +78,11 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
     match pattern:
         case Local():
             # A copy reads and writes.
-            copied = 2 * pattern.nbytes / fabric.topology.device.memory_bandwidth
+            device = fabric.topology.device
+            copied = 2 * pattern.nbytes / (device.memory_bandwidth * device.kernels.stream)
             return Price("copy", 0.0, copied, _none(fabric), own=copied)
         case Work():
-            busy = fabric.topology.device.kernel_seconds(pattern.flops, pattern.dtype, pattern.nbytes)
+            busy = float(kernel_seconds(pattern, fabric.topology.device))
             return Price("kernel", 0.0, busy, _none(fabric), own=busy)
         case Messages():
             return _messages(pattern, fabric, algorithm)
@@ -146,11 +148,41 @@ def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") ->
     Returns:
         Pairs of seconds at 0 bytes and seconds per byte that a member holds before the op.
     """
-    byte = Groups(kind, members, np.ones(len(members)))  # seconds are linear in bytes: those of one are the slope
-    found = _rows(byte, members, byte.nbytes, fabric, algorithm)
-    lines = sorted({(one.alpha, one.transfer) for one in found})
-    # What starts later and is no faster is never the least.
-    return tuple(line for n, line in enumerate(lines) if all(line[1] < other[1] for other in lines[:n]))
+    return offers_of((kind,), members, fabric, algorithm)[0]
+
+
+def offers_of(
+    kinds: Sequence[str], members: Ints, fabric: Fabric, algorithm: str = "auto"
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Return `offers` of several collectives over the same groups, which are laid on the topology once."""
+    laid, byte = _laid(members, fabric), np.ones(len(members))
+    return tuple(_lines(_rows(Groups(kind, members, byte), laid, byte, algorithm)) for kind in kinds)
+
+
+def message_offers(sender: Ints, receiver: Ints, fabric: Fabric) -> tuple[tuple[float, float], ...]:
+    """Return the cost of messages that go at once as affine functions of bytes, one for each row; the least is paid.
+
+    Args:
+        sender: Topology ids, int64 [n].
+        receiver: Topology ids, int64 [n], none of them its sender.
+        fabric: The resources.
+
+    Returns:
+        Pairs of seconds at 0 bytes and seconds per byte of a message.
+    """
+    found = messages(Flows(sender, receiver, np.ones(len(sender))), fabric)
+    return _lines(_message_rows(found, 1, fabric, "auto"))
+
+
+def _lines(found: Sequence[Price]) -> tuple[tuple[float, float], ...]:
+    """The lines of prices of one byte: seconds are linear in bytes."""
+    return least_lines((one.alpha, one.transfer) for one in found)
+
+
+def least_lines(lines: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Return lines, seconds at 0 bytes and seconds a byte, without those that start later and are no faster."""
+    sorted_lines = sorted({*lines})
+    return tuple(line for n, line in enumerate(sorted_lines) if all(line[1] < other[1] for other in sorted_lines[:n]))
 
 
 def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tuple[float, float]:
@@ -175,7 +207,7 @@ def _affine(
     kinds: tuple[str, ...], ids: bytes, shape: tuple[int, int], topology: Topology, library: Library, launch: float
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     members, fabric = np.frombuffer(ids, dtype=np.int64).reshape(shape), Fabric(topology, launch=launch).under(library)
-    return tuple(offers(kind, members, fabric) for kind in kinds)
+    return offers_of(kinds, members, fabric)
 
 
 def _none(fabric: Fabric) -> tuple[float, ...]:
@@ -258,7 +290,7 @@ def overlapped(
             fabric.topology.name or "topology",
             latency=moved.alpha / (2 if pattern.whole else 1),
             bandwidth=sent / max(moved.transfer - moved.own, 1e-30),
-            copy_bandwidth=fabric.topology.device.memory_bandwidth / 2,
+            copy_bandwidth=fabric.topology.device.memory_bandwidth * fabric.topology.device.kernels.stream / 2,
             signal=latency,
             source="the topology's figures",
         )
@@ -271,20 +303,27 @@ def _busy(pattern: Overlap, fabric: Fabric, algorithm: str, measured: FusedConst
     if rate is None:
         return sum(price(step.pattern, fabric, algorithm).seconds for step in pattern.kernels)
     works = [step.pattern for step in pattern.kernels if isinstance(step.pattern, Work)]
-    return sum(one.flops if pattern.kind == "product" else one.nbytes for one in works) / rate
+    return float(sum(one.flops if pattern.kind == "product" else one.nbytes for one in works)) / rate
 
 
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
+    if pattern.totals is not None and (found := message_totals(pattern.totals, fabric)) is not None:
+        return min(_message_rows(found, pattern.chunks, fabric, algorithm), key=lambda one: one.seconds)
     keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
     if not bool(keep.any()):
         return Price("none", 0.0, 0.0, _none(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
-    found = messages(Flows(sender, receiver, pattern.nbytes[keep]), fabric)
+    flows = Flows(sender, receiver, pattern.nbytes[keep])
+    rows = _message_rows(messages(flows, fabric), pattern.chunks, fabric, algorithm)
+    return min(rows, key=lambda one: one.seconds)
+
+
+def _message_rows(found: Traffic, chunks: int, fabric: Fabric, algorithm: str) -> list[Price]:
+    """The price of messages under each row that serves them."""
     for asked in (algorithm, "auto"):
-        rows = fabric.library.serving("messages", asked)
-        priced = [_priced(row, [found], pattern.chunks, fabric) for row in rows]
+        priced = [_priced(row, [found], chunks, fabric) for row in fabric.library.serving("messages", asked)]
         if served := [one for one in priced if one is not None]:
-            return min(served, key=lambda one: one.seconds)
+            return served
     raise TopologyError(f"library {fabric.library.name} has no row for these messages")
 
 
@@ -300,14 +339,22 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
         )
     if members.size == 0 or members.shape[1] == 1 or not bool((nbytes > 0).any()):
         return Price("none", 0.0, 0.0, _none(fabric))
-    return min(_rows(pattern, members, nbytes, fabric, algorithm), key=lambda one: one.seconds)
+    return min(_rows(pattern, _laid(members, fabric), nbytes, algorithm), key=lambda one: one.seconds)
 
 
-def _rows(pattern: Groups, members: Ints, nbytes: Floats, fabric: Fabric, algorithm: str) -> list[Price]:
-    """The price under each row that serves a collective over these groups; an algorithm's traffic is found once."""
-    # The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
+def _laid(members: Ints, fabric: Fabric) -> tuple[Laid, Ints]:
+    """Lay groups on a topology, in the order of the numbers returned.
+
+    The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
+    """
     order = np.argsort(members.min(axis=1), kind="stable")
-    laid, nbytes = Laid(members[order], fabric), nbytes[order]
+    return Laid(members[order], fabric), order
+
+
+def _rows(pattern: Groups, placed: tuple[Laid, Ints], nbytes: Floats, algorithm: str) -> list[Price]:
+    """The price under each row that serves a collective over these groups; an algorithm's traffic is found once."""
+    laid, order = placed
+    fabric, nbytes = laid.fabric, nbytes[order]
     found: dict[tuple[str, int, float], list[Traffic] | None] = {}
     made: list[Price] = []
     for asked in dict.fromkeys((algorithm, "auto")):

@@ -13,7 +13,6 @@ its sums in the end. Everything is an array, so that a simulation may price many
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core import border
+from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.toml_fields import basic_string, known, parsed
 from shardplan.hardware.units import exact, parse_rate, parse_seconds
@@ -110,9 +110,9 @@ class FusedConstants:
         Raises `ParseError` where it is malformed, `TopologyError` where a key or a value is not legal.
         """
         try:
-            data = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-            raise ParseError(f"{what} is no TOML: {error}") from error
+            data = decode_toml(text)
+        except ParseError as error:
+            raise ParseError(f"{what} is no TOML: {error}") from None
         known(what, data, ("backend", "source", *_LENGTHS, *_SPEEDS, "tile_tax", "rates"))
         found: dict[str, float] = {}
         for names, parser, like in ((_LENGTHS, parse_seconds, "2 us"), (_SPEEDS, parse_rate, "10 GB/s")):
@@ -278,16 +278,6 @@ class FusedDecision:
     def chosen(self) -> FusedVariant:
         """The variant that is chosen for one piece of work."""
         return self.variants[int(self.index)]
-
-    @property
-    def chosen_seconds(self) -> Floats:
-        """What the chosen variants take."""
-        return np.take_along_axis(self.seconds, self.index[None], axis=0)[0]
-
-    @property
-    def best_fused(self) -> FusedVariant:
-        """The fastest fused variant for one piece of work, chosen or not."""
-        return self.variants[1 + int(self.seconds[1:].argmin(axis=0))]
 
 
 def decide(work: FusedWork, constants: FusedConstants, least_gain: float = LEAST_GAIN) -> FusedDecision:

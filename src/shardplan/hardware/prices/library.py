@@ -13,13 +13,13 @@ TOML files in `libraries/`, and every number in them is cited there.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from shardplan.core import border
+from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, TopologyError, shown
 from shardplan.hardware.toml_fields import basic_string, known, parsed
 from shardplan.hardware.units import exact, parse_seconds
@@ -133,8 +133,8 @@ def parse_library(text: str, what: str = "library table") -> Library:
     2e-06
     """
     try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        data = decode_toml(text)
+    except ParseError as error:
         raise ParseError(f"{what} is no TOML: {error}") from error
     known(what, data, ("name", "measured", "own_copy", "member_order", "even_only", "rows"))
     rows = data.get("rows")

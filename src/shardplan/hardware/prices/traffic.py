@@ -28,6 +28,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
+from shardplan.core.pattern import MessageTotals
 from shardplan.hardware.prices.aggregate import Laid, all_to_all, in_network, other_nodes, spread
 from shardplan.hardware.prices.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Load
@@ -154,6 +155,20 @@ def messages(flows: Flows, fabric: Fabric) -> Traffic:
         hops[-1] += inner
         counts.append(hops.astype(np.float64))
     return Traffic(np.concatenate(counts, axis=1), fabric.load(flows), fabric.level_bytes(flows))
+
+
+def message_totals(totals: MessageTotals, fabric: Fabric) -> Traffic | None:
+    """Return what messages make of which only totals are known; None where it matters between whom they go.
+
+    It does not on one switch: whoever is at the other end, a message crosses the port of a device.
+    """
+    outermost = fabric.wires[0].level
+    if len(fabric.wires) > 1 or outermost.link != "switch":
+        return None
+    at = fabric.topology_ids(totals.devices)
+    load = fabric.port_load(0, (at, totals.sent_bytes), (at, totals.received_bytes))
+    hops = np.concatenate([totals.sent, totals.received]).reshape(1, -1)
+    return Traffic(hops, (load,), np.array([totals.sent_bytes.sum()]))
 
 
 def _starts_inside(fabric: Fabric) -> bool:

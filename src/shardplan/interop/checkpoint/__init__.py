@@ -6,7 +6,9 @@ Reading order:
 
 - `layouts`      a file of layouts, as weights
 - `sources`      what a checkpoint holds: safetensors in its forms, and folders of torch.distributed.checkpoint
-- `distributed`  how the latter are read and written
+- `pickled`      a pickle read as data: nothing it says is run
+- `folders`      the metadata of the latter
+- `distributed`  how the latter's tensors are read and written
 - `windows`      the parts of a parameter that are in memory at a time
 - `gather`       one window filled, by as few and as long reads as pay
 - `output`       a file written so that its name never holds half of one, checked and read again
@@ -15,6 +17,7 @@ Reading order:
 - `targets`      the files that a destination has
 - `sharing`      several processes of a launcher, each with its part of the files
 - `needs`        which logical tensors a file needs, and what of them
+- `replicas`     copies of one element compared
 - `jobs`         what a run needs, in one value
 - `filling`      what every byte of a file is
 - `reshard`      the verb

@@ -21,9 +21,11 @@ from shardplan.interop.checkpoint.jobs import BESIDE, BUFFERS, LARGEST_WINDOW, L
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.live import live_rank, live_side
 from shardplan.interop.checkpoint.logical import LogicalPlace, logical_place, place_text
+from shardplan.interop.checkpoint.replicas import compare_copies
 from shardplan.interop.checkpoint.reshard import recorded_weights
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
+from shardplan.movement.weights.drops import check_drops, left_out
 from shardplan.movement.weights.refit import RefitPlan, refit
 from shardplan.movement.weights.weights import Weights
 
@@ -82,6 +84,9 @@ def diff(
     rank: int | None = None,
     memory_limit: float | str = "1 GB",
     ignore: Iterable[str] = (),
+    drop: str | Iterable[str] = (),
+    differ: str | Iterable[str] = (),
+    compare_replicas: bool = True,
     progress: Progress | None = None,
 ) -> CheckpointsCompared:
     """Compare two checkpoints, or a live model and one, logically, and find the first element that differs.
@@ -99,6 +104,9 @@ def diff(
         rank: the device that a live side is of; it may be left out where there is one.
         memory_limit: the bytes that may be in memory beyond the interpreter and a live side, or text of them.
         ignore: names of tensors that are left out where no table has them; patterns with `*`, too.
+        drop: tensors that only one of the two has, and that are left out, logical or as stored; patterns with `*`, too.
+        differ: fields of the configs (`rope_theta`) in which the two may differ.
+        compare_replicas: whether copies of one element must be equal within each; else some are not looked at.
         progress: called with bytes done, bytes to do, and what is being done.
 
     Raises:
@@ -108,12 +116,13 @@ def diff(
     """
     limit = limit_of("memory limit", memory_limit)
     assert limit is not None
-    ignored = tuple(ignore)
+    ignored, patterns = tuple(ignore), (drop,) if isinstance(drop, str) else tuple(drop)
     live = [not isinstance(x, str | Path) for x in (a, b)]
     if live[1] and not live[0]:
         found = diff(
-            b, a, weights=other, other=weights, rank=rank, memory_limit=limit, ignore=ignored, progress=progress
-        )
+            b, a, weights=other, other=weights, rank=rank, memory_limit=limit, ignore=ignored, drop=drop, differ=differ,
+            compare_replicas=compare_replicas, progress=progress,
+        )  # fmt: skip
         return CheckpointsCompared(found.parameters, found.elements, _turned(found.difference))
     if all(live):
         raise LayoutError("diff of two live models; legal is a checkpoint on one side, or both")
@@ -125,7 +134,9 @@ def diff(
         with open_checkpoint(b, _devices(second), ignored) as theirs:
             second = theirs.side(second or _as(first, theirs) or _whole(theirs, b))
             theirs.check(second, ignored)
-            return _compared(refit(second, first), live_side(a, first, own), theirs, (own,), limit, progress)
+            plan, mine = _plan(second, first, patterns, differ), live_side(a, first, own)
+            copies = compare_replicas and own == first.devices[0]  # one of the live ranks looks at the other side's
+            return _compared(plan, mine, theirs, (own,), limit, copies, progress)
     first = _known(Path(a), weights)
     with (
         open_checkpoint(a, _devices(first), ignored) as mine,
@@ -138,7 +149,22 @@ def diff(
         first, second = mine.side(first), theirs.side(second)
         mine.check(first, ignored)
         theirs.check(second, ignored)
-        return _compared(refit(second, first), mine, theirs, first.devices, limit, progress)
+        plan = _plan(second, first, patterns, differ)
+        return _compared(plan, mine, theirs, first.devices, limit, compare_replicas, progress)
+
+
+def _plan(theirs: Weights, mine: Weights, patterns: tuple[str, ...], differ: str | Iterable[str]) -> RefitPlan:
+    """Return the plan that reads the second as the first is stored, without what only one has and may be dropped."""
+    more, less = left_out(mine, theirs), left_out(theirs, mine)
+    known = [p for p in patterns if any(f.matches(p) for f in less)]
+    chosen = [f.tensor for f in more if any(f.matches(p) for p in patterns)]
+    if not chosen:
+        return refit(theirs, mine, drop=patterns, differ=differ)
+    for p in patterns:
+        if p not in known and not any(f.matches(p) for f in more):
+            check_drops(theirs, mine, None, (p,))  # which says what it could be
+    check_drops(theirs, mine, None, known)
+    return refit(theirs, mine, only=[t for t in mine.tensors if t not in chosen], differ=differ)
 
 
 def _turned(found: CheckpointDifference | None) -> CheckpointDifference | None:
@@ -186,6 +212,7 @@ def _compared(
     theirs: OpenCheckpoint,
     ranks: tuple[int, ...],
     limit: int,
+    copies: bool,
     progress: Progress | None,
 ) -> CheckpointsCompared:
     regions = max(len(plan.regions(r)) for r in ranks)
@@ -197,6 +224,8 @@ def _compared(
         )
     size = min((limit - beside) // BUFFERS, LARGEST_WINDOW) // 8 * 8
     gather = WindowGather(size)
+    if copies:  # those of the first are each compared with the second
+        compare_copies(plan, theirs, plan.source.devices, gather, lambda: None)
     ours, other = np.empty(size, dtype=np.uint8), np.empty(size, dtype=np.uint8)
     total = sum(plan.target.nbytes(r) for r in ranks)
     done = parameters = elements = 0

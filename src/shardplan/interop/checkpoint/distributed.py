@@ -1,15 +1,18 @@
 """Folders of torch.distributed.checkpoint: tensors of whole names, in chunks, each a file of torch.save within a file.
 
-Chunks are read by byte ranges too: torch.save stores a tensor's bytes uncompressed within its archive. What is written
-is read by torch's own reader.
+Chunks are read by byte ranges too: torch.save stores a tensor's bytes uncompressed within its archive. What is pickled
+there, and in the folder's metadata, is read as data (`pickled`): a file can have nothing run. What is written is read
+by torch's own reader.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
-import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,11 +21,28 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.dtypes import numpy_dtype
-from shardplan.errors import ParseError, line, optional, shown
+from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.errors import LayoutError, ParseError, line, optional, shown
+from shardplan.interop.checkpoint.folders import ADMITTED, SavedPlace, saved_tensors
+from shardplan.interop.checkpoint.pickled import PickledCall, pickled
 
+# zipfile has no error of its own for much of what can be wrong with an archive
+_UNSAID = OSError, ValueError, RuntimeError, EOFError, OverflowError, struct.error, zlib.error, zipfile.BadZipFile
 _LOCAL_HEADER = 30  # bytes of a zip archive's local header, without the name and what is extra
 _MOST_PICKLE = 2**20  # bytes of what torch.save says of one tensor
+_MOST_PAIRS = 10**8  # of chunks of a tensor that are compared with each other
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")  # arguments 1 to 3 are alike
+_WRAPPED = ("torch._utils", "_rebuild_parameter"), ("torch._utils", "_rebuild_parameter_with_state")
+_KINDS = (
+    "Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat",
+    "ComplexDouble",
+)  # fmt: skip
+_OF_ARCHIVES = frozenset(
+    [
+        *_REBUILD, *_WRAPPED, ("collections", "OrderedDict"), ("torch.storage", "UntypedStorage"),
+        *(("torch", f"{kind}Storage") for kind in _KINDS), *(name for name in ADMITTED if name[0] == "torch"),
+    ]
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +62,8 @@ class DistributedTensor:
         """Check the chunks; raises `ParseError` where they overlap or leave something out."""
         self._name, self._shape, self._dtype = name, shape, dtype_name
         self.chunks = sorted(chunks, key=lambda c: c.offsets)
-        total = sum(int(np.prod(c.sizes, dtype=np.int64)) for c in chunks)
-        if total != int(np.prod(shape, dtype=np.int64)) or _overlap(self.chunks):
+        total = sum(math.prod(c.sizes) for c in chunks)
+        if total != math.prod(shape) or not all(_inside(c, shape) for c in chunks) or _overlap(self.chunks, name):
             raise ParseError(
                 f"tensor {name!r} of shape {shape} has chunks of {total} elements that do not cover it once; legal are "
                 "chunks that do"
@@ -74,16 +94,31 @@ class DistributedTensor:
                 _pread(chunk.path, out[(at - start) * width : (at - start + count) * width], chunk.begin + own * width)
 
 
-def _overlap(chunks: list[DistributedChunk]) -> bool:
-    for k, a in enumerate(chunks):
-        for b in chunks[k + 1 :]:
-            if a.offsets and b.offsets[0] >= a.offsets[0] + a.sizes[0]:
-                break
-            meets = (
-                max(p, q) < min(p + m, q + n) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-            )
-            if all(meets):
-                return True
+def _inside(chunk: DistributedChunk, shape: tuple[int, ...]) -> bool:
+    ends = zip(chunk.offsets, chunk.sizes, shape, strict=False)
+    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(o + n <= whole for o, n, whole in ends)
+
+
+def _overlap(chunks: list[DistributedChunk], name: str) -> bool:
+    """Whether two chunks have an element in common; those are compared that meet along the dim that parts most."""
+    starts = np.array([c.offsets for c in chunks], dtype=np.int64).reshape(len(chunks), -1)
+    stops = starts + np.array([c.sizes for c in chunks], dtype=np.int64).reshape(starts.shape)
+    if len(chunks) < 2 or not starts.shape[1]:
+        return len(chunks) > 1
+    orders = [np.argsort(starts[:, d], kind="stable") for d in range(starts.shape[1])]
+    reach = [np.searchsorted(starts[o, d], stops[o, d]) - np.arange(1, len(o) + 1) for d, o in enumerate(orders)]
+    pairs = [int(np.maximum(r, 0).sum()) for r in reach]
+    dim = pairs.index(min(pairs))
+    if pairs[dim] > _MOST_PAIRS:
+        raise ParseError(
+            f"tensor {name!r} has {len(chunks)} chunks, {pairs[dim]} pairs of which may overlap; "
+            f"legal are {_MOST_PAIRS}"
+        )
+    starts, stops = starts[orders[dim]], stops[orders[dim]]
+    for k in np.flatnonzero(reach[dim] > 0).tolist():
+        others = slice(k + 1, k + 1 + int(reach[dim][k]))
+        if (np.maximum(starts[k], starts[others]) < np.minimum(stops[k], stops[others])).all(axis=1).any():
+            return True
     return False
 
 
@@ -127,40 +162,49 @@ def _pread(path: Path, target: np.ndarray, begin: int) -> None:
 def opened_distributed(path: Path, ignored: Sequence[str] = ()) -> tuple[dict[str, DistributedTensor], list[Path]]:
     """Return the tensors of a folder by name, and its files; what is no tensor, or matches `ignored`, is left out.
 
-    Raises `ParseError` for metadata that are none, and `MissingExtra` without torch.
+    Raises `ParseError` for metadata that are not what torch writes, and files that are not what they say.
     """
-    checkpoint = optional("torch.distributed.checkpoint", "torch")
-    metadata_of = optional("torch.distributed.checkpoint.metadata", "torch")
-    from shardplan.execution.torch.dtypes import short_name_of
-
-    try:
-        metadata = checkpoint.FileSystemReader(path).read_metadata()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, ValueError) as error:
-        raise ParseError(f"{line(path / '.metadata')}: {shown(error)}; legal is what torch wrote") from None
-    lies = {(i.fqn, tuple(i.offset or ()), i.index): info for i, info in metadata.storage_data.items()}
-    by_place = {(fqn, offset): info for (fqn, offset, _), info in lies.items()}
+    tensors, places = saved_tensors(path)
     out: dict[str, DistributedTensor] = {}
     files: dict[Path, None] = {}
-    for name, found in metadata.state_dict_metadata.items():
-        if (
-            not isinstance(found, metadata_of.TensorStorageMetadata)
-            or name in ignored
-            or any(fnmatchcase(name, p) for p in ignored)
-        ):
+    for name, found in tensors.items():
+        if name in ignored or any(fnmatchcase(name, p) for p in ignored):
             continue
+        try:
+            dtype = short_name(found.dtype)
+        except LayoutError as error:
+            raise ParseError(f"{line(path)}: tensor {shown(name)}: {line(error)}") from None
         chunks: list[DistributedChunk] = []
-        for chunk in found.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            info = by_place.get((name, offsets)) or by_place.get((name, ()))
-            if info is None:
-                raise ParseError(f"{line(path)}: tensor {name!r} has no bytes for its chunk at {list(offsets)}")
-            file = path / info.relative_path
+        for offsets, sizes in found.chunks:
+            place = places.get((name, offsets)) or places.get((name, ()))
+            if place is None:
+                raise ParseError(f"{line(path)}: tensor {shown(name)} has no bytes for its chunk at {list(offsets)}")
+            file = _file_of(path, place, name)
             files[file] = None
-            nbytes = int(np.prod(sizes, dtype=np.int64)) * found.properties.dtype.itemsize
-            begin = _data_begin(file, info.offset, info.length, sizes, nbytes, name)
+            nbytes = math.prod(sizes) * numpy_dtype(dtype).itemsize
+            begin = _data_begin(file, place.offset, place.length, sizes, nbytes, name)
             chunks.append(DistributedChunk(offsets, sizes, file, begin))
-        out[name] = DistributedTensor(name, tuple(found.size), short_name_of(found.properties.dtype), chunks)
+        out[name] = DistributedTensor(name, found.shape, dtype, chunks)
     return out, sorted(files)
+
+
+def _file_of(folder: Path, place: SavedPlace, name: str) -> Path:
+    """Return the file of a chunk, within the folder."""
+    parts = Path(place.file).parts
+    if "\0" in place.file or not parts or ".." in parts or Path(place.file).is_absolute():
+        raise ParseError(
+            f"{line(folder)}: tensor {shown(name)} lies in {shown(place.file)}; legal is a file of the folder"
+        )
+    if place.transforms:
+        raise ParseError(
+            f"{line(folder)}: tensor {shown(name)} is stored through {shown(place.transforms)}; legal are plain bytes"
+        )
+    if not (folder / place.file).is_file():
+        raise ParseError(
+            f"{line(folder)}: tensor {shown(name)} lies in {shown(place.file)}, which is no file; legal are all files "
+            "that .metadata names"
+        )
+    return folder / place.file
 
 
 class _Part(io.RawIOBase):
@@ -208,35 +252,37 @@ def _data_begin(path: Path, offset: int, length: int, sizes: tuple[int, ...], nb
             head = part.read(_LOCAL_HEADER) or b""
             extra = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
             return offset + data[0].header_offset + _LOCAL_HEADER + extra
-    except (OSError, zipfile.BadZipFile) as error:
+    except ParseError:
+        raise
+    except _UNSAID as error:
         raise ParseError(f"{where}: {shown(error)}; legal is a tensor as torch.save writes it") from None
-
-
-class _Said(pickle.Unpickler):
-    """Reads what torch.save says of one tensor: nothing is built, the arguments are kept."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return lambda *arguments: (name, arguments)
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
 
 
 def _contiguous(archive: zipfile.ZipFile, sizes: tuple[int, ...], where: str) -> None:
     """Raise `ParseError` unless the tensor of an archive lies in C order from the first byte on."""
-    entry = next(i for i in archive.infolist() if i.filename.endswith("data.pkl"))
-    if entry.file_size > _MOST_PICKLE:
-        raise ParseError(f"{where} says {entry.file_size} bytes of its tensor; legal is one tensor")
-    said = _Said(io.BytesIO(archive.read(entry))).load()
-    while isinstance(said, tuple) and said and said[0] != "_rebuild_tensor_v2":
-        said = next((x for x in said[1] if isinstance(x, tuple) and x and isinstance(x[0], str)), None)
-    if not isinstance(said, tuple):
+    entry = next((i for i in archive.infolist() if i.filename.endswith("/data.pkl")), None)
+    if entry is None or entry.file_size > _MOST_PICKLE:
+        said = 0 if entry is None else entry.file_size
+        raise ParseError(f"{where} says {said} bytes of its tensor; legal is one tensor")
+    try:
+        said = pickled(archive.read(entry), _OF_ARCHIVES, persistent=True)
+    except ParseError as error:
+        raise ParseError(f"{where}: {line(error)}") from None
+    while isinstance(said, PickledCall) and (said.of.module, said.of.name) in _WRAPPED and said.arguments:
+        said = said.arguments[0]
+    rebuilt = isinstance(said, PickledCall) and (said.of.module, said.of.name) in _REBUILD
+    none: tuple[Any, Any, Any] = (None, None, None)
+    start, shape, strides = said.arguments[1:4] if rebuilt and len(said.arguments) > 3 else none
+    if type(start) is not int or not _are_whole(shape) or not _are_whole(strides) or len(shape) != len(strides):
         raise ParseError(f"{where} is no plain tensor; legal is a tensor as torch.save writes it")
-    _, start, shape, strides = said[1][:4]
-    wanted = [int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(shape))]
+    wanted = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     straight = all(n <= 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True))
     if start != 0 or tuple(shape) != tuple(sizes) or not straight:
-        raise ParseError(f"{where} has strides {tuple(strides)}; legal is a contiguous tensor")
+        raise ParseError(f"{where} has shape {shown(shape)} and strides {shown(strides)}; legal is a contiguous chunk")
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(n) is int for n in value)
 
 
 def blob(array: np.ndarray) -> bytes:
@@ -247,34 +293,3 @@ def blob(array: np.ndarray) -> bytes:
     out = io.BytesIO()
     torch.save(to_torch(array), out)
     return out.getvalue()
-
-
-def metadata_bytes(
-    tensors: list[tuple[str, tuple[int, ...], str]], lies: list[tuple[str, list[int], list[int], str, int, int]]
-) -> bytes:
-    """Return the metadata of a folder.
-
-    Args:
-        tensors: name, shape and dtype of every tensor.
-        lies: of every chunk: name, where it begins, its sizes, file, offset, bytes.
-    """
-    torch = optional("torch", "torch")
-    m = optional("torch.distributed.checkpoint.metadata", "torch")
-    filesystem = optional("torch.distributed.checkpoint.filesystem", "torch")
-    from shardplan.execution.torch.dtypes import torch_dtype
-
-    by_name: dict[str, list[tuple[str, list[int], list[int], str, int, int]]] = {}
-    for row in lies:
-        by_name.setdefault(row[0], []).append(row)
-    state: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
-    files = {row[3]: row[3] for row in reversed(lies)}  # one value each: pickle writes a second one anew
-    for name, shape, dtype in tensors:
-        chunks: list[Any] = []
-        for k, (_, begin, sizes, file, offset, length) in enumerate(by_name[name]):
-            chunks.append(m.ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)))
-            storage[m.MetadataIndex(name, torch.Size(begin), k)] = filesystem._StorageInfo(files[file], offset, length)
-        properties = m.TensorProperties(dtype=torch_dtype(dtype))
-        state[name] = m.TensorStorageMetadata(properties, torch.Size(shape), chunks)
-    metadata = m.Metadata(state, planner_data={name: (name,) for name in state}, storage_data=storage)
-    return pickle.dumps(metadata)

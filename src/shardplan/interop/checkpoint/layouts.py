@@ -9,12 +9,12 @@ The first pattern that matches holds, and a tensor that none matches is whole ev
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from shardplan.core.decoding import decode_toml, read_text
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
@@ -30,8 +30,8 @@ _TABLE = ("parameters", "family", "base", "holes", "meshes")
 def toml_of(path: Path) -> dict[str, Any]:
     """Return what a TOML file says; raises `ParseError`."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return decode_toml(read_text(path))
+    except ParseError as error:
         raise ParseError(f"{line(path)}: {line(error)}; legal is a file of layouts, or a table of weights") from None
 
 

@@ -64,7 +64,8 @@ def live_side(model: Any, weights: Weights, rank: int) -> LiveSide:
     legal = weights.parameters(rank)
     held: Any = model
     if isinstance(model, Mapping) and all(isinstance(x, np.ndarray) for x in held.values()):
-        found = _of_numpy(held, legal, f"rank {rank} of {weights.table.name or 'the table'}, live")
+        where = f"rank {rank} of {weights.table.name or 'the table'}, live"
+        found = _of_numpy(held, legal, where, weights.table.recomputed)
     else:
         tensors: Any = optional("shardplan.interop.torch.refit.tensors", "torch")
         bound = tensors.BoundTensors(weights, model, rank, "live").locals
@@ -77,8 +78,10 @@ def live_side(model: Any, weights: Weights, rank: int) -> LiveSide:
     return LiveSide(Path("live"), "live", places, [])
 
 
-def _of_numpy(held: Mapping[str, np.ndarray], legal: list[tuple[str, tuple[int, ...], str]], where: str) -> list[Any]:
-    check_named(legal, held, where)
+def _of_numpy(
+    held: Mapping[str, np.ndarray], legal: list[tuple[str, tuple[int, ...], str]], where: str, spare: Sequence[str]
+) -> list[Any]:
+    check_named(legal, held, where, spare)
     for name, _, dtype in legal:
         if held[name].dtype != numpy_dtype(dtype):
             raise LayoutError(f"{where}: {name} is {held[name].dtype}; legal is {dtype}, as the weights say")

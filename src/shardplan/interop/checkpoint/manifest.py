@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from shardplan.core.decoding import decode_json, read_bytes
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line, shown
 from shardplan.interop.checkpoint.output import checksum_of
 from shardplan.interop.checkpoint.sharing import ProcessShare, dealt, notes_of
@@ -17,6 +20,17 @@ MANIFEST = "shardplan.json"
 ALONE = ProcessShare()
 Beat = Callable[[], None] | None
 _FORMAT = 1
+
+
+class _ManifestFields(msgspec.Struct):
+    """The file."""
+
+    format: Any
+    request: str
+    form: str
+    weights: str
+    complete: bool
+    files: dict[str, dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -37,16 +51,16 @@ class CheckpointManifest:
         if not path.is_file():
             return None
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != _FORMAT:
-                raise ParseError(f"{line(path)}: format {shown(data['format'])}; this version reads format {_FORMAT}")
-            files = {
-                str(k): {"bytes": int(v["bytes"]), "sha256": str(v["sha256"]), **v} for k, v in data["files"].items()
-            }
-            texts = str(data["request"]), str(data["form"]), str(data["weights"])
-            return CheckpointManifest(folder, *texts, bool(data["complete"]), files)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ParseError(f"{line(path)}: {shown(error)}; legal is what reshard wrote") from None
+            data = decode_json(read_bytes(path), _ManifestFields)
+        except ParseError as error:
+            raise ParseError(f"{line(path)}: {line(error)}; legal is what reshard wrote") from None
+        if data.format != _FORMAT:
+            raise ParseError(f"{line(path)}: format {shown(data.format)}; this version reads format {_FORMAT}")
+        for name, said in data.files.items():
+            count = said.get("bytes")
+            if type(count) is not int or count < 0 or not isinstance(said.get("sha256"), str) or "\0" in name:
+                raise ParseError(f"{line(path)}: the file {shown(name)} is {shown(said)}; legal is what reshard wrote")
+        return CheckpointManifest(folder, data.request, data.form, data.weights, data.complete, data.files)
 
     def save(self) -> None:
         """Write it, atomically; raises `ShardplanError` where that cannot be."""

@@ -12,15 +12,16 @@ import numpy as np
 
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line
 from shardplan.hardware.units import format_bytes, limit_of
-from shardplan.interop.checkpoint import distributed
 from shardplan.interop.checkpoint.filling import fill_file
+from shardplan.interop.checkpoint.folders import METADATA, metadata_bytes
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.jobs import CheckpointJob, Progress, Reshared, ResharedFile, job_of
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.manifest import CheckpointManifest, resumed, unfinished
 from shardplan.interop.checkpoint.output import OutputFile, sync_folder
+from shardplan.interop.checkpoint.replicas import compare_copies
 from shardplan.interop.checkpoint.sharing import ProcessMeeting, ProcessShare, launched_share, note_path, notes_of
-from shardplan.interop.checkpoint.sources import INDEX, METADATA, open_checkpoint
+from shardplan.interop.checkpoint.sources import INDEX, open_checkpoint
 from shardplan.interop.checkpoint.targets import LARGEST_FILE, index_bytes
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
@@ -37,6 +38,7 @@ class ReshardWork:
     place: Path
     timeout: float
     progress: Progress | None
+    replicas: bool
 
 
 def reshard(
@@ -51,8 +53,11 @@ def reshard(
     form: str = "auto",
     largest_file: float | str = LARGEST_FILE,
     ignore: Iterable[str] = (),
+    drop: str | Iterable[str] = (),
+    differ: str | Iterable[str] = (),
     dry_run: bool = False,
     verify: bool = True,
+    compare_replicas: bool = True,
     progress: Progress | None = None,
     process: tuple[int, int] | None = None,
     timeout: float = TIMEOUT,
@@ -77,8 +82,11 @@ def reshard(
             writes its boxes of the whole tensors), or `auto`: plain for one device.
         largest_file: bytes of a file where the form is plain or distributed, or text of them.
         ignore: names of tensors of the source that no table has, and that are left out; patterns with `*`, too.
+        drop: tensors that the destination need not take, logical or as the source stores them; patterns with `*`, too.
+        differ: fields of the configs (`rope_theta`) in which the sides may differ.
         dry_run: say what would be done, and write nothing.
         verify: whether checksums that the source has recorded are verified before it is read.
+        compare_replicas: whether copies of one element in the source must be equal; else one of them is taken.
         progress: called with bytes done, bytes to do of this process, and what is being done.
         process: which of how many processes this is: (0, 1) for one that does all; None for what the launcher says
             (torchrun, or mpiexec of MPICH or Open MPI), and alone without one. Each writes its part of the files, by
@@ -86,7 +94,8 @@ def reshard(
         timeout: seconds that another process may give no sign.
 
     Raises:
-        LayoutError: sides that do not fit, or a source that is not what `from_` says: every name at once.
+        LayoutError: sides that do not fit, tensors that the destination does not take, or a source that is not what
+            `from_` says: every name at once; copies of an element that differ.
         ParseError: a source that is no checkpoint, breaks its format, or does not have its recorded checksum.
         Infeasible: a memory limit that is too small; it names the least.
         BackendError: a disk that gives back other bytes than were written, or another process that failed.
@@ -109,14 +118,14 @@ def reshard(
         own = held.side(sides[0])
         held.check(own, ignored)
         limits = limit, limit_of("largest file", largest_file) or LARGEST_FILE
-        job = job_of(refit(own, sides[1]), held, into, form, limits, share)
+        job = job_of(refit(own, sides[1], drop=drop, differ=differ), held, into, form, limits, share)
         owners = zip(job.files, job.owners, strict=True)
         done, count = [], 0
         if dry_run:
             done = [ResharedFile(f.name, f.nbytes, job.needs(f), False, owner, job.parts(f)) for f, owner in owners]
         else:
             recorded = CheckpointManifest.of(place) if verify and place.is_dir() else None
-            done, count = _run(job, recorded, ReshardWork(place, timeout, progress))
+            done, count = _run(job, recorded, ReshardWork(place, timeout, progress, compare_replicas))
     total, seconds = sum(f.nbytes for f in done), time.perf_counter() - started
     return Reshared(job.plan, job.form, tuple(done), total, job.memory, job.least, count, seconds, share.count)
 
@@ -174,11 +183,14 @@ def _run(job: CheckpointJob, held: CheckpointManifest | None, work: ReshardWork)
     try:
         if held is not None:
             held.verify(job.share, together.beat)
+        gather = WindowGather(job.window)
+        if work.replicas and not manifest.complete:
+            own = job.plan.source.devices[job.share.number :: job.share.count]
+            compare_copies(job.plan, job.held, own, gather, together.beat)
         together.note.verified = True
         together.save()
         while not manifest.complete and (late := together.late("verified")):
             together.wait(late)
-        gather = WindowGather(job.window)
         written = _write(job, manifest, gather, together, work.progress)
         together.note.complete = True
         together.save()
@@ -267,7 +279,7 @@ def _end(job: CheckpointJob, manifest: CheckpointManifest, place: Path) -> None:
         if job.form == "distributed":
             tensors = list(dict.fromkeys((b.name, b.whole, b.dtype) for f in job.files for b in f.boxes))
             lies = [tuple(item) for f in job.files for item in manifest.files[f.name]["items"]]
-            write_atomic(folder / METADATA, distributed.metadata_bytes(tensors, lies))
+            write_atomic(folder / METADATA, metadata_bytes(tensors, lies))
         if not manifest.complete:  # else another process may be at work on a file that was found wrong
             for partial in folder.rglob("*.partial"):
                 partial.unlink()

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardplan.core.decoding import decode_json
 from shardplan.errors import BackendError, LayoutError, ParseError, ShardplanError, TimedOut, line, shown
 from shardplan.plans.plan_file import write_atomic
 
@@ -88,11 +89,11 @@ class ProcessNote:
     def of(path: Path) -> ProcessNote | None:
         """Read a note, None where it is gone; raises `ParseError` where it is malformed."""
         try:
-            return ProcessNote(**json.loads(path.read_text(encoding="utf-8")))
+            return decode_json(path.read_bytes(), ProcessNote)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError) as error:
-            raise ParseError(f"{line(path)}: {shown(error)}; legal is what reshard wrote") from None
+        except (OSError, ParseError) as error:
+            raise ParseError(f"{line(path)}: {line(error)}; legal is what reshard wrote") from None
 
 
 def notes_of(folder: Path) -> dict[int, ProcessNote]:

@@ -6,7 +6,6 @@ A plain checkpoint (one file, or files with an index) is that of one device. A s
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
+from shardplan.core.decoding import decode_json, read_bytes
 from shardplan.errors import LayoutError, ParseError, line, shown
 from shardplan.interop.checkpoint.boxes import whole_of
+from shardplan.interop.checkpoint.folders import METADATA
 from shardplan.interop.checkpoint.gather import StoredTensor
 from shardplan.interop.safetensors import Checkpoint, TensorEntry
 from shardplan.interop.safetensors_header import NUMPY
@@ -25,11 +27,17 @@ from shardplan.movement.weights.binding import check_named
 from shardplan.movement.weights.weights import Weights
 
 INDEX = "model.safetensors.index.json"
-METADATA = ".metadata"  # of torch.distributed.checkpoint
 DISTRIBUTED = "torch.distributed.checkpoint"
+_LONGEST_NAME = 255  # bytes
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z")
 _VLLM = re.compile(r"model-rank-(\d+)-part-(\d+)\.safetensors\Z")
 _FOLDER = re.compile(r"(?:.*[^0-9])?(\d+)\Z")
+
+
+class _Index(msgspec.Struct):
+    """The index of a checkpoint: the file of every tensor."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,8 @@ class OpenCheckpoint:
     def check(self, weights: Weights, ignored: Sequence[str] = ()) -> None:
         """Raise `LayoutError` where tensors are missing, additional, misshapen or of another dtype than weights say.
 
-        A name that matches a pattern in `ignored` may be there without being asked for.
+        A name that matches a pattern in `ignored`, or that the family says is recomputed, may be there without being
+        asked for.
         """
         if len(self.places) != len(weights.devices):
             raise LayoutError(
@@ -96,11 +105,8 @@ class OpenCheckpoint:
         for rank in weights.devices:
             legal = weights.parameters(rank)
             held = self.places[weights.place(rank)]
-            names = {name for name, _, _ in legal}
-            found = {
-                name: t for name, t in held.items() if name in names or not any(fnmatchcase(name, p) for p in ignored)
-            }
-            check_named(legal, found, f"{line(self.path)}, rank {rank} of {weights.table.name or 'the table'}")
+            where = f"{line(self.path)}, rank {rank} of {weights.table.name or 'the table'}"
+            check_named(legal, held, where, (*ignored, *weights.table.recomputed))
             for name, _, dtype in legal:
                 if held[name].dtype_name != dtype:
                     raise LayoutError(
@@ -140,7 +146,6 @@ def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] =
 
     Raises:
         ParseError: there is none, or a file breaks its format; a tensor that is in two files of one device.
-        MissingExtra: a folder of torch.distributed.checkpoint, without torch.
     """
     path = Path(path)
     if path.is_file():
@@ -188,10 +193,14 @@ def _of_files(path: Path, files: list[Path], devices: int) -> OpenCheckpoint:
 
 def _indexed(path: Path) -> list[Path]:
     try:
-        names = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = [path / str(name) for name in dict.fromkeys(names.values())]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ParseError(f"{line(path / INDEX)}: {shown(error)}; legal is an index with a weight_map") from None
+        where = decode_json(read_bytes(path / INDEX), _Index).weight_map
+    except ParseError as error:
+        raise ParseError(f"{line(path / INDEX)}: {line(error)}; legal is an index with a weight_map") from None
+    names = dict.fromkeys(where.values())
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or len(name.encode()) > _LONGEST_NAME:
+            raise ParseError(f"{line(path / INDEX)} names {shown(name)}; legal are files within its folder")
+    files = [path / name for name in names]
     if absent := [f for f in files if not f.is_file()]:
         raise ParseError(f"{line(path / INDEX)} names {absent[0].name}, which is not there; legal are all files of it")
     return sorted(files)

@@ -130,7 +130,7 @@ ngpus, coll, inplace, outofplace, minBytes, maxBytes
         if number in gpus:
             raise ParseError(f"gpu {number} is there twice; legal are ids 0 to {a['ngpus'] - 1}, once each")
         gpus[number] = gpu
-    if sorted(gpus) != list(range(a["ngpus"])):
+    if len(gpus) != a["ngpus"] or sorted(gpus) != list(range(len(gpus))):
         raise ParseError(f"algo: gpus {sorted(gpus)} for ngpus={a['ngpus']}; legal are ids 0 to {a['ngpus'] - 1}")
     found = tuple(gpus[k] for k in range(a["ngpus"]))
     for number, gpu in enumerate(found):

@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.expression import Expression
+from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Opaque
-from shardplan.errors import TypingError
-from shardplan.interop.importers.composites import MASKED
+from shardplan.errors import ShardplanError, TypingError, line
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import FlatWriter
+from shardplan.interop.importers.writer import FlatWriter, finite
 
 
 class Operation(NamedTuple):
@@ -41,20 +44,30 @@ class Operation(NamedTuple):
         """An expression of a, b, c, ... in which numbers take the place of their letters."""
         kind = dtype or self.dtype
         views, text = list[Seen](), expression
-        for k, value in reversed(list(enumerate(values))):
+        given = [self.inlined(v, kind) for v in values]
+        chosen = expression.startswith("where({a},")
+        if chosen and isinstance(given[0], Seen) and not any(isinstance(v, Seen) for v in given[1:]):
+            given[1] = self.w.constant(given[1], kind)  # a condition alone is of no dtype
+        for k, value in reversed(list(enumerate(given))):
             old = f"{{{chr(ord('a') + k)}}}"
             if isinstance(value, Seen):
                 text = text.replace(old, f"<{k}>")
             else:
                 text = text.replace(old, number(value, kind))
-        for k, value in enumerate(values):
+        for k, value in enumerate(given):
             if isinstance(value, Seen):
                 text = text.replace(f"<{k}>", chr(ord("a") + len(views)))
                 same = self.w.dtype(value) in (kind, "bool" if "where" in expression and k == 0 else kind)
                 views.append(value if same else self.w.cast(value, kind))
         if not views:
-            return self.w.constant(float(eval_number(text)), kind)
+            value = eval_number(text)
+            return self.w.constant(int(value) if numpy_dtype(kind).kind in "iu" else value, kind)
         return self.w.each(text, *views)
+
+    def inlined(self, value: Any, kind: str) -> Any:
+        """A value, or what a constant without dims is as a number."""
+        found = self.w.scalar(value, kind) if isinstance(value, Seen) else None
+        return value if found is None else found
 
     def compare(self, sign: str, x: Any, y: Any) -> Seen:
         """A comparison, as bool."""
@@ -74,8 +87,9 @@ def _numeric(w: FlatWriter, kind: str, *values: Any) -> list[Any]:
 def number(value: Any, dtype: str) -> str:
     """A number as an expression has it; an infinity is a large number."""
     value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, float) and math.isinf(value):
-        value = math.copysign(-MASKED if dtype != "f16" else 6e4, value)
+    value = finite(value, dtype)
+    if isinstance(value, complex) or not math.isfinite(value):
+        raise NotImplementedError(f"with {value} in {dtype}; legal are real numbers, and infinities in floats")
     if numpy_dtype(dtype).kind in "iu":
         value = int(value)
     text = repr(value if not isinstance(value, bool) else int(value))
@@ -84,22 +98,20 @@ def number(value: Any, dtype: str) -> str:
 
 def eval_number(text: str) -> float:
     """The value of an expression without operands."""
-    import numpy as np
-
-    from shardplan.core.expression import Expression
-    from shardplan.core.namespace import NUMPY
-
-    return float(Expression.parse(text).evaluate(NUMPY, [], np.dtype(np.float64)))
+    found = Expression.parse(f"a * 0 + ({text})")
+    with np.errstate(all="ignore"):
+        return float(found.evaluate(NUMPY, [np.asarray(0.0)], np.dtype(np.float64)))
 
 
 Handler = Callable[..., Any]
+_UNFORESEEN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # of a handler on other arguments
 
 
 class Unknown:
     """Operations that no table has, with where they come from."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, source: str, opaque: bool = False) -> None:
+        self.source, self.opaque = source, opaque
         self.places: dict[str, list[str]] = {}
 
     def add(self, name: str, place: str) -> None:
@@ -109,24 +121,29 @@ class Unknown:
     def check(self) -> None:
         """Raise `TypingError` where there are any."""
         if self.places:
-            lines = [f"  {n}, {len(at)} times, first at {at[0]}" for n, at in self.places.items()]
-            raise TypingError(
-                f"{self.source} has operations that are not known here; opaque=True keeps them:\n" + "\n".join(lines)
-            )
+            lines = [f"  {line(n)}, {len(at)} times, first at {line(at[0])}" for n, at in self.places.items()]
+            said = "that nothing here stands for" if self.opaque else "that are not known here; opaque=True keeps them"
+            raise TypingError(f"{self.source} has operations {said}:\n" + "\n".join(lines))
 
 
 def handled(call: Operation, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any) -> Any:
     """What a call makes, by the table; an op that is not known is `opaque`, or noted."""
     handler = table.get(call.name)
+    if call.shapes and all(0 in shape for shape in call.shapes):
+        made = [call.w.empty(kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
+        return made[0] if len(made) == 1 else tuple(made)
     if handler is not None:
         try:
             return handler(call, *args, **kwargs)
-        except NotImplementedError as error:
-            name = f"{call.name} ({error})"
+        except (NotImplementedError, ShardplanError) as error:
+            name = f"{call.name} ({line(error)})"
+        except _UNFORESEEN as error:
+            name = f"{call.name} (with arguments that are not known here: {type(error).__name__}: {line(error)})"
     else:
         name = call.name
     views = [v for v in flat(args) if isinstance(v, Seen)]
-    if not call.w.opaque or not views:
+    whole = bool(views and call.shapes) and all(0 not in shape for shape in (*call.shapes, *(v.shape for v in views)))
+    if not call.w.opaque or not whole:
         unknown.add(name, place)
         made = [call.w.constant(0, kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.dtypes import stands_for
 from shardplan.core.expression_tree import GELU_EXACT
 from shardplan.core.layout import Layout
 from shardplan.core.ops import (
@@ -19,14 +19,11 @@ from shardplan.core.ops import (
     CrossEntropy,
     Gather,
     LayerNorm,
-    Pad,
     RmsNorm,
     Softmax,
 )
 from shardplan.interop.importers.views import Group, Seen, Strand, size_of
-from shardplan.interop.importers.writer import ONE, FlatWriter
-
-MASKED = -1e30  # what stands for minus infinity, so that a row without any score is no NaN
+from shardplan.interop.importers.writer import MASKED, ONE, FlatWriter
 
 
 def linear(w: FlatWriter, x: Seen, weight: Seen, bias: Seen | None = None) -> Seen:
@@ -88,7 +85,9 @@ def attention(
     """Of `[batch heads sequence head]`; keys and values may have fewer heads, or some of them repeated."""
     if len(q.dims) != 4 or (causal and mask is not None):
         raise NotImplementedError("attention of other than 4 dims, or causal with a mask")
-    by = scale or q.shape[-1] ** -0.5
+    by = q.shape[-1] ** -0.5 if scale is None else scale
+    if not by or not math.isfinite(by):
+        raise NotImplementedError(f"scale={by}; legal is a finite number other than 0")
     if k.shape[1] != q.shape[1]:
         k, v = (repeated_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
     q, k, v = w.alike([x.tidy for x in (q, k, v)], [1, 1, 1])
@@ -108,7 +107,7 @@ def attention(
     names += [w.laid(x, [x.dims[0], x.dims[2], x.dims[1][:many], x.dims[3]]) for x in (k, v)]
     for name, dims in zip(names, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
         w.mean(name, "batch", "sequence", *dims, "head")
-    out = w.draft(Attention(causal, 0.0 if math.isclose(by, q.shape[-1] ** -0.5) else by), *names)
+    out = w.draft(Attention(causal, 0.0 if stands_for(by, q.shape[-1] ** -0.5, w.dtype(q)) else by), *names)
     b, s, g, r, e = w.plain(out).dims
     return Seen(out, (b, (*g, *r), s, e))
 
@@ -162,6 +161,8 @@ def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
     n, size = v.shape[dim], stop - start
     if size == n:
         return v
+    if size <= 0:
+        return w.empty(w.dtype(v), [*v.shape[:dim], 0, *v.shape[dim + 1 :]])
     v = v.tidy
     atoms: list[Strand] = list(v.dims[dim])
     minor = size_of(atoms[1:])
@@ -183,9 +184,11 @@ def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
 
 
 def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
-    """After one another along a dim."""
+    """After one another along a dim; those without elements add nothing."""
     dim %= len(views[0].dims)
-    found = [w.joined(v.tidy, dim) for v in views]
+    found = [w.joined(v.tidy, dim) for v in views if v.size]
+    if len(found) < 2:
+        return found[0] if found else views[0]
     for d in range(len(found[0].dims)):
         if d != dim and size_of(found[0].dims[d]) > 1:
             found = w.alike(found, [d] * len(found))
@@ -200,13 +203,3 @@ def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
         for d, g in enumerate(found[0].dims)
     )
     return Seen(name, dims)
-
-
-def padded(w: FlatWriter, v: Seen, lo: Sequence[int], hi: Sequence[int], value: float) -> Seen:
-    """With elements of a value around."""
-    return w.step(Pad(tuple(lo), tuple(hi), value), w.laid(v, v.dims))
-
-
-def is_float(dtype: str) -> bool:
-    """Whether a dtype is a floating one."""
-    return numpy_dtype(dtype).kind in "fV"

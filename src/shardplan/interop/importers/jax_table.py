@@ -35,6 +35,10 @@ def _same(c: Operation, x: Seen, **_: Any) -> Seen:
     return x
 
 
+def _view(c: Operation, x: Any) -> Seen:
+    return x if isinstance(x, Seen) else c.w.constant(x, c.dtype)
+
+
 def _least(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
     """A maximum; of minus infinity it is the other."""
     for one, other in ((x, y), (y, x)):
@@ -166,10 +170,10 @@ TABLE: dict[str, Handler] = {
     "gather": _rows,
     "iota": _count,
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda c, x, **_: c.w.reshaped(x, c.shape),
+    "reshape": lambda c, x, **_: c.w.reshaped(_view(c, x), c.shape),
     "transpose": lambda c, x, permutation: x.permuted([int(d) for d in permutation]),
     "squeeze": lambda c, x, dimensions: x.without(dimensions),
-    "expand_dims": lambda c, x, **_: c.w.reshaped(x, c.shape),
+    "expand_dims": lambda c, x, **_: c.w.reshaped(_view(c, x), c.shape),
     "slice": _sliced,
     "split": _split,
     "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),

@@ -30,7 +30,7 @@ def is_jaxpr(source: object) -> bool:
 
 def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the equations."""
-    unknown = Unknown("the jaxpr")
+    unknown = Unknown("the jaxpr", w.opaque)
     constants: dict[str, Any] = {}
     values: dict[Any, Any] = {}
     data = list[str]()

@@ -7,16 +7,18 @@ none.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from operator import getitem
 from typing import Any
 
 from shardplan.core.dtypes import short_name
-from shardplan.errors import optional
+from shardplan.errors import TypingError, optional, shown
 from shardplan.interop.importers.call import Operation, Unknown, handled
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.torch_table import TABLE
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter
 
+_LEGAL = "legal is a module that changes no input, buffer or parameter: model.eval()"
 _INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")  # regions that only say how gradients are kept
 
 
@@ -34,13 +36,23 @@ def is_export(source: object) -> bool:
 
 def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the steps of an export."""
-    unknown = Unknown("the export")
+    unknown = Unknown("the export", w.opaque)
     values, constants = _given(source, w)
-    outputs: list[Seen] = []
+    outputs = list[Any]()
     _graph(w, source.graph_module, source.graph, values, unknown, outputs)
     unknown.check()
+    for module in source.graph_module.modules():
+        if hasattr(module, "graph"):
+            _unchanged(module.graph)
     specs = source.graph_signature.output_specs
-    chosen = [v for v, spec in zip(outputs, specs, strict=True) if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT")]
+    for spec in specs:
+        if spec.kind.name.endswith("MUTATION"):
+            raise TypingError(f"load: the export changes {spec.target} in place; {_LEGAL}")
+    results = [v for v, spec in zip(outputs, specs, strict=True) if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT")]
+    for number, v in enumerate(results):
+        if v is not None and not isinstance(v, Seen):
+            raise TypingError(f"load: result {number} is {shown(v)}; legal are tensors, and None, which is left out")
+    chosen = [v for v in results if v is not None]
     users = [s.arg.name for s in source.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
     return Flattened(w, [n for n in users if n in w.inputs], chosen, constants)
 
@@ -64,7 +76,7 @@ def _given(source: Any, w: FlatWriter) -> tuple[dict[Any, Any], dict[str, Any]]:
         held = {**source.constants, **source.state_dict}.get(spec.target) if kind != "PARAMETER" else None
         tensor = source.state_dict.get(spec.target, held)
         if kind != "PARAMETER" and not fake.shape and tensor is not None and not _is_fake(tensor):
-            values[node] = tensor.item()
+            values[node] = w.constant(tensor.item(), _type(fake)[0])
             continue
         storage = node if tensor is None else _storage(tensor)
         if storage not in seen:
@@ -116,9 +128,54 @@ def _graph(
                 continue
             fakes = node.meta.get("val")
             found = [f for f in (fakes if isinstance(fakes, (list, tuple)) else [fakes]) if hasattr(f, "shape")]
+            _sized(node, found)
             kinds, shapes = zip(*(_type(f) for f in found), strict=True) if found else ((), ())
             call = Operation(w, name, tuple(kinds), tuple(shapes))
-            values[node] = handled(call, TABLE, unknown, _place(node), args, kwargs)
+            made = handled(call, TABLE, unknown, _place(node), args, kwargs)
+            values[node] = [made] if isinstance(fakes, (list, tuple)) and isinstance(made, Seen) else made
+
+
+def _unchanged(graph: Any) -> None:
+    """Refuse an operation in place that changes what is given, or what another name has that is read later."""
+    places = {node: k for k, node in enumerate(graph.nodes)}
+    roots: dict[Any, Any] = {}  # of each value the first one whose elements it shares
+    for number, node in enumerate(graph.nodes):
+        roots[node] = node
+        if node.op != "call_function":
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:  # a part of a list shares what the list does
+            roots[node] = roots.get(node.args[0], node) if node.args and node.target is getitem else node
+            continue
+        shares = any(r.alias_info is not None for r in schema.returns)
+        for argument, given in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is None or not hasattr(given, "users"):
+                continue
+            root = roots[given]
+            if shares and _kind_of(node) in (None, _kind_of(given)):
+                roots[node] = root
+            if not argument.alias_info.is_write:
+                continue
+            later = [n for n, r in roots.items() if r is root and n is not node
+                     and any(places[u] > number for u in n.users)]  # fmt: skip
+            if root.op == "placeholder":
+                raise TypingError(f"load: {node.target} changes {root.name} in place ({_place(node)}); {_LEGAL}")
+            if later:
+                raise TypingError(f"load: {node.target} changes in place what {later[0].name} reads, too "
+                                  f"({_place(node)}); legal is a new value")  # fmt: skip
+
+
+def _sized(node: Any, found: list[Any]) -> None:
+    """Refuse a result whose sizes hang on values."""
+    for n in (n for fake in found for n in fake.shape):
+        if not isinstance(n, int) and not n.node.has_hint():
+            raise TypingError(f"load: {node.target} has a result of {n} elements along a dim, as its values are "
+                              f"({_place(node)}); legal are sizes that shapes say")  # fmt: skip
+
+
+def _kind_of(node: Any) -> Any:
+    """The dtype of a tensor; None of a list."""
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _attribute(module: Any, target: str) -> Any:

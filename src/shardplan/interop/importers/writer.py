@@ -16,16 +16,24 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.draft import Draft
-from shardplan.core.dtypes import short_name
+from shardplan.core.dtypes import itemsize, numpy_dtype, short_name
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Constant, Einsum, Elementwise, Expand, Iota, ReduceDims, Reshape
+from shardplan.core.ops.ring_rounds import MASKED
 from shardplan.core.tensor import TensorType
+from shardplan.errors import TypingError
 from shardplan.interop.importers.views import BROADCAST, Descent, Group, Seen, Strand, refinement, size_of
 
 ONE = Mesh()
 Cuts = Mapping[tuple[str, int], tuple[int, ...]]  # by a parameter's name in a checkpoint and its dim there
+
+
+def finite(value: float, dtype: str) -> float:
+    """Return a number; an infinity is a large one of its dtype."""
+    large = isinstance(value, float) and math.isinf(value) and numpy_dtype(dtype).kind in "fV"
+    return math.copysign(6e4 if dtype == "f16" else -MASKED, value) if large else value
 
 
 class Stored(NamedTuple):
@@ -47,6 +55,7 @@ class FlatWriter:
         self.inputs: dict[str, Seen] = {}
         self.parameters: dict[str, Stored] = {}
         self.constants: dict[str, np.ndarray] = {}
+        self.scalars: dict[str, float] = {}  # constants without dims
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
         self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
@@ -114,6 +123,8 @@ class FlatWriter:
         """
         name = v.name
         flat = [a for group in axes for a in group]
+        if any(not a.size for a in flat):
+            raise TypingError(f"a value of the shape {list(v.shape)} has no elements; legal are dims of 1 and more")
         order = [a.axis for a in flat if a.held]
         ndim = self.draft.types[name].ndim
         if len(order) < ndim:  # dims of size 1 that nobody sees
@@ -229,13 +240,32 @@ class FlatWriter:
     # Steps on views.
 
     def cast(self, v: Seen, dtype: str) -> Seen:
-        """The values in another dtype."""
-        return v if self.dtype(v) == dtype else Seen(self.draft(Cast(dtype), v.name), v.dims)
+        """The values in another dtype; a constant is one again."""
+        if self.dtype(v) == dtype:
+            return v
+        value = self.scalar(v, dtype)
+        return Seen(self.draft(Cast(dtype), v.name), v.dims) if value is None else self.constant(value, dtype)
+
+    def scalar(self, v: Seen, dtype: str) -> float | None:
+        """What a constant without dims is as a number of a dtype; None of another value."""
+        if v.dims or v.name not in self.scalars:
+            return None
+        value, own = self.scalars[v.name], numpy_dtype(self.dtype(v))
+        if own.kind in "fV" and itemsize(dtype) > own.itemsize:
+            value = float(own.type(value))  # as its dtype has rounded it
+        kind = numpy_dtype(dtype).kind
+        return bool(value) if kind == "b" else int(value) if kind in "iu" else value
 
     def constant(self, value: float, dtype: str, shape: Sequence[int] = ()) -> Seen:
         """One value everywhere."""
+        value = finite(value, dtype)
         name = self.draft(Constant(value, dtype, (), Layout(()), ONE))
+        self.scalars[name] = value
         return Seen(name, ()).repeated(shape) if shape else Seen(name, ())
+
+    def empty(self, dtype: str, shape: Sequence[int]) -> Seen:
+        """A value without elements: a view that no step may read."""
+        return self.constant(0, dtype, shape)
 
     def count(self, n: int, dtype: str) -> Seen:
         """Write 0, 1, 2, ..."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
@@ -9,11 +10,11 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
-from shardplan.execution.jax.bits import from_bits, to_bits
+from shardplan.execution.jax.bits import carrier, from_bits, to_bits
 from shardplan.execution.jax.executables import jax_mesh, lower_steps
 from shardplan.execution.jax.run import check
 from shardplan.interop.jax.plans import check_ends, ends, plan_of
-from shardplan.interop.jax.types import mesh_of, spec_of
+from shardplan.interop.jax.types import mesh_of, spec_of, type_of
 
 MOST_FUNCTIONS = 1024  # mapped programs that are remembered: JAX keeps what it traced for as long as a function lives
 
@@ -25,41 +26,130 @@ def inside(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
     """
     import jax  # pyright: ignore[reportMissingImports]
 
+    own = own_mesh(x)
+    _check_manual(own, source, sharding)
     if source is None:
-        raise BackendError(
-            f"reshard: inside jit, in auto mode, an array does not carry its sharding (its type is {jax.typeof(x)}); "
-            f"pass source=, the NamedSharding that it has"
-        )
+        raise unsaid(x)
     check_ends(source, sharding)
-    explicit = is_explicit(x)
-    own = source.mesh if explicit else jax.sharding.get_abstract_mesh()
-    if not own.empty:
-        for end in (source, sharding):
-            if end.mesh.shape_tuple != own.shape_tuple:
-                why = "the array's own" if explicit else "the one that is set"
-                raise BackendError(
-                    f"reshard: {end.spec} is on the mesh {mesh_of(end.mesh)}, but inside jit JAX takes one mesh only, "
-                    f"{why}: {mesh_of(own)}; reshard to another mesh outside jit"
-                )
-    elif [d.id for d in source.mesh.devices.flat] != [d.id for d in sharding.mesh.devices.flat]:
-        raise _unmet("a jit has one list of devices", source, sharding)
-    home = sharding.mesh  # concrete where the source's is not
-    if not x.size:
-        return x if explicit else jax.lax.with_sharding_constraint(x, sharding)
-    s, t = ends(x.shape, x.dtype, jax.sharding.NamedSharding(home if explicit else source.mesh, source.spec), sharding)
-    if s.mesh != t.mesh:
-        raise _unmet("no mesh refines both", source, sharding)
-    if not same(s, t):
-        x = mapped(plan_of(s, t, memory_limit).program, home if not own.empty else None)(x)
-    return x if explicit else jax.lax.with_sharding_constraint(x, sharding)
+    if own.empty:
+        return _on_sub_axes(x, source, sharding, memory_limit)
+    for end in (source, sharding):
+        if end.mesh.shape_tuple != own.shape_tuple:
+            why = "the array's own" if typed(own) else "the one that is set"
+            raise BackendError(
+                f"reshard: {end.spec} is on the mesh {mesh_of(end.mesh)}, but inside jit JAX takes one mesh only, "
+                f"{why}: {mesh_of(own)}; reshard to another mesh outside jit"
+            )
+    said, known = part_of(source.spec, own.explicit_axes), part_of(jax.typeof(x).sharding.spec, own.explicit_axes)
+    if said != known:
+        raise BackendError(
+            f"reshard: source= says {source.spec}, but the array's type is {jax.typeof(x)}; legal is {known} over the "
+            f"Explicit axes {', '.join(own.explicit_axes)}"
+        )
+    for dim in sharding.spec:
+        first = next((a for a in dim if a in own.auto_axes), None) if isinstance(dim, tuple) else None
+        if first is not None and any(a in own.explicit_axes for a in dim[dim.index(first) :]):
+            raise BackendError(
+                f"reshard: {sharding.spec} cuts a dim over {dim}, the Auto axis {first} before an Explicit one, for "
+                f"which JAX has no type inside jit; legal are Explicit axes first, or reshard outside jit"
+            )
+    if x.size:
+        x = _over_own_axes(x, own, source, sharding, memory_limit)
+    if not own.auto_axes:
+        return x
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(own, part_of(sharding.spec, own.auto_axes)))
 
 
-def is_explicit(x: Any) -> bool:
-    """Return whether a tracer's type carries its sharding."""
+def unsaid(x: Any) -> BackendError:
+    """Return the error for an array whose sharding nobody says."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    own = own_mesh(x)
+    where = f"over the Auto axes {', '.join(own.auto_axes)}" if own.explicit_axes else "in auto mode"
+    return BackendError(
+        f"reshard: inside jit, {where}, an array does not carry its sharding (its type is {jax.typeof(x)}); "
+        f"pass source=, the NamedSharding that it has"
+    )
+
+
+def own_mesh(x: Any) -> Any:
+    """Return the mesh on which a tracer's type is, or else that which is set: abstract, empty where there is none.
+
+    It says of every axis whether it is Explicit, Auto, or Manual, which an enclosing `shard_map` makes of its own.
+    """
     import jax  # pyright: ignore[reportMissingImports]
 
     mesh = jax.typeof(x).sharding.mesh
-    return not mesh.empty and mesh.are_all_axes_explicit
+    return mesh if mesh.explicit_axes or mesh.manual_axes else jax.sharding.get_abstract_mesh()
+
+
+def typed(mesh: Any) -> bool:
+    """Return whether types on a mesh carry whole shardings."""
+    return bool(mesh.explicit_axes) and not mesh.auto_axes
+
+
+def part_of(spec: Any, axes: Collection[str]) -> Any:
+    """Return what a `PartitionSpec` says over some axes; dims at its end over which it says nothing are left out.
+
+    >>> from jax.sharding import PartitionSpec
+    >>> tuple(part_of(PartitionSpec(("a", "b"), "b", None, "a"), ("b",)))
+    ('b', 'b')
+    """
+    from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
+
+    dims = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    found = [tuple(a for a in dim if a in axes) for dim in dims]
+    while found and not found[-1]:
+        found.pop()
+    return PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in found))
+
+
+def _check_manual(own: Any, source: Any, sharding: Any) -> None:
+    """Raise `BackendError` for a move over axes that an enclosing `shard_map` has made its own."""
+    manual = own.manual_axes
+    asked = [end.spec for end in (source, sharding) if getattr(end, "spec", None) is not None]
+    if not manual or (len(manual) < len(own.axis_names) and not any(part_of(spec, manual) for spec in asked)):
+        return
+    rest = [a for a in own.axis_names if a not in manual]
+    legal = f"shardings over {', '.join(rest)}" if rest else "collectives of jax.lax"
+    raise BackendError(
+        f"reshard: {' to '.join(map(str, asked))} inside a shard_map over {', '.join(manual)}, along which every "
+        f"device has an array of its own; legal are {legal} there, or reshard outside of it"
+    )
+
+
+def _on_sub_axes(x: Any, source: Any, sharding: Any, memory_limit: int | None) -> Any:
+    """Move an array of which JAX knows no mesh: over a mesh of sub-axes, with a constraint at the end."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    if [d.id for d in source.mesh.devices.flat] != [d.id for d in sharding.mesh.devices.flat]:
+        raise _unmet("a jit has one list of devices", source, sharding)
+    if not sharding.mesh.are_all_axes_auto:
+        raise BackendError(
+            f"reshard: {sharding.spec} is on a mesh with the Explicit axes {', '.join(sharding.mesh.explicit_axes)}, "
+            f"but inside jit an array in auto mode ({jax.typeof(x)}) stays so; legal is a mesh of Auto axes here, or "
+            f"reshard outside jit"
+        )
+    if x.size:
+        s, t = ends(x.shape, x.dtype, source, sharding)
+        if s.mesh != t.mesh:
+            raise _unmet("no mesh refines both", source, sharding)
+        if not same(s, t):
+            x = mapped(plan_of(s, t, memory_limit).program)(x)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _over_own_axes(x: Any, own: Any, source: Any, sharding: Any, memory_limit: int | None) -> Any:
+    """Move an array over the axes of its own mesh, those of an enclosing `shard_map` aside."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    home = sharding.mesh  # concrete where the source's is not
+    if own.manual_axes:
+        home = jax.sharding.AbstractMesh(
+            *zip(*((n, a) for a, n in own.shape_tuple if a not in own.manual_axes), strict=True)
+        )
+    s, t = (type_of(x.shape, jax.NamedSharding(home, end.spec), carrier(x.dtype)) for end in (source, sharding))
+    return x if same(s, t) else mapped(plan_of(s, t, memory_limit).program, own)(x)
 
 
 def _unmet(why: str, source: Any, sharding: Any) -> BackendError:
@@ -85,7 +175,7 @@ def mapped(program: Program, home: Any = None, header: bool = False) -> Any:
     check(program, placed=home is None)
     (s,), (t,) = program.input_types, program.output_types
     mesh = home or jax_mesh(s.mesh)
-    names = tuple(mesh.axis_names)
+    names = tuple(mesh.axis_names) if home is None else tuple(s.mesh.axes)  # not those of an enclosing `shard_map`
     if home is None:
         checked = len({a for run in t.atoms for a in run}) == len(names)
     else:
@@ -103,4 +193,4 @@ def mapped(program: Program, home: Any = None, header: bool = False) -> Any:
             return spec_of(u)
         return PartitionSpec(*(tuple(names[a] for a in run) or None for run in u.atoms))  # one axis an atom
 
-    return jax.shard_map(body, mesh=mesh, in_specs=spec(s), out_specs=spec(t), check_vma=checked)
+    return jax.shard_map(body, mesh=mesh, in_specs=spec(s), out_specs=spec(t), axis_names=set(names), check_vma=checked)

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
-from shardplan.execution.jax.agree import agree, processes_of
+from shardplan.execution.jax.agree import agree, processes_of, refusing
 from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
 from shardplan.execution.jax.executables import alone, at_once, compile_for
 from shardplan.execution.jax.run import check, run_placed
@@ -59,12 +59,20 @@ def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: 
 
 def move_together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
     """Return several arrays under other shardings, by one plan within one limit on their sum."""
+    devices = [d.id for m in moves for end in (m.array.sharding, m.sharding) for d in end.device_set]
+    with refusing(devices):
+        program = _together(moves, memory_limit)
+    agree(program, TIMEOUT)
+    return _on_shards(moves, program, memory_limit)
+
+
+def _together(moves: Sequence[JaxMove], memory_limit: int) -> Program:
+    """The program of several moves within one limit, planned and checked."""
     sources, targets = zip(*(ends(m.array.shape, m.array.dtype, m.array.sharding, m.sharding) for m in moves),
                            strict=True)  # fmt: skip
     program = program_within(sources, targets, memory_limit, tuple(not m.donate for m in moves))
     check(program)
-    agree(program, TIMEOUT)
-    return _on_shards(moves, program, memory_limit)
+    return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,17 @@ def _way(
 ) -> Way | None:
     """The way, planned, checked and agreed upon; None for `jax.device_put`."""
     _check_concrete(sharding)
+    with refusing([d.id for end in (source, sharding) for d in end.device_set]):
+        way = _planned_way(shape, dtype, source, sharding, memory_limit, donate)
+    if way is not None:
+        agree(way.program, TIMEOUT)
+    return way
+
+
+def _planned_way(
+    shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any, memory_limit: int | None, donate: bool
+) -> Way | None:
+    """The way, planned and checked."""
     check_ends(source, sharding)
     if 0 in shape:
         return None
@@ -94,7 +113,6 @@ def _way(
     if not program.steps:
         return None
     check(program)
-    agree(program, TIMEOUT)
     direct = s.mesh == t.mesh and not any(_explicit(x) for x in (source, sharding))
     return Way(shape, source, sharding, program, direct)
 

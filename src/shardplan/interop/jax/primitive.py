@@ -10,15 +10,32 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shardplan.interop.jax.inside import inside, is_explicit
+from shardplan.interop.jax.inside import inside, own_mesh, part_of, typed, unsaid
 
 
 def moved(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
     """Return a tracer's array under another sharding; `source` is needed inside `jit` in auto mode."""
-    before = _held(x) or source
-    if is_explicit(x) and before.spec == sharding.spec and before.mesh.shape_tuple == sharding.mesh.shape_tuple:
+    own = own_mesh(x)
+    before: Any = _held(x)
+    if before is None and source is None and own.explicit_axes:  # its gradient would have another type
+        raise unsaid(x)
+    x, before = _on_mesh(x, source), before or source
+    if typed(own) and before.spec == sharding.spec and before.mesh.shape_tuple == sharding.mesh.shape_tuple:
         return x
     return primitive().bind(x, source=before, sharding=sharding, memory_limit=memory_limit)
+
+
+def _on_mesh(x: Any, sharding: Any) -> Any:
+    """Say to `jit` where an array lies, where it is in auto mode: it would see no mesh, and compile for one device."""
+    import jax  # pyright: ignore[reportMissingImports]
+    from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
+    from jax.core import Tracer  # pyright: ignore[reportMissingImports]
+
+    traced = _held(x) is None if isinstance(x, Tracer) else not trace_state_clean()  # then a constant of what is traced
+    mesh = getattr(sharding, "mesh", None)
+    if not traced or not own_mesh(x).empty or mesh is None or not mesh.are_all_axes_auto:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _held(x: Any) -> Any:
@@ -33,7 +50,8 @@ def _held(x: Any) -> Any:
     if hasattr(x, "batch_dim"):
         before, at = _held(getattr(x, "val")), getattr(x, "batch_dim")  # noqa: B009
         return before if before is None or at is None else _without(before, at)
-    return jax.typeof(x).sharding if is_explicit(x) else None
+    own = jax.typeof(x).sharding
+    return own if typed(own.mesh) else None
 
 
 def _without(sharding: Any, at: int) -> Any:
@@ -66,14 +84,17 @@ def primitive() -> Any:
 
     @p.def_abstract_eval
     def _typed(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
-        mesh = getattr(getattr(sharding, "mesh", None), "abstract_mesh", None)
-        if mesh is None or not (mesh.are_all_axes_explicit or x.sharding.mesh.are_all_axes_explicit):
+        mesh = x.sharding.mesh
+        if mesh.empty:  # outside jit, from an array in auto mode
+            mesh = getattr(getattr(sharding, "mesh", None), "abstract_mesh", mesh)
+        if not mesh.explicit_axes or not hasattr(sharding, "spec"):
             return x
-        return x.update(sharding=x.sharding.update(mesh=mesh, spec=sharding.spec))
+        return x.update(sharding=x.sharding.update(mesh=mesh, spec=part_of(sharding.spec, mesh.explicit_axes)))
 
     def back(gradient: Any, x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> list[Any]:
         if source is None:  # under jax.checkpoint, outside jit: nobody knows where the array lay
             return [gradient]
+        gradient = _on_mesh(gradient, sharding)
         return [p.bind(gradient, source=sharding, sharding=source, memory_limit=memory_limit)]
 
     def batched(axis: Any, arrays: Any, dims: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:

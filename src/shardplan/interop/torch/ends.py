@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
@@ -26,6 +27,9 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import carrier_of, identity_of, short_name_of
 from shardplan.interop.torch.layout import apart, check_known, reduction_of, respec, text_of, type_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +119,13 @@ class Ends:
         )
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that move together, ascending."""
+        if self.types is None:
+            return ranks_of(self.source.mesh, self.target.mesh)
+        return tuple(sorted({d for t in self.types for d in t.mesh.devices}))
+
+    @property
     def text(self) -> str:
         """What is done around the move, for ranks to compare; what differs between ranks is left out."""
         return f"{self.given} {self.travels} {self.result} {self.power} {self.divisors} {self.masking}"
@@ -178,6 +189,11 @@ class Ends:
             or self.result != self.travels
             or (not self.fresh and (bool(self.divisors) or self.partitions))
         )
+
+
+def ranks_of(*meshes: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of some meshes, ascending."""
+    return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
 
 
 def _check_kinds(placements: Sequence[Placement], dtype: torch.dtype) -> None:

@@ -14,15 +14,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running, finish
+from shardplan.execution.torch.refusal import refuse, refusing
 from shardplan.execution.torch.run import agreed, launch
 from shardplan.interop.torch.bound_move import BoundMove
-from shardplan.interop.torch.ends import Ends
+from shardplan.interop.torch.ends import Ends, ranks_of
 from shardplan.interop.torch.layout import normal, ordered, respec
 from shardplan.interop.torch.under_way import later, settle, under_way, waited
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+NAME = "redistribute"  # for messages, where a rank has no program yet
 MOST_MOVES = 4096  # moves kept, more than a model makes; beyond them all are forgotten
 
 
@@ -45,14 +47,18 @@ class TorchMove:
         self.target = target
         self.timeout = timeout
         self.options = (limit, topology, timeout)
-        self.bound = BoundMove(Ends.of(source, target, travels), rank, limit, topology)
+        with refusing(ranks_of(source.mesh, target.mesh), NAME):
+            ends = Ends.of(source, target, travels)
+        with refusing(ends.ranks, NAME):
+            self.bound = BoundMove(ends, rank, limit, topology)
         self.inside = rank in self.bound.ranks
 
     def start(self, local: torch.Tensor) -> Running:
         """Start the move of this rank's shard; the result is the generator's value, in a list."""
-        if not agreed(self.bound):
+        values, kind = {self.bound.input_name: local}, self.target.mesh.device_type
+        if not agreed(self.bound, values, kind):
             settle()  # comparing programs waits for all ranks, and some may wait for those moves
-        return launch(self.bound, {self.bound.input_name: local}, self.timeout)
+        return launch(self.bound, values, self.timeout, kind=kind)
 
 
 Options = tuple[int | None, Any, float]  # memory limit in bytes, topology, timeout in seconds
@@ -83,7 +89,8 @@ def planned(
         kind = type(given).__name__
         raise LayoutError(f"redistribute takes a DTensor, not a {kind}; legal is what DTensor.from_local makes of it")
     spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
-    target = target_of(spec, placements, device_mesh, shard_order, dtype)
+    with refusing(ranks_of(spec.mesh, spec.mesh if device_mesh is None else device_mesh), NAME):
+        target = target_of(spec, placements, device_mesh, shard_order, dtype)
     move = between(spec, target, None, options)
     with contextlib.suppress(TypeError):  # an order of lists: read anew at every call
         _moves[key] = move
@@ -128,7 +135,12 @@ def moved(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:
         local = waited(local)
     if local.requires_grad:
         local = local.detach()
-    return ran(move.bound.masked(local), move, async_op)
+    try:
+        local = move.bound.masked(local)
+    except LayoutError as error:
+        refuse(move.bound.ranks, NAME, error)
+        raise
+    return ran(local, move, async_op)
 
 
 def ran(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:

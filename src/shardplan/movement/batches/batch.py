@@ -25,9 +25,9 @@ from shardplan.movement.batches.packing import BatchItem, Group, grouped, packed
 from shardplan.movement.batches.schedules import FEW_PACKS, assembled, schedules, sharing, side_by_side, waves
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.order import OrderedMove, least_order
-from shardplan.movement.redistribution.choice import TIE, Rules, price, too_little
+from shardplan.movement.redistribution.choice import TIE, Rules, chain, price, too_little
 from shardplan.movement.redistribution.cuts import Cuts
-from shardplan.movement.redistribution.emit import direct
+from shardplan.movement.redistribution.emit import direct, retyping
 from shardplan.movement.redistribution.single import best_program, narrowest, priced_on
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
@@ -289,7 +289,8 @@ def _sends(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[tuple[Op
     """The sends of the tiles worth a price, from near holders, with the gathers behind."""
     blocks = () if fabric is None else fabric.blocks(np.union1d(s.mesh.ids, t.mesh.ids))
     found = ((Send(tile.type.layout, t.mesh), *tile.gathers) for tile in tiles(s, t, fabric))
-    return [tuple(op.nearest(blocks) for op in ops) for ops in found]
+    ends = ((*ops, *retyping(chain(ops, s).output_types[0], t)) for ops in found)
+    return [tuple(op.nearest(blocks) for op in ops) for ops in ends]
 
 
 def _straight(item: BatchItem) -> tuple[Op, ...]:

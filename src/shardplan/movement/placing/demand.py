@@ -84,11 +84,12 @@ def demand_plan(
     before, after = letters(demand.op, len(view.factors))
     if programs == "stock":
         every = Grouping(tuple(range(len(view.factors))))
-        path = path_of([Instruction(every, demand.op)] if view.factors else [], before) or ()
+        ops, exact = view.ops(path_of([Instruction(every, demand.op)] if view.factors else [], before) or ()), False
     else:
-        path = checked_path(view, placement, before, after, algorithm)
-    program = chain(view.ops(path), view.type(before))
-    ends, exact = ((view.type(before),), (view.type(after),)), programs == "best"
+        found = checked_path(view, placement, before, after, algorithm)
+        ops, exact = view.path_ops(before, after, found), found.whole
+    program = chain(ops, view.type(before))
+    ends = (view.type(before),), (view.type(after),)
     return Plan.later(program, lambda: issue(program, *ends, placement, None, exact, None, algorithm))
 
 

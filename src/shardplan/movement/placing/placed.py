@@ -148,7 +148,7 @@ def _prices(
         return stock, stock
     amount = demand.payload(math.prod(f.size for f in found[0]))
     best = [
-        cheapest_path(tuple(f.strides for f in one), amount, topology, *letters(demand.op, len(one)), algorithm)[0]
+        cheapest_path(tuple(f.units for f in one), amount, topology, *letters(demand.op, len(one)), algorithm).seconds
         for one in found
     ]
     return [demand.exposed(demand.count * s) for s in best], stock

@@ -20,6 +20,7 @@ from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Fabric, seconds
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
+from shardplan.movement.redistribution.emit import retyping
 from shardplan.plans.nominal import longest_path
 from shardplan.plans.pricing import priced
 
@@ -149,7 +150,9 @@ def _composed(program: Program, rules: Rules) -> Iterator[Program]:
 
 @lru_cache(maxsize=64)  # asked for again on every placement
 def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool) -> Program | None:
-    """Return the program of ops, None where it does not type, end in `target` or respect the rules.
+    """Return the program of ops, None where it does not type, end in what `target` holds or respect the rules.
+
+    It ends in the very type `target`.
 
     Candidates are proposed without regard to whether they type, so that the typing rules stand in the ops alone.
     """
@@ -157,7 +160,12 @@ def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable
         program = chain(ops, source)
     except (TypingError, LayoutError):
         return None
-    if not same(program.output_types[0], target) or (even and not all(t.all_even for t in program.types.values())):
+    found = program.output_types[0]
+    if not same(found, target):
+        return None
+    if behind := retyping(found, target):
+        program = chain((*ops, *behind), source)
+    if even and not all(t.all_even for t in program.types.values()):
         return None
     if portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
         return None

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from shardplan.core.ops import AllGather, AllToAll, Op, Permute, Slice
 from shardplan.core.tensor import TensorType
 
-Dims = tuple[tuple[int, ...], ...]
-
 
 class _Leaving(NamedTuple):
     """An axis that moves from one dim to another."""

@@ -19,6 +19,7 @@ from shardplan.core.ops import (
     Permute,
     Reduce,
     ReduceScatter,
+    Send,
     Slice,
     ToPartial,
 )
@@ -99,6 +100,14 @@ def _local(p: Problem, a: int, b: int, changed: list[int], reduction: str) -> li
     return [Slice(d, mesh.fold(_minus(after[d], before[d]))) for d in changed]
 
 
+def retyping(found: TensorType, target: TensorType) -> list[Op]:
+    """Return what gives a value that is `same` as the target the very type: no op, or a send that moves nothing.
+
+    Types that are the same may differ in their meshes, so in the order of shards, and in the names of axes.
+    """
+    return [] if found == target else [Send(target.layout, target.mesh)]
+
+
 def ops_of_path(p: Problem, nodes: Sequence[int], portable: bool = False, priced: Graph | None = None) -> list[Op]:
     """Return the ops along a path of states."""
     return [op for a, b in zip(nodes, nodes[1:], strict=False) for op in edge(p, a, b, portable, priced)]
@@ -110,7 +119,7 @@ def direct(source: TensorType, target: TensorType, portable: bool = False) -> li
     If it is to be portable and that is more than half of the mesh, over the smallest covering group known.
     """
     if same(source, target):
-        return []
+        return retyping(source, target)
     if source.all_even and target.all_even:
         moved, wide = moved_atoms(source, target), sharing_atoms(source, target)
     else:  # nested tiles agree as far as the names do

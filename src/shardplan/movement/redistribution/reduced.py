@@ -1,6 +1,6 @@
 """Candidates that reduce: partial axes cut at the levels of the hardware, and the cheapest path over their states.
 
-What the reduced axes have on one level is a *factor*: partial, root, scattered or whole. So a program is a path in
+What a reduced axis has on one level is a *factor*: partial, root, scattered or whole. So a program is a path in
 `reductions.type_graph`, whatever the shape, and `reductions.typed_path` says where factors are scattered. What is cut
 unevenly takes whole axes: a `Send` to a mesh of the same devices, which moves nothing, gives every factor an axis.
 """
@@ -22,10 +22,8 @@ from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.redistribution.candidates import Candidate
-from shardplan.movement.reductions.type_graph import cheapest_path
+from shardplan.movement.reductions.type_graph import MOST_FACTORS, cheapest_path
 from shardplan.movement.reductions.typed_path import TypedPath
-
-MOST_FACTORS = 5  # their graph takes a quarter of a second, once; that of six a second
 
 
 def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement | None) -> Iterator[Candidate]:
@@ -35,20 +33,24 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     """
     if s.mesh != t.mesh or not (s.layout.partial or s.layout.root):
         return
-    found = _reduction(s, t, fabric)
-    ops = None if found is None else found.even()
-    if ops is not None:
-        yield Candidate(tuple(ops), exact=settled(s))
-        return
     mesh = _levelled(s, fabric, placement)
-    found = None if mesh is None else _reduction(_renamed(s, mesh), _renamed(t, mesh), fabric)
-    if found is None:
-        return
-    even = found.even()
-    ops = found.flat() if even is None else even
-    if ops is not None:
-        there, back = Send(found.source.layout, found.source.mesh), Send(t.layout, t.mesh)
-        yield Candidate((there, *ops, back), exact=even is not None and settled(s))
+    levelled = None if mesh is None else (_renamed(s, mesh), _renamed(t, mesh))
+    # Where the steps over all factors do not type on this shape, those over what axes have on a level together may.
+    for apart in (True, False):
+        found = reduction(s, t, fabric, apart)
+        ops = None if found is None else found.even()
+        if found is not None and ops is not None:
+            yield Candidate(tuple(ops), exact=found.whole and settled(s))
+            return
+        found = None if levelled is None else reduction(*levelled, fabric, apart)
+        if found is None:
+            continue
+        even = found.even()
+        ops = found.flat() if even is None else even
+        if ops is not None:
+            there, back = Send(found.source.layout, found.source.mesh), Send(t.layout, t.mesh)
+            yield Candidate((there, *ops, back), exact=even is not None and found.whole and settled(s))
+            return
 
 
 def settled(s: TensorType) -> bool:
@@ -143,8 +145,11 @@ def _renamed(t: TensorType, mesh: Mesh) -> TensorType | None:
     return u if same(t, u) else None
 
 
-def _reduction(s: TensorType | None, t: TensorType | None, fabric: Fabric) -> TypedPath | None:
-    """Read two types as a reduction, with its cheapest path; None where they are none, or of too many factors."""
+def reduction(s: TensorType | None, t: TensorType | None, fabric: Fabric, apart: bool = True) -> TypedPath | None:
+    """Read two types as a reduction, with its cheapest path; None where they are none, or of too many factors.
+
+    A factor is what an axis has on a level, or, where those are too many or not taken `apart`, what all have together.
+    """
     if s is None or t is None:
         return None
     held, left = ([set(x.mesh.expand(names)) for names in (x.layout.partial, x.layout.root)] for x in (s, t))
@@ -157,13 +162,19 @@ def _reduction(s: TensorType | None, t: TensorType | None, fabric: Fabric) -> Ty
     digits = atom_digits(s, fabric)
     if digits is None:
         return None
-    factors: dict[tuple[int, str, str], list[int]] = {}
+    axis_of = {a: axis for axis in s.mesh.axes for a in s.mesh.span(axis).atoms}
+    factors: dict[tuple[int, str, str], list[list[int]]] = {}
     for a in sorted(reduced, key=lambda a: -digits[a][2]):
         after = "S" if a in scattered else "R" if a in left[1] else "U"
-        factors.setdefault((digits[a][0], "P" if a in held[0] else "R", after), []).append(a)
+        units = factors.setdefault((digits[a][0], "P" if a in held[0] else "R", after), [])
+        if units and axis_of[units[-1][-1]] == axis_of[a] and digits[units[-1][-1]][2] == digits[a][1] * digits[a][2]:
+            units[-1].append(a)
+        else:
+            units.append([a])
     if not 0 < len(factors) <= MOST_FACTORS:
         return None
     before, after = "".join(key[1] for key in factors), "".join(key[2] for key in factors)
-    levels = tuple(tuple(digits[a][1:] for a in atoms) for atoms in factors.values())
-    seconds, path = cheapest_path(levels, s.local_bytes(), fabric.topology, before, after)
-    return TypedPath(s, t, tuple(map(tuple, factors.values())), path) if math.isfinite(seconds) else None
+    atoms = [tuple(map(tuple, units)) for units in factors.values()]
+    asked = tuple(tuple(tuple(digits[a][1:] for a in unit) for unit in units) for units in atoms)
+    found = cheapest_path(asked, s.local_bytes(), fabric.topology, before, after, apart=apart)
+    return TypedPath.of(s, t, atoms, found) if math.isfinite(found.seconds) else None

@@ -8,6 +8,7 @@ its own, so the last dim is sharded over the axes that are not reduced: `f32[2, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
+from shardplan.hardware.digit_order import Digit
 from shardplan.hardware.level_factors import Digits, LevelFactor, checked_axes, factors
 from shardplan.hardware.placement import Placement
-from shardplan.movement.reductions.type_graph import State, TypeEdge
+from shardplan.hardware.topology import Topology
+from shardplan.movement.reductions.type_graph import CheapestPath, State, TypeEdge, cheapest_path
 from shardplan.movement.reductions.typed_path import TypedPath
 
 ELEMENT = 4  # bytes: payloads are padded to whole f32 elements for each member
@@ -50,6 +53,33 @@ class Payload:
         """The digits of the factors, as prices take them."""
         return tuple(f.strides for f in self.factors)
 
+    @property
+    def levels(self) -> list[list[Digit]]:
+        """The digits level by level, whatever has a dim of its own."""
+        every = (d for f in self.factors for d in f.digits)
+        return [list(digits) for _, digits in itertools.groupby(every, key=lambda d: d.level)]
+
+    def cheapest(
+        self, topology: Topology, before: State, after: State, algorithm: str = "auto", subsets: bool = False
+    ) -> CheapestPath:
+        """Return the cheapest way from one letter of all factors to another, over parts of `levels`.
+
+        Arguments are as for `cheapest_path`.
+        """
+        units = tuple(tuple(((d.size, d.stride),) for d in digits) for digits in self.levels)
+        ends = (state[:1] * len(units) for state in (before, after))
+        return cheapest_path(units, self.nbytes, topology, *ends, algorithm, subsets)
+
+    def part_sizes(self, found: CheapestPath) -> tuple[int, ...]:
+        """Return the sizes of the factors of a path."""
+        return tuple(math.prod(d.size for d in self.levels[k][i:j]) for k, i, j in found.parts)
+
+    def part_names(self, found: CheapestPath) -> tuple[str, ...]:
+        """Return the names of the factors of a path: those of whole factors, else of their sub-axes."""
+        known = {f.digits: f.name for f in self.factors}
+        cut = (tuple(self.levels[k][i:j]) for k, i, j in found.parts)
+        return tuple(known.get(digits) or "+".join(d.name for d in digits) for digits in cut)
+
     def type(self, state: State) -> TensorType:
         """Return the type in which each factor is as its letter says."""
         t, axes = self.whole, [f.axes for f in self.factors]
@@ -58,13 +88,29 @@ class Payload:
         return TensorType(t.dtype, t.shape, dims, t.mesh, partial=dict.fromkeys(partial, "sum"), root=tuple(root))
 
     def ops(self, path: Sequence[TypeEdge]) -> list[Op]:
-        """Return the typed ops along a path."""
-        if not path:
-            return []
-        atoms = tuple(self.whole.mesh.expand(f.axes) for f in self.factors)
-        ends = self.type(path[0].source), self.type(path[-1].target)
-        ops = TypedPath(*ends, atoms, tuple(path)).ops({a: d for d, run in enumerate(atoms) for a in run})
-        assert ops is not None  # every factor has a dim, which it divides
+        """Return the typed ops along a path over the factors."""
+        atoms = [self._atoms(f.digits) for f in self.factors]
+        return self._ops(path[0].source, path[-1].target, atoms, path) if path else []
+
+    def path_ops(self, before: State, after: State, found: CheapestPath) -> list[Op]:
+        """Return the typed ops along the cheapest way between two states, over parts of `levels`.
+
+        Where they are scattered or gathered in an order that the dims do not have, every sub-axis has a dim of a view.
+        """
+        atoms = [self._atoms(self.levels[k][i:j]) for k, i, j in found.parts]
+        return self._ops(before, after, atoms, found.edges) if found.edges else []
+
+    def _atoms(self, digits: Sequence[Digit]) -> tuple[int, ...]:
+        return self.whole.mesh.expand(tuple(d.name for d in digits))
+
+    def _ops(
+        self, before: State, after: State, atoms: Sequence[tuple[int, ...]], edges: Sequence[TypeEdge]
+    ) -> list[Op]:
+        path = TypedPath(self.type(before), self.type(after), tuple(atoms), tuple(edges))
+        dims = [[self._atoms((d,)) for d in f.digits] for f in self.factors]
+        ops = path.ops({a: k for k, units in enumerate(dims) for unit in units for a in unit})
+        ops = path.viewed([*dims, (self.whole.atoms[-1],)]) if ops is None else ops
+        assert ops is not None  # every unit has a dim, which it divides
         return ops
 
 

@@ -17,11 +17,10 @@ from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import bytes_of
 from shardplan.movement.redistribute import redistribute
 from shardplan.movement.redistribution.choice import chain
-from shardplan.movement.redistribution.reduced import MOST_FACTORS
 from shardplan.movement.reductions.instructions import instruction_list_text
 from shardplan.movement.reductions.payload import Payload, payload
 from shardplan.movement.reductions.state_matrix import check
-from shardplan.movement.reductions.type_graph import TypeEdge, cheapest_path, letters
+from shardplan.movement.reductions.type_graph import MOST_FACTORS, CheapestPath, TypeEdge, letters
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import placement_of
@@ -53,7 +52,8 @@ def reduce(
             to coordinate 0.
         algorithm: `auto`, the cheapest row of the library for each step, or an algorithm of it for all.
         subsets: Admit collectives over any set of levels, not only contiguous ones; never dearer.
-        uncollapsed: One factor for each sub-axis, instead of one for each level.
+        uncollapsed: A dim of the payload for each sub-axis, instead of one for each level; the search takes what axes
+            have on a level apart either way.
 
     Raises:
         TopologyError: An axis is unknown.
@@ -73,12 +73,12 @@ def reduce(
     subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
     view = payload(placement, axes, bytes_of("nbytes", nbytes), uncollapsed)
     ends = letters(stock_op(target), len(view.factors))
-    path = checked_path(view, placement, *ends, algorithm, subsets)
+    found = checked_path(view, placement, *ends, algorithm, subsets)
     source, wanted = map(view.type, ends)
     if algorithm == "auto" and not subsets and not uncollapsed and len(view.factors) <= MOST_FACTORS:
         return redistribute(source, wanted, topology=placement)
-    program = chain(view.ops(path), source)
-    return Plan(program, issue(program, (source,), (wanted,), placement, None, exact=True, algorithm=algorithm))
+    program = chain(view.path_ops(*ends, found), source)
+    return Plan(program, issue(program, (source,), (wanted,), placement, None, found.whole, algorithm=algorithm))
 
 
 def instructions_text(
@@ -93,8 +93,8 @@ def instructions_text(
     """Return the program that `reduce` finds in the paper's language; arguments and errors as there."""
     view = payload(placement, axes, nbytes)
     ends = letters(stock_op(target), len(view.factors))
-    path = checked_path(view, placement, *ends, algorithm, subsets)
-    return instruction_list_text([edge.instruction for edge in path], len(view.factors), view.names)
+    found = checked_path(view, placement, *ends, algorithm, subsets)
+    return instruction_list_text([edge.instruction for edge in found.edges], len(found.parts), view.part_names(found))
 
 
 def stock_op(target: object) -> str:
@@ -106,20 +106,20 @@ def stock_op(target: object) -> str:
 
 def checked_path(
     view: Payload, placement: Placement, before: str, after: str, algorithm: str = "auto", subsets: bool = False
-) -> tuple[TypeEdge, ...]:
+) -> CheapestPath:
     """Return the cheapest path of a payload; one that reduces is checked on state matrices.
 
     Raises `CertificateError` where they refuse it.
     """
-    _, path = cheapest_path(view.strides, view.nbytes, placement.topology, before, after, algorithm, subsets)
+    found = view.cheapest(placement.topology, before, after, algorithm, subsets)
     if set(before) == {"P"}:  # not of no factors
-        check_path(view, path, after)
-    return path
+        check_path(view.part_sizes(found), found.edges, after[:1] * len(found.parts))
+    return found
 
 
-def check_path(view: Payload, path: Sequence[TypeEdge], after: str) -> None:
-    """Check that a path reduces, on state matrices; raises `CertificateError` if it does not."""
+def check_path(sizes: tuple[int, ...], path: Sequence[TypeEdge], after: str) -> None:
+    """Check that a path over factors of these sizes reduces, on state matrices; raises `CertificateError` if not."""
     try:
-        check(view.sizes, [edge.instruction for edge in path], after)
+        check(sizes, [edge.instruction for edge in path], after)
     except TypingError as error:
         raise CertificateError(f"the state-matrix checker refuses the program found: {error}") from None

@@ -16,7 +16,7 @@ from shardplan.core.op import Op, results_of
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Reduce, ReduceScatter, Reshape, ToPartial
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError, TypingError
-from shardplan.movement.reductions.type_graph import TypeEdge
+from shardplan.movement.reductions.type_graph import CheapestPath, TypeEdge
 
 Atoms = tuple[int, ...]  # of a mesh
 
@@ -29,6 +29,13 @@ class TypedPath:
     target: TensorType
     atoms: tuple[Atoms, ...]  # of every factor, major first
     path: tuple[TypeEdge, ...]
+    whole: bool = True  # see `CheapestPath.whole`
+
+    @staticmethod
+    def of(source: TensorType, target: TensorType, atoms: Sequence[Sequence[Atoms]], found: CheapestPath) -> TypedPath:
+        """Return a path that was found; `atoms` are those of the units of every factor that was asked for."""
+        every = (tuple(a for unit in atoms[k][start:stop] for a in unit) for k, start, stop in found.parts)
+        return TypedPath(source, target, tuple(every), found.edges, found.whole)
 
     def even(self) -> list[Op] | None:
         """Return the ops of the path: on the dims as they are if their order allows it, else on views of the shard.
@@ -41,10 +48,14 @@ class TypedPath:
         ops = self.ops({a: d for d, runs in enumerate(slots) for run in runs for a in run})
         if ops is not None:
             return ops
+        return self.viewed([(atoms, *runs) for atoms, runs in zip(self.source.atoms, slots, strict=True)])
+
+    def viewed(self, slots: Sequence[Sequence[Atoms]]) -> list[Op] | None:
+        """Return the ops of the path on a view of the shard that has a dim for every run of atoms of every dim."""
         mesh, sizes, homes = self.source.mesh, list[int](), dict[int, int]()
         groups: list[list[int]] = []
-        for atoms, runs, n in zip(self.source.atoms, slots, self.source.shape, strict=True):
-            parts = [(math.prod(mesh.atoms[a].size for a in run), run) for run in (atoms, *runs)]
+        for runs, n in zip(slots, self.source.shape, strict=True):
+            parts = [(math.prod(mesh.atoms[a].size for a in run), run) for run in runs]
             parts.append((n // math.prod(size for size, _ in parts), ()))
             start = len(sizes)
             for size, run in parts:

@@ -57,14 +57,14 @@ def whole(text: str | int, lookup: Lookup, what: str) -> int:
     value = text if isinstance(text, int) else evaluated(text, lookup)
     if isinstance(value, bool) or not isinstance(value, int | Fraction) or value != int(value) or value < 0:
         said = shown(float(value)) if isinstance(value, Fraction) else shown(value)
-        where = ", ".join(f"{name} = {shown(lookup(name))}" for name in _names(str(text)))
+        where = ", ".join(f"{name} = {shown(lookup(name))}" for name in names_in(str(text)))
         given = f" where {where}" if where else ""
         raise LayoutError(f"{what} = {text} is {said}{given}; legal is a whole number of at least 0")
     return int(value)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    """The names whose values an expression is made of, each once."""
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names whose values an expression is made of, each once; raises `ParseError`."""
     found = [node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name) and node.id not in _FUNCTIONS]
     return tuple(dict.fromkeys(found))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from shardplan.errors import LayoutError, shown
@@ -37,13 +38,20 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
-def check_named(legal: Sequence[tuple[str, tuple[int, ...], str]], named: Mapping[str, Any], where: str) -> None:
-    """Raise `WeightsMismatch` unless the tensors by name are the legal ones: (name, shape, dtype)."""
+def check_named(
+    legal: Sequence[tuple[str, tuple[int, ...], str]], named: Mapping[str, Any], where: str, spare: Sequence[str] = ()
+) -> None:
+    """Raise `WeightsMismatch` unless the tensors by name are the legal ones: (name, shape, dtype).
+
+    A name that matches a pattern in `spare` may be there beside them.
+    """
     if not isinstance(named, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"{where}: the parameters are {shown(named)}; legal are tensors by name")
     shapes = {name: shape for name, shape, _ in legal}
     missing = tuple(name for name in shapes if name not in named)
-    additional = tuple(str(name) for name in named if name not in shapes)
+    additional = tuple(
+        str(name) for name in named if name not in shapes and not any(fnmatchcase(str(name), p) for p in spare)
+    )
     wrong: list[tuple[str, Any, Any]] = []
     for name, shape in shapes.items():
         if name in named:

@@ -20,7 +20,7 @@ from shardplan.movement.weights.form import (
     product_text,
     walk_factors,
 )
-from shardplan.movement.weights.logical import LogicalTensor
+from shardplan.movement.weights.logical import MOST_ELEMENTS, LogicalTensor
 from shardplan.movement.weights.lowered import (
     DimDigits,
     DimRuns,
@@ -186,6 +186,8 @@ def lower(
     for d, factors in enumerate(entry.form.dims):
         own = axes_of(factors)
         found = [family.held(d, at)[0] for at in coordinates(own, axes)]
+        if max(found) > MOST_ELEMENTS:
+            raise family.fail(f"dim {d} has {max(found)} elements on a device; legal are {MOST_ELEMENTS} at most")
         sizes.append(DimSizes(own, np.array(found, dtype=np.int64)))
     filled = {field for dim in names.values() for field in dim.fields} | set(literals)
     for place in entry.places:
@@ -307,6 +309,13 @@ def _dim_runs(
         places = _hole_places(family, hole, numbers, fields, weights, at, literals) if hole else None
         values.append(tuple(p.fields for p in places or ()))
         mine = [(d, _mine(family.held(d, at)[1], tensor.name)) for d in storage]
+        boxes = (box for _, pieces in mine for piece in pieces for box in piece.digits)
+        strange = next((box.atom for box in boxes if box.count > 1 and box.atom not in weights.weights), None)
+        if strange is not None:
+            legal = ", ".join(weights.weights) or "none"
+            raise family.fail(
+                f"{strange} is no digit of {said} of {tensor.name}, which stands there; legal are {legal}"
+            )
         rows.append(run_rows(weights, family.ndim, places, mine))
     if hole:
         found = HoleNames(axes, fields, tuple(values))

@@ -18,7 +18,6 @@ from shardplan.movement.weights.contents import DimContents, joined
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import FamilyMove, OwnerGroups
 from shardplan.plans.bounds import capacity, most_over, summed_capacity
-from shardplan.plans.nominal import BANDWIDTH, LATENCY
 from shardplan.plans.starts import Bound, started
 
 
@@ -65,15 +64,10 @@ def _disjoint(contents: DimContents) -> bool:
     return int((contents.stop - contents.start).sum()) == int((stop - start).sum())
 
 
-def least_seconds(demands: Sequence[RefitDemand], fabric: Fabric | None) -> float:
-    """Return a lower bound on the seconds of a refit; without a fabric that of the nominal rate and latency."""
+def least_seconds(demands: Sequence[RefitDemand], fabric: Fabric) -> float:
+    """Return a lower bound on the seconds of a refit."""
     ids = [x[:, 1] for d in demands for x in (d.wanted, d.owned)]
     devices = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]))
-    if fabric is None:
-        enter, left = _at_level(demands, devices, np.arange(len(devices)))
-        least = [size / (len(owners) * BANDWIDTH) for owners, size in left]
-        most = max(most_over(enter, np.full(len(enter), BANDWIDTH)), *least, 0.0)
-        return most + LATENCY if most else 0.0
     # By messages, as every refit moves: a collective may reach more of a rate.
     rows = fabric.library.serving("messages", "auto")
     fabric = fabric.under(replace(fabric.library, rows=tuple(rows)))

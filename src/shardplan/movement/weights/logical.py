@@ -6,12 +6,16 @@ A dim may have a range of its first atom: `l[3:61], x, e` is there for 58 of 61 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from shardplan.errors import LayoutError, ParseError, shown
 
 _DIM = re.compile(r"\s*([A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*|1|)\s*(?:\[([^\[\]:]*):([^\[\]:]*)(?::([^\[\]:]*))?\])?\s*\Z")
+
+
+MOST_ELEMENTS = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,10 @@ class LogicalTensor:
         for d, n, r in zip(self.dims, self.sizes, self.ranges, strict=True):
             if not 0 <= r.start <= r.stop <= n:
                 raise LayoutError(f"{self.name}: {d} is {r.start} to {r.stop} of {n}; legal is a range within 0 to {n}")
+        if math.prod(max(1, n) for n in self.sizes) > MOST_ELEMENTS:
+            raise LayoutError(
+                f"{self.name} has the sizes {shown(self.sizes)}; legal are {MOST_ELEMENTS} elements at most"
+            )
         atoms = [a for d in self.dims for a in d.atoms]
         if len(set(atoms)) < len(atoms):
             twice = next(a for a in atoms if atoms.count(a) > 1)

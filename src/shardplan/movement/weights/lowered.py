@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 
+from shardplan.errors import LayoutError
 from shardplan.movement.weights.logical import LogicalTensor
 from shardplan.movement.weights.pieces import DigitBox, HeldPiece
 
@@ -87,7 +88,10 @@ class HolePlace:
 
 
 def coordinates(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield every coordinate on axes, row-major."""
+    """Yield every coordinate on axes, row-major; raises `LayoutError` for an axis that has no size."""
+    strange = [a for a in axes if a not in sizes]
+    if strange:
+        raise LayoutError(f"the axis {strange[0]} is not one of the mesh; legal are {', '.join(sizes)}")
     for values in product(*(range(sizes[a]) for a in axes)):
         yield dict(zip(axes, values, strict=True))
 

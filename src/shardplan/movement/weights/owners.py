@@ -65,6 +65,44 @@ def family_cells(family: StoredFamily, tensor: str) -> tuple[DimCells, ...]:
     return tuple(cells_of(runs, legal_coordinates(family, runs)) for runs in family.tensors[tensor])
 
 
+def copies_of(
+    tensor: str,
+    sides: tuple[tuple[int, StoredFamily], tuple[int, StoredFamily]],
+    contents: tuple[DimContents, ...],
+    cells: tuple[DimCells, ...],
+    itself: bool,
+) -> FamilyMove:
+    """Return a move from the first owner of every cell of one family to all who hold it in another, of one side.
+
+    `sides` are (number, family) of the owners and of the holders. `itself` says whether the owner is one of the latter.
+    """
+    (first_number, first), (second_number, second) = sides
+    content, cell, length = _combinations(contents, cells)
+    holders, owners = _Groups(*_target_codes(second, tensor, contents)), _Groups(*_source_codes(first, tensor, cells))
+    wants = holders.find(_code(content, [len(c.ptr) - 1 for c in contents]))
+    by = owners.places[owners.ptr[owners.find(_code(cell, [c.count for c in cells]))]]
+    combo, to = holders.rows(wants)
+    apart = (to != by[combo]) | itself
+    combo, to = combo[apart], to[apart]
+    zero, one = np.zeros(len(to), dtype=np.int64), np.ones(len(to), dtype=np.int64)
+    columns = _columns_of((combo, to, by[combo], zero, zero, one, one), content, cell, length)
+    return FamilyMove(tensor, first_number, second_number, contents, cells, *columns)
+
+
+def _combinations(
+    contents: tuple[DimContents, ...], cells: tuple[DimCells, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every content with every cell that it meets, over all dims together: their numbers, and lengths, [n, dims]."""
+    overlaps = [overlap_of(c, s) for c, s in zip(contents, cells, strict=True)]
+    grid = np.meshgrid(*(np.arange(len(o.length)) for o in overlaps), indexing="ij")
+    chosen = [g.reshape(-1) for g in grid]
+    count = math.prod(len(o.length) for o in overlaps)
+    content = _columns([o.content[k] for o, k in zip(overlaps, chosen, strict=True)], count)
+    cell = _columns([o.cell[k] for o, k in zip(overlaps, chosen, strict=True)], count)
+    length = _columns([o.length[k] for o, k in zip(overlaps, chosen, strict=True)], count)
+    return content, cell, length
+
+
 def move_of(
     tensor: str,
     sides: tuple[tuple[int, StoredFamily, np.ndarray], tuple[int, StoredFamily, np.ndarray]],
@@ -80,13 +118,7 @@ def move_of(
     it is empty where `node` is None.
     """
     (source_number, source, source_ids), (target_number, target, target_ids) = sides
-    overlaps = [overlap_of(c, s) for c, s in zip(contents, cells, strict=True)]
-    grid = np.meshgrid(*(np.arange(len(o.length)) for o in overlaps), indexing="ij")
-    chosen = [g.reshape(-1) for g in grid]
-    count = math.prod(len(o.length) for o in overlaps)
-    content = _columns([o.content[k] for o, k in zip(overlaps, chosen, strict=True)], count)
-    cell = _columns([o.cell[k] for o, k in zip(overlaps, chosen, strict=True)], count)
-    length = _columns([o.length[k] for o, k in zip(overlaps, chosen, strict=True)], count)
+    content, cell, length = _combinations(contents, cells)
     receivers = _Groups(*_target_codes(target, tensor, contents))
     owners = _Groups(*_source_codes(source, tensor, cells))
     wants = receivers.find(_code(content, [len(c.ptr) - 1 for c in contents]))
@@ -171,6 +203,13 @@ class _Groups:
         """The places of groups that have `count` each: [groups, count]."""
         return self.places[self.ptr[groups][:, None] + np.arange(count)]
 
+    def rows(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A row a place of groups, as two arrays: the number in `groups`, and the place."""
+        count = self.count(groups)
+        which = np.repeat(np.arange(len(groups)), count)
+        at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(self.ptr[groups], count)
+        return which, self.places[at]
+
 
 class OwnerGroups:
     """Who owns each cell of a tensor in a stored parameter, over all its dims together."""
@@ -186,15 +225,7 @@ class OwnerGroups:
 
     def places_of(self, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return rows (number of the cell in `cell` [n, dims], place), as two arrays."""
-        found = self.groups.find(_code(cell, self.sizes))
-        count = self.groups.count(found)
-        which = np.repeat(np.arange(len(cell)), count)
-        at = (
-            np.arange(len(which))
-            - np.repeat(np.cumsum(count) - count, count)
-            + np.repeat(self.groups.ptr[found], count)
-        )
-        return which, self.groups.places[at]
+        return self.groups.rows(self.groups.find(_code(cell, self.sizes)))
 
 
 def _shares(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardplan.errors import LayoutError
+from shardplan.movement.weights.drops import left_out
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 
@@ -70,7 +71,8 @@ def probe(source: Weights, load: Callable[[Named], Mapping[int, Named]], target:
     """
     numbers, total = numbered(source)
     (rank,) = source.devices
-    plan = refit(widened(source), widened(target))
+    sides = widened(source), widened(target)
+    plan = refit(*sides, drop=[left.tensor for left in left_out(*sides)])  # a loader need not take all
     found = digits_loaded(source, load, target.devices, target.check)
     said: dict[int, dict[str, np.ndarray]] = {}
     for unit, digit in _digits(numbers, total):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,13 +59,16 @@ def strided(array: np.ndarray, offset: int, sizes: np.ndarray, strides: np.ndarr
     return np.lib.stride_tricks.as_strided(flat, tuple(sizes.tolist()), tuple((strides * array.itemsize).tolist()))
 
 
-def moved(plan: Refitting, arrays: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, np.ndarray]]:
-    """Return the target's parameters by rank and name; see `RefitPlan.apply`."""
+def moved(
+    plan: Refitting, arrays: Mapping[int, Mapping[str, Any]], look: Callable[[Mapping[int, list[np.ndarray]]], None]
+) -> dict[int, dict[str, np.ndarray]]:
+    """Return the target's parameters by rank and name; see `RefitPlan.apply`. `look` sees the source's before."""
     held: dict[int, list[np.ndarray]] = {}
     for rank in plan.source.devices:
         named = {name: np.asarray(a) for name, a in arrays.get(rank, {}).items()}
         plan.source.check(named, rank)
         held[rank] = [np.ascontiguousarray(named[name]) for name in plan.source.names(rank)]
+    look(held)
     out: dict[int, dict[str, np.ndarray]] = {}
     filled: dict[int, list[np.ndarray]] = {}
     for rank in plan.target.devices:

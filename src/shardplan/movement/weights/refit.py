@@ -21,14 +21,16 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import seconds as seconds_on
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
+from shardplan.movement.weights.agreement import check_agreement
 from shardplan.movement.weights.blocks import check_blocks, check_scaled
 from shardplan.movement.weights.coverage import check_owners, covering
+from shardplan.movement.weights.drops import check_drops
 from shardplan.movement.weights.limits import demand_of, least_seconds
 from shardplan.movement.weights.owners import FamilyMove, family_contents, move_of
 from shardplan.movement.weights.reference import moved
 from shardplan.movement.weights.regions import RefitRegions, RegionWriter, written
+from shardplan.movement.weights.replicas import WeightReplicas
 from shardplan.movement.weights.weights import Weights
-from shardplan.plans.nominal import BANDWIDTH, LATENCY
 from shardplan.plans.pricing import Where, fabric_of, where_of
 
 
@@ -36,6 +38,7 @@ from shardplan.plans.pricing import Where, fabric_of, where_of
 class RefitPlan:
     """What goes from every rank of `source` to every rank of `target`, for the tensors that `only` says (None: all).
 
+    `dropped` has the logical tensors of the source that the target does not take, or not all of, as was asked for.
     Pure and deterministic: each side computes it for itself, and `hash` is equal on both.
     """
 
@@ -46,6 +49,7 @@ class RefitPlan:
     memory_limit: int | None
     moves: tuple[FamilyMove, ...]
     relays: tuple[FamilyMove, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @cached_property
     def hash(self) -> str:
@@ -60,12 +64,6 @@ class RefitPlan:
     @cached_property
     def _writer(self) -> RegionWriter:
         return RegionWriter(self.source.families, self.target.families)
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """The logical tensors of the source that nothing of the target takes, in order of the source."""
-        taken = {t for f in self.target.families for t in f.tensors}
-        return tuple(dict.fromkeys(t for f in self.source.families for t in f.tensors if t not in taken))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -151,42 +149,45 @@ class RefitPlan:
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds of all messages at once; without a topology the busiest rank's at 50 GB/s, and 5 us.
+        """The predicted seconds of all messages at once; without a topology those of the nominal switch.
 
         What is passed on goes piece by piece behind what comes in, over ways of its own, and counts at the same time.
         """
-        if self.topology is not None:
-            s, t, size = (np.concatenate(both) for both in zip(self.traffic, self.relayed, strict=True))
-            fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
-            return seconds_on(Messages(s, t, size.astype(np.float64)), fabric) if len(s) else 0.0
-        busiest = max(max(self.sent_bytes, default=0), max(self.received_bytes, default=0))
-        return busiest / BANDWIDTH + (LATENCY if busiest else 0.0)
+        s, t, size = (np.concatenate(both) for both in zip(self.traffic, self.relayed, strict=True))
+        fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
+        return seconds_on(Messages(s, t, size.astype(np.float64)), fabric) if len(s) else 0.0
 
     @cached_property
     def bound(self) -> float:
         """The least seconds in which all elements can arrive, sent by owners; see `limits`."""
-        fabric = None
-        if self.topology is not None:
-            fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
+        fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
         families = self.source.families
         moves = enumerate(zip(self.moves, self.relays or (None,) * len(self.moves), strict=True))
         return least_seconds(
             [demand_of(m, r, families[m.source_family], self._ids, self.itemsizes(k)[2]) for k, (m, r) in moves], fabric
         )
 
-    def apply(self, arrays: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, np.ndarray]]:
+    @cached_property
+    def replicas(self) -> WeightReplicas:
+        """What the source holds more than once."""
+        return WeightReplicas(self.source)
+
+    def apply(
+        self, arrays: Mapping[int, Mapping[str, Any]], compare_replicas: bool = True
+    ) -> dict[int, dict[str, np.ndarray]]:
         """Run the plan on numpy arrays: the reference of what every other way to run it must give, bit for bit.
 
         Args:
             arrays: for every rank of the source, its parameters by name.
+            compare_replicas: whether copies of one element must be equal; else one of them is taken.
 
         Returns:
             For every rank of the target, its parameters by name; padding is zero.
 
         Raises:
-            LayoutError: parameters of a source rank that are missing, additional or misshapen.
+            LayoutError: parameters of a source rank that are missing, additional or misshapen; copies that differ.
         """
-        return moved(self, arrays)
+        return moved(self, arrays, self.replicas.check if compare_replicas else lambda _: None)
 
 
 def _contiguous(found: RefitRegions, k: int) -> Iterator[tuple[int, int, int, int, int, int, int]]:
@@ -208,8 +209,10 @@ def refit(
     memory_limit: float | str | None = None,
     only: str | Iterable[str] | None = None,
     relay: bool | None = False,
+    drop: str | Iterable[str] = (),
+    differ: str | Iterable[str] = (),
 ) -> RefitPlan:
-    """Plan how the weights of one side become those of the other, with a proof that every element arrives.
+    """Plan how the weights of one side become those of the other, with a proof that every element arrives, and of all.
 
     Args:
         source: what there is, on its devices.
@@ -219,9 +222,12 @@ def refit(
         only: logical tensors or stored parameters, as patterns with `*`: a part of the model; None for all.
         relay: whether receivers of one content on one node (of the innermost level but one of the topology) are fed
             once and pass it on (`passed_on`); None where that is cheaper. Who runs the plan must then run both.
+        drop: logical tensors or stored parameters of the source, as patterns with `*`, that the target need not take.
+        differ: fields of the configs (`rope_theta`) in which the sides may differ; none that sets shapes.
 
     Raises:
-        LayoutError: sides of other shapes, an element that nobody owns, or a pattern that nothing matches.
+        LayoutError: sides of other shapes or other configs, an element that nobody owns or that nobody takes, or a
+            pattern that nothing matches.
 
     >>> config = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
     ...           "num_hidden_layers": 2, "vocab_size": 10}
@@ -241,13 +247,13 @@ def refit(
         check_blocks(side)
     check_scaled(source, target)
     check_owners(source, target)
+    check_agreement(source, target, differ)
     where, limit = where_of("topology", topology), limit_of("memory limit", memory_limit)
     if relay and where is None:
         raise LayoutError("relay=True needs a topology, which says what a node is; legal is topology=, or relay=False")
     if relay is None:
-        plans = [
-            refit(source, target, topology, memory_limit, only, relay=r) for r in ((False, True) if where else (False,))
-        ]
+        given = source, target, topology, memory_limit, only
+        plans = [refit(*given, r, drop, differ) for r in ((False, True) if where else (False,))]
         return min(plans, key=lambda plan: plan.seconds)
     node = _nodes(where, source, target) if relay and where is not None else None
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
@@ -275,7 +281,9 @@ def refit(
             raise LayoutError(
                 f"only = {shown(pattern)} matches nothing; legal are parameters of the target, and {legal}"
             )
-    return RefitPlan(source, target, patterns, where, limit, tuple(moves), () if node is None else tuple(relays))
+    dropped = check_drops(source, target, patterns, drop)
+    passed = () if node is None else tuple(relays)
+    return RefitPlan(source, target, patterns, where, limit, tuple(moves), passed, dropped)
 
 
 def _nodes(where: Where, source: Weights, target: Weights) -> np.ndarray:

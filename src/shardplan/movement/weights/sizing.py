@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.core.dtypes import short_name
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
 from shardplan.movement.weights.arithmetic import evaluated, whole
 from shardplan.movement.weights.cuts import OwnerTable
 from shardplan.movement.weights.family import StoredFamily, Terms, lower
 from shardplan.movement.weights.logical import LogicalTensor, logical_dims
 from shardplan.movement.weights.table import TableParameter, WeightTable
+
+MOST_DEVICES = 2**20
 
 
 class TableSizes(Mapping[str, int]):
@@ -28,13 +30,15 @@ class TableSizes(Mapping[str, int]):
         for name, default in table.degrees:
             value = given.get(name, default)
             self.degrees[name] = value if isinstance(value, int) else whole(value, self.look, f"the degree {name}")
-            if self.degrees[name] < 1:
-                raise LayoutError(f"the degree {name} is {self.degrees[name]}; legal is at least 1")
+            if not 1 <= self.degrees[name] <= MOST_DEVICES:
+                raise LayoutError(f"the degree {name} is {shown(self.degrees[name])}; legal is 1 to {MOST_DEVICES}")
         self.numbers = {name: whole(text, self.look, name) for name, text in table.numbers}
         self.meshes = {name: {a: self._axis(a) for a in axes} for name, axes in table.meshes}
         self.count = 1
         for size in self.meshes[""].values():
             self.count *= size
+        if self.count > MOST_DEVICES:
+            raise LayoutError(f"the mesh has {self.count} devices; legal are {MOST_DEVICES} at most")
         for name, axes in self.meshes.items():
             product = 1
             for size in axes.values():

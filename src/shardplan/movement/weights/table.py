@@ -11,12 +11,12 @@ an atom), `holes` (what stands in the name), and `parameters`: `name`, `is`, `on
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from shardplan.core.decoding import decode_toml, read_text
 from shardplan.errors import LayoutError, ParseError, line, shown
 from shardplan.hardware.toml_fields import basic_string
 from shardplan.movement.weights.form import RULES, StoredForm, cuts_of, parse_product
@@ -29,8 +29,9 @@ On = tuple[tuple[str, str | int], ...]
 _KEYS = {
     "table": ("version", "name", "family", "base", "source", "mesh", "meshes", "degrees", "numbers", "atoms", "split",
               "holes", "parameters", "without", "of"),
-    "family": ("version", "base", "source", "atoms", "tensors", "same", "scales", "dtypes"),
+    "family": ("version", "base", "source", "atoms", "tensors", "same", "scales", "dtypes", "agree", "recomputed"),
 }  # fmt: skip
+_LONGEST_NAME = 250  # bytes of a file's name without its ending
 _MOST_BASES = 8
 
 
@@ -63,7 +64,9 @@ class WeightTable:
 
     `meshes` has the axes of each mesh, major first, that of `""` first; `tensors` the dims of logical tensors; `same`
     which tensor is another one, and when; `scales` which tensor holds the block scales of another, and the sizes of
-    a block; `dtypes` those of tensors that do not have the side's.
+    a block; `dtypes` those of tensors that do not have the side's; `agree` what both sides' configs must agree on;
+    `recomputed` the names, as patterns, of what every framework works out of the config: it may be stored, and nobody
+    needs it.
     """
 
     name: str
@@ -76,6 +79,8 @@ class WeightTable:
     same: tuple[tuple[str, str, str], ...]
     scales: tuple[tuple[str, str, tuple[str, ...]], ...]
     dtypes: Pairs
+    agree: Pairs
+    recomputed: tuple[str, ...]
     split: Pairs
     holes: Pairs
     parameters: tuple[TableParameter, ...]
@@ -115,9 +120,12 @@ class WeightTable:
             "of.same": [(name, {"as": other, "when": when}) for name, other, when in self.same],
             "of.scales": [(name, {"of": other, "block": list(block)}) for name, other, block in self.scales],
             "of.dtypes": list(self.dtypes),
+            "of.agree": list(self.agree),
             "split": list(self.split),
             "holes": list(self.holes),
         }
+        if self.recomputed:
+            out.append(f"[of]\nrecomputed = {toml_value(self.recomputed)}")
         for title, rows in sections.items():
             if rows:
                 out += [f"[{title}]", *(f"{key} = {toml_value(value)}" for key, value in rows)]
@@ -150,6 +158,8 @@ def shipped() -> tuple[str, ...]:
 def located(path_or_name: str | Path, what: str, beside: Path | None = None) -> Path:
     """Return the path of a table or family: as given, beside a file, or shipped; raises `LayoutError`."""
     given = Path(path_or_name)
+    if not given.name or "\0" in str(given) or len(given.name.encode()) > _LONGEST_NAME:
+        raise LayoutError(f"{what} {shown(str(path_or_name))} is no path; shipped are {', '.join(shipped())}")
     named = given if given.suffix == ".toml" else given.with_name(given.name + ".toml")
     for path in ((beside or Path()) / given, (beside or Path()) / named, SHIPPED / named.name):
         if path.is_file() and path.suffix == ".toml":
@@ -162,30 +172,46 @@ def located(path_or_name: str | Path, what: str, beside: Path | None = None) -> 
 def _merged(path: Path, kind: str, depth: int) -> dict[str, Any]:
     """The data of a file, on that of its base."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        data = decode_toml(read_text(path))
+    except ParseError as error:
         raise ParseError(f"{line(path)}: {line(error)}; legal is a TOML file") from None
     for key in data:
         if key not in _KEYS[kind]:
             raise LayoutError(f"{line(path)}: unknown key {key!r}; legal: {', '.join(_KEYS[kind])}")
+    if not isinstance(data.get("parameters", []), list):
+        raise LayoutError(f"{line(path)}: parameters = {shown(data['parameters'])}; legal are [[parameters]]")
+    base, names = data.pop("base", None), data.pop("without", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise LayoutError(f"{line(path)}: without = {shown(names)}; legal is a list of names")
     if data.get("version", 1) != 1:
         raise LayoutError(f"{line(path)}: version {shown(data['version'])}; legal is 1")
-    base, without = data.pop("base", None), data.pop("without", [])
     if base is None:
         return data
     if depth == _MOST_BASES or not isinstance(base, str):
         raise LayoutError(f"{line(path)}: base = {shown(base)}; legal is a file that does not stand on this one")
     below = _merged(located(base, "a base", path.parent), kind, depth + 1)
+    if names:
+        below["parameters"] = _without(below.get("parameters", []), names, f"{line(path)}: without")
     for key, value in data.items():
         old = below.get(key)
         if key == "parameters" and isinstance(old, list):
-            mine = {p.get("name") for p in value if isinstance(p, dict)} | set(without)
+            mine = [p.get("name") for p in value if isinstance(p, dict)]
             below[key] = [p for p in old if not isinstance(p, dict) or p.get("name") not in mine] + value
         elif isinstance(old, dict) and isinstance(value, dict):
             below[key] = old | value
+        elif key == "recomputed" and isinstance(old, list) and isinstance(value, list):
+            below[key] = old + value
         else:
             below[key] = value
     return below
+
+
+def _without(parameters: list[Any], names: list[str], where: str) -> list[Any]:
+    """The parameters of a base less some; raises `LayoutError` for a name that it does not have."""
+    known = [p["name"] for p in parameters if isinstance(p, dict) and isinstance(p.get("name"), str)]
+    if strange := next((name for name in names if name not in known), None):
+        raise LayoutError(f"{where} has {shown(strange)}; legal are parameters of the base: {', '.join(known)}")
+    return [p for p in parameters if not isinstance(p, dict) or p.get("name") not in names]
 
 
 def _table(where: str, data: dict[str, Any]) -> WeightTable:
@@ -218,6 +244,9 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
     scales = [
         (k, _field(where, v, "of"), tuple(map(str, v.get("block", ())))) for k, v in section("scales", family).items()
     ]
+    recomputed = family.get("recomputed", [])
+    if not isinstance(recomputed, list) or not all(isinstance(name, str) for name in recomputed):
+        raise LayoutError(f"{where}: recomputed = {shown(recomputed)}; legal is a list of names, with * for any part")
     degrees = section("degrees", data)
     for key, value in degrees.items():
         if isinstance(value, bool) or not isinstance(value, str | int):
@@ -233,6 +262,8 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
         tuple(same),
         tuple(scales),
         texts("dtypes", family),
+        texts("agree", family),
+        tuple(recomputed),
         texts("split", data),
         texts("holes", data),
         tuple(_parameter(where, p) for p in data.get("parameters", [])),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,15 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.decoding import decode_toml
 from shardplan.core.dtypes import itemsize, short_name
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.movement.weights.arithmetic import names_in
 from shardplan.movement.weights.binding import check_named
+from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.cuts import OwnerTable
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.logical import LogicalTensor
 from shardplan.movement.weights.sizing import TableSizes
 from shardplan.movement.weights.table import WeightTable, toml_value
+
+_WRITTEN = "legal is what str(weights) writes"
+_MOST_DEVICES = 2**20
 
 Scalar = str | int | float | bool
 _DTYPES = ("dtype", "torch_dtype")  # where a config says it
@@ -73,7 +77,7 @@ class Weights:
             ParseError: a file or an expression that is malformed.
         """
         table = WeightTable.read(path_or_name)
-        sizes = _config(config)
+        sizes = model_config(config)
         if dtype is None:
             dtype = next((str(sizes[k]).removeprefix("torch.") for k in _DTYPES if sizes.get(k)), "bf16")
         return made(table, sizes, degrees, devices, dtype)
@@ -82,13 +86,20 @@ class Weights:
     def parse(text: str) -> Weights:
         """Read what `str` writes, to an equal value; raises `ParseError` and `LayoutError`."""
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = decode_toml(text)
+        except ParseError as error:
             raise ParseError(f"the text of weights: {line(error)}; legal is what str(weights) writes") from None
         side = data.pop("side", None)
         if not isinstance(side, dict) or side.get("version") != 1:
             raise ParseError("the text of weights has no [side] of version 1; legal is what str(weights) writes")
-        devices = [i for start, stop in side["devices"] for i in range(start, stop)]
+        for key, kind in (("config", dict), ("degrees", dict), ("dtype", str), ("devices", list)):
+            if not isinstance(side.get(key), kind):
+                raise ParseError(f"the text of weights: side.{key} is {shown(side.get(key))}; {_WRITTEN}")
+        spans: list[Any] = side["devices"]
+        whole = all(isinstance(s, list) and len(s) == 2 and all(type(i) is int and i >= 0 for i in s) for s in spans)
+        if not whole or sum(max(0, stop - start) for start, stop in spans) > _MOST_DEVICES:
+            raise ParseError(f"the text of weights: side.devices is {shown(spans)}; {_WRITTEN}")
+        devices = [i for start, stop in spans for i in range(start, stop)]
         return made(
             WeightTable.of(data, "the text of weights"), side["config"], side["degrees"], devices, side["dtype"]
         )
@@ -126,9 +137,9 @@ class Weights:
         return TableSizes(self.table, dict(self.config), dict(self.given))
 
     def asked(self) -> set[str]:
-        """Return the keys of the config that the table asks for."""
+        """Return the keys of the config that the table asks for, and its family for what sides must agree on."""
         _ = self.families
-        return self.sizing.used
+        return self.sizing.used | {name for _, text in self.table.agree for name in names_in(text)}
 
     @cached_property
     def tensors(self) -> dict[str, LogicalTensor]:
@@ -188,9 +199,12 @@ class Weights:
     def check(self, named: Mapping[str, Any], rank: int) -> None:
         """Compare tensors by name (anything with a `shape`) with what a rank should have.
 
+        What the family says is recomputed may be there beside it.
+
         Raises `WeightsMismatch`, a `LayoutError`, with every missing, additional and misshapen parameter at once.
         """
-        check_named(self.parameters(rank), named, f"rank {rank} of {self.table.name or 'the table'}")
+        where = f"rank {rank} of {self.table.name or 'the table'}"
+        check_named(self.parameters(rank), named, where, self.table.recomputed)
 
     def nbytes(self, rank: int) -> int:
         """Return the bytes of all parameters of a rank."""
@@ -201,6 +215,7 @@ def made(
     table: WeightTable, config: Mapping[str, Any], given: Mapping[str, Any], devices: Iterable[int] | None, dtype: str
 ) -> Weights:
     """Return weights of a table that is read; as `Weights.load`."""
+    config = model_config(config)
     degrees: dict[str, int | OwnerTable] = {}
     legal = [*(name for name, _ in table.degrees), *table.rules]
     for name, value in given.items():
@@ -234,21 +249,6 @@ def _owners(name: str, value: object) -> OwnerTable:
 
 def _scalars(config: Mapping[str, Any], keys: Iterable[str]) -> tuple[tuple[str, Scalar], ...]:
     return tuple((k, config[k]) for k in sorted(keys) if isinstance(config.get(k), str | int | float | bool))
-
-
-def _config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        inner = config.get("text_config")  # of models that also see
-        return config if not isinstance(inner, Mapping) else {**config, **inner}
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ParseError(f"{line(path)}: {line(error)}; legal is a model's config.json") from None
-    if not isinstance(found, dict):
-        raise ParseError(f"{line(path)}: {shown(found)}; legal is a model's config.json, an object")
-    return _config(found)
 
 
 def _spans(devices: tuple[int, ...]) -> str:

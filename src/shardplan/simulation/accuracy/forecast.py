@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shardplan.errors import ShardplanError
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
-from shardplan.simulation.accuracy.subject import form_of, strategies_of
+from shardplan.simulation.accuracy.subject import dropped, form_of, strategies_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit, machine_fit
@@ -28,7 +28,11 @@ STEP = 1e-3  # of a parameter's logarithm, in a derivative
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A prediction of a row; `assumed` has fields that were unpublished, with the values that it takes least with."""
+    """A prediction of a row.
+
+    `assumed` has fields that were unpublished, with the values that it takes least with; `dropped` published options
+    that do nothing, as they were said.
+    """
 
     id: str
     seconds_per_step: float
@@ -38,6 +42,7 @@ class Forecast:
     parameter_and_optimizer_bytes: float
     fits: bool
     assumed: Mapping[str, object]
+    dropped: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 def forecast(
@@ -104,6 +109,7 @@ def _together(
             float(state[k]),
             peak * (1 - MEMORY_RESIDUAL) <= form.topology.device.memory,
             {name: getattr(best[k], name) for name in row.unknown},
+            dropped(row, best[k]),
         )
 
 

@@ -19,13 +19,12 @@ from shardplan.simulation.closed.machines import MachineFit
 from shardplan.simulation.closed.parameters import Parameters
 
 Floats = np.ndarray
-FREE = ("product", "stream", "launch", "collective", "network", "attention")
+FREE = ("product", "stream", "launch", "network", "attention")
 LIMITS: Mapping[str, tuple[float, float]] = {
     "product": (0.2, 0.95),
     "stream": (0.2, 1.0),
     "launch": (1e-7, 3e-4),
-    "collective": (1e-6, 5e-3),
-    "network": (0.05, 1.3),
+    "network": (0.05, 1.0),
     "attention": (0.05, 0.95),
 }
 WIDTH = 0.05  # of a residual in logarithms, beyond which it counts less

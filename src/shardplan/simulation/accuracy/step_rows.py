@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shardplan.core.decoding import decode_json, read_bytes
 from shardplan.errors import ParseError, line
 
 Status = Literal["verified", "derived", "plot", "recalled", "suspect"]
@@ -123,19 +124,21 @@ class StepRow(_Struct, frozen=True):
 
 def is_steps(path: Path) -> bool:
     """Say whether the first line of a file is a row of a measured step."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return '"strategy"' in file.readline()
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return '"strategy"' in file.readline()
+    except OSError as error:
+        raise ParseError(f"cannot read {line(path)}: {error.strerror}") from None
 
 
 def read_steps(path: Path) -> list[StepRow]:
     """Return the rows of a file; raises `ParseError` naming the file and the line of what is not a row."""
     rows: list[StepRow] = []
-    decoder = msgspec.json.Decoder(StepRow)
-    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+    for number, text in enumerate(read_bytes(path).splitlines(), 1):
         if text.strip():
             try:
-                rows.append(decoder.decode(text))
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                rows.append(decode_json(text, StepRow))
+            except ParseError as error:
                 raise ParseError(f"{line(path)}, line {number}: {error}") from None
     if not rows:
         raise ParseError(f"{line(path)} has no rows")

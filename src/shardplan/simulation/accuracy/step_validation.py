@@ -51,7 +51,8 @@ class StepsVerdict:
             "predicted_not_to_fit": list(self.predicted_not_to_fit),
             "assumed": [{"id": f.id, "fields": dict(f.assumed)} for f in self.forecasts if f.assumed],
             "predictions": [
-                asdict(f) | {"seconds_interval": list(f.seconds_interval), "assumed": dict(f.assumed)}
+                asdict(f)
+                | {"seconds_interval": list(f.seconds_interval), "assumed": dict(f.assumed), "dropped": dict(f.dropped)}
                 for f in self.forecasts
             ],
         }

@@ -12,7 +12,9 @@ from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
+from shardplan.strategy.options import idle
 from shardplan.strategy.strategy import Strategy
 
 # What a field that is unpublished may have been.
@@ -25,6 +27,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1),
     "precision": ("bf16",),
 }
+
+# Options that publications say although they do nothing.
+HARMLESS = ("sequence_parallel", "tensor_overlap", "zero", "fsdp", "recompute", "schedule", "offload_layers")
 
 
 @lru_cache(maxsize=256)
@@ -44,6 +49,12 @@ def model_of(row: RowModel) -> Model:
 
 
 @lru_cache(maxsize=256)
+def limits_of(row: RowModel) -> ModelLimits:
+    """Return the limits of a row's model."""
+    return ModelLimits.of(model_of(row))
+
+
+@lru_cache(maxsize=256)
 def form_of(row: RowModel, cluster: RowCluster) -> ClosedForm:
     """Return the closed form of a model on a row's cluster; what was read of a model is read once for all clusters."""
     return _read_form(row).on(topology_of_row(cluster), Parameters())
@@ -57,16 +68,18 @@ def _read_form(row: RowModel) -> ClosedForm:
 def strategies_of(row: StepRow) -> list[Strategy]:
     """Return the strategy of a row; several where fields of it are unpublished: those that are legal.
 
+    Options of it that do nothing are left out, as a strategy of one's own may not have them: see `dropped`.
+
     Raises `ShardplanError` where none is.
     """
     said = row.strategy
     fixed: dict[str, Any] = {name: getattr(said, name) for name in said.__struct_fields__ if name not in row.unknown}
-    if row.model.family != "moe":
-        fixed["expert"] = 1
-    if fixed.get("tensor") == 1:
-        fixed["sequence_parallel"] = False
     found: list[Strategy] = []
-    refused = "no combination"
+    refused, limits = "no combination", limits_of(row.model)
+    if row.table.startswith("torchtitan") and fixed.get("recompute") == "selective":  # as torchtitan means it
+        fixed["recompute"] = "selective_op"
+    if limits.shared == 1:  # of a dense model it may say any number
+        fixed["expert"] = 1
     free = [name for name in row.unknown if name not in fixed]
     for chosen in itertools.product(*(CHOICES[name] for name in free)):
         one = fixed | dict(zip(free, chosen, strict=True))
@@ -74,12 +87,23 @@ def strategies_of(row: StepRow) -> list[Strategy]:
         if free and (apart != (one["interleave"] > 1) or one["pipeline"] * one["interleave"] > row.model.layers):
             continue
         try:
-            found.append(Strategy(**one))
+            found.append(_without(Strategy(**one), limits))
         except ShardplanError as error:
             refused = str(error)
     if not found:
         raise ShardplanError(f"{row.id}: {refused}")
     return found
+
+
+def dropped(row: StepRow, strategy: Strategy) -> dict[str, object]:
+    """Return the published options of a row that do nothing, and without which it is predicted, as they were said."""
+    said = {name: getattr(row.strategy, name) for name in row.strategy.__struct_fields__ if name not in row.unknown}
+    return {name: value for name, value in said.items() if getattr(strategy, name) != value and value is not None}
+
+
+def _without(strategy: Strategy, limits: ModelLimits) -> Strategy:
+    """Return a published strategy as it ran: without options that do nothing."""
+    return replace(strategy, **{one.name: one.runs_as for one in idle(limits, strategy) if one.name in HARMLESS})
 
 
 @lru_cache(maxsize=256)

@@ -15,8 +15,9 @@ from shardplan.strategy.strategy import RECOMPUTE, Strategy
 
 Ints = np.ndarray
 Floats = np.ndarray
+MOST = 2**62  # of a code that 64 bits hold
 # Blocks of axes, outermost on the hardware first: who of a strategy's devices lie next to each other. `together` is no
-# order: what no order is below, each block with nothing inside of it.
+# order: of every collective the one of all orders in which it costs least, so that no order is below it.
 ORDERS = tuple(itertools.permutations(("pipeline", "data", "context", "tensor")))
 TOGETHER = ("together",)
 # Columns whose numbers are places in a tuple of names; None is what a strategy leaves to the model.
@@ -60,7 +61,8 @@ class Configurations:
         """Return strategies as columns; raises `LayoutError` for one that says what no column has."""
         rows = list(strategies)
         for s in rows:
-            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", False)):
+            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", False),
+                                ("offload", False)):  # fmt: skip
                 if getattr(s, name) != plain:
                     raise LayoutError(f"many strategies at once: {name}={getattr(s, name)!r}; legal is {plain!r}")
         columns: dict[str, Ints] = {}
@@ -96,16 +98,25 @@ class Configurations:
         return CODES["order"][int(self.columns["order"][k])]
 
     def strides(self) -> dict[str, Floats]:
-        """Return by block of axes how many devices lie between neighbours, float64 [n]."""
-        col = self.columns
+        """Return by block of axes how many devices lie between neighbours, float64 [n].
+
+        Where any of them has no order, every block has its strides in all orders: float64 [orders, n].
+        """
+        orders = self.columns["order"]
+        unordered = orders == len(ORDERS)
+        if not unordered.any():
+            return self._strides(orders)
+        each = [self._strides(np.where(unordered, code, orders)) for code in range(len(ORDERS))]
+        return {block: np.stack([one[block] for one in each]) for block in ORDERS[0]}
+
+    def _strides(self, orders: Ints) -> dict[str, Floats]:
         found: dict[str, Floats] = {block: np.ones(len(self)) for block in ORDERS[0]}
-        orders = col["order"]
         for code in np.flatnonzero(np.bincount(orders)):
             at = slice(None) if (orders == code).all() else np.flatnonzero(orders == code)
             inside: Floats | float = 1.0
-            for block in reversed(CODES["order"][code] if code < len(ORDERS) else ()):
+            for block in reversed(CODES["order"][code]):
                 found[block][at] = inside
-                inside = inside * col[block][at]
+                inside = inside * self.columns[block][at]
         return found
 
     def strategy(self, k: int) -> Strategy:
@@ -123,3 +134,16 @@ def _code(name: str, legal: tuple[Any, ...], said: object) -> int:
     if said not in legal:
         raise LayoutError(f"many strategies at once: {name}={said!r}; legal are {', '.join(map(str, legal))}")
     return legal.index(said)
+
+
+def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Return a place of every distinct row of some columns of numbers from 0, and which of them each row is."""
+    code, most = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for values in columns:
+        width = int(values.max()) + 1
+        if most * width > MOST:
+            code = np.unique(code, return_inverse=True)[1]
+            most = int(code.max()) + 1
+        code, most = code * width + values, most * width
+    _, places, back = np.unique(code, return_index=True, return_inverse=True)
+    return places, back

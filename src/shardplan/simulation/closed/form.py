@@ -6,18 +6,19 @@ that are alike in it; a stage is a sum of layers, and a schedule a formula of st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.dim_names import DimNames, dim_names
+from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.links import LevelRates
+from shardplan.simulation.closed.collectives import CollectivePrices
+from shardplan.simulation.closed.configurations import CODES, Configurations, distinct
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
-from shardplan.simulation.closed.numbers import KernelPrice, LayerCost, LocalSizes, layer_costs
+from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
 from shardplan.simulation.closed.stages import Dealt, layer_rows, layers_of, recipe, weight_parts
@@ -32,7 +33,6 @@ Ints = np.ndarray
 FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
 # Axes of each block, innermost first; experts have the inner part of each.
 INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
-MOST = 2**62  # of a code that 64 bits hold
 SPREAD = ("data", "expert")  # axes over which sequences are dealt out
 
 
@@ -63,7 +63,7 @@ class StageTimes(NamedTuple):
 class ClosedForm:
     """The closed form of a model on a topology.
 
-    `bounded` is of kernels (see `KernelPrice`), `captured` of collectives (see `LevelRates`): forward steps have them.
+    `captured` is of collectives (see `CollectivePrices`), as forward steps have them.
 
     >>> from shardplan.simulation.closed.configurations import Configurations
     >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
@@ -79,13 +79,12 @@ class ClosedForm:
     _readings: dict[tuple[object, ...], Reading] = field(default_factory=dict["tuple[object, ...]", Reading])
     _bases: dict[str | None, Model] = field(default_factory=dict["str | None", Model])
     _names: dict[str | None, DimNames] = field(default_factory=dict["str | None", DimNames])
-    bounded: bool = False
     captured: bool = False
 
     def on(self, topology: Topology, parameters: Parameters) -> ClosedForm:
         """Return the closed form of the model on another topology, or with other parameters; what was read stays."""
         known = self._readings, self._bases, self._names
-        return ClosedForm(self.model, topology, parameters, *known, self.bounded, self.captured)
+        return ClosedForm(self.model, topology, parameters, *known, self.captured)
 
     def __call__(self, c: Configurations) -> PricedSteps:
         """Price them."""
@@ -140,7 +139,7 @@ class ClosedForm:
 
         How far apart devices of a group are matters up to the largest child of a level: beyond, each is in another.
         """
-        most = self.rates().unit[-1]
+        most = max(self.topology.strides)
         return [np.minimum(x, most).astype(np.int64) for x in c.strides().values()]
 
     def floors(self, c: Configurations, events: bool = False) -> tuple[Floats, Floats]:
@@ -191,19 +190,17 @@ class ClosedForm:
     ) -> StageTimes:
         """What the chunks of configurations with one number of them take."""
         p, col = self.parameters, c.columns
-        rates = self.rates()
-        dealt = Dealt.of(c, cost, rates, p)
+        dealt = Dealt.of(c, cost, self.collectives(), p)
         nothing: Floats = np.zeros((1, len(c)))
-        stream = self.topology.device.memory_bandwidth * p.stream
         made: list[Floats] = []
         for phase in (FORWARD, BACKWARD):
-            rows = layer_rows(c, cost, p, phase, nothing if bare else dealt.gathered(phase), stream)
+            rows = layer_rows(c, cost, p, phase, nothing if bare else dealt.gathered(phase), self.topology.device)
             made.append(np.einsum("rc,rn->nc", counts, rows))
             if phase == BACKWARD:
                 made.append(np.einsum("rc,rn->nc", counts, rows * weight_parts(c, cost)))
         send = np.zeros(len(c))
         if col["pipeline"][0] > 1:
-            send = sent(c, cost, rates, p)
+            send = sent(c, cost, self.collectives())
             # Interleaved ones have other chunks meanwhile, and take no less than a message does.
             for chunks in (made[0][:, 1:], made[1][:, :-1]):
                 if col["interleave"][0] == 1:
@@ -267,11 +264,17 @@ class ClosedForm:
             )
             if s.precision not in self._names:
                 self._names[s.precision] = dim_names(base.program, base.dims, base.origins)
-            self._readings[key] = read(base, plain.layouts(base), axes, self._names[s.precision])
+            found = read(base, plain.layouts(base), axes, self._names[s.precision])
+            if not found.layers:
+                raise ShardplanError(
+                    f"the closed form of {base.name}, which has no layers; legal are models that repeat some, and "
+                    "fidelity='ops'"
+                )
+            self._readings[key] = found
         return self._readings[key]
 
     def _base(self, precision: str | None) -> Model:
-        """The model in a precision, with two sequences: a dim of size 1 has no factor."""
+        """The model in a precision as jobs run it, with two sequences: a dim of size 1 has no factor."""
         if precision not in self._bases:
             kind = "bf16" if precision in NARROW else precision
             model = self.model
@@ -280,18 +283,19 @@ class ClosedForm:
             types = model.program.types
             sizes = (zip(dims, types[v].shape, strict=True) for v, dims in model.dims.items() if v in types)
             small = any(dim == "batch" and n == 1 for pairs in sizes for dim, n in pairs)
-            self._bases[precision] = model.resize(batch=2) if small else model
+            self._bases[precision] = (model.resize(batch=2) if small else model).with_given_count()
         return self._bases[precision]
 
     def _cost(self, reading: Reading, c: Configurations, degrees: Mapping[str, Ints]) -> LayerCost:
         """What layers cost: worked out for those that differ in it."""
         blocks = c.strides()
-        apart = [blocks[b].astype(np.int64) for b in INNER]
+        # Of a strategy without an order its degrees say where its axes may lie.
+        apart = [blocks[b].astype(np.int64) for b in INNER] if blocks["data"].ndim == 1 else [c.columns["pipeline"]]
         places, back = distinct([*degrees.values(), c.columns["microbatch"], *apart])
         few = {a: d[places].astype(float) for a, d in degrees.items()}
         strides: dict[str, Floats] = {}
         for block, axes in INNER.items():
-            inside = blocks[block][places]
+            inside = blocks[block][..., places]
             for a in (part for axis in axes for part in (SHARING[axis], axis)):
                 strides[a] = inside
                 inside = inside * few.get(a, 1.0)
@@ -299,36 +303,24 @@ class ClosedForm:
         attention = CODES["attention"][int(c.columns["attention"][0])] or "flash2"
         precision = CODES["precision"][int(c.columns["precision"][0])]
         dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
-        price = KernelPrice(self.topology.device, self.parameters, dtype, attention, self.bounded)
-        return layer_costs(reading, price, self.rates(), sizes, strides).at(back)
+        device = with_kernels(self.topology.device, self.parameters, attention)
+        return layer_costs(reading, KernelsAsked(device, dtype, attention), self.collectives(), sizes, strides).at(back)
 
-    def rates(self) -> LevelRates:
+    def collectives(self) -> CollectivePrices:
         """Return what collectives are priced by."""
-        return LevelRates.of(self.topology, self.parameters, self.captured)
+        return CollectivePrices.of(self.topology, self.parameters, self.captured)
 
 
-def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return a place of every distinct row of some columns of numbers from 0, and which of them each row is."""
-    code, most = np.zeros(len(columns[0]), dtype=np.int64), 1
-    for values in columns:
-        width = int(values.max()) + 1
-        if most * width > MOST:
-            code = np.unique(code, return_inverse=True)[1]
-            most = int(code.max()) + 1
-        code, most = code * width + values, most * width
-    _, places, back = np.unique(code, return_index=True, return_inverse=True)
-    return places, back
-
-
-def sent(c: Configurations, cost: LayerCost, rates: LevelRates, p: Parameters) -> Floats:
+def sent(c: Configurations, cost: LayerCost, collectives: CollectivePrices) -> Floats:
     """Return the seconds of a message from a stage to the next, [n].
 
     Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
     """
     strides = c.strides()
     parts = np.where(c.columns["sequence_parallel"], 1, c.columns["tensor"])
-    send = rates.message(strides["pipeline"], cost.carried / parts, p)
-    return send + rates.seconds(False, True, [(parts, strides["tensor"])], cost.carried, p)
+    stages = int(c.columns["pipeline"][0])
+    send = collectives.message_lines(strides["pipeline"], stages).seconds(cost.carried / parts)
+    return send + collectives.lines(False, True, [(parts, strides["tensor"])]).seconds(cost.carried)
 
 
 def by_chunks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shardplan.core import border
+from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, ShardplanError, shown
 from shardplan.hardware.toml_fields import basic_string, known
 from shardplan.simulation.closed.parameters import Parameters
@@ -59,9 +59,9 @@ def parse_fit(text: str, what: str = "parameters") -> MachineFit:
     Raises `ParseError` where it is no TOML, `ShardplanError` for a key or a value that is not legal.
     """
     try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise ParseError(f"{what} is no TOML: {error}") from error
+        data = decode_toml(text)
+    except ParseError as error:
+        raise ParseError(f"{what} is no TOML: {error}") from None
     known(what, data, ("machine", "base", "source", "parameters", "fit"))
     said = data.get("parameters")
     if not isinstance(said, dict):
@@ -71,14 +71,25 @@ def parse_fit(text: str, what: str = "parameters") -> MachineFit:
     known(f"{what}: parameters", said, Parameters.names())
     values = {k: border.number(f"{what}: {k}", v, ShardplanError) for k, v in said.items()}
     fit = data.get("fit", {})
-    names = tuple(fit.get("names", ()))
-    covariance = np.array(fit.get("covariance", np.zeros((0, 0))), dtype=float)
-    if covariance.shape != (len(names), len(names)) or not {*names} <= {*Parameters.names()}:
-        raise ShardplanError(
-            f"{what}: fit has {len(names)} names and a covariance of {covariance.shape}; legal are alike"
-        )
+    if not isinstance(fit, dict):
+        raise ShardplanError(f"{what}: fit is {shown(fit)}; legal is a table")
+    names, rows = fit.get("names", []), fit.get("covariance", [])
+    if not isinstance(names, list) or not all(isinstance(n, str) and n in Parameters.names() for n in names):
+        raise ShardplanError(f"{what}: fit.names is {shown(names)}; legal are some of {', '.join(Parameters.names())}")
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == len(names) for row in rows):
+        raise ShardplanError(f"{what}: fit.covariance is {shown(rows)}; legal are rows of {len(names)} numbers")
+    if len(rows) != len(names):
+        raise ShardplanError(f"{what}: fit.covariance has {len(rows)} rows; legal are {len(names)}, one a name")
+    wrong = next((x for row in rows for x in row if not _finite(x)), None)
+    if wrong is not None:
+        raise ShardplanError(f"{what}: fit.covariance has {shown(wrong)}; legal are finite numbers")
+    covariance = np.array(rows, dtype=float).reshape(len(names), len(names))
     base = border.text(f"{what}: base", data.get("base", ""), ShardplanError)
-    return MachineFit(Parameters(**values), names, covariance, base)
+    return MachineFit(Parameters(**values), tuple(names), covariance, base)
+
+
+def _finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < float("inf")  # pyright: ignore[reportArgumentType]
 
 
 def fit_text(machine: str, source: str, fit: MachineFit, notes: Mapping[str, object]) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.hardware.level import DeviceSpec
-from shardplan.simulation.closed.links import LevelRates
+from shardplan.core.pattern import Work
+from shardplan.hardware.level import DeviceSpec, KernelShares
+from shardplan.hardware.prices.kernels import kernel_seconds
+from shardplan.simulation.closed.collectives import AffineCosts, CollectivePrices
+from shardplan.simulation.closed.lifetimes import life_bytes
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import FORWARD, Extent, LocalKernel, LocalValue, Reading
 
@@ -77,70 +81,76 @@ class LocalSizes:
         return value.itemsize * self.volume(value.extents)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KernelPrice:
-    """Prices kernels on a device, as arrays.
-
-    `bounded` says that none is sooner done than its values are read and written: so are products of few rows, which a
-    forward step has and a training step does not.
-    """
+class KernelsAsked(NamedTuple):
+    """What kernels of a device run at: its rates and what is reached of them, and what the strategy says of kernels."""
 
     device: DeviceSpec
-    parameters: Parameters
-    product_dtype: str
-    attention: str
-    bounded: bool = False
+    product_dtype: str  # of products with the layers' parameters
+    attention: str  # its class
 
-    def seconds(self, k: LocalKernel, sizes: LocalSizes) -> Floats:
-        """Return the seconds of a kernel on a device."""
-        found = self._alone(k, sizes)
-        if not self.bounded or k.kind == "streamed":
-            return found
-        return np.maximum(found, self.streamed(sum((sizes.bytes(v) for v in k.values), np.asarray(0.0)) * k.touched))
 
-    def _alone(self, k: LocalKernel, sizes: LocalSizes) -> Floats:
-        p = self.parameters
-        whole = float(np.prod([float(e.size) for e in k.extents]))
-        flops = k.flops * (sizes.volume(k.extents) / whole)
-        if k.kind == "product":
-            dtype = self.product_dtype if k.weighs and k.run >= 0 else k.dtype
-            m, n, c = (sizes.volume([k.extents[f] for f in side]) for side in k.roles[1:]) if k.roles else (1e9,) * 3
-            return flops / (self.device.peak(dtype) * p.product) * (1 + p.half * (1 / m + 1 / n + 1 / c))
-        if k.kind == "scores":
-            return self._attention(k, sizes, flops)
-        if k.kind == "loss":
-            return self.streamed(logits_of(k, sizes) * LOSS_BYTES.get(self.attention, LOSS_BYTES[""])[k.phase])
-        return self.streamed(sum((sizes.bytes(v) for v in k.values), np.asarray(0.0)) * k.touched)
+def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list[Work]:
+    """Return what a device does for a kernel, at many sizes: one kernel, or two, for unfused attention.
 
-    def scores(self, k: LocalKernel, sizes: LocalSizes) -> Floats:
-        """Return how many scores attention has on a device, where they are written to memory; else 0."""
-        b, s, g, r, _, t, _ = (sizes.extent(x) for x in k.extents)
-        return b * g * r * s * t * (self.attention == "unfused")
+    Raises `TopologyError` where the device states no operations per second for a product.
+    """
+    whole = float(np.prod([float(e.size) for e in k.extents]))
+    flops = k.flops * (sizes.volume(k.extents) / whole)
+    nbytes = sum((sizes.bytes(v) for v in k.values), np.asarray(0.0)) * k.touched
+    if k.kind == "product":
+        dtype = asked.product_dtype if k.weighs and k.run >= 0 else k.dtype
+        asked.device.peak(dtype)
+        sides = tuple(sizes.volume([k.extents[f] for f in side]) for side in k.roles[1:])
+        return [Work(flops, dtype, nbytes, k.kind, sides)]
+    if k.kind == "scores":
+        asked.device.peak(k.dtype)
+        return _unfused(k, sizes, asked, nbytes) if unfused(asked) else [Work(flops, k.dtype, nbytes, k.kind)]
+    if k.kind == "loss":
+        nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
+    return [Work(0.0, k.dtype, nbytes, k.kind)]
 
-    def streamed(self, nbytes: Floats) -> Floats:
-        """Return the seconds of reading and writing."""
-        return nbytes / (self.device.memory_bandwidth * self.parameters.stream)
 
-    def _attention(self, k: LocalKernel, sizes: LocalSizes, flops: Floats) -> Floats:
-        """Attention: fused, at a part of the peak; else two products, and scores read and written."""
-        p, (b, s, g, r, d, t, e) = self.parameters, (sizes.extent(x) for x in k.extents)
-        peak = self.device.peak(k.dtype)
-        if self.attention != "unfused":
-            return flops / (peak * p.attention * FASTER[self.attention])
-        back = k.phase == 1
-        scores = b * g * r * s * t
-        flops = scores * (d + e) * 2 * (2 if back else 1)
-        if k.extents[4].size * ITEMSIZE % ALIGNED:
-            peak = min(peak, self.device.peak("f32"))
-        products = flops / (peak * p.product) * (1 + p.half * (1 / s + 1 / t + 1 / d))
-        return products + self.streamed(scores * (SCORE_BYTES[back] + APART[back][1] * ((b * g * r) % BLOCK > 0)))
+def seconds_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
+    """Return the seconds of a kernel on a device, as `hardware` prices them."""
+    works = kernel_works(k, sizes, asked)
+    return sum((np.asarray(kernel_seconds(work, asked.device)) for work in works), np.asarray(0.0))
 
-    def launches(self, k: LocalKernel, sizes: LocalSizes) -> Floats | float:
-        """Return how many kernels the host issues: one, but for attention in steps."""
-        if k.kind != "scores" or self.attention != "unfused":
-            return 1.0
-        b, _, g, r, *_ = (sizes.extent(x) for x in k.extents)
-        return IN_STEPS[k.phase == 1] + APART[k.phase == 1][0] * ((b * g * r) % BLOCK > 0)
+
+def unfused(asked: KernelsAsked) -> bool:
+    """Say whether attention is in steps."""
+    return asked.attention == "unfused"
+
+
+def _unfused(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked, nbytes: Floats) -> list[Work]:
+    """Two products, and scores read and written."""
+    b, s, g, r, d, t, e = (sizes.extent(x) for x in k.extents)
+    back = k.phase == 1
+    scores = b * g * r * s * t
+    unaligned = k.extents[4].size * ITEMSIZE % ALIGNED > 0
+    dtype = "f32" if unaligned and asked.device.peak("f32") < asked.device.peak(k.dtype) else k.dtype
+    streamed = scores * (SCORE_BYTES[back] + APART[back][1] * ((b * g * r) % BLOCK > 0))
+    flops = scores * (d + e) * 2 * (2 if back else 1)
+    return [Work(flops, dtype, nbytes, "product", (s, t, d)), Work(0.0, dtype, streamed)]
+
+
+def scores_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
+    """Return how many scores attention has on a device, where they are written to memory; else 0."""
+    b, s, g, r, _, t, _ = (sizes.extent(x) for x in k.extents)
+    return b * g * r * s * t * unfused(asked)
+
+
+def launches_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats | float:
+    """Return how many kernels the host issues: one, but for attention in steps."""
+    if k.kind != "scores" or not unfused(asked):
+        return 1.0
+    b, _, g, r, *_ = (sizes.extent(x) for x in k.extents)
+    return IN_STEPS[k.phase == 1] + APART[k.phase == 1][0] * ((b * g * r) % BLOCK > 0)
+
+
+def with_kernels(device: DeviceSpec, p: Parameters, attention: str = "flash2") -> DeviceSpec:
+    """Return a device at the shares of its rates that kernels reach by parameters, with this class of attention."""
+    fused = p.attention * FASTER.get(attention, 1.0)
+    return replace(device, kernels=KernelShares(p.product, fused, p.stream, p.half))
 
 
 def logits_of(k: LocalKernel, sizes: LocalSizes) -> Floats:
@@ -170,7 +180,11 @@ class LayerCost:
 
 
 def layer_costs(
-    reading: Reading, price: KernelPrice, rates: LevelRates, sizes: LocalSizes, strides: Mapping[str, Floats]
+    reading: Reading,
+    asked: KernelsAsked,
+    collectives: CollectivePrices,
+    sizes: LocalSizes,
+    strides: Mapping[str, Floats],
 ) -> LayerCost:
     """Return what each part of a reading costs, at many sizes."""
     runs, n = len(reading.layers), len(sizes.microbatch)
@@ -182,23 +196,26 @@ def layer_costs(
         rows[name][run if run >= 0 else runs - 1 - run] += x
 
     for k in reading.kernels:
-        seconds, phase = price.seconds(k, sizes), PHASES[k.phase]
+        seconds, phase = seconds_of(k, sizes, asked), PHASES[k.phase]
         if not k.joined:
             add(f"compute {phase}", k.run, seconds)
-            add(f"launches {phase}", k.run, price.launches(k, sizes))
+            add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
         if k.gradient:
             add("gradients", k.run, seconds)
         if k.kind == "scores" and k.phase == FORWARD:
             add("attention", k.run, seconds)
-            add("scores", k.run, price.scores(k, sizes))
+            add("scores", k.run, scores_of(k, sizes, asked))
         if k.kind == "loss" and k.phase == FORWARD:
             add("logits", k.run, logits_of(k, sizes))
         if k.phase == FORWARD and not k.joined:
             add("again needed" if k.needed else "again rest", k.run, seconds)
-            add("again launches", k.run, price.launches(k, sizes))
+            add("again launches", k.run, launches_of(k, sizes, asked))
+    known: dict[tuple[bool, bool, tuple[str, ...]], AffineCosts] = {}
     for m in reading.moves:
-        group = [(sizes.degrees[a], strides[a]) for a in m.axes]
-        seconds = rates.seconds(m.summed, m.whole, group, sizes.bytes(m.value), price.parameters)
+        key = m.summed, m.whole, m.axes
+        if key not in known:
+            known[key] = collectives.lines(m.summed, m.whole, [(sizes.degrees[a], strides[a]) for a in m.axes])
+        seconds = known[key].seconds(sizes.bytes(m.value))
         phase = PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
@@ -206,14 +223,29 @@ def layer_costs(
             add("again moves needed" if m.needed else "again moves rest", m.run, seconds)
             add("again launches", m.run, 1.0)
     for h in reading.parameters:
-        kind = "experts" if any(a.startswith("expert") for e in h.value.extents for a in e.axes) else "parameters"
+        kind = (
+            "experts"
+            if h.shared and any(a.startswith("expert") for e in h.value.extents for a in e.axes)
+            else "parameters"
+        )
         add(kind, h.run, sizes.volume(h.value.extents))
-    for s in reading.saved:
+    for h in reading.copies:
+        add("copies", h.run, sizes.volume(h.value.extents))
+    for h in reading.tables:
+        add("tables", h.run, sizes.volume(h.value.extents))
+    for s in (*reading.saved, *reading.outside):
         add("saved", s.run, sizes.bytes(s.value))
         if s.into == "product":
             add("saved for products", s.run, sizes.bytes(s.value))
-        if s.kind == "product":
-            add("saved products", s.run, sizes.bytes(s.value))
+        if s.kind == "scores":
+            add("saved scores", s.run, sizes.bytes(s.value))
+    for run, value in reading.second:
+        add("second products", run, sizes.bytes(value))
+    for life in reading.lives:
+        for name, nbytes in life_bytes(life, sizes, n).items():
+            add(name, life.run, nbytes)
+    if "copies" not in rows:
+        add("copies", -2, 0.0)
     if "logits" not in rows:
         add("logits", -2, 0.0)
     if "saved" not in rows:

@@ -13,8 +13,6 @@ class Parameters:
         product: The part of the peak that large matrix products reach.
         stream: The part of the memory bandwidth that kernels reach which only read and write.
         launch: Seconds after which the host issues the next kernel; a device that is done sooner waits.
-        collective: Seconds of a collective of two devices, whatever its bytes; a ring of n has n - 1 times as
-            many, an all-to-all log2 n times.
         network: The part of the bandwidth between nodes, as the topology delivers it, that a step's collectives reach.
         attention: The part of the peak that fused attention of the first generation (`flash1`) reaches, counted causal
             where it is.
@@ -29,7 +27,6 @@ class Parameters:
     product: float = 0.75
     stream: float = 0.75
     launch: float = 8e-6
-    collective: float = 5e-5
     network: float = 0.6
     attention: float = 0.25
     half: float = 60.0

@@ -9,15 +9,20 @@ other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
+from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, nested
 from shardplan.core.ops.compute import Compute, computing
-from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.simulation.closed.addends import addends, no_larger
 from shardplan.simulation.closed.kept import kept_values
+from shardplan.simulation.closed.lifetimes import layer_life
+from shardplan.simulation.closed.outside import is_read_early, outside_layers, run_of
+from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values
 from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (
     BACKWARD,
@@ -25,6 +30,7 @@ from shardplan.simulation.closed.work import (
     PARTIAL,
     Extent,
     HeldParameter,
+    LayerLife,
     LocalKernel,
     LocalMove,
     LocalValue,
@@ -34,7 +40,9 @@ from shardplan.simulation.closed.work import (
     work_of,
 )
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.opening import refuses
 from shardplan.strategy.partition.tables import FREE, LAYER, Layouts, TableLine
+from shardplan.strategy.strategy import shared_dim
 
 
 def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
@@ -46,23 +54,6 @@ def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | 
     return replace(found, kept=kept_values(model, layouts, axes))
 
 
-@dataclass(slots=True, eq=False)
-class _ReadBlock:
-    """Values of a program, or of a body, while it is read."""
-
-    program: Program
-    names: DimNames
-    run: int
-    state: dict[str, State] = field(default_factory=dict[str, State])
-    made: dict[str, list[State]] = field(default_factory=dict[str, "list[State]"])  # each state that a value was in
-    maker: dict[str, str] = field(default_factory=dict[str, str])  # the kind of kernel that made it
-    held: dict[str, tuple[str, State]] = field(default_factory=dict[str, "tuple[str, State]"])  # parameters
-    saved: dict[str, tuple[tuple[int, str], Saved]] = field(
-        default_factory=dict[str, "tuple[tuple[int, str], Saved]"]
-    )  # by the value that has it again, what was kept
-    needed: set[str] = field(default_factory=set[str])
-
-
 class _Reader:
     """Reads a model."""
 
@@ -70,7 +61,7 @@ class _Reader:
         self.model, self.axes = model, axes
         serve = dict(layouts.serve)
         self.serve = {a: [g for g in serve.get(a, ()) if FREE not in g] for a in axes}
-        self.layouts = layouts
+        self.layouts, self.mesh = layouts, Mesh(dict.fromkeys(axes, 2))
         self.names = names or dim_names(model.program, model.dims, model.origins)
         self.kernels: list[LocalKernel] = []
         self.moves: list[LocalMove] = []
@@ -82,6 +73,11 @@ class _Reader:
         self.owners = {value: name for name, value in model.gradients.items()}
         self.alike: dict[str, tuple[int, str]] = {}  # by a stack of saved values, the run and the value in its body
         self.carried = LocalValue(0, ())
+        self.lives: list[LayerLife] = []
+        self.opened: set[tuple[int, str]] = set()  # by run what is made of ops that are written out, and not saved
+        self.products: dict[int, int] = {}  # by run how many there were
+        self.second: dict[tuple[int, str], LocalValue] = {}  # of every second one what it makes, where that is needed
+        self.entering: dict[int, str] = {}  # by run the value of its body that layers hand on
 
     def _sizes(self, name: str) -> Iterator[tuple[str, int]]:
         shape = self.model.program.types[name].shape if name in self.model.program.types else ()
@@ -90,7 +86,7 @@ class _Reader:
     def read(self) -> Reading:
         """Read."""
         program = self.model.program
-        top = _ReadBlock(program, self.names, -1)
+        top = ReadBlock(program, self.names, -1)
         for name, _ in program.inputs:
             dims = self.model.dims.get(name, ())
             if name in self.model.parameters:
@@ -101,14 +97,19 @@ class _Reader:
                 top.state[name] = self._laid(self.layouts.stored, name, dims)
             top.made[name] = [top.state[name]]
         top.held |= {value: top.held[name] for value, name in self.owners.items()}
-        top.needed = _needed(program, self.forwards)
+        top.needed = needed_values(program, self.forwards)
+        top.kept = {o for step in program.steps[self.forwards :] for o in step.operands}
+        top.parts = addends(self.model, self.forwards, {value: top.held[value][1] for value in self.owners})
         for number, step in enumerate(program.steps):
             if self.model.origins and number >= len(self.model.origins):
                 break  # the optimizer's
             self.phase = FORWARD if number < self.forwards else BACKWARD
             if self.phase == FORWARD and self.layers:
                 top.run = -2
+            if number == self.forwards:
+                top.made = {name: [states[0], *no_larger(states)] for name, states in top.made.items()}
             self._step(top, number, step)
+        outside = outside_layers(program, self.forwards, len(self.model.origins))
         parameters = tuple(self._parameter(top, name) for name in self.model.parameters)
         return Reading(
             tuple(self.kernels),
@@ -118,6 +119,14 @@ class _Reader:
             tuple(self.layers),
             self.batch,
             self.carried,
+            lives=tuple(self.lives),
+            second=tuple((run, value) for (run, _), value in self.second.items()),
+            outside=tuple(
+                Saved(run, self._local(top, v, program.types[v], self._canonical(top, v)), "", "")
+                for v, run in outside.saved.items()
+            ),
+            copies=tuple(h._replace(run=-2) for h in parameters if h.run == -1 and h.name in outside.late),
+            tables=tuple(h for h in parameters if h.run < 0 and h.name in outside.tables),
         )
 
     def _laid(self, lines: Sequence[TableLine], name: str, dims: Sequence[str]) -> State:
@@ -126,7 +135,7 @@ class _Reader:
                 return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
         return {}
 
-    def _parameter(self, top: _ReadBlock, name: str) -> HeldParameter:
+    def _parameter(self, top: ReadBlock, name: str) -> HeldParameter:
         t, dims = self.model.program.types[name], self.model.dims[name]
         held = top.held[name][1]
         run = -1
@@ -135,33 +144,15 @@ class _Reader:
         sums = tuple(a for a in self.axes if state.get(a) == PARTIAL)
         first = 0
         if dims and dims[0] == LAYER:
-            run, first = self._run_of(name), 1
+            run, first = run_of(self.model.program, self.forwards, name), 1
         extents = tuple(
             Extent(n, tuple(a for a in self.axes if held.get(a) == d)) for d, n in enumerate(t.shape) if d >= first
         )
         if not first:
-            run = -1 if self._early(name) else -2
-        return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums)
+            run = -1 if is_read_early(self.model.program, self.forwards, name) else -2
+        return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums, shared_dim(dims) is not None)
 
-    def _run_of(self, name: str) -> int:
-        run = 0
-        for step in self.model.program.steps[: self.forwards]:
-            if nested(step.op) is not None:
-                if name in step.operands:
-                    return run
-                run += 1
-        return 0
-
-    def _early(self, name: str) -> bool:
-        """Whether what a parameter is first read for comes before the layers."""
-        for step in self.model.program.steps[: self.forwards]:
-            if nested(step.op) is not None:
-                return False
-            if name in step.operands:
-                return True
-        return False
-
-    def _step(self, block: _ReadBlock, number: int, step: Step) -> None:
+    def _step(self, block: ReadBlock, number: int, step: Step) -> None:
         loop = nested(step.op)
         if loop is not None:
             self._loop(block, number, step, loop)
@@ -173,10 +164,22 @@ class _Reader:
         results = tuple(block.program.types[r] for r in step.results)
         link, names = links(op, types), block.names.factors[number]
         operands = [
-            OperandState(block.state.get(o, {}), block.held[o][1] if o in block.held else None) for o in step.operands
+            OperandState(
+                block.state.get(o, {}),
+                block.held[o][1] if o in block.held else None,
+                self.phase == FORWARD and o in block.kept,
+                o in block.saved,
+            )
+            for o in step.operands
         ]
-        made = [block.held[r][1] if r in block.held else None for r in step.results]
+        made = [block.held[r][1] if r in block.held else block.parts.get(r) for r in step.results]
         chosen, passed = serving(self.serve, op, types, link, names, operands, made)
+        written = self.phase == FORWARD and block.run >= 0 and op.decomposition(*types) is not None
+        if written and refuses(self.mesh, self.layouts, step, block.program, names):
+            most = max((t.local_bytes() for t in types), default=0)
+            self.opened |= {
+                (block.run, r) for r, t in zip(step.results, results, strict=True) if t.local_bytes() >= most
+            }
         for k, o in enumerate(step.operands):
             self._want(block, o, types[k], link.operands[k], chosen, passed, step)
         extents = {
@@ -192,7 +195,7 @@ class _Reader:
 
     def _kernel(
         self,
-        block: _ReadBlock,
+        block: ReadBlock,
         step: Step,
         op: Compute,
         types: Sequence[TensorType],
@@ -210,6 +213,10 @@ class _Reader:
             a, b, c = ({f for fs in dims for f in fs} for dims in (*link.operands, link.results[0]))
             picked = (a & b & c, (a & c) - b, (b & c) - a, (a & b) - c)
             roles = tuple(tuple(sorted(places[f] for f in one)) for one in picked)
+        if op.kernel_class == "product" and self.phase == FORWARD and block.run >= 0:
+            number = self.products[block.run] = self.products.get(block.run, -1) + 1
+            if number % 2 == 0 and step.results[0] in block.needed:
+                self.second[block.run, step.results[0]] = values[-1]
         whole = sum(t.local_bytes() for t in (*types, *results))
         flops, touched = work_of(op, tuple(types))
         weighs = any(o in block.held for o in step.operands) or (
@@ -230,20 +237,11 @@ class _Reader:
                 self.phase != FORWARD or any(r in block.needed for r in step.results),
                 weighs,
                 self.phase == BACKWARD and any(r in block.held for r in step.results),
-                self._joins(block, step, op, types, results),
+                joins_product(block, step, op, types, results),
             )
         )
 
-    @staticmethod
-    def _joins(
-        block: _ReadBlock, step: Step, op: Compute, types: Sequence[TensorType], results: Sequence[TensorType]
-    ) -> bool:
-        """Whether a step adds a parameter to what a product makes, and no more: libraries do it in the product."""
-        one = [o for o in step.operands if o not in block.held]
-        adds = op.kernel_class == "streamed" and op.flops(*types) <= results[0].local_bytes() / results[0].itemsize
-        return adds and len(step.operands) == 2 and len(one) == 1 and block.maker.get(one[0]) == "product"
-
-    def _side(self, block: _ReadBlock, step: Step) -> int:
+    def _side(self, block: ReadBlock, step: Step) -> int:
         """Whether a backward step outside of layers is of what comes before them."""
         return -1 if self._behind else -2
 
@@ -251,7 +249,7 @@ class _Reader:
 
     def _want(
         self,
-        block: _ReadBlock,
+        block: ReadBlock,
         name: str,
         t: TensorType,
         dims: Sequence[Sequence[str]],
@@ -266,8 +264,10 @@ class _Reader:
         wanted |= {a: PARTIAL for a in passed if block.state.get(name, {}).get(a) == PARTIAL}
         self._moved(block, name, t, wanted, any(r in block.needed for r in step.results))
 
-    def _moved(self, block: _ReadBlock, name: str, t: TensorType, wanted: State, needed: bool) -> None:
+    def _moved(self, block: ReadBlock, name: str, t: TensorType, wanted: State, needed: bool) -> None:
         now = block.state.get(name, {})
+        if dict(now) != dict(wanted):
+            block.want(name, wanted)
         known = block.made.setdefault(name, [now])
         if self.phase == BACKWARD and name in block.saved and dict(wanted) in known[1:] and wanted.keys() >= now.keys():
             key, kept = block.saved[name]
@@ -295,7 +295,7 @@ class _Reader:
         if dict(now) != dict(wanted):
             known.append(dict(wanted))
 
-    def _canonical(self, block: _ReadBlock, name: str) -> State:
+    def _canonical(self, block: ReadBlock, name: str) -> State:
         """A state without sums: where an axis has one, the first dim that it serves, if any."""
         found: dict[str, int] = {}
         for axis, dim in block.state.get(name, {}).items():
@@ -310,14 +310,14 @@ class _Reader:
                 found[axis] = serves[0]
         return found
 
-    def _loop(self, block: _ReadBlock, number: int, step: Step, op: Nested) -> None:
+    def _loop(self, block: ReadBlock, number: int, step: Step, op: Nested) -> None:
         if self.phase == FORWARD:
             self.layers.append(op.times)
             run = len(self.layers) - 1
         else:
             run = self._alike(step)
             self._behind = True
-        inner = _ReadBlock(op.body, block.names.bodies[number], run)
+        inner = ReadBlock(op.body, block.names.bodies[number], run)
         whole = len(op.body.inputs) - op.cut
         for k, (outside, (name, t)) in enumerate(zip(step.operands, op.body.inputs, strict=True)):
             less = 1 if k >= whole else 0
@@ -325,12 +325,11 @@ class _Reader:
             if k < op.kept:
                 self._moved(block, outside, t, state, needed=True)
                 if not k and self.phase == FORWARD:
-                    self.carried = self._local(inner, name, t, state)
+                    self.carried, self.entering[run] = self._local(inner, name, t, state), name
             inner.state[name] = {a: d - less if d != PARTIAL else d for a, d in state.items()}
             inner.made[name] = [inner.state[name]]
-            for other in block.made.get(outside, [])[1:]:
-                if other.keys() >= state.keys():  # no larger than as it was made: it may be kept so
-                    inner.made[name].append({a: d - less if d != PARTIAL else d for a, d in other.items()})
+            for other in no_larger([state, *block.made.get(outside, [])[1:]]):
+                inner.made[name].append({a: d - less if d != PARTIAL else d for a, d in other.items()})
             if outside in block.held:
                 of, held = block.held[outside]
                 inner.held[name] = of, {a: d - less for a, d in held.items()}
@@ -340,15 +339,20 @@ class _Reader:
                 kept = Saved(run, self._local(inner, name, t, inner.state[name]), block.maker.get(outside, ""),
                              into.kernel_class if into else "")  # fmt: skip
                 key = run, self.alike[outside][1]
-                inner.saved[name] = key, kept
-                self.saved[key] = kept
+                if key not in self.opened:
+                    inner.saved[name] = key, kept
+                    self.saved[key] = kept
         for outside, name in zip(step.results, op.body.outputs, strict=True):
             if outside in self.owners:
                 of, held = block.held[outside]
                 inner.held[name] = of, {a: d - 1 for a, d in held.items()}
-        inner.needed = _needed_inside(op, step, block)
+        inner.needed, inner.kept = needed_inside(op, step, block), {*op.body.outputs[op.kept :]}
         for n, one in enumerate(op.body.steps):
+            inner.number = n
             self._step(inner, n, one)
+        if self.model.origins:
+            rows = self._rows(step, op, run, block) if self.phase == BACKWARD else {}
+            self.lives.append(layer_life(inner, op, rows, partial(self._local, inner)))
         for k, (outside, name) in enumerate(zip(step.results, op.body.outputs, strict=True)):
             state = inner.state.get(name, {})
             if k < op.kept:
@@ -365,10 +369,21 @@ class _Reader:
             block.maker[outside] = inner.maker.get(name, "")
             self.alike[outside] = run, name
 
+    def _rows(self, step: Step, op: Nested, run: int, block: ReadBlock) -> dict[str, str]:
+        """The rows that a body runs back from, by name: `input` is what entered the layer, else the kernel's kind."""
+        found: dict[str, str] = {}
+        for outside, (name, _) in zip(step.operands, op.body.inputs, strict=True):
+            if outside in self.alike and outside not in block.held:
+                value = self.alike[outside][1]
+                found[name] = "input" if value == self.entering.get(run) else block.maker.get(outside, "")
+                found[name] = "second product" if (run, value) in self.second else found[name]
+                found[name] = "opened" if (run, value) in self.opened else found[name]
+        return found
+
     def _alike(self, step: Step) -> int:
         return next((self.alike[o][0] for o in step.operands if o in self.alike), 0)
 
-    def _local(self, block: _ReadBlock, name: str, t: TensorType, state: State) -> LocalValue:
+    def _local(self, block: ReadBlock, name: str, t: TensorType, state: State) -> LocalValue:
         names = block.names.values[name]
         return LocalValue(
             t.itemsize,
@@ -377,21 +392,3 @@ class _Reader:
                 for d, n in enumerate(t.shape)
             ),
         )
-
-
-def _needed(program: Program, forwards: int) -> set[str]:
-    """The values of the forward steps that a backward step reads, and what they are made of."""
-    wanted = {o for step in program.steps[forwards:] for o in step.operands}
-    for step in reversed(program.steps[:forwards]):
-        if wanted & {*step.results}:
-            wanted |= {*step.operands}
-    return wanted
-
-
-def _needed_inside(op: Nested, step: Step, block: _ReadBlock) -> set[str]:
-    """The values of a body that what is stacked is made of: not those that only go on to the next layer."""
-    wanted = {name for k, name in enumerate(op.body.outputs) if k >= op.kept and step.results[k] in block.needed}
-    for one in reversed(op.body.steps):
-        if wanted & {*one.results}:
-            wanted |= {*one.operands}
-    return wanted

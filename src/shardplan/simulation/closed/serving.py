@@ -3,27 +3,39 @@
 A held parameter says which factor its axis carries, and so does one whose gradient is made. Else an axis stays where
 operands have it, in the order of what it serves; where they have it on factors that are alike and not one, as queries
 and keys, or on one that a parameter holds whole, it goes to the first that it serves there. Axes that cut one dim leave
-it together.
+it together. Sums pass where the op types so: not into a product that the axis could cut, which every device would do
+whole, and none of what the backward pass has too, which is kept as no sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardplan.core.dim_names import Links
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
+from shardplan.core.op import results_of
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
+from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.work import PARTIAL, State
 
 Groups = Sequence[Sequence[str]]  # of dims, in order of preference
+_TWO = Mesh(sum=2)  # on which it is asked whether a sum passes
 
 
 class OperandState(NamedTuple):
-    """An operand: where axes have it; of a parameter how it is held."""
+    """An operand: where axes have it; of a parameter how it is held.
+
+    `kept`: the forward pass keeps it for the backward pass, where it is `saved`.
+    """
 
     state: State
     held: State | None
+    kept: bool = False
+    saved: bool = False
 
 
 def serving(
@@ -52,21 +64,19 @@ def serving(
     for axis, groups in serve.items():
         forced, barred = _asked(axis, link, operands, gradients)
         barred |= link.fixed
-        there = [
-            next((f for f in fs if link.sizes[f] > 1), fs[0])
+        at = [
+            (next((f for f in fs if link.sizes[f] > 1), fs[0]), one.saved)
             for one, dims in zip(operands, link.operands, strict=True)
             if one.held is None
             and (dim := one.state.get(axis)) is not None
             and 0 <= dim < len(dims)
             and (fs := dims[dim])
         ]
+        there = [f for f, _ in at]
         summed = frozenset(k for k, o in enumerate(operands) if o.held is None and o.state.get(axis) == PARTIAL)
         if forced is not None:
             chosen[axis] = forced
             left |= {f for f in there if f != forced}
-            continue
-        if summed and not there and _passes(op, summed, types):
-            passed.append(axis)
             continue
         served = [
             f
@@ -77,19 +87,32 @@ def serving(
         stay = [f for f in dict.fromkeys(there) if f not in barred and f not in left]
         if len({names.get(f, ()) for f in stay}) < len(stay):
             stay = []
+        stay = [f for f in stay if (f, True) in at] or stay
         legal = [f for f in served if f not in barred and f not in left]
-        if stay:
+        reduced = any(operands[k].kept for k in summed) or (op.kernel_class == "product" and legal)
+        if summed and not there and not reduced and _passes(op, summed, tuple(types)):
+            passed.append(axis)
+        elif stay:
             chosen[axis] = min(stay, key=lambda f: served.index(f) if f in served else len(served))
         elif (there or summed) and legal:
             chosen[axis] = legal[0]
     return chosen, tuple(passed)
 
 
-def _passes(op: Compute, summed: frozenset[int], types: Sequence[TensorType]) -> bool:
-    """Whether sums pass, into nothing larger: later there would be more to reduce."""
-    if not op.passes(summed, "sum", types):
+@lru_cache(maxsize=1 << 12)
+def _passes(op: Compute, summed: frozenset[int], types: tuple[TensorType, ...]) -> bool:
+    """Whether sums pass, as the op is typed, into nothing larger: later there would be more to reduce."""
+    laid = [
+        t.with_layout(Layout(((),) * t.ndim, ("sum",), "sum") if k in summed else Layout(((),) * t.ndim), _TWO)
+        for k, t in enumerate(types)
+    ]
+    try:
+        results = results_of(op.laid(_TWO), tuple(laid))
+    except ShardplanError:
         return False
-    return sum(t.local_bytes() for t in op.infer(*types)) <= sum(types[k].local_bytes() for k in summed)
+    if not all(t.layout.partial for t in results):
+        return False
+    return sum(t.local_bytes() for t in results) <= sum(types[k].local_bytes() for k in summed)
 
 
 def _asked(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.hardware.level import DeviceSpec
+from shardplan.hardware.prices.kernels import stream_seconds
+from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.links import Group, LevelRates
-from shardplan.simulation.closed.numbers import PHASES, LayerCost
+from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import BACKWARD
 from shardplan.strategy.strategy import NARROW, SHARING
@@ -83,9 +84,9 @@ def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
 
 
 def layer_rows(
-    c: Configurations, cost: LayerCost, p: Parameters, phase: int, gathered: Floats, stream: float
+    c: Configurations, cost: LayerCost, p: Parameters, phase: int, gathered: Floats, device: DeviceSpec
 ) -> Floats:
-    """Return the seconds of a microbatch in each part, [runs + 2, n]: of the device, the host, or gathering."""
+    """Return the seconds of a microbatch in each part, [runs + 2, n]: of `device`, the host, or gathering."""
     col, rows, name = c.columns, cost.rows, PHASES[phase]
     zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
     moves = 1 - (1 - EXPOSED) * overlapped(c)
@@ -94,19 +95,21 @@ def layer_rows(
     if phase == BACKWARD:
         layers = np.ones((len(zero), 1))
         layers[-2:] = 0  # only layers are computed again
-        full, some = (col["recompute"] == CODES["recompute"].index(k) for k in ("full", "selective"))
+        full, some, second = (
+            col["recompute"] == CODES["recompute"].index(k) for k in ("full", "selective", "selective_op")
+        )
         needed = rows.get("again needed", zero) + rows.get("again moves needed", zero) * moves
         rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
         # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
         whole = needed + rest * ~col["fsdp"]
-        part = np.where(col["fsdp"], needed / 2, rows.get("attention", zero))
-        busy = busy + layers * (full * whole + some * part)
+        busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
         # What a microbatch finds is read, and what is accumulated is read and written.
         weights, gradients, _ = widths(c)
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
         alone = ~(col["fsdp"] | (col["zero"] >= 2))
-        busy = busy + elements * (weights + 2 * gradients) * alone / stream
+        accumulated = stream_seconds(elements * (weights + 2 * gradients) * alone, with_kernels(device, p))
+        busy = busy + accumulated
     return np.maximum((busy**p.order + (launches * p.launch) ** p.order) ** (1 / p.order), gathered)
 
 
@@ -116,7 +119,7 @@ class Dealt:
 
     c: Configurations
     cost: LayerCost
-    rates: LevelRates
+    collectives: CollectivePrices
     p: Parameters
     replicas: Floats  # over which gradients are summed
     few: Floats  # of experts' parameters
@@ -124,7 +127,7 @@ class Dealt:
     apart: Group  # the same, of experts' parameters
 
     @staticmethod
-    def of(c: Configurations, cost: LayerCost, rates: LevelRates, p: Parameters) -> Dealt:
+    def of(c: Configurations, cost: LayerCost, collectives: CollectivePrices, p: Parameters) -> Dealt:
         """Read who has copies."""
         col = c.columns
         strides = c.strides()
@@ -135,15 +138,16 @@ class Dealt:
             alike.append((size, strides[axis]))
             apart.append((size / experts, strides[axis] * experts))
         replicas, few = (x[0][0] * x[1][0] for x in (alike, apart))
-        return Dealt(c, cost, rates, p, replicas, few, alike, apart)
+        return Dealt(c, cost, collectives, p, replicas, few, alike, apart)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
         """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have."""
         zero: Floats = np.zeros((1, len(self.c)))
         alike, experts = rows.get("parameters", zero), rows.get("experts", zero)
-        out = self.rates.seconds(summed, whole, self.alike, alike * width, self.p)
-        apart = self.rates.seconds(summed, whole, self.apart, experts * width, self.p)
-        return np.where(alike > 0, out, 0.0) + np.where(experts > 0, apart, 0.0)
+        found = self.collectives.lines(summed, whole, self.alike).seconds(alike * width)
+        if not np.any(experts):
+            return found
+        return found + self.collectives.lines(summed, whole, self.apart).seconds(experts * width)
 
     def gathered(self, phase: int) -> Floats:
         """Return the seconds in which a microbatch gathers parameters, and reduces gradients, of each part."""
@@ -180,4 +184,4 @@ class Dealt:
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
         elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few
         update = elements.max(axis=0) * (_PASSES * state + gradients + weights)
-        return reduced + update / (device.memory_bandwidth * self.p.stream)
+        return reduced + stream_seconds(update, with_kernels(device, self.p))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 
@@ -78,13 +80,35 @@ class Saved(NamedTuple):
     into: str  # of a kernel that reads it
 
 
+class LayerLife(NamedTuple):
+    """What a layer of a run has on a device while it runs, forward or `back`, moment by moment; see `lifetimes`.
+
+    `alive` says of each moment which of the `values` are there: int8 [moments, values]; `again` the same where layers
+    are computed again, with what they move. `rows` are among the values what the forward pass left, and what each is:
+    `input`, or the kernel that made it; they count where they are made again. `late` is what the gradients of
+    parameters are made of, which may come later than the rest.
+    """
+
+    run: int
+    back: bool
+    values: tuple[LocalValue, ...]
+    alive: np.ndarray
+    again: np.ndarray
+    rows: Mapping[int, str]
+    late: tuple[LocalValue, ...]
+
+
 class HeldParameter(NamedTuple):
-    """A parameter: its extents on a device, layers of which run it has, and what its gradient is a sum over."""
+    """A parameter: its extents on a device, layers of which run it has, and what its gradient is a sum over.
+
+    `shared` says that it is of experts, or of tables, which devices have each whole.
+    """
 
     name: str
     run: int
     value: LocalValue
     sums: tuple[str, ...]
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,4 +122,9 @@ class Reading:
     layers: tuple[int, ...]
     batch: int
     carried: LocalValue  # what goes from layer to layer
+    lives: tuple[LayerLife, ...] = ()
+    second: tuple[tuple[int, LocalValue], ...] = ()  # by run what every second product makes, from the first on
+    outside: tuple[Saved, ...] = ()  # what is saved outside of layers
+    copies: tuple[HeldParameter, ...] = ()  # parameters that are before the layers, and are read behind them, too
+    tables: tuple[HeldParameter, ...] = ()  # parameters of which rows are read: their gradients are made whole
     kept: tuple[HeldParameter, ...] = ()  # what layers keep between steps beside parameters: caches

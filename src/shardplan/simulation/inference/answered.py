@@ -14,6 +14,7 @@ from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
+from shardplan.strategy.options import check_options
 from shardplan.strategy.strategy import Strategy
 
 # What a strategy that serves does not say, and what it then says.
@@ -49,6 +50,7 @@ def simulate_requests(
             f"{strategy.devices}"
         )
     c = Configurations.of([serving_strategy(strategy, requests)])
+    check_options(model, strategy, serves=True)
     form = RequestForm.of(model, where, params or of_machine(where.name), requests)
     first, _, latency, _, peak, _, _ = (x[0].item() for x in form.priced(c))
     found = [Interval(0, "compute", 0.0, first, "prompts", "prompts", 0, 0, ())]

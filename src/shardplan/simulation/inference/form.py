@@ -75,12 +75,9 @@ class RequestForm:
     ) -> RequestForm:
         """Load the forward steps; raises `ShardplanError` for a model without caches, or of fewer positions."""
         forward_model(model, 1, requests.positions)
-        prompts = ClosedForm(forward_model(model, requests.prompt, requests.prompt), topology, params, bounded=True)
+        prompts = ClosedForm(forward_model(model, requests.prompt, requests.prompt), topology, params)
         quick = _captured(params)
-        tokens = tuple(
-            ClosedForm(forward_model(model, 1, n), topology, quick, bounded=True, captured=True)
-            for n in requests.lengths
-        )
+        tokens = tuple(ClosedForm(forward_model(model, 1, n), topology, quick, captured=True) for n in requests.lengths)
         return RequestForm(prompts, tokens, requests, objective)
 
     def on(self, topology: Topology, parameters: Parameters) -> RequestForm:

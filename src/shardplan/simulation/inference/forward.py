@@ -16,7 +16,6 @@ from shardplan.simulation.closed.stages import layer_rows, layers_of
 from shardplan.simulation.closed.work import FORWARD, LocalKernel, Reading
 
 Floats = np.ndarray
-BEHIND = -2  # the run of what comes behind the layers
 
 
 class ForwardTimes(NamedTuple):
@@ -39,15 +38,14 @@ def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
     """Price a forward step of one group of sequences; all of `c` have one number of stages."""
     p, n, pipeline = form.parameters, len(c), int(c.columns["pipeline"][0])
     stages, behind = np.zeros((n, pipeline)), np.zeros(n)
-    stream = form.topology.device.memory_bandwidth * p.stream
     for reading, where, cost in form.classes(c):
         one = c[where]
-        rows = layer_rows(one, cost, p, FORWARD, np.zeros((1, len(one))), stream)
+        rows = layer_rows(one, cost, p, FORWARD, np.zeros((1, len(one))), form.topology.device)
         counts = layers_of(reading.layers, pipeline)
         counts[-1] = 0
         made = np.einsum("rc,rn->nc", counts, rows)
         if pipeline > 1:
-            made[:, 1:] += sent(one, cost, form.rates(), p)[:, None]
+            made[:, 1:] += sent(one, cost, form.collectives())[:, None]
         stages[where], behind[where] = made, rows[-1]
     return ForwardTimes(stages, behind)
 

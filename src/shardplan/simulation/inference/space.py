@@ -14,7 +14,8 @@ from shardplan.core import border
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, Configurations
 from shardplan.simulation.inference.requests import Requests
-from shardplan.simulation.searching.space import ModelLimits, divisors
+from shardplan.simulation.searching.space import divisors
+from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
 
 Ints = np.ndarray
@@ -54,6 +55,15 @@ class ServingSpace:
         return ServingSpace(
             np.array(rows, dtype=np.int64), tuple(divisors(requests.concurrency)), requests.concurrency, code
         )
+
+    def live(self, frames: Ints) -> np.ndarray:
+        """Return that every strategy inside some frames is searched."""
+        return np.ones((len(frames), self.inside), dtype=bool)
+
+    @property
+    def idle(self) -> int:
+        """None."""
+        return 0
 
     @property
     def inside(self) -> int:

@@ -10,7 +10,7 @@ Reading order:
 - `messages`    `StageMessage`: what goes between stages, how long it takes and whom it is for
 - `periods`     which actions of a schedule say nothing new, and are left out of a sweep
 - `sweep`       the schedule run over the maps, action by action: when each begins and ends
-- `holdings`    the bytes of every rank, action by action, and whose they are
+- `holdings`    whose bytes they are when a device holds most
 - `opened`      actions as intervals of ops, and the chain of those that the makespan consists of
 - `every`       the same job device by device, op by op, on shared links: what folding is held against
 - `job_timeline`  `JobTimeline` and `simulate_job`

@@ -16,7 +16,7 @@ from shardplan.hardware.units import format_seconds
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.jobs.every import every_device
-from shardplan.simulation.jobs.holdings import HeldPeak, Holdings, attributed, holdings
+from shardplan.simulation.jobs.holdings import HeldPeak, attributed
 from shardplan.simulation.jobs.laid import LaidJob, laid
 from shardplan.simulation.jobs.messages import MESSAGES
 from shardplan.simulation.jobs.opened import HostPlace, MessagePlace, OpenedOps, OpPlace, Place
@@ -27,6 +27,7 @@ from shardplan.simulation.jobs.timing import COMPUTE, Node, TimedOp, issued_of, 
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.trace import HOST, save_traces
 from shardplan.strategy.partition.job import Job
+from shardplan.strategy.partition.memory import Holdings, holdings
 
 MOST_DRAWN = 1 << 17  # intervals: some seconds to write, and as many as a browser shows
 
@@ -62,7 +63,7 @@ class JobTimeline:
     @cached_property
     def held(self) -> Holdings:
         """The bytes of every rank, action by action."""
-        return holdings(self.laid)
+        return holdings(self.laid.job)
 
     @property
     def peak_bytes(self) -> int:
@@ -72,7 +73,7 @@ class JobTimeline:
     @cached_property
     def peak(self) -> HeldPeak:
         """Where and when a device holds most, and of what."""
-        return attributed(self.laid, self.held)
+        return attributed(self.laid.job, self.held)
 
     @cached_property
     def stands_for(self) -> Mapping[int, tuple[int, ...]]:

@@ -11,18 +11,20 @@ Source: Trace Event Format (Google); `torch.profiler.profile.export_chrome_trace
 from __future__ import annotations
 
 import gzip
+import io
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from shardplan.core import border
-from shardplan.errors import ParseError
+from shardplan.core.decoding import decode_json, read_bytes
+from shardplan.errors import ParseError, line
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.timeline import Timeline
 
+_MOST_RATIO, _SMALL = 200, 2**24  # of bytes to those of gzip, beside so many; text is a few dozen times as long
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 OPERATORS = ("cpu_op",)
 COLLECTIVES = re.compile(r"^(gloo|nccl|mpi|ucc):|^nccl(Dev)?Kernel", re.IGNORECASE)
@@ -62,14 +64,15 @@ def read_kineto(paths: str | Path | Iterable[str | Path], step: int | None = Non
     """
     files = [paths] if isinstance(paths, (str, Path)) else list(paths)
     found: list[tuple[int, str, float, float, str, str]] = []
+    if step is not None:
+        border.whole("read_kineto: step", step, kind=ParseError)
     for number, path in enumerate(files):
+        raw = read_bytes(path, f"the trace file {line(path)}")
         try:
-            found += _of(_read(Path(path)), number, step)
-        except OSError as error:
-            raise ParseError(f"cannot read the trace file {path}: {error.strerror}") from None
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError) as error:
-            reason = f"missing {error}" if isinstance(error, KeyError) else str(error)
-            raise ParseError(f"{path} is no trace of a profiler: {reason}") from None
+            found += _of(_read(raw), number, step)
+        except (ParseError, LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            reason = f"missing {error}" if isinstance(error, KeyError) else error
+            raise ParseError(f"{line(path)} is no trace of a profiler: {line(reason)}") from None
     origin = min((start for _, _, start, *_ in found), default=0.0)
     found.sort(key=lambda each: (each[2], each[3]))
     return Timeline(
@@ -91,12 +94,24 @@ def kind_of(name: str) -> str:
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), "other")
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    raw = path.read_bytes()
-    whole: Any = msgspec.json.decode(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+def _read(raw: bytes) -> Mapping[str, Any]:
+    whole: Any = decode_json(_decompressed(raw) if raw[:2] == b"\x1f\x8b" else raw)
     if not isinstance(whole, dict) or not isinstance(whole.get("traceEvents"), list):
         raise ValueError("it has no traceEvents")
     return whole
+
+
+def _decompressed(raw: bytes) -> bytes:
+    """What gzip holds."""
+    most = _SMALL + _MOST_RATIO * len(raw)
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+            data = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ParseError(f"it is no whole gzip: {error}") from None
+    if len(data) > most:
+        raise ParseError(f"its {len(raw)} bytes of gzip hold more than {most}; legal is up to {_MOST_RATIO} for one")
+    return data
 
 
 def _of(whole: Mapping[str, Any], number: int, step: int | None) -> list[tuple[int, str, float, float, str, str]]:
@@ -133,7 +148,6 @@ def _window(events: Iterable[Mapping[str, Any]], step: int | None) -> tuple[floa
     """When a step begins and ends, by the profiler's own marks."""
     if step is None:
         return float("-inf"), float("inf")
-    border.whole("read_kineto: step", step, kind=ParseError)
     marks = {str(e["name"]): e for e in events if str(e["name"]).startswith("ProfilerStep#")}
     mark = marks.get(f"ProfilerStep#{step}")
     if mark is None:

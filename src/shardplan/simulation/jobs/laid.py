@@ -19,10 +19,9 @@ from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, Node, OpCost, Pricing, TimedOp, copying, streams_of
 from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job import Job
+from shardplan.strategy.partition.memory import OFFLOADS, rank_actions
 from shardplan.strategy.partition.programs import SAVED, TOTAL
-from shardplan.strategy.schedules.action import COMPUTE as COMPUTED
 
-OFFLOADS = ("OFFLOAD", "RELOAD")
 Key = tuple[int, str]
 
 
@@ -109,7 +108,7 @@ class _Laying:
                 del kind
         streams: dict[str, None] = {HOST: None, COMPUTE: None}
         streams |= streams_of([n for found in nodes.values() for n in found])
-        rows = self._rows()
+        rows = rank_actions(job)
         if any(kind in OFFLOADS for row in rows for _, kind, _ in row):
             streams[COPY] = None
         names = tuple(streams)
@@ -127,14 +126,6 @@ class _Laying:
             maps[stage, kind] = copied(copy, names, self.settings.overlap)
         messages = tuple(self._messages())
         return LaidJob(job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, rows)
-
-    def _rows(self) -> tuple[tuple[tuple[int, str, int], ...], ...]:
-        rows: list[tuple[tuple[int, str, int], ...]] = []
-        kinds = (*COMPUTED, *OFFLOADS)
-        for row in self.job.schedule.ranks:
-            leaves = (leaf for action in row if action is not None for leaf in action.leaves)
-            rows.append(tuple((a.stage, a.kind, a.microbatch or 0) for a in leaves if a.kind in kinds))
-        return tuple(rows)
 
     def _names(
         self, stage: int, kind: str, program: Program
@@ -155,7 +146,8 @@ class _Laying:
 
     def _saved(self, stage: int) -> int:
         program = self.job.programs.shared[self.job.programs.which[stage, "F"]]
-        return sum(program.types[o].local_bytes() for o in program.outputs if o.startswith(SAVED))
+        once = self.job.saved_once(stage)
+        return sum(program.types[o].local_bytes() for o in program.outputs if o.startswith(SAVED) and o not in once)
 
     def _pricing(self, stage: int) -> Pricing:
         """What prices the programs of a stage, which are written on the mesh of stage 0."""

@@ -4,26 +4,24 @@ Its programs are lists of ops on devices, unrolled over layers, microbatches and
 stream of timed actions beside programs. Reading order:
 
 - `points`       `DistirModel`, `DistirPoint`: a configuration, and whether DistIR fails on it
-- `grids`        the grids of its two searches
 - `machine`      `DistirMachine`: what an op costs, mistakes 1 to 5
 - `graph`        a model as it lists it for one device of a tensor group and one microbatch
 - `mlp`, `gpt`   its two models as such graphs
 - `alternating`  its pipeline schedule, mistake 8
 - `program`      a graph cut over degrees: timed actions by block, bytes added and freed
 - `replay`       clocks and live memory; the list of all actions, op by op
-- `distir`       from a configuration to its result or its list
+- `entry`        from a configuration to its result or its list
 
-The rest of the room neither imports it nor is imported by it.
+It is one entry: all that is asked of it is asked here, what `distir` returns and takes. The rest of the room neither
+imports it nor is imported by it, and nobody imports its modules (a test counts).
 """
 
-from shardplan.simulation.parity.distir import distir, distir_listing
-from shardplan.simulation.parity.grids import gpt_grid, mlp_grid
+from shardplan.simulation.parity.entry import distir, distir_listing
 from shardplan.simulation.parity.machine import DistirMachine
-from shardplan.simulation.parity.points import MODELS, DistirModel, DistirPoint
+from shardplan.simulation.parity.points import DistirModel, DistirPoint
 from shardplan.simulation.parity.replay import DistirResult, ListedAction
 
 __all__ = [
-    "MODELS",
     "DistirMachine",
     "DistirModel",
     "DistirPoint",
@@ -31,6 +29,4 @@ __all__ = [
     "ListedAction",
     "distir",
     "distir_listing",
-    "gpt_grid",
-    "mlp_grid",
 ]

@@ -2,16 +2,14 @@
 
 The devices of an op's operands and results first wait for the latest of them, then each adds the op's seconds; live
 memory takes the results, then lets go of what was used for the last time. Replicas, and the devices of a tensor group,
-do the same at the same time: one of each is replayed. `unrolled` lists the actions of all devices, in DistIR's order,
-and `replayed_list` replays such a list without that knowledge.
+do the same at the same time: one of each is replayed. `unrolled` lists the actions of all devices, in DistIR's order.
 
 Source: microsoft/dist-ir 7cfa1b0, `executor/simulator.py`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,26 +120,3 @@ def unrolled(program: DistirProgram) -> Iterator[ListedAction]:
         for j in columns:
             for place, action in enumerate(program.updates):
                 yield from listed(action, [device(i, j, place)], 0)
-
-
-def replayed_list(actions: Iterable[ListedAction], initial: dict[int, int]) -> DistirResult:
-    """Return what a list of actions takes, op by op.
-
-    Args:
-        actions: In order.
-        initial: Live bytes by device before the first.
-
-    Source: microsoft/dist-ir 7cfa1b0, `executor/simulator.py`.
-    """
-    clock, live = defaultdict[int, float](float), defaultdict[int, int](int, initial)
-    peak = defaultdict[int, int](int, initial)
-    for action in actions:
-        latest = max(clock[d] for d in action.devices)
-        for d in action.devices:
-            clock[d] = latest + action.seconds
-        for d, added, _ in action.memory:
-            live[d] += added
-            peak[d] = max(peak[d], live[d])
-        for d, _, freed in action.memory:
-            live[d] -= freed
-    return DistirResult(max(clock.values()), max(peak.values()))

@@ -26,6 +26,15 @@ class FramedSpace(Protocol):
         """How many strategies a frame has."""
         ...
 
+    def live(self, frames: np.ndarray) -> np.ndarray:
+        """Return which of the strategies inside some frames have no option that does nothing: bool [n, inside]."""
+        ...
+
+    @property
+    def idle(self) -> int:
+        """How many have one."""
+        ...
+
     @property
     def count(self) -> int:
         """How many there are."""

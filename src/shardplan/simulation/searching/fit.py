@@ -20,14 +20,17 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.searching.certified import ROOM, Certifier, certified_first
 from shardplan.simulation.searching.space import BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
 from shardplan.strategy.model import Model
+from shardplan.strategy.options import check_options
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
 Ints = np.ndarray
 MOST = 2  # choices that are changed at once
+SPARE = 6  # changes more than are told that are tried, for those that certification refuses
 ALONE = ("expert", "microbatch", "sequence_parallel", "context_kind")  # fields of a frame that are a choice each
 
 
@@ -43,7 +46,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a strategy fits; `held` is of the pipeline rank that holds most, largest first."""
+    """Whether a strategy fits; `held` is of the pipeline rank that holds most, largest first.
+
+    Bytes are certified: those of the job that the strategy comes to; `uncertified` says why they are not, where no job
+    can be made of it, and they are the closed form's. Changes are certified to fit.
+    """
 
     strategy: Strategy
     seconds: float
@@ -52,6 +59,7 @@ class Fit:
     rank: int
     held: tuple[tuple[str, float], ...]
     changes: tuple[Change, ...]
+    uncertified: str = ""
 
     @property
     def fits(self) -> bool:
@@ -68,6 +76,7 @@ class Fit:
             "memory": self.memory,
             "rank": self.rank,
             "held": [{"what": what, "bytes": nbytes} for what, nbytes in self.held],
+            "uncertified": self.uncertified,
             "changes": [{**one._asdict(), "strategy": strategy_text(one.strategy)} for one in self.changes],
         }
 
@@ -77,6 +86,7 @@ class Fit:
         verdict = f"fits: {peak} of {memory}" if self.fits else f"does not fit: {peak}, and a device has {memory}"
         lines = [f"{verdict}; {format_seconds(self.seconds)} a step; pipeline rank {self.rank} holds most:"]
         lines += [f"  {format_bytes(nbytes):>10}  {what}" for what, nbytes in self.held]
+        lines += [f"not certified, as no job can be made of it: {self.uncertified}"] if self.uncertified else []
         if not self.fits and not self.changes:
             lines.append(
                 f"nothing up to {MOST} choices away fits; shardplan plan without --fit searches all strategies"
@@ -92,7 +102,7 @@ class Fit:
 def fit(
     model: Model, strategy: Strategy, topology: Topology | str, params: Parameters | None = None, top: int = 3
 ) -> Fit:
-    """Say whether a training step fits at the closed form, and what near it would.
+    """Say whether a training step fits, and what near it would: priced by the closed form, certified by the job.
 
     Args:
         model: What is trained.
@@ -102,7 +112,7 @@ def fit(
         top: How many changes are told for each number of choices; the quickest that fit.
 
     Raises `ShardplanError` for a topology of another size, and a schedule of one's own; `LayoutError` for a strategy
-    that says what is only partitioned.
+    that says what is only partitioned, or what does nothing for the model.
 
     >>> model = Model.load("gpt", layers=4, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
     >>> fit(model, Strategy(data=8, global_batch=64), Topology.load("dgx-a100-80g", nodes=1)).fits
@@ -117,26 +127,33 @@ def fit(
         )
     if isinstance(strategy.schedule, Schedule):
         raise ShardplanError(f"fit: schedule {shown(strategy.schedule)}; legal is a name")
+    check_options(model, strategy)
     form, memory = ClosedForm(model, where, params or of_machine(where.name)), where.device.memory
     asked = Configurations.of([strategy])
     out = form(asked)
-    held = form.holdings(asked)
-    rank = int(np.argmax(np.sum(list(held.values()), axis=0)))
-    parts = sorted(((what, float(x[rank])) for what, x in held.items() if x[rank] > 0), key=lambda x: -x[1])
-    seconds, peak = float(out.seconds[0]), float(out.peak_bytes[0])
-    changes = () if peak <= memory else tuple(_near(model, strategy, asked, form, memory, top))
-    return Fit(strategy, seconds, peak, memory, rank, tuple(parts), changes)
+    seconds = float(out.seconds[0])
+    certifier, uncertified = Certifier(model, form.parameters, memory), ""
+    try:
+        peak, rank, parts = certifier.peak(strategy)
+    except ShardplanError as error:
+        held = form.holdings(asked)
+        rank, uncertified = int(np.argmax(np.sum(list(held.values()), axis=0))), str(error)
+        peak = float(out.peak_bytes[0])
+        parts = tuple(sorted(((what, float(x[rank])) for what, x in held.items()), key=lambda x: -x[1]))
+    changes = () if peak <= memory else tuple(_near(model, strategy, asked, form, certifier, top))
+    parts = tuple(part for part in parts if part[1] > 0)
+    return Fit(strategy, seconds, peak, memory, rank, parts, changes, uncertified)
 
 
 def _near(
-    model: Model, strategy: Strategy, asked: Configurations, form: ClosedForm, memory: float, top: int
+    model: Model, strategy: Strategy, asked: Configurations, form: ClosedForm, certifier: Certifier, top: int
 ) -> list[Change]:
-    """The quickest that fit, of each number of choices."""
+    """The quickest that are certified to fit, of each number of choices."""
     col = asked.columns
     precision, attention = (CODES[name][int(col[name][0])] for name in ("precision", "attention"))
     space = StrategySpace.of(model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, precision, attention)
     frames, inner = _choices(space, col)
-    where = np.argwhere(frames[:, None] + inner <= MOST)
+    where = np.argwhere((frames[:, None] + inner <= MOST) & space.live(np.arange(len(frames))))
     near = space.columns(where[:, 0], 0, where[:, 1])
     kept = ("gradient_dtype", "offload_layers", "tensor_overlap")
     near = Configurations({**near.columns, **{name: np.repeat(col[name], len(near)) for name in kept}})
@@ -144,11 +161,11 @@ def _near(
     out = form(near)
     found: list[Change] = []
     for count in range(1, MOST + 1):
-        these = np.flatnonzero((choices == count) & (out.peak_bytes <= memory))
-        for k in these[np.lexsort((out.peak_bytes[these], out.seconds[these]))][:top].tolist():
-            one = near.strategy(k)
-            figures = float(out.seconds[k]), float(out.peak_bytes[k])
-            found.append(Change(_said(strategy, one), count, one, *figures))
+        these = np.flatnonzero((choices == count) & (out.peak_bytes <= certifier.memory * ROOM))
+        order = these[np.lexsort((out.peak_bytes[these], out.seconds[these]))][: top + SPARE].tolist()
+        for at, peak in certified_first(certifier, (near.strategy(k) for k in order), top):
+            one = near.strategy(order[at])
+            found.append(Change(_said(strategy, one), count, one, float(out.seconds[order[at]]), peak.nbytes))
     return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
+from shardplan.core.decoding import decode_json, read_text
 from shardplan.errors import ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.plans.plan_file import write_atomic
@@ -38,6 +40,14 @@ class SearchTask:
     most: int
     prune: bool
     fidelity: str
+    room: float = field(
+        default=1.0, kw_only=True
+    )  # times the memory of a device up to which strategies are let through
+
+    @property
+    def memory(self) -> float:
+        """Bytes up to which strategies are let through."""
+        return self.topology.device.memory * self.room
 
     def form(self, model: Model | None = None) -> FlooredForm:
         """Return what prices."""
@@ -51,7 +61,7 @@ class SearchTask:
 
     def words(self) -> str:
         """Return what is searched, but for the space."""
-        return repr((self.load, str(self.topology), self.parameters, self.most, self.prune, self.fidelity))
+        return repr((self.load, str(self.topology), self.parameters, self.most, self.prune, self.fidelity, self.room))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +92,7 @@ class Found:
 def searched(task: SearchTask, start: int, stop: int, form: FlooredForm | None = None) -> Found:
     """Search the frames from `start` to `stop`: exact for them, whatever else there is."""
     form, space = form or task.form(), task.space
-    memory, frames = task.topology.device.memory, np.arange(start, stop)
+    memory, frames = task.memory, np.arange(start, stop)
     found = Found(Points.none(), Points.none())
     if not task.prune:
         for at in range(0, len(frames), BLOCK):
@@ -90,10 +100,10 @@ def searched(task: SearchTask, start: int, stop: int, form: FlooredForm | None =
         return found
     floors = [frame_floors(form, space, frames[at : at + 8 * BLOCK]) for at in range(0, len(frames), 8 * BLOCK)]
     seconds, nbytes = (np.concatenate([f[k] for f in floors]) for k in (0, 1))
-    orders = space.starts[frames + 1] - space.starts[frames]
-    found = found.and_(_large(nbytes > memory, nbytes, orders * space.inside), task.most)
+    strategies = (space.starts[frames + 1] - space.starts[frames]) * space.live(frames).sum(axis=1)
+    found = found.and_(_large(nbytes > memory, nbytes, strategies), task.most)
     for some in _in_order(seconds, nbytes <= memory, FIRST, BLOCK):
-        keep, found = _kept(task, found, some, seconds, nbytes, orders * space.inside)
+        keep, found = _kept(task, found, some, seconds, nbytes, strategies)
         if len(keep):
             found = _inside(task, form, frames[keep], found)
     return found
@@ -105,7 +115,7 @@ def _inside(task: SearchTask, form: FlooredForm, frames: Ints, found: Found) -> 
     if not space.floor_order:
         return found.and_(_priced(task, form, frame, inner), task.most)
     out = form(space.columns(frame, space.floor_order, inner))
-    large, orders = out.peak_bytes > task.topology.device.memory, space.starts[frame + 1] - space.starts[frame]
+    large, orders = out.peak_bytes > task.memory, space.starts[frame + 1] - space.starts[frame]
     found = found.and_(_large(large, out.peak_bytes, orders), task.most)
     for some in _in_order(out.seconds, ~large, 4 * FIRST, BLOCK):
         keep, found = _kept(task, found, some, out.seconds, out.peak_bytes, orders)
@@ -115,8 +125,9 @@ def _inside(task: SearchTask, form: FlooredForm, frames: Ints, found: Found) -> 
 
 
 def _every(space: FramedSpace, frames: Ints) -> tuple[Ints, Ints]:
-    """All that is inside of some frames: the frame and the place inside of each."""
-    return np.repeat(frames, space.inside), np.tile(np.arange(space.inside), len(frames))
+    """All that is inside of some frames, and not idle: the frame and the place inside of each."""
+    at, inside = np.nonzero(space.live(frames))
+    return frames[at], inside
 
 
 def _large(large: np.ndarray, nbytes: Floats, strategies: Ints) -> Found:
@@ -152,11 +163,60 @@ def _priced(task: SearchTask, form: FlooredForm, frames: Ints, inner: Ints) -> F
     places, back = distinct([which, *form.alike(every)])
     out = form(every[places])
     seconds, nbytes = out.seconds[back], out.peak_bytes[back]
-    fits = nbytes <= task.topology.device.memory
+    fits = nbytes <= task.memory
     points = Points(pairs * task.space.inside + inner, seconds, nbytes)
     good = points.at(np.flatnonzero(fits))
     least = float(nbytes[~fits].min()) if not fits.all() else float("inf")
     return Found(good.best(task.most), good.front(), len(points), unfit=int((~fits).sum()), least=least)
+
+
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _PointFields(msgspec.Struct):
+    """`Points` in a file; a number is null where it is infinite, for which JSON has no word."""
+
+    index: list[Whole]
+    seconds: list[float | None]
+    nbytes: list[float | None]
+
+    def __post_init__(self) -> None:
+        if not len(self.index) == len(self.seconds) == len(self.nbytes):
+            raise ValueError(
+                f"{len(self.index)} places, {len(self.seconds)} seconds and {len(self.nbytes)} nbytes; legal are alike"
+            )
+
+    def points(self) -> Points:
+        """The points."""
+        seconds, nbytes = (
+            np.array([np.inf if x is None else x for x in each], dtype=np.float64)
+            for each in (self.seconds, self.nbytes)
+        )
+        return Points(np.array(self.index, dtype=np.int64), seconds, nbytes)
+
+
+class _FoundFields(msgspec.Struct):
+    """`Found` in a file; `least` is null where nothing was too large."""
+
+    best: _PointFields
+    front: _PointFields
+    priced: Whole
+    slow: Whole
+    large: Whole
+    unfit: Whole
+    least: float | None
+
+    def found(self) -> Found:
+        """What was found."""
+        least = float("inf") if self.least is None else self.least
+        return Found(self.best.points(), self.front.points(), self.priced, self.slow, self.large, self.unfit, least)
+
+
+class _JournalFields(msgspec.Struct):
+    """The file."""
+
+    search: str
+    ranges: dict[str, _FoundFields]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +237,12 @@ class Journal:
         if not self.path.exists():
             return {}
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            if data["search"] != self.key:
-                raise ParseError(f"{line(self.path)} is the journal of another search; legal is its own, or a new path")
-            return {name: _found(one) for name, one in data["ranges"].items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ParseError(f"{line(self.path)} is no journal of a search: {error}") from None
+            data = decode_json(read_text(self.path), _JournalFields)
+        except ParseError as error:
+            raise ParseError(f"{line(self.path)} is no journal of a search: {line(error)}") from None
+        if data.search != self.key:
+            raise ParseError(f"{line(self.path)} is the journal of another search; legal is its own, or a new path")
+        return {name: one.found() for name, one in data.ranges.items()}
 
     def write(self, done: dict[str, Found]) -> None:
         """Replace the file."""
@@ -191,17 +251,8 @@ class Journal:
 
 
 def _object(one: Found) -> dict[str, Any]:
-    points = {k: {f: getattr(p, f).tolist() for f in ("index", "seconds", "nbytes")}
+    points = {k: {f: [None if x == np.inf else x for x in getattr(p, f).tolist()]
+                  for f in ("index", "seconds", "nbytes")}
               for k, p in (("best", one.best), ("front", one.front))}  # fmt: skip
     least = one.least if np.isfinite(one.least) else None
     return points | {k: getattr(one, k) for k in ("priced", "slow", "large", "unfit")} | {"least": least}
-
-
-def _found(data: dict[str, Any]) -> Found:
-    points = [
-        Points(np.array(data[k]["index"], dtype=np.int64), np.array(data[k]["seconds"]), np.array(data[k]["nbytes"]))
-        for k in ("best", "front")
-    ]
-    least = float("inf") if data["least"] is None else float(data["least"])
-    priced, slow, large, unfit = (int(data[k]) for k in ("priced", "slow", "large", "unfit"))
-    return Found(points[0], points[1], priced, slow, large, unfit, least)

@@ -22,6 +22,7 @@ from shardplan.simulation.inference.requests import OBJECTIVES, Requests
 from shardplan.simulation.inference.served import ServedPlan, ServingResult, ServingTask, served_plans
 from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.searching.bounds import FlooredForm
+from shardplan.simulation.searching.certified import ROOM, Certifier, RefusedPlan, certified_first
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object
 from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, searched
@@ -32,11 +33,16 @@ from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
 Ints = np.ndarray
+SPARE = 20  # strategies more than are asked for, for those that certification refuses
 RANGE = 65536  # frames that a worker searches at a time
 
 
 class RankedPlan(NamedTuple):
-    """A strategy, its seconds a step, its peak bytes, and how its axes lie on the hardware, outermost first."""
+    """A strategy, its seconds a step, its peak bytes, and how its axes lie on the hardware, outermost first.
+
+    The peak is certified where the search certifies: what its job holds by its own account, with what the runtime has
+    at work and the allocator and the driver hold beside.
+    """
 
     strategy: Strategy
     seconds: float
@@ -59,10 +65,16 @@ class RankedPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchResult:
-    """The best strategies, those that nothing is better than in seconds and bytes, and how all others were told."""
+    """The best strategies, those that nothing is better than in seconds and bytes, and how all others were told.
 
-    ranked: tuple[RankedPlan, ...]
-    pareto: tuple[RankedPlan, ...]
+    `candidates` and `front` are what the closed form lets through; of them `ranked` and `pareto` are certified to fit
+    when they are asked for, and what is not is in `refused`.
+    """
+
+    candidates: tuple[RankedPlan, ...]
+    front: tuple[RankedPlan, ...]
+    top: int
+    certifier: Certifier | None
     pruned: tuple[PrunedClass, ...]
     counted: int  # of the space
     priced: int
@@ -70,8 +82,34 @@ class SearchResult:
 
     @property
     def best(self) -> RankedPlan:
-        """The first of the ranked."""
-        return self.ranked[0]
+        """The first of the ranked; raises `Infeasible` where none is certified to fit."""
+        for one in self._certified(self.candidates, 1):
+            return one
+        why = f"the first: {self.refused[0].why}" if self.refused else "each needs more memory than a device has"
+        raise Infeasible(f"search: none of the {len(self.candidates)} quickest strategies fits; {why}")
+
+    @property
+    def ranked(self) -> tuple[RankedPlan, ...]:
+        """The quickest strategies that fit."""
+        return self._certified(self.candidates, self.top)
+
+    @property
+    def pareto(self) -> tuple[RankedPlan, ...]:
+        """Those that fit and that nothing is better than in seconds and bytes, the quickest first."""
+        found = self._certified(self.front, len(self.front))
+        least = np.minimum.accumulate([np.inf, *(one.peak_bytes for one in found)])[:-1]
+        return tuple(one for one, n in zip(found, least, strict=True) if one.peak_bytes < n)
+
+    @property
+    def refused(self) -> tuple[RefusedPlan, ...]:
+        """What the closed form says fits and certification has refused so far; each is a fault of the closed form."""
+        return tuple(self.certifier.refused) if self.certifier is not None else ()
+
+    def _certified(self, plans: tuple[RankedPlan, ...], most: int) -> tuple[RankedPlan, ...]:
+        if self.certifier is None:
+            return plans[:most]
+        found = certified_first(self.certifier, (one.strategy for one in plans), most)
+        return tuple(plans[k]._replace(peak_bytes=peak.nbytes) for k, peak in found)
 
     def sensitivity(self, topology: Topology, share: float = 0.2) -> dict[str, tuple[RankedPlan, RankedPlan]]:
         """Return the best on the topology with a part of it slower, and faster, by a share: searched again each."""
@@ -84,6 +122,7 @@ class SearchResult:
             "ranked": [_ranked_object(one) for one in self.ranked],
             "pareto": [_ranked_object(one) for one in self.pareto],
             "pruned": [one._asdict() for one in self.pruned],
+            "refused": [{"strategy": strategy_text(one.strategy), "why": one.why} for one in self.refused],
             "counted": self.counted,
             "priced": self.priced,
         }
@@ -94,8 +133,9 @@ class SearchResult:
             f"{k:>3}  {format_seconds(p.seconds):>10}  {format_bytes(p.peak_bytes):>10}  {plan_text(p)}"
             for k, p in enumerate(self.ranked, 1)
         ]
-        lines.append(f"{self.counted:,} strategies, {self.priced:,} priced; {len(self.pareto)} on the front")
+        lines.append(f"{self.counted:,} strategies, {self.priced:,} priced; {len(self.front)} on the front")
         lines += [f"{one.strategies:,} left out: {one.rule}" for one in self.pruned if one.strategies]
+        lines += [f"refused by its certificate: {strategy_text(one.strategy)}: {one.why}" for one in self.refused]
         return "\n".join(lines)
 
 
@@ -128,6 +168,7 @@ def search(
     fidelity: str = "closed",
     params: Parameters | None = None,
     done: Callable[[int, int], None] | None = None,
+    certify: bool = True,
 ) -> SearchResult: ...
 @overload
 def search(
@@ -167,6 +208,7 @@ def search(
     fidelity: str = "closed",
     params: Parameters | None = None,
     done: Callable[[int, int], None] | None = None,
+    certify: bool = True,
 ) -> SearchResult | ServingResult:
     """Find the best strategies: exact over the space, whatever is pruned.
 
@@ -192,6 +234,8 @@ def search(
         fidelity: Of a training step: `closed`, or `events` of its stages, which takes longer.
         params: Of the machine; by default those that ship.
         done: Called with frames searched, and all of them.
+        certify: Of a training step: whether strategies that are returned are certified to fit, by the account of the
+            job that each comes to; else the closed form alone says so.
 
     Raises:
         Infeasible: No strategy fits into the memory of a device; says how many bytes are needed at least.
@@ -212,6 +256,7 @@ def search(
     border.whole("search: top", top, 1, kind=ShardplanError)
     border.flag("search: prune", prune, ShardplanError)
     border.flag("search: placements", placements, ShardplanError)
+    border.flag("search: certify", certify, ShardplanError)
     border.choice("search: objective", objective, OBJECTIVES, ShardplanError)
     said = {"prompt": prompt, "output": output, "concurrency": concurrency}
     load = model.name, tuple(sorted(model.fields.items()))
@@ -219,8 +264,10 @@ def search(
     if objective != "step":
         if global_batch is not None:
             raise ShardplanError(f"search: global_batch with objective={objective!r}; legal are {', '.join(said)}")
-        if placements or fidelity != "closed":
-            raise ShardplanError(f"search: placements or fidelity with objective={objective!r}; legal is 'step'")
+        if placements or fidelity != "closed" or not certify:
+            raise ShardplanError(
+                f"search: placements, fidelity or certify with objective={objective!r}; legal is 'step'"
+            )
         requests = Requests(**{name: 0 if n is None else n for name, n in said.items()})
         space = ServingSpace.of(model, where.size, requests, attention)
         task = ServingTask(load, where, machine, space, top, prune, "closed", requests, objective)
@@ -239,15 +286,21 @@ def search(
     precision = model.fields.get("precision")
     steps = StrategySpace.of(model, where.size, batch, schedules, precision, attention, placements)
     border.choice("search: fidelity", fidelity, ("closed", "events"), ShardplanError)
-    one = SearchTask(load, where, machine, steps, top, prune, fidelity)
+    certifier = Certifier(model, machine, where.device.memory) if certify else None
+    most, room = (top, 1.0) if certifier is None else (top + SPARE, ROOM)
+    one = SearchTask(load, where, machine, steps, most, prune, fidelity, room=room)
     form = one.form(model)
     found = _run(one, form, executor, resume, done)
 
     def again(other: Topology) -> RankedPlan:
-        return _plans(steps, _best(one, other, form.on(other, machine)))[0]
+        plans = _plans(steps, _best(one, other, form.on(other, machine), 1 + most - top))
+        judge = None if certifier is None else certifier.on(other.device.memory)
+        return SearchResult(plans, (), 1, judge, (), 0, 0, again).best
 
-    ranked, front = _plans(steps, found.best), _plans(steps, found.front)
-    return SearchResult(ranked, front, _pruned(one, found), steps.count, found.priced, again)
+    plans, front = _plans(steps, found.best), _plans(steps, found.front)
+    result = SearchResult(plans, front, top, certifier, _pruned(one, found), steps.count, found.priced, again)
+    assert result.best  # raises where none is certified
+    return result
 
 
 def _ranges(task: SearchTask) -> list[tuple[int, int]]:
@@ -298,12 +351,12 @@ def _run(
     return total
 
 
-def _best(task: SearchTask, topology: Topology, form: FlooredForm) -> Points:
-    """The best on another topology, for which the form is."""
-    changed = replace(task, topology=topology, most=1)
+def _best(task: SearchTask, topology: Topology, form: FlooredForm, most: int = 1) -> Points:
+    """The best few on another topology, for which the form is."""
+    changed = replace(task, topology=topology, most=most)
     found = Found(Points.none(), Points.none())
     for span in _ranges(task):
-        found = found.and_(searched(changed, *span, form), 1)
+        found = found.and_(searched(changed, *span, form), most)
     return found.best
 
 
@@ -313,6 +366,7 @@ def _pruned(task: SearchTask, total: Found) -> tuple[PrunedClass, ...]:
         PrunedClass(f"need more than {memory} at least", total.large),
         PrunedClass("cannot be among the best nor on the front", total.slow),
         PrunedClass(f"priced, and need more than {memory}", total.unfit),
+        PrunedClass("say what does nothing", task.space.idle),
     )
 
 

@@ -16,13 +16,16 @@ import numpy as np
 from shardplan.core import border
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, ORDERS, TOGETHER, Configurations
+from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
+from shardplan.strategy.options import ulysses
 
 Ints = np.ndarray
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
 RECOMPUTE = CODES["recompute"]
 DEALT = ((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))  # zero, fsdp
-INSIDE = tuple((r, zero, fsdp) for r in range(len(RECOMPUTE)) for zero, fsdp in DEALT)
+# `selective_op` is PyTorch's, and tried with FSDP alone.
+INSIDE = tuple((r, z, f) for r, name in enumerate(RECOMPUTE) for z, f in DEALT if f or name != "selective_op")
 _INSIDE = np.array(INSIDE, dtype=np.int64)
 FRAME = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "schedule", "interleave", "sequence_parallel",
          "context_kind")  # fmt: skip
@@ -47,9 +50,9 @@ class StrategySpace:
 
     >>> model = Model.load("gpt", layers=4, hidden=64, heads=4, seq=16, vocab=64)
     >>> StrategySpace.of(model, 4, 8).count
-    1908
+    2000
     >>> StrategySpace.of(model, 4, 8, placements=True).count
-    3348
+    3500
     """
 
     frames: Ints  # int64 [frames, fields of FRAME]
@@ -58,6 +61,7 @@ class StrategySpace:
     attention: int
     kinds: Ints  # which orders a frame has, a place in KINDS, int64 [frames]
     starts: Ints  # pairs of a frame and an order before each frame, and of all, int64 [frames + 1]
+    limits: ModelLimits
 
     @staticmethod
     def of(
@@ -73,7 +77,9 @@ class StrategySpace:
 
         Degrees multiply to `devices`, also where they are no powers of two: `tensor` up to the heads, `pipeline` up to
         the layers, `context` a divisor of the sequence, `expert` a divisor of the experts and of a stage. Replicas and
-        microbatches divide the global batch; chunks of several a rank divide the layers, and ranks the microbatches.
+        microbatches divide the global batch; chunks of several a rank divide the layers, and ranks the microbatches. A
+        frame says nothing idle: `ulysses` has a key-value head for every device, `gpipe` several microbatches; what is
+        idle inside of it (`live`) is counted apart.
 
         Raises `ShardplanError` for other schedules than those with a formula, and where nothing is legal.
         """
@@ -81,7 +87,7 @@ class StrategySpace:
         border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
         for name in schedules:
             border.choice("search: schedules", name, SCHEDULES, ShardplanError)
-        limits = ModelLimits.of(model)
+        limits = ModelLimits.of(model, precision)
         rows = list(_frames(limits, devices, global_batch, tuple(schedules)))
         if not rows:
             raise ShardplanError(f"search: no strategy of {devices} devices and {global_batch} sequences is legal")
@@ -91,7 +97,23 @@ class StrategySpace:
         for k, block in enumerate(BLOCKS):
             kinds += (table[:, FRAME.index(block)] > 1) * (1 << k) * placements
         starts = np.concatenate([[0], np.cumsum(np.array([len(one) for one in KINDS])[kinds])])
-        return StrategySpace(table, global_batch, *codes, kinds, starts)
+        return StrategySpace(table, global_batch, *codes, kinds, starts, limits)
+
+    def live(self, frames: Ints) -> np.ndarray:
+        """Return which of the strategies inside some frames have no option that does nothing: bool [n, inside]."""
+        data, context = (self.frames[frames, FRAME.index(name)][:, None] for name in ("data", "context"))
+        recompute, zero, fsdp = _INSIDE.T
+        found = ((fsdp == 0) & (zero == 0)) | (data * context > 1)
+        found &= (zero != 1) | self.limits.kept
+        found &= (zero == 0) | (zero == 3) | self.limits.training
+        found &= (recompute == 0) | self.limits.training
+        return found & ((recompute != RECOMPUTE.index("selective")) | self.limits.scores)
+
+    @property
+    def idle(self) -> int:
+        """How many strategies have one."""
+        frames = np.arange(len(self.frames))
+        return int((np.diff(self.starts) * (~self.live(frames)).sum(axis=1)).sum())
 
     @property
     def inside(self) -> int:
@@ -137,41 +159,6 @@ class StrategySpace:
         return self.columns(np.array([frame]), int(order), inside)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What of a model bounds its degrees."""
-
-    layers: int
-    heads: int
-    sequence: int
-    experts: int
-
-    @staticmethod
-    def of(model: Model) -> ModelLimits:
-        """Read a model's dims."""
-        sizes: dict[str, int] = {}
-        types = model.program.types
-        for value, dims in model.dims.items():
-            if value in types:
-                for dim, n in zip(dims, types[value].shape, strict=True):
-                    sizes[dim] = max(sizes.get(dim, 1), n)
-        layers = sum(int(types[p].shape[0]) for p in _one_a_run(model))
-        heads = sizes.get("kv_heads", 1) * sizes.get("ratio", 1)
-        if "kv_heads" not in sizes:
-            heads = sizes.get("ffn", sizes.get("hidden", 1))
-        return ModelLimits(max(layers, 1), heads, sizes.get("sequence", 1), sizes.get("experts", 1))
-
-
-def _one_a_run(model: Model) -> Iterator[str]:
-    """A stacked parameter of each run of layers."""
-    seen: set[str] = set()
-    for name, p in model.parameters.items():
-        run = name.partition(".")[0]
-        if p.dims and p.dims[0][0] == "layer" and run not in seen:
-            seen.add(run)
-            yield name
-
-
 def divisors(n: int) -> list[int]:
     """Return the divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
@@ -187,12 +174,14 @@ def _frames(limits: ModelLimits, devices: int, batch: int, schedules: tuple[str,
                 if batch % data:
                     continue
                 stage = data * context * tensor
+                few = context > ulysses(limits, tensor)
+                context_kinds = ("gather",) if few else ("ulysses", "gather") if context > 1 else ("ulysses",)
                 for expert in (e for e in divisors(limits.experts) if stage % e == 0):
                     for microbatch in divisors(batch // data):
                         orders = _orders(limits.layers, pipeline, batch // data // microbatch, schedules)
                         for schedule, interleave in orders:
-                            for parallel in (0, 1) if tensor > 1 else (0,):
-                                for kind in ("ulysses", "gather") if context > 1 else ("ulysses",):
+                            for parallel in (0, 1) if tensor > 1 < limits.sequence else (0,):
+                                for kind in context_kinds:
                                     yield (data, tensor, pipeline, context, expert, microbatch,
                                            CODES["schedule"].index(schedule), interleave, parallel,
                                            kinds.index(kind))  # fmt: skip
@@ -201,7 +190,7 @@ def _frames(limits: ModelLimits, devices: int, batch: int, schedules: tuple[str,
 def _orders(layers: int, pipeline: int, many: int, schedules: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     for name in schedules:
         if name != "interleaved":
-            if name == "1f1b" or pipeline > 1:
+            if name == "1f1b" or (pipeline > 1 and many > 1):
                 yield name, 1
         elif pipeline > 1 and many % pipeline == 0 and layers % pipeline == 0:
             yield from ((name, v) for v in divisors(layers // pipeline) if v > 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from shardplan.core.dim_names import Names
@@ -59,33 +59,50 @@ class LaidLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Lays lines on a mesh; remembers what it laid."""
+    """Lays lines on a mesh."""
 
     mesh: Mesh
-    known: dict[tuple[int, Choice], LaidLine | None] = field(
-        default_factory=dict[tuple[int, Choice], "LaidLine | None"]
-    )
 
     def laid(self, line: Line, choice: Choice) -> LaidLine | None:
         """Return a line as a choice lays it, None where that does not type."""
-        key = id(line), choice
-        if key not in self.known:
-            try:
-                self.known[key] = self.typed(line, choice)
-            except ShardplanError:
-                self.known[key] = None
-        return self.known[key]
+        return _laid(line.op, line.types, line.links.operands, line.made, choice, self.mesh)
 
     def typed(self, line: Line, choice: Choice) -> LaidLine:
         """Return a line as a choice lays it; raises what the op says against it."""
-        carried = dict(choice.factors)
-        operands: list[TensorType] = []
-        for k, (t, dims) in enumerate(zip(line.types, line.links.operands, strict=True)):
-            partial = tuple(axis for axis, chosen in choice.partial if k in chosen)
-            layout = Layout(_axes(dims, carried), partial, "sum" if partial else None)
-            operands.append(t.with_layout(layout, self.mesh))
-        op = line.op.laid(self.mesh, [carried.get(f, ()) for f in line.made])
-        return LaidLine(op, tuple(operands), results_of(op, tuple(operands)))
+        return _typed(line.op, line.types, line.links.operands, line.made, choice, self.mesh)
+
+
+@lru_cache(maxsize=1 << 15)  # layers have the same lines, and a strategy is settled again with other cuts
+def _laid(
+    op: Compute,
+    types: tuple[TensorType, ...],
+    dims: tuple[Dims, ...],
+    made: tuple[str, ...],
+    choice: Choice,
+    mesh: Mesh,
+) -> LaidLine | None:
+    try:
+        return _typed(op, types, dims, made, choice, mesh)
+    except ShardplanError:
+        return None
+
+
+def _typed(
+    op: Compute,
+    types: tuple[TensorType, ...],
+    dims: tuple[Dims, ...],
+    made: tuple[str, ...],
+    choice: Choice,
+    mesh: Mesh,
+) -> LaidLine:
+    carried = dict(choice.factors)
+    operands: list[TensorType] = []
+    for k, (t, factors) in enumerate(zip(types, dims, strict=True)):
+        partial = tuple(axis for axis, chosen in choice.partial if k in chosen)
+        layout = Layout(_axes(factors, carried), partial, "sum" if partial else None)
+        operands.append(t.with_layout(layout, mesh))
+    op = op.laid(mesh, [carried.get(f, ()) for f in made])
+    return LaidLine(op, tuple(operands), results_of(op, tuple(operands)))
 
 
 def _axes(dims: Dims, carried: Mapping[str, Axes]) -> tuple[Axes, ...]:

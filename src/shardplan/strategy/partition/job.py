@@ -20,6 +20,7 @@ from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.alternatives import Alternative, alternatives
+from shardplan.strategy.partition.programs import saved_of_state
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.partition.write import Movement
@@ -126,6 +127,13 @@ class Job:
     def key(self, stage: int, name: str) -> str:
         """Return what a stage's value is called in `state`."""
         return name if self.stages == 1 else f"s{stage}.{name}"
+
+    def saved_once(self, stage: int) -> frozenset[str]:
+        """Return what a stage's forward pass saves once for all microbatches: gathered parameters that are kept.
+
+        Every F makes it anew in the place of the last one's; it goes when no microbatch is in flight on the stage.
+        """
+        return saved_of_state(self.programs.shared[self.programs.which[stage, "F"]], self.batch)
 
     def alternatives(self, movement: Movement) -> tuple[Alternative, ...]:
         """Return what else the choices at both ends of a movement could have been, the cheapest first.

@@ -1,9 +1,11 @@
 """What a job holds on a device, action by action, and what it sends: its certificate.
 
 During an action a device holds all state of its rank's stages, the saved values of every microbatch whose forward pass
-is done and whose backward pass is not, and what the program makes beside its inputs: what takes the place of state has
-its storage. Where B is split, I frees what W does not read, and what it keeps for W, with what came for both, stays
-until W is done. Bytes are of the worst device.
+is done and whose backward pass is not, gathered parameters that are kept once for all of a stage's microbatches while
+one is in flight, and what the program makes beside its inputs: what takes the place of state has its storage. Where B
+is split, I frees what W does not read, and what it keeps for W, with what came for both, stays until W is done. Bytes
+are of the worst device. What hangs on a program alone is worked out once for all stages that share it, and what is
+alive is a running sum over the actions of a rank.
 """
 
 from __future__ import annotations
@@ -13,16 +15,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardplan.core.accounting import account
+import numpy as np
+
+from shardplan.core.accounting import books_of
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED
-from shardplan.strategy.schedules.run import MESSAGES
+from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED, saved_of_state
+from shardplan.strategy.partition.stage_work import held_stacks, stage_work
+from shardplan.strategy.runtimes import Runtime
+from shardplan.strategy.schedules.action import COMPUTE
 
-MOVED = ("OFFLOAD", "RELOAD")
+Ints = np.ndarray
+Axes = tuple[str, ...]
+OFFLOADS = ("OFFLOAD", "RELOAD")
+_KINDS = ("", *COMPUTE, *OFFLOADS)  # of actions of a microbatch; the first is before all of them
+_CODE = {kind: k for k, kind in enumerate(_KINDS)}
 
 
 class Moment(NamedTuple):
@@ -31,6 +41,35 @@ class Moment(NamedTuple):
     action: str
     during: int
     after: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """Bytes of a device of each rank: during and after each of its actions, optimizers last, and of its state."""
+
+    during: tuple[Ints, ...]  # by rank int64 [actions]
+    after: tuple[Ints, ...]
+    state: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that a device of each rank holds."""
+        return tuple(int(max(d.max(initial=0), s)) for d, s in zip(self.during, self.state, strict=True))
+
+
+class StageHoldings(NamedTuple):
+    """What actions of a kind do to the bytes of a stage.
+
+    `state` is what lives between programs, `once` what is there while any microbatch is in flight, and `left` by kind
+    what is there of a microbatch behind an action, by name; `extra` what an action has more than all else that is
+    alive, by the kind before it and its own.
+    """
+
+    state: Mapping[str, int]
+    once: Mapping[str, int]
+    left: Mapping[str, Mapping[str, int]]
+    extra: Mapping[tuple[str, str], int]
+    programs: Mapping[str, Program]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +85,7 @@ class JobCertificate:
     peak_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
     saved_bytes: tuple[int, ...]
-    axis_bytes: Mapping[tuple[str, ...], int]
+    axis_bytes: Mapping[Axes, int]
     flops: tuple[float, ...]
     limit: int | None = None
 
@@ -64,81 +103,187 @@ class JobCertificate:
 
 
 def certify(job: Job, limit: int | None = None) -> JobCertificate:
-    """Return the certificate of a job; `limit` is what a device may hold."""
-    ranks = range(len(job.schedule.ranks))
-    peaks = tuple(max((m.during for m in moments(job, r)), default=state_bytes(job, r)) for r in ranks)
-    state = tuple(state_bytes(job, r) for r in ranks)
-    saved = tuple(saved_bytes(job, s) for s in range(job.stages))
-    runs = job.runs
-    flops = tuple(
-        sum(runs[key] * _flops(p) for key, p in job.programs.items() if key[0] == s) for s in range(job.stages)
-    )
-    axes = Counter[tuple[str, ...]]()
-    for stage in range(job.stages):
-        mine = Counter[tuple[str, ...]]()
-        for (s, kind), p in job.programs.items():
-            if s == stage:
-                for times, op, types in program_leaves(p):
-                    got = int(op.received(*types).max(initial=0))
-                    if got:
-                        mine[op.members(types[0])] += runs[s, kind] * times * got
-        for axis, n in mine.items():
-            axes[axis] = max(axes[axis], n)
-    return JobCertificate(job, peaks, state, saved, dict(axes), flops, limit)
+    """Return the certificate of a job; `limit` is what a device may hold, in bytes."""
+    found, stages, runs = holdings(job), stage_holdings(job), job.runs
+    works = [_program_work(p) for p in job.programs.shared]
+    flops = [0.0] * job.stages
+    received = [Counter[Axes]() for _ in range(job.stages)]
+    for (stage, kind), number in job.programs.which.items():
+        flops[stage] += runs[stage, kind] * works[number].flops
+        for axes, nbytes in works[number].axis_bytes.items():
+            received[stage][axes] += runs[stage, kind] * nbytes
+    worst = {axes: max(each[axes] for each in received) for axes in dict.fromkeys(a for each in received for a in each)}
+    saved = tuple(sum(one.left["F"].values()) for one in stages)
+    return JobCertificate(job, found.peak_bytes, found.state, saved, worst, tuple(flops), limit)
 
 
-def _flops(program: Program) -> float:
-    return sum(times * op.flops(*types) for times, found, types in program_leaves(program) if (op := computing(found)))
+class _ProgramWork(NamedTuple):
+    """The operations of a program, and by axes the bytes that the worst device receives over them."""
+
+    flops: float
+    axis_bytes: Mapping[Axes, int]
+
+
+def _program_work(program: Program) -> _ProgramWork:
+    flops, received = 0.0, Counter[Axes]()
+    for times, op, types in program_leaves(program):
+        if (one := computing(op)) is not None:
+            flops += times * one.flops(*types)
+        if got := int(op.received(*types).max(initial=0)):
+            received[op.members(types[0])] += times * got
+    return _ProgramWork(flops, received)
 
 
 def state_bytes(job: Job, rank: int) -> int:
     """Return what a device of a rank holds between steps."""
-    return sum(t.local_bytes() for key, t in job.state.items() if _is_state(job, key, rank))
-
-
-def _is_state(job: Job, key: str, rank: int) -> bool:
-    part = job.parts[key]
-    return job.schedule.owners[part.stage] == rank and part.name not in job.batch
+    return holdings(job).state[rank]
 
 
 def saved_bytes(job: Job, stage: int) -> int:
-    """Return what a microbatch's forward pass saves on a stage, with what came from others and is read again."""
-    return sum(_left(job, stage, "F", {}).values())
+    """Return what a microbatch's forward pass saves on a stage, with what came from others and is read again.
+
+    What is saved once for all microbatches (`Job.saved_once`) is not of any one.
+    """
+    return sum(stage_holdings(job)[stage].left["F"].values())
+
+
+def rank_actions(job: Job) -> tuple[tuple[tuple[int, str, int], ...], ...]:
+    """Return by rank the actions of microbatches in their order: stage, kind and microbatch."""
+    leaves = [[a for action in row if action is not None for a in action.leaves] for row in job.schedule.ranks]
+    return tuple(
+        tuple((a.stage, a.kind, a.microbatch or 0) for a in row if a.kind and a.kind in _CODE) for row in leaves
+    )
+
+
+def optimizer_stages(job: Job, rank: int) -> list[int]:
+    """Return the stages of a rank that have an optimizer, in order."""
+    return [s for s in range(job.stages) if job.schedule.owners[s] == rank and (s, "OPT") in job.programs.which]
 
 
 def moments(job: Job, rank: int) -> Iterator[Moment]:
-    """Yield the actions of a rank in the order of the schedule, then its optimizer's, with the bytes that are live."""
-    state = {k: t.local_bytes() for k, t in job.state.items() if _is_state(job, k, rank)}
-    most = {key: account(p).workspace_bytes for key, p in job.programs.items() if job.schedule.owners[key[0]] == rank}
-    alive: dict[tuple[int, int], dict[str, int]] = {}  # by stage and microbatch
-    row = (a for action in job.schedule.ranks[rank] if action is not None for a in action.leaves)
-    actions = [(a.stage, a.kind, a.microbatch, str(a)) for a in row if a.kind not in MESSAGES]
-    stages = [s for s in range(job.stages) if job.schedule.owners[s] == rank and (s, "OPT") in job.programs]
-    for stage, kind, k, text in [*actions, *((s, "OPT", None, f"{s}OPT") for s in stages)]:
-        mine = {} if k is None else alive.pop((stage, k), {})
-        others = sum(state.values()) + sum(n for values in alive.values() for n in values.values())
-        if k is not None:
-            alive[stage, k] = left = _left(job, stage, kind, state)
-            after = others + sum(left.values())
+    """Yield the actions of a rank in the order of the schedule, then its optimizers', with the bytes that are live."""
+    found = holdings(job)
+    names = [f"{stage}{kind}{k}" for stage, kind, k in rank_actions(job)[rank]]
+    names += [f"{stage}OPT" for stage in optimizer_stages(job, rank)]
+    for name, during, after in zip(names, found.during[rank].tolist(), found.after[rank].tolist(), strict=True):
+        yield Moment(name, during, after)
+
+
+def holdings(job: Job, runtime: Runtime | None = None) -> Holdings:
+    """Return the bytes of every rank, action by action, optimizers last.
+
+    What is at work in an action is what its program holds, or, with a `runtime`, what that has.
+    """
+    stages = stage_holdings(job)
+    works = None
+    if runtime is not None:
+        pairs = zip(stages, held_stacks(job), strict=True)
+        works = [stage_work(job, runtime, one.programs, held) for one, held in pairs]
+    more = [0] * job.stages if works is None else [one.state for one in works]
+    left = np.zeros((job.stages, len(_KINDS)), dtype=np.int64)
+    extra = np.zeros((job.stages, len(_KINDS), len(_KINDS)), dtype=np.int64)
+    for s, one in enumerate(stages):
+        for kind, names in one.left.items():
+            left[s, _CODE[kind]] = sum(names.values()) + (works[s].saved if works is not None and kind != "I" else 0)
+        for (before, kind), nbytes in one.extra.items():
+            if kind in _CODE:
+                extra[s, _CODE[before], _CODE[kind]] = nbytes
+    moved = [_CODE[kind] for kind in OFFLOADS]
+    rows: list[tuple[Ints, Ints, int]] = []
+    for rank, row in enumerate(rank_actions(job)):
+        mine = [s for s in range(job.stages) if job.schedule.owners[s] == rank]
+        state = sum(sum(stages[s].state.values()) + more[s] for s in mine)
+        table = np.array([(s, _CODE[kind], k) for s, kind, k in row], dtype=np.int64).reshape(-1, 3)
+        stage, kind = table[:, 0], table[:, 1]
+        before = _kinds_before(table)
+        had, has = left[stage, before], left[stage, kind]
+        kept, kept_during = _once(stage, has, had, np.array([sum(one.once.values()) for one in stages]))
+        alive = state + np.cumsum(has - had) + kept
+        others = alive - has - kept + kept_during
+        if works is None:
+            during = others + np.maximum(had, extra[stage, before, kind])
         else:
-            after = others
-        if kind in MOVED:
-            yield Moment(text, after, after)
-            continue
-        read = {name for name, _ in job.programs[stage, kind].inputs}
-        rest = sum(n for name, n in mine.items() if name not in read)
-        made = {o.removeprefix(NEXT) for o in job.programs[stage, kind].outputs if o.startswith(NEXT)}
-        own = sum(n for key, n in state.items() if key in {job.key(stage, name) for name in read | made})
-        before = others + sum(mine.values())
-        yield Moment(text, max(before, others - own + rest + most[stage, kind]), after)
+            pairs = zip(stage.tolist(), kind.tolist(), strict=True)
+            during = others + np.maximum(had, has) + np.array([works[s].work.get(_KINDS[k], 0) for s, k in pairs], int)
+        during = np.where(np.isin(kind, moved), alive, during)
+        last = int(alive[-1]) if len(alive) else state
+        ends = [
+            last + (max(0, stages[s].extra["", "OPT"]) if works is None else 0) for s in optimizer_stages(job, rank)
+        ]
+        after = np.concatenate([alive, np.full(len(ends), last, dtype=np.int64)])
+        rows.append((np.concatenate([during, np.array(ends, dtype=np.int64)]), after, state))
+    during, after, state = zip(*rows, strict=True)
+    return Holdings(during, after, state)
 
 
-def _left(job: Job, stage: int, kind: str, state: Mapping[str, int]) -> dict[str, int]:
-    """What is there of a microbatch behind an action: saved; or what W reads: saved, received, or kept by its I."""
-    if kind in ("F", "RELOAD"):
-        p = job.programs[stage, "F"]
-        later = {n for k in ("B", "I", "W") if (stage, k) in job.programs for n, _ in job.programs[stage, k].inputs}
-        names = [*(o for o in p.outputs if o.startswith(SAVED)), *(n for n, _ in p.inputs if n.startswith(RECEIVED))]
-        return {name: p.types[name].local_bytes() for name in names if name.startswith(SAVED) or name in later}
-    given = job.programs[stage, "W"].inputs if kind == "I" else ()
-    return {n: t.local_bytes() for n, t in given if n not in job.batch and job.key(stage, n) not in state}
+def _once(stage: Ints, has: Ints, had: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
+    """Bytes [actions] of what stages hold while a microbatch is in flight: behind each action, and during it."""
+    after, during = np.zeros(len(stage), dtype=np.int64), np.zeros(len(stage), dtype=np.int64)
+    for s in np.flatnonzero(nbytes).tolist():
+        mine = stage == s
+        flying = np.cumsum(np.where(mine, (has > 0).astype(np.int64) - (had > 0), 0))
+        after += nbytes[s] * (flying > 0)
+        during += nbytes[s] * ((flying > 0) | mine)
+    return after, during
+
+
+def _kinds_before(table: Ints) -> Ints:
+    """The code of the kind of action before each on its stage and microbatch, [actions]; rows of stage, kind, k."""
+    order = np.lexsort((np.arange(len(table)), table[:, 0], table[:, 2]))
+    before = np.zeros(len(table), dtype=np.int64)
+    same = (table[order[1:]][:, [0, 2]] == table[order[:-1]][:, [0, 2]]).all(axis=1)
+    before[order[1:][same]] = table[:, 1][order[:-1][same]]
+    return before
+
+
+def stage_holdings(job: Job) -> list[StageHoldings]:
+    """Return what actions do to the bytes of every stage; stages with the same programs have the same."""
+    numbers: list[dict[str, int]] = [{} for _ in range(job.stages)]
+    for (s, kind), number in job.programs.which.items():
+        numbers[s][kind] = number
+    state = _state(job)
+    known: dict[tuple[tuple[str, int], ...], StageHoldings] = {}
+    found: list[StageHoldings] = []
+    for s, mine in enumerate(numbers):
+        key = tuple(sorted(mine.items()))
+        if key not in known:
+            known[key] = _stage(job, {kind: job.programs.shared[n] for kind, n in mine.items()}, state[s])
+        found.append(known[key]._replace(state=state[s]))
+    return found
+
+
+def _state(job: Job) -> list[dict[str, int]]:
+    """By stage the bytes of what lives between programs, by its name there."""
+    found: list[dict[str, int]] = [{} for _ in range(job.stages)]
+    known: dict[object, int] = {}
+    for key, part in job.parts.items():
+        if part.name not in job.batch:
+            t = job.state[key]
+            alike = t.dtype, t.shape, t.layout, t.mesh.axes, t.mesh.sizes
+            if alike not in known:
+                known[alike] = t.local_bytes()
+            found[part.stage][part.name] = known[alike]
+    return found
+
+
+def _stage(job: Job, programs: Mapping[str, Program], state: Mapping[str, int]) -> StageHoldings:
+    forward = programs["F"]
+    later = {n for k in ("B", "I", "W") if k in programs for n, _ in programs[k].inputs}
+    shared = saved_of_state(forward, job.batch)
+    once = {name: forward.types[name].local_bytes() for name in sorted(shared)}
+    saved = [o for o in forward.outputs if o.startswith(SAVED) and o not in shared]
+    saved += [n for n, _ in forward.inputs if n.startswith(RECEIVED) and n in later]
+    behind = {name: forward.types[name].local_bytes() for name in saved}
+    given = programs["W"].inputs if "W" in programs else ()
+    halved = {n: t.local_bytes() for n, t in given if n not in job.batch and n not in state and n not in once}
+    left = {"F": behind, "RELOAD": behind, "I": halved}
+    extra: dict[tuple[str, str], int] = {}
+    for kind, p in programs.items():
+        read = {name for name, _ in p.inputs}
+        made = {o.removeprefix(NEXT) for o in p.outputs if o.startswith(NEXT) or o in once}
+        own = sum(n for name, n in (*state.items(), *once.items()) if name in read | made)
+        most = books_of(p).workspace_bytes
+        for before in _KINDS:
+            rest = sum(n for name, n in left.get(before, {}).items() if name not in read)
+            extra[before, kind] = rest + most - own
+    return StageHoldings(state, once, left, extra, programs)

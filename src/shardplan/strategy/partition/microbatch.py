@@ -1,7 +1,8 @@
 """The program of one microbatch: forward, and backward where the model trains; cut into stages by its layers.
 
 Composed ops that an axis cannot serve are opened before gradients are taken, so that sums and maxima are kept and not
-asked for again. The loss is a microbatch's part of the step's mean. A parameter that several stages read is an input
+asked for again. The loss is a microbatch's part of the step's mean: over the targets that count, whose number in the
+whole step is an input, or over all sequences. A parameter that several stages read is an input
 of its own on each: its copies have gradients of their own, which the optimizer's program adds.
 """
 
@@ -19,6 +20,7 @@ from shardplan.core.ops.composed import differs
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
+from shardplan.core.target_counts import COUNT, uncounted
 from shardplan.core.weighted import weighted
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
@@ -75,13 +77,16 @@ def microbatch(
 ) -> Microbatch:
     """Return the program of one of `count` microbatches, cut into stages, which begin with the layers `starts`.
 
-    Where they are not `even`, an input `weight` says what every sequence counts in the loss. With `rounds` ops are in
-    rounds where they can be.
+    Where they are not `even`, an input `weight` says what every sequence counts in a loss over all of them. With
+    `rounds` ops are in rounds where they can be.
     """
     program = model.forward or model.program
     program = in_rounds(program) if rounds else program
     dims = {name: model.dims[name] for name, _ in program.inputs}
-    if not even:
+    told = uncounted(program)
+    if told is not program:
+        program, dims[COUNT] = told, ()
+    elif not even:
         program = _weighted(program, dims)
         dims[WEIGHT] = ("batch",)
     program, inside = opened(program, dims, refused)
@@ -91,7 +96,7 @@ def microbatch(
     if not model.fields["training"]:
         names = dim_names(program, dims)
         return Microbatch(flow(program, names), len(program.steps), cuts, (), {}, copies, dims)
-    if count > 1 and even:
+    if count > 1 and even and COUNT not in dims:
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
     wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
@@ -196,7 +201,8 @@ def _scaled(program: Program, count: int) -> Program:
 def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
     """Which results are kept for the backward pass: of opened ops those that are smaller than what they are made of.
 
-    Of steps in bodies `full` keeps none, `selective` all but attention's, names all but those of ops of these names.
+    Of steps in bodies `full` keeps none, `selective` all but attention's, `selective_op` attention and every second
+    product (the first, the third), names all but those of ops of these names.
     """
     bodies = [op.body for _, op in _loops(program)]
     steps = {step for body in bodies for step in body.steps}
@@ -208,10 +214,19 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
     }
     names = ("attention",) if recompute == "selective" else () if isinstance(recompute, str) else recompute
     again = {step for step in steps if recompute == "full" or step.op.name in names}
+    if recompute == "selective_op":
+        again = steps - {step for body in bodies for step in _every_second(body)}
     if recompute != "none" and (not again or not {*names} <= {step.op.name for step in again}):
         legal = ", ".join(sorted({step.op.name for step in steps})) or "none"
         raise LayoutError(f"recompute={recompute!r}: not all of it is in a layer; legal are ops of layers: {legal}")
     return lambda step, moved: not moved and step not in again and (step not in inside or step in small)
+
+
+def _every_second(body: Program) -> set[Step]:
+    """Return attention and every second product of a layer (torchtitan, `per_op_sac_force_recompute`'s counter)."""
+    kinds = [(step, op.kernel_class) for step in body.steps if (op := computing(step.op)) is not None]
+    products = [step for step, kind in kinds if kind == "product"]
+    return {*products[::2], *(step for step, kind in kinds if kind == "scores")}
 
 
 def _size(program: Program, names: Sequence[str]) -> int:

@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shardplan.core.dim_names import DimNames, Names, dim_names
+from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, nested
 from shardplan.core.op import results_of
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import LayoutError
+from shardplan.strategy.partition.choices import Choice, Layer, served
+from shardplan.strategy.partition.flow import line_of
+from shardplan.strategy.partition.tables import Layouts
 
 Refused = Callable[[Step, Program, Mapping[str, Names]], bool]  # a step of a program, and the names of its factors
 DEPTH = 8  # of composed ops inside each other
@@ -23,7 +27,7 @@ DEPTH = 8  # of composed ops inside each other
 def opened(program: Program, dims: Mapping[str, tuple[str, ...]], refused: Refused) -> tuple[Program, set[Step]]:
     """Return a program in which no composed op is refused, and the steps that such ops came to.
 
-    A value inside an op is called after the op's first result.
+    A value inside an op is called after the op's first result, behind which `_` stand where the name is taken.
     """
     inside = set[Step]()
     for _ in range(DEPTH):
@@ -33,6 +37,17 @@ def opened(program: Program, dims: Mapping[str, tuple[str, ...]], refused: Refus
             break
         program = found
     return program, inside
+
+
+def refuses(mesh: Mesh, layouts: Layouts, step: Step, program: Program, names: Mapping[str, Names]) -> bool:
+    """Say whether an op's own rule refuses what an axis would serve on a mesh; `names` are those of its factors."""
+    layer, line = Layer(mesh), line_of(0, step, program.step_types(step)[0], names)
+    for _, groups in layouts.serve:
+        for factors in served(line, groups)[:1]:
+            axes = [axis for axis, mine in layouts.serve if mine == groups]
+            if not any(layer.laid(line, c) for f in factors for a in axes for c in Choice().serving(a, f)):
+                return True
+    return False
 
 
 def _once(program: Program, names: DimNames, refused: Refused, inside: set[Step]) -> Program:
@@ -88,7 +103,10 @@ def _parts(step: Step, program: Program) -> list[Step]:
     if body is None:
         return []
     called = {str(k): name for k, name in enumerate(step.operands)}
-    called |= {r: f"{step.results[0]}.{r}" for s in body.steps for r in s.results}
+    inner, after = [r for s in body.steps for r in s.results], step.results[0]
+    while any(f"{after}.{r}" in program.types for r in inner):  # of the op that this one was opened from
+        after += "_"
+    called |= {r: f"{after}.{r}" for r in inner}
     called |= zip(body.results, step.results, strict=True)
     return [
         Step(s.op, tuple(called[o] for o in s.operands), tuple(called[r] for r in s.results), s.stopped)

@@ -7,25 +7,35 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.schedules import Schedule, check, schedule
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS
 from shardplan.strategy.schedules.offload import offloaded
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import NARROW, Strategy
+from shardplan.strategy.training import PRECISIONS
 
 FORWARD = ("F", "SEND_F", "RECV_F")
 RUN = (*COMPUTE, *SENDS, *RECEIVES, "OFFLOAD", "RELOAD")  # what else a file says, the programs do themselves
 
 
-def ordered(strategy: Strategy, model: Model) -> Schedule:
-    """Return the order of actions: of a model that does not train the forward part.
-
-    Raises `LayoutError` for what is predicted alone; `ScheduleError` for a generator that is not defined for these
-    sizes, and for a schedule of one's own that is not complete, in whose order ranks wait in a circle, or that does
-    not train where the model does.
-    """
+def check_predicted(strategy: Strategy) -> None:
+    """Raise `LayoutError` for what is predicted alone."""
     for name, plain in (("tensor_overlap", False), ("offload_layers", 0)):
         if getattr(strategy, name) != plain:
             raise LayoutError(
                 f"strategy: {name}={getattr(strategy, name)} is predicted, and no program does it yet; legal for a job "
                 f"is {name}={plain}"
             )
+    if strategy.precision in NARROW:
+        raise LayoutError(
+            f"strategy: precision={strategy.precision} is predicted, and no program has its narrow products yet; "
+            f"legal for a job are {', '.join(PRECISIONS)}"
+        )
+
+
+def ordered(strategy: Strategy, model: Model) -> Schedule:
+    """Return the order of actions: of a model that does not train the forward part.
+
+    Raises `LayoutError` where nothing would be offloaded; `ScheduleError` for a generator that is not defined for these
+    sizes, and for a schedule of one's own that is not complete, in whose order ranks wait in a circle, or that does
+    not train where the model does.
+    """
     said = strategy.schedule
     training = bool(model.fields["training"])
     sizes = strategy.pipeline, strategy.microbatches, strategy.interleave
@@ -44,4 +54,11 @@ def ordered(strategy: Strategy, model: Model) -> Schedule:
             f"a job under {found.called}, which holds {found.copies} copies of the parameters; legal are two, without "
             "bucket, of a model without caches"
         )
-    return offloaded(found) if strategy.offload and training else found
+    if not strategy.offload:
+        return found
+    if (away := offloaded(found)) == found:
+        raise LayoutError(
+            f"strategy: offload with {strategy.microbatches} microbatches under {found.called}: a backward pass comes "
+            "next, or next but one; legal are schedules with more between a forward pass and its backward pass"
+        )
+    return away

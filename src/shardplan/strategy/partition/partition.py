@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
-from shardplan.core import border
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -14,28 +13,30 @@ from shardplan.core.nested import row, rows
 from shardplan.core.program import Program
 from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
+from shardplan.core.target_counts import COUNT
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, shown
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
-from shardplan.movement.redistribute import redistribute
-from shardplan.plans.plan import Plan
-from shardplan.plans.pricing import fabric_of, where_of
+from shardplan.plans.pricing import where_of
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.choices import Choice, Layer, served
+from shardplan.strategy.options import check_options
 from shardplan.strategy.partition.fitting import fitted
-from shardplan.strategy.partition.flow import Key, Line, Loop, line_of
+from shardplan.strategy.partition.flow import Key, Line, Loop
 from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
-from shardplan.strategy.partition.order import ordered
+from shardplan.strategy.partition.opening import refuses
+from shardplan.strategy.partition.order import check_predicted, ordered
 from shardplan.strategy.partition.prefetch import early
-from shardplan.strategy.partition.prices import Prices, working
+from shardplan.strategy.partition.prices import prices_on
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
+from shardplan.strategy.partition.row_plans import RowPlans
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
+from shardplan.strategy.partition.unused import check_bucket, check_kept
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import AXES, BATCH, Strategy
@@ -56,11 +57,14 @@ def partition(
             state of its work is that of a nominal one.
         layouts: Tables instead of `strategy.layouts(model)`.
 
-    Raises `LayoutError` for a strategy that the model does not admit, naming line and axis.
+    Raises `LayoutError` for a strategy that the model does not admit, naming line and axis, or of which an option
+    does nothing.
     """
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         given = f"{shown(model)} and {shown(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
+    check_predicted(strategy)
+    check_options(model, strategy, tables=layouts is None)
     starts = None if strategy.cuts is None else (0, *strategy.cuts)
     return _Partition(model, strategy, topo, layouts, starts).job()
 
@@ -86,9 +90,8 @@ class _Partition:
         self.mesh = self.meshes[0]
         self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
         self.where = where_of("topo", topo)
-        ends = [self.mesh, *(strategy.mesh(self.model, rank) for rank in (0, strategy.pipeline - 1))]
-        fabric = fabric_of(working(self.where or Topology.load("nominal", devices=strategy.devices)), ends)
-        self.prices = Prices(fabric)
+        ends = (self.mesh, *(strategy.mesh(self.model, rank) for rank in (0, strategy.pipeline - 1)))
+        self.prices = prices_on(self.where or Topology.load("nominal", devices=strategy.devices), ends)
         even = strategy.sequences % (strategy.data * strategy.microbatch) == 0
         self.micro = microbatch(
             self.model,
@@ -131,13 +134,7 @@ class _Partition:
 
     def _refused(self, step: Step, program: Program, names: Mapping[str, Names]) -> bool:
         """Say whether an op's own rule refuses what an axis would serve."""
-        layer, line = Layer(self.mesh), line_of(0, step, program.step_types(step)[0], names)
-        for _, groups in self.layouts.serve:
-            for factors in served(line, groups)[:1]:
-                axes = [axis for axis, mine in self.layouts.serve if mine == groups]
-                if not any(layer.laid(line, c) for f in factors for a in axes for c in Choice().serving(a, f)):
-                    return True
-        return False
+        return refuses(self.mesh, self.layouts, step, program, names)
 
     def _state(self) -> dict[str, TensorType]:
         """The types between programs of inputs and totals, as stage 0 would have all of them."""
@@ -148,10 +145,9 @@ class _Partition:
             whole = Layout(((),) * t.ndim)
             parameter = name if name in model.parameters else name.rpartition(".")[0]
             out[name] = self.layouts.stored_type(name, dims[name], t, self.mesh, self.held.get(parameter, whole))
-        if WEIGHT in self.micro.dims:
-            t = dict(self.micro.block.inputs)[WEIGHT]
-            axes = tuple(a for a in self.mesh.axes if a in BATCH)
-            out[WEIGHT] = t.with_layout(Layout((axes,)), self.mesh)
+        for name in {COUNT, WEIGHT} & self.micro.dims.keys():
+            t, axes = self.micro.block.types[name], tuple(a for a in self.mesh.axes if a in BATCH)
+            out[name] = t.with_layout(Layout((axes,) * t.ndim), self.mesh)
         for name in self.micro.gradients:
             t, of = types[self._of(name)], f"{TOTAL}{self._of(name)}"
             t = TensorType(self.strategy.total_dtype or t.dtype, t.shape, (), t.mesh)
@@ -177,7 +173,7 @@ class _Partition:
         held = {key: Layout(self.held[name].dims[-types[key].ndim :]) for key, (name, _) in ends.items()}
         problem = SettleProblem(block, self.mesh, self.state, wanted, self.held, held, self._cut())
         settled = settle(problem, dict(self.layouts.serve), self.mesh.axes, self.prices)
-        self._check_kept(settled)
+        check_kept(self.strategy, self.micro, settled, self.held, self.state)
         for key, (name, t) in ends.items():  # a total is a sum only over what its gradient is one over
             ends[key] = name, at_most(t, settled.type_of(key))
             total, layout = self.state[TOTAL + name], ends[key][1].layout
@@ -195,36 +191,12 @@ class _Partition:
         parameters = inputs & self.held.keys()
         return Cut(micro.count, saved, twins, frozenset(parameters), frozenset(keep))
 
-    def _check_kept(self, settled: Settled) -> None:
-        """Refuse to keep what the forward pass does not move, or the backward pass does not read as it was moved."""
-        blocks = {block.path: block for block in self.micro.block.every()}
-        moved = [
-            key
-            for key, source in settled.sources.items()
-            if not (made := settled.type_of(key)).layout.partial  # else none could be saved as it was made
-            and any(t != made for t in settled.kept.get(source, ()))
-        ]
-        names = {self._of(settled.sources[key].name) for key in moved}
-        dims = {dim for path, name in moved for names in blocks[path].dims[name] for dim in names}
-        for said in border.names("keep", self.strategy.keep):
-            if said not in dims and not any(fnmatchcase(name, said) for name in names):
-                later = [line for line in self.micro.block.lines if line.number >= self.micro.count]
-                read = {o for line in later for o in line.operands}
-                dealt = [n for n, layout in self.held.items() if n in read and layout.dims != self.state[n].layout.dims]
-                raise LayoutError(
-                    f"keep={said!r}: the forward pass moves nothing of that name which the backward pass reads so; "
-                    f"legal are dims, and parameters that are gathered in both: {', '.join(dealt) or 'none'}"
-                )
-
     def _end(self, value: str, t: TensorType) -> tuple[Key, TensorType]:
         """Where a value that leaves is made, in a body that stacks it, and its type there."""
         line = next((line for line in self.micro.block.lines if value in line.results), None)
         if isinstance(line, Loop) and (k := line.results.index(value)) >= line.op.kept:
             return (line.block.path, line.block.outputs[k]), row(t)
         return ((), value), t
-
-    def _plan(self, made: TensorType | Sequence[TensorType], wanted: TensorType | Sequence[TensorType]) -> Plan:
-        return redistribute(made, wanted, self.where)
 
     def job(self) -> Job:
         """Settle, and write the programs, each as on stage 0; then they go to their meshes.
@@ -235,9 +207,9 @@ class _Partition:
         if self.starts is None and self.count > 1 and (better := self._better(settled)) != self.micro.cuts.starts:
             return _Partition(self.model, self.strategy, self.where, self.layouts, better).job()
         add = self.strategy.microbatches > 1
-        writers = Writers(
-            self.model, settled, self.prices, self._plan, self.state, self.replaced, ends, add, self.bucket
-        )
+        loops = (line for stage in self.stages for line in stage.forward if isinstance(line, Loop))
+        plan = RowPlans(self.where, frozenset(line.end - line.first for line in loops))
+        writers = Writers(self.model, settled, self.prices, plan, self.state, self.replaced, ends, add, self.bucket)
         written: dict[tuple[int, str], WrittenProgram] = {}
         known: dict[object, WrittenProgram] = {}
         halves: dict[int, Halves] = {}
@@ -271,6 +243,7 @@ class _Partition:
         for (stage, kind), one in [*written.items()] if self.chains > 1 else ():
             if kind != "OPT":
                 written[stage + self.count, kind] = one
+        check_bucket(self.strategy, written.values())
         return self._job(written, settled, types)
 
     def _better(self, settled: Settled) -> tuple[int, ...]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
 
 from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
+from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllToAll, Exchange, ReduceScatter, Slice
 from shardplan.core.tensor import TensorType
@@ -15,6 +19,7 @@ from shardplan.hardware.prices.cost import seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.plans.nominal import DEVICE
+from shardplan.plans.pricing import fabric_of
 
 Types = tuple[TensorType, ...]
 
@@ -40,29 +45,61 @@ class Prices:
     moves: dict[tuple[TensorType, TensorType], float] = field(
         default_factory=dict[tuple[TensorType, TensorType], float]
     )
+    sets: dict[tuple[TensorType, Types], np.ndarray] = field(
+        default_factory=dict[tuple[TensorType, "tuple[TensorType, ...]"], np.ndarray]
+    )
 
     def op(self, op: Op, operands: Types) -> float:
         """Return the seconds of one op."""
-        key = op, operands
-        if key not in self.ops:
-            self.ops[key] = seconds(op.pattern(*operands), self.fabric)
-        return self.ops[key]
+        found = self.ops.get((op, operands))
+        if found is None:
+            found = self.ops[op, operands] = seconds(op.pattern(*operands), self.fabric)
+        return found
 
     def move(self, made: TensorType, wanted: TensorType) -> float:
         """Return the seconds of a movement, infinite where none is legal: nothing becomes partial."""
-        if made == wanted:
-            return 0.0
-        key = made, wanted
-        if key not in self.moves:
-            draft = Draft.of([made])
-            legal = moved(draft, "0", wanted) is not None
-            types = draft.types
-            self.moves[key] = (
-                sum(self.op(step.op, tuple(types[o] for o in step.operands)) for step in draft.steps)
-                if legal
-                else math.inf
-            )
-        return self.moves[key]
+        found = self.moves.get((made, wanted))
+        if found is None:
+            found = self.moves[made, wanted] = 0.0 if made == wanted else self._move(made, wanted)
+        return found
+
+    def _move(self, made: TensorType, wanted: TensorType) -> float:
+        draft = Draft.of([made])
+        if moved(draft, "0", wanted) is None:
+            return math.inf
+        types = draft.types
+        return sum(self.op(step.op, tuple(types[o] for o in step.operands)) for step in draft.steps)
+
+    def all_of(self, made: TensorType, kinds: Types) -> np.ndarray:
+        """Return the least seconds to have a value in every set of types, float64 [sets]: a type has a bit.
+
+        Each is moved from the one made or from one before.
+        """
+        found = self.sets.get((made, kinds))
+        if found is None:
+            found = self.sets[made, kinds] = self._all_of(made, kinds)
+        return found
+
+    def _all_of(self, made: TensorType, kinds: Types) -> np.ndarray:
+        move = [[self.move(t, u) for u in kinds] for t in (*kinds, made)]
+        out = np.full(1 << len(kinds), math.inf)
+        out[0] = 0.0
+        for chosen in range(1, len(out)):
+            for k in range(len(kinds)):
+                if chosen >> k & 1:
+                    rest = chosen ^ 1 << k
+                    sources = [move[-1][k], *(move[j][k] for j in range(len(kinds)) if rest >> j & 1)]
+                    out[chosen] = min(out[chosen], out[rest] + min(sources))
+        return out
+
+
+@lru_cache(maxsize=8)
+def prices_on(where: Topology | Placement, meshes: tuple[Mesh, ...]) -> Prices:
+    """Return the prices for ids of these meshes, remembered: strategies that differ otherwise ask for the same.
+
+    Raises `TopologyError` for an id that is not there.
+    """
+    return Prices(fabric_of(working(where), meshes))
 
 
 def moved(draft: Draft, name: str, wanted: TensorType) -> str | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardplan.core.layout import Layout
-from shardplan.core.nested import row, rows
+from shardplan.core.nested import nested, row, rows
 from shardplan.core.ops import Cast, Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
@@ -203,6 +204,33 @@ def _kept(name: str, state: Sequence[str], types: Types) -> list[str]:
     """What an optimizer updates of a parameter: itself or its copy in f32, and the state."""
     master = f"{name}.{MASTER}"
     return [master if master in types else name, *(f"{name}.{part}" for part in state)]
+
+
+@lru_cache(maxsize=1024)
+def saved_of_state(forward: Program, batch: tuple[str, ...]) -> frozenset[str]:
+    """Return what a forward pass saves that hangs on state alone: gathered parameters, alike for all microbatches."""
+    varying = values_of(forward, {name for name, _ in forward.inputs if name in batch or name.startswith(RECEIVED)})
+    return frozenset(o for o in forward.outputs if o.startswith(SAVED) and o not in varying)
+
+
+def values_of(program: Program, inputs: set[str]) -> set[str]:
+    """Return the values of a program that any of some inputs has a part in, and these."""
+    found = {*inputs}
+    for step in program.steps:
+        op = nested(step.op)
+        if op is None:
+            found |= {*step.results} if found & {*step.operands} else set()
+            continue
+        names = [name for name, _ in op.body.inputs]
+        entered = {name for o, name in zip(step.operands, names, strict=True) if o in found}
+        while True:  # what is carried goes round
+            inside = values_of(op.body, entered)
+            more = {names[k] for k in range(op.kept) if op.body.outputs[k] in inside} - entered
+            if not more:
+                break
+            entered |= more
+        found |= {r for r, o in zip(step.results, op.body.outputs, strict=True) if o in inside}
+    return found
 
 
 def named(program: Program, names: Mapping[str, str]) -> Program:

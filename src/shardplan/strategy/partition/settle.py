@@ -255,10 +255,9 @@ def _movements(
 
     Types have bits; a set of them costs `cost[by option of the maker, set]`.
     """
-    kinds = list(dict.fromkeys(t for types in wanted for t in types))
+    kinds = tuple(dict.fromkeys(t for types in wanted for t in types))
     bit = {t: 1 << k for k, t in enumerate(kinds)}
-    known = {t: _ways(t, kinds, prices) for t in dict.fromkeys(made)}
-    cost = np.array([known[t] for t in made]) * uses[0].times
+    cost = np.array([prices.all_of(t, kinds) for t in made]) * uses[0].times
     asks = [(use.maker, np.array([bit[t] for t in types])) for use, types in zip(uses, wanted, strict=True)]
     joint = list(dict.fromkeys(m for m in (maker, *(m for m, _ in asks)) if m is not None))
     length = {m: len(ask) for m, ask in asks} | ({maker: len(made)} if maker is not None else {})
@@ -275,20 +274,6 @@ def _movements(
 def _along(array: np.ndarray, owner: object, joint: Sequence[object]) -> np.ndarray:
     """An array [options of an owner] along its axis among those of several."""
     return array.reshape([len(array) if o is owner else 1 for o in joint])
-
-
-def _ways(made: TensorType, kinds: Sequence[TensorType], prices: Prices) -> np.ndarray:
-    """The least seconds to have a value in every set of types, each moved from the one made or from one before."""
-    move = [[prices.move(t, u) for u in kinds] for t in (*kinds, made)]
-    out = np.full(1 << len(kinds), math.inf)
-    out[0] = 0.0
-    for chosen in range(1, len(out)):
-        for k in range(len(kinds)):
-            if chosen >> k & 1:
-                rest = chosen ^ 1 << k
-                sources = [move[-1][k], *(move[j][k] for j in range(len(kinds)) if rest >> j & 1)]
-                out[chosen] = min(out[chosen], out[rest] + min(sources))
-    return out
 
 
 def _chained(

@@ -8,11 +8,13 @@
 - *held*: how parameters lie where they are operands. What stored has more is gathered at the use, and their gradients
   are reduced into it.
 
-Patterns are those of file names; of several lines the first that matches a name counts.
+Patterns are those of file names; of several lines the first that matches a name counts, and `check` refuses another
+that says otherwise of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -107,7 +109,8 @@ class Layouts:
         """Refuse what says nothing of a model on a mesh.
 
         That is a pattern without a name among those `stored` or `held`, a dim that no value of its line has, in serve
-        one that is not among `served`, and an axis that is not among `axes`; also an axis that has two lines in serve.
+        one that is not among `served`, and an axis that is not among `axes`; also an axis that has two lines in serve,
+        and a name of which two lines say different layouts.
 
         Raises `LayoutError` naming the line.
         """
@@ -127,6 +130,13 @@ class Layouts:
                 of = dict.fromkeys(dim for name, dims in names.items() if line.matches(name) for dim in dims)
                 _known(said, "dim", (dim for dim, _ in line.dims), [*of, *([FREE] if names is stored else [])])
                 _known(said, "axis", (a for mine in (line.partial, *(cut for _, cut in line.dims)) for a in mine), axes)
+            for name in names:
+                mine = [line for line in lines if line.matches(name)]
+                for first, other in itertools.product(mine[:1], mine[1:]):
+                    if (other.dims, other.partial) != (first.dims, first.partial):
+                        raise LayoutError(
+                            f"{title}: of {name} two lines say different layouts, '{first}' and '{other}'; legal is one"
+                        )
 
     def held_layout(self, name: str, dims: Sequence[str], mesh: Mesh) -> Layout:
         """Return how a value of these dims lies where it is an operand."""

@@ -35,6 +35,7 @@ class Movement(NamedTuple):
     times: int
     asks: Maker | None = None
     operand: int = 0
+    together: bool = False  # of several values, joined by a bucket
 
 
 class Wish(NamedTuple):
@@ -135,7 +136,7 @@ class Writer:
         found = self.inline(plan.program, [self.values[n][t] for n, t, _ in wishes])
         for name, t, value in zip(names, wanted, found, strict=True):
             self.values[name][t] = value
-        self.movements.append(Movement(self.path, ", ".join(names), by, plan, self.times))
+        self.movements.append(Movement(self.path, ", ".join(names), by, plan, self.times, together=len(names) > 1))
 
     def _seconds(self, plan: Plan) -> float:
         program = plan.program

@@ -13,15 +13,22 @@ from typing import Any
 
 from shardplan.errors import BackendError, LayoutError, shown
 from shardplan.interop.torch.refit.handle import TIMEOUT, Refit
-from shardplan.interop.torch.refit.meeting import store_of
+from shardplan.interop.torch.refit.meeting import close_store, store_of
+from shardplan.movement.weights.drops import left_out
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 
-INFO = ("version", "source", "target", "store", "memory_limit", "timeout")
+INFO = ("version", "source", "target", "store", "memory_limit", "timeout", "drop", "differ")
 
 
 def transfer_info(
-    source: Weights, target: Weights, store: str, memory_limit: int | None = None, timeout: float = TIMEOUT
+    source: Weights,
+    target: Weights,
+    store: str,
+    memory_limit: int | None = None,
+    timeout: float = TIMEOUT,
+    drop: Iterable[str] = (),
+    differ: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return what a control plane carries to every rank of both sides: a dict of texts and numbers.
 
@@ -31,8 +38,11 @@ def transfer_info(
         store: where all ranks meet, as text; see `Refit`.
         memory_limit: the bytes that a rank may allocate beyond its parameters; None for no limit.
         timeout: seconds that any wait may take.
+        drop: what of the trainer's the server need not take, as of `shardplan.refit`.
+        differ: fields in which the configs may differ, likewise.
     """
-    return dict(zip(INFO, (1, str(source), str(target), store, memory_limit, timeout), strict=True))
+    said = (1, str(source), str(target), store, memory_limit, timeout, list(drop), list(differ))
+    return dict(zip(INFO, said, strict=True))
 
 
 class TransferEngine:
@@ -105,6 +115,8 @@ class TransferEngine:
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
+        if self._info is not None and isinstance(self._info["store"], str):
+            close_store(self._store)
         self._info = self._store = None
 
     def _some(self) -> Refit:
@@ -114,7 +126,9 @@ class TransferEngine:
 
     def _handle(self, info: Mapping[str, Any], only: tuple[str, ...] | None) -> Refit:
         source, target = Weights.parse(info["source"]), Weights.parse(info["target"])
-        plan = refit(source, target, None, info.get("memory_limit"), only)
+        out = left_out(source, target, only)  # a choice of names leaves out less
+        drop = [left.tensor for left in out if any(left.matches(p) for p in info.get("drop") or ())]
+        plan = refit(source, target, None, info.get("memory_limit"), only, drop=drop, differ=info.get("differ") or ())
         timeout = float(info.get("timeout") or TIMEOUT)
         if self._store is None:
             self._store = store_of(info["store"], plan.ranks, self.rank, timeout)

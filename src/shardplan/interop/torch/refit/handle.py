@@ -4,65 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from shardplan.errors import BackendError, LayoutError, TimedOut, shown
+from shardplan.errors import BackendError, LayoutError, shown
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.refit.commit import RefitCommit
 from shardplan.interop.torch.refit.deltas import HopDeltas
 from shardplan.interop.torch.refit.exchange import RefitExchange
-from shardplan.interop.torch.refit.meeting import RefitMeeting, agreed, store_of
+from shardplan.interop.torch.refit.meeting import RefitMeeting, agreed, close_store, store_of
 from shardplan.interop.torch.refit.serving import ServedVersion, served_by
 from shardplan.interop.torch.refit.sides import joined
+from shardplan.interop.torch.refit.started import RefitStarted
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights
 
 TIMEOUT = 300.0  # seconds that any wait may take
 _COMMIT = "every rank says that it has all"
-
-
-class RefitStarted:
-    """A refit under way on a thread of its own; `wait` for it before its parameters are used or changed."""
-
-    __slots__ = ("_error", "_thread", "version")
-
-    def __init__(self, run: Callable[[], int]) -> None:
-        self.version: int | None = None
-        self._error: BaseException | None = None
-
-        def body() -> None:
-            try:
-                self.version = run()
-            except BaseException as error:  # raised where it is waited for
-                self._error = error
-
-        self._thread = threading.Thread(target=body, name="shardplan-refit", daemon=True)
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Whether it has ended, in success or not."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the version, once all ranks have it.
-
-        Raises what the refit raised, at every call, and `TimedOut` after `timeout` seconds (it goes on then).
-        """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimedOut(f"the refit has not ended within {timeout:g} s; it goes on")
-        if self._error is not None:
-            raise self._error
-        assert self.version is not None
-        return self.version
 
 
 class Refit:
@@ -98,7 +63,8 @@ class Refit:
             model: the live model of the side that this rank is on: a module, a list of modules (Megatron's chunks,
                 whose names start with their number), or tensors by name; contiguous, of the weights' dtypes.
             rank: the device id of this process in the plan; that of `group` where none is given.
-            store: where all ranks meet: `tcp://HOST:PORT` (served by the lowest rank), `file:///PATH`, or a store.
+            store: where all ranks meet: `tcp://HOST:PORT` or `tcp://SECRET@HOST:PORT` (HOST is the lowest rank's, which
+                serves it), `file:///PATH`, or a store.
             group: in place of a store, a process group of torch.distributed whose global ranks are the plan's ids.
             finish: called with the target's model once its parameters are there, before they have a version: an
                 engine's own processing after loading.
@@ -119,7 +85,7 @@ class Refit:
         if not isinstance(plan, RefitPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"Refit of {shown(plan)}; legal is what shardplan.refit returns")
         self.plan, self.finish, self.timeout, self.name = plan, finish, float(timeout), name
-        store, self.rank = _meeting_place(store, group, rank, plan.ranks, self.timeout)
+        place, self.rank = _meeting_place(store, group, rank, plan.ranks)
         if self.rank not in plan.ranks:
             raise LayoutError(f"rank {shown(self.rank)} is on neither side of the plan; legal are {plan.ranks}")
         sides = _sides(plan, self.rank, model, source, target)
@@ -132,7 +98,9 @@ class Refit:
         self._left = -1  # how often the target had changed when the last call ended
         self.sent_bytes = 0  # of this rank at the last call
         self._commit = RefitCommit(plan.ranks, self.rank)
-        self._meeting = RefitMeeting(store, plan.ranks, self.rank, name, self.timeout)
+        self._own_store = isinstance(place, str)
+        place = store_of(place, plan.ranks, self.rank, self.timeout)
+        self._meeting = RefitMeeting(place, plan.ranks, self.rank, name, self.timeout)
         self._texts = (
             *(f"round {k} of {len(self._exchange.rounds)}" for k in range(len(self._exchange.rounds))),
             _COMMIT,
@@ -142,7 +110,11 @@ class Refit:
         self._busy = threading.Lock()
         self._closed = False
         self.said = f"refit {plan.source.table.name or 'source'} to {plan.target.table.name or 'target'}"
-        self._meet()
+        try:
+            self._meet()
+        except BaseException:
+            self._close_store()
+            raise
 
     @staticmethod
     def join(
@@ -159,6 +131,8 @@ class Refit:
         timeout: float = TIMEOUT,
         name: str = "refit",
         changed_only: bool = False,
+        drop: str | Iterable[str] = (),
+        differ: str | Iterable[str] = (),
     ) -> Refit:
         """Prepare a refit from one's own side alone: the sides' texts and hashes are exchanged, and each rank plans.
 
@@ -167,7 +141,8 @@ class Refit:
             model: the live model, as of `Refit`.
             side: "source" or "target".
             rank: the device id of this process.
-            store: where both sides meet, as of `Refit`.
+            store: where both sides meet, as of `Refit`; the lowest rank of either side serves `tcp://`, if HOST is its
+                own: the first that comes.
             memory_limit: as of `shardplan.refit`, equal on all ranks.
             topology: likewise.
             only: likewise.
@@ -175,6 +150,8 @@ class Refit:
             timeout: seconds that any wait may take.
             name: as of `Refit`.
             changed_only: likewise.
+            drop: what the source stores and the target does not take, as of `shardplan.refit`, equal on all ranks.
+            differ: fields in which the sides' configs may differ, likewise.
 
         Raises:
             LayoutError: two sides that disagree (a config, a shape, a tensor that only one has), in one line, or ranks
@@ -182,10 +159,24 @@ class Refit:
             TimedOut: a side that did not come.
         """
         place = store_of(store, (*weights.devices, rank), rank, timeout)
-        plan = joined(weights, side, rank, place, (memory_limit, topology, only), timeout, name)
-        return Refit(
-            plan, model, rank=rank, store=place, finish=finish, timeout=timeout, name=name, changed_only=changed_only
-        )
+        try:
+            plan = joined(weights, side, rank, place, (memory_limit, topology, only), timeout, name, drop, differ)
+            found = Refit(
+                plan,
+                model,
+                rank=rank,
+                store=place,
+                finish=finish,
+                timeout=timeout,
+                name=name,
+                changed_only=changed_only,
+            )
+        except BaseException:
+            if isinstance(store, str):
+                close_store(place)
+            raise
+        found._own_store = isinstance(store, str)
+        return found
 
     # What a loop calls
 
@@ -219,9 +210,10 @@ class Refit:
         return self._exchange.nbytes
 
     def close(self) -> None:
-        """End the process group and give the staging back; calling afterwards is an error."""
+        """End the process group, leave a store given as text, give the staging back; calls are errors afterwards."""
         self._closed = True
         self._leave()
+        self._close_store()
         self._deltas = []
         del self._exchange.staging, self._exchange.hops
 
@@ -330,16 +322,21 @@ class Refit:
         if state is not None:
             state.end()
             state.group = None
+        self._meeting.leave()
+
+    def _close_store(self) -> None:
+        if self._own_store:
+            close_store(self._meeting.place)
 
 
-def _meeting_place(store: Any, group: Any, rank: int | None, ranks: tuple[int, ...], timeout: float) -> tuple[Any, int]:
-    """Return the store and this rank."""
+def _meeting_place(store: Any, group: Any, rank: int | None, ranks: tuple[int, ...]) -> tuple[Any, int]:
+    """Return the store, or its text, and this rank."""
     if store is not None and group is not None:
         raise LayoutError("Refit with store= and group=; legal is one of them")
     if store is not None:
         if rank is None:
             raise LayoutError("Refit with store= and no rank; legal is rank= the device id of this process in the plan")
-        return store_of(store, ranks, rank, timeout), rank
+        return store, rank
     if not dist.is_available() or not dist.is_initialized():
         raise BackendError("Refit: neither store= nor a process group; legal is store=, or init_process_group first")
     c10d: Any = dist.distributed_c10d

@@ -9,6 +9,7 @@ and below the number `said/RANK` (what each runs), `connected/RANK`, `verdict`, 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,38 +17,44 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, line, shown
 from shardplan.execution.rank_names import named
 from shardplan.execution.torch.group_state import GroupState
+from shardplan.interop.torch.refit.store import MeetingStore
 
+LEGAL = "tcp://HOST:PORT, tcp://SECRET@HOST:PORT, file:///PATH, or a store of torch.distributed"
 POLL = 0.01, 0.25  # seconds between two looks for ranks that have not come: at first, and at the longest
 
 
 def store_of(text: Any, ranks: Sequence[int], rank: int, timeout: float) -> Any:
     """Return the store that a text names, or a store as it is.
 
-    Legal are `tcp://HOST:PORT`, which the lowest rank serves and which ends with it, `file:///PATH`, and any store of
-    torch.distributed. Raises `ParseError` and `BackendError`.
+    Legal are `tcp://HOST:PORT` and `tcp://SECRET@HOST:PORT`, which the lowest rank serves if HOST is its own, and which
+    end with it, `file:///PATH`, and any store of torch.distributed. Raises `ParseError` and `BackendError`.
     """
-    if not isinstance(text, str):
-        if isinstance(text, Store):
-            return text
-        raise ParseError(
-            f"store = {shown(text)}; legal is tcp://HOST:PORT, file:///PATH, or a store of torch.distributed"
-        )
-    kind, _, rest = text.partition("://")
-    host, _, port = rest.rpartition(":")
+    if isinstance(text, Store):
+        return text
+    kind, _, rest = text.partition("://") if isinstance(text, str) else ("", "", "")
+    secret, _, place = rest.rpartition("@")
+    host, _, port = place.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    said = shown(f"tcp://...@{place}" if kind == "tcp" and secret else text)  # a secret is for nobody to read
     try:
-        if kind == "tcp" and host and port.isdigit():
-            bound = timedelta(seconds=timeout)
-            return TCPStore(host, int(port), None, rank == min(ranks), bound, wait_for_workers=False)
+        if kind == "tcp" and host and port.isdecimal() and 0 < int(port) < 1 << 16:
+            return MeetingStore.meet(host, int(port), secret.encode(), rank == min(ranks), timeout)
         if kind == "file" and rest:
             return FileStore(rest, -1)
-    except (RuntimeError, OSError) as error:
-        raise BackendError(f"store = {shown(text)}, rank {rank}: {line(str(error).splitlines()[0])}") from None
-    raise ParseError(f"store = {shown(text)}; legal is tcp://HOST:PORT, file:///PATH, or a store of torch.distributed")
+    except (RuntimeError, OSError, BackendError) as error:
+        raise BackendError(f"store = {said}, rank {rank}: {line(str(error).splitlines()[0])}") from None
+    raise ParseError(f"store = {said}; legal is {LEGAL}")
+
+
+def close_store(store: Any) -> None:
+    """Leave a store that `store_of` made of a text."""
+    if isinstance(store, MeetingStore):
+        store.close()
 
 
 class RefitMeeting:
@@ -55,6 +62,7 @@ class RefitMeeting:
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, name: str, timeout: float) -> None:
         """Take the store, the device ids of all ranks, the own one, a name and the seconds that a wait may take."""
+        self.place = store
         self.store = PrefixStore(f"shardplan/refit/{name}", store)
         self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
         self.number = 0
@@ -119,12 +127,27 @@ class RefitMeeting:
         """
         try:
             own = PrefixStore(self._key("gloo"), self.store)
-            group = dist.ProcessGroupGloo(own, self.ranks.index(self.rank), len(self.ranks), self.limit)
+            group = dist.ProcessGroupGloo(own, self.ranks.index(self.rank), len(self.ranks), self._gloo())
             self.store.set(self._key(f"connected/{self.rank}"), "")
             self.store.wait([self._key(f"connected/{rank}") for rank in self.ranks], self.limit)
         except (RuntimeError, dist.DistError) as error:
             raise BackendError(f"{self.name}, rank {self.rank}: {line(str(error).splitlines()[0])}") from None
         return GroupState(group, PrefixStore(self._key("faults"), self.store), self.ranks)
+
+    def _gloo(self) -> Any:
+        """Options of a group that listens where this rank reaches the meeting, unless a user says an interface."""
+        if not isinstance(self.place, MeetingStore) or not self.place.address or "GLOO_SOCKET_IFNAME" in os.environ:
+            return self.limit
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = self.limit
+        options._devices = [gloo.create_device(hostname=self.place.address)]
+        return options
+
+    def leave(self) -> None:
+        """Close what the state of a group had of the store for itself."""
+        if isinstance(self.place, MeetingStore):
+            self.place.close_clones()
 
 
 def agreed(heard: Mapping[int, Mapping[str, str]], name: str) -> None:

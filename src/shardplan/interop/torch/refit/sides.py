@@ -6,6 +6,7 @@ gives a plan of another hash, which the meeting of the ranks refuses.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +26,10 @@ def joined(
     settings: tuple[Any, Any, Any],
     timeout: float,
     name: str,
+    drop: str | Iterable[str] = (),
+    differ: str | Iterable[str] = (),
 ) -> RefitPlan:
-    """Return the plan of this side and the other; see `Refit.join`."""
+    """Return the plan of this side and the other; see `Refit.join`, and `shardplan.refit` of what may differ."""
     sides = ("source", "target")
     if side not in sides:
         raise LayoutError(f"side = {shown(side)}; legal are {' and '.join(sides)}")
@@ -41,16 +44,5 @@ def joined(
         raise TimedOut(f"refit: the {other}'s side did not arrive within {timeout:g} s") from None
     found = Weights.parse(texts.get(other).decode())
     source, target = (weights, found) if side == "source" else (found, weights)
-    _same_config(source, target)
     limit, topology, only = settings
-    return refit(source, target, topology, limit, only)
-
-
-def _same_config(source: Weights, target: Weights) -> None:
-    mine, theirs = dict(source.config), dict(target.config)
-    for key in sorted(set(mine) & set(theirs)):
-        if mine[key] != theirs[key]:
-            raise LayoutError(
-                f"refit: {key} is {shown(mine[key])} at the source and {shown(theirs[key])} at the target; legal is "
-                "one config on both sides"
-            )
+    return refit(source, target, topology, limit, only, drop=drop, differ=differ)

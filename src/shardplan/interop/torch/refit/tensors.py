@@ -66,7 +66,8 @@ class BoundTensors:
             name: entry for name, entry in found.items() if name in names or not (entry[3] or id(entry[2]) in known)
         }
         where = f"rank {self.rank} of {self.weights.table.name or 'the table'}, {self.side}"
-        check_named(legal, {name: _shard(entry[2]) for name, entry in kept.items()}, where)
+        shards = {name: _shard(entry[2]) for name, entry in kept.items()}
+        check_named(legal, shards, where, self.weights.table.recomputed)
         self.held = [_bound(name, kept[name], dtype, where) for name, _, dtype in legal]
 
 

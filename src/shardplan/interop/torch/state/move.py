@@ -24,6 +24,8 @@ from shardplan.errors import LayoutError, ShardplanError
 from shardplan.execution.drive import Running, finish
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.faults import TorchWatch
+from shardplan.execution.torch.group_state import group_state
+from shardplan.execution.torch.libraries import device_among
 from shardplan.execution.torch.objects import all_reduce_object
 from shardplan.execution.torch.run import Need, launch, misfit
 from shardplan.execution.torch.wire import TorchWire
@@ -105,18 +107,20 @@ def redistribute_state(
         BackendError, TimedOut: As `redistribute`.
     """
     given: Any = state
+    mapping = isinstance(given, Mapping)
+    problem: LayoutError | None = None  # of this rank: the others hear of it where they join
     if donate and not isinstance(given, dict):
-        raise LayoutError(f"donate=True empties the state on the way, a {type(given).__name__}; legal is a dict")
-    if not isinstance(given, Mapping):
-        raise LayoutError(f"redistribute_state takes a mapping of names to tensors, not a {type(given).__name__}")
+        problem = LayoutError(f"donate=True empties the state on the way, a {type(given).__name__}; legal is a dict")
+    elif not mapping:
+        problem = LayoutError(f"redistribute_state takes a mapping of names to tensors, not a {type(given).__name__}")
     settle()  # what follows waits for all ranks, and some may wait for those moves
-    tensors: Tensors = {path: x for path, x in leaves(state) if isinstance(x, DTensor)}
+    tensors: Tensors = {path: x for path, x in leaves(state) if isinstance(x, DTensor)} if mapping else {}
     call = _Call.of(tensors.values(), device_mesh, group, timeout)
     asked = {
         "memory_limit": memory_limit, "donate": donate, "layouts": dict(layouts), "device_mesh": device_mesh,
         "topology": topology,
     }  # fmt: skip
-    moving, spare = _agreed(call, state, tensors, asked)
+    moving, spare = _agreed(call, state, tensors, asked, problem)
     plan = plan_moves(moving, memory_limit, spare, topology)
     own = {(path, Grid.of(x.device_mesh)) for path, x in tensors.items()}
     had = [[key[0] for key in item.keys if key in own] for item in moving]
@@ -187,8 +191,9 @@ class _Call:
         if rank not in ranks:  # nobody waits for a rank that has nothing
             ranks = (rank,)
         devices = [local_of(x).device for x in tensors]
-        kind = "cpu" if device_mesh is None else device_mesh.device_type
-        return _Call(ranks, rank, devices[0] if devices else torch.empty(0, device=kind).device, timeout)
+        kind = "" if device_mesh is None else device_mesh.device_type
+        device = devices[0] if devices else device_among(group_state().libraries, kind)
+        return _Call(ranks, rank, device, timeout)
 
     def joined(self, value: T, join: Callable[[T, T], T], what: str) -> T:
         """Return the values of all ranks, joined."""
@@ -205,16 +210,19 @@ class _Call:
 
 
 def _agreed(
-    call: _Call, state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any]
+    call: _Call, state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], problem: LayoutError | None
 ) -> tuple[tuple[MovedTensor, ...], int]:
     """Return what moves, and the bytes that storages take beyond shards: the same on all ranks; or raise on all."""
     layouts, device_mesh = asked["layouts"], asked["device_mesh"]
     texts = {keyword: " ".join(str(value).split()) for keyword, value in asked.items()}
-    own: ShardplanError | None = None
+    own: Exception | None = None
     try:
+        if problem is not None:
+            raise problem
         view = _own(state, tensors, asked, texts)
-    except ShardplanError as error:
-        own, view = error, StateView(texts, error=f"rank {call.rank}: {error}")
+    except Exception as error:  # any: the others wait for what this rank brings
+        kind = "" if isinstance(error, ShardplanError) else f"{type(error).__name__}: "
+        own, view = error, StateView(texts, error=f"rank {call.rank}: {kind}{error}")
     view = call.joined(view, StateView.__add__, "what every rank holds")
     if own is not None:
         raise own

@@ -35,6 +35,7 @@ class Moves:
     alone: tuple[tuple[int, BoundMove], ...]  # index in the list of items, and what moves it
     typed: tuple[int, ...]  # indices of the others
     batch: Program | None  # of the typed ones; its outputs begin with theirs
+    kind: str  # of the devices that it ends on
 
     def run(self, sources: list[torch.Tensor], timeout: float) -> list[torch.Tensor]:
         """Move this rank's shards, one an item; the list is emptied on the way, so that what is not kept is freed."""
@@ -46,13 +47,16 @@ class Moves:
         for k, move in self.alone:
             values = {move.input_name: sources[k]}
             sources[k] = _NOTHING
-            (results[k],) = _driven(move, move.ranks, values, timeout)
+            kind = move.ends.target.mesh.device_type
+            (results[k],) = _driven(move, move.ranks, values, timeout, kind)
         if self.batch is not None:
             keys = [name for name, _ in self.batch.inputs]
             values = {name: sources[k].contiguous() for name, k in zip(keys, self.typed, strict=True)}
             sources.clear()
             ranks = self.batch.devices
-            found = _driven(executable(self.batch, rank), ranks, values, timeout) if rank in ranks else values.values()
+            found = values.values()
+            if rank in ranks:
+                found = _driven(executable(self.batch, rank), ranks, values, timeout, self.kind)
             for k, y in zip(self.typed, found, strict=False):  # kept inputs come after the results
                 results[k] = y
         return results
@@ -62,12 +66,16 @@ _NOTHING = torch.empty(0)  # stands for a shard that has been moved, or has yet 
 
 
 def _driven(
-    bound: TorchExecutable | BoundMove, ranks: Sequence[int], values: dict[str, torch.Tensor], timeout: float
+    bound: TorchExecutable | BoundMove,
+    ranks: Sequence[int],
+    values: dict[str, torch.Tensor],
+    timeout: float,
+    kind: str,
 ) -> list[torch.Tensor]:
     """Run on this rank's shards, which are emptied on the way; ranks without a part keep what they have."""
     if bound.device not in ranks:
         return list(values.values())
-    return finish(launch(bound, values, timeout))
+    return finish(launch(bound, values, timeout, kind=kind))
 
 
 def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topology: Where | None) -> Moves:
@@ -110,7 +118,7 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
         if limit is not None:
             live = live + _bytes(item.target) - (Counter() if item.kept else source)
     if not types:
-        return Moves(tuple(alone), (), None)
+        return Moves(tuple(alone), (), None, "")
     if strange:
         for k in types:
             live -= _bytes(items[k].source)
@@ -121,7 +129,7 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
         plan = plan_kept(sources, targets, topology, _left(limit, taken), keep=keep)
     except Infeasible as error:
         raise _with(error, "", taken) from None
-    return Moves(tuple(alone), tuple(types), plan.program)
+    return Moves(tuple(alone), tuple(types), plan.program, items[next(iter(types))].target.mesh.device_type)
 
 
 def _left(limit: int | None, taken: int) -> int | None:

@@ -13,6 +13,7 @@ from shardplan.movement.weights.derive.expressions import family_form
 from shardplan.movement.weights.derive.holes import RankHole, hole_of, values_of
 from shardplan.movement.weights.derive.sides import SeenTrials
 from shardplan.movement.weights.derive.trials import LoaderTrial, SeenTrial, seen
+from shardplan.movement.weights.drops import left_out
 from shardplan.movement.weights.form import StoredForm, axes_of, parse_product
 from shardplan.movement.weights.probe import numbered, origin, widened
 from shardplan.movement.weights.refit import refit
@@ -145,7 +146,9 @@ def _compared(s: SeenTrial, table: WeightTable) -> None:
     target = made(table, dict(source.config), degrees, None, "f64")
     (rank,) = source.devices
     wide = {n: a.astype(np.float64) for n, a in numbers.items()}
-    for r, named in refit(widened(source, "f64"), target).apply({rank: wide}).items():
+    whole = widened(source, "f64")
+    drop = [left.tensor for left in left_out(whole, target)]  # what the loader does not take
+    for r, named in refit(whole, target, drop=drop).apply({rank: wide}).items():
         target.check(s.numbers[r], r)
         for name, said in named.items():
             wrong = np.flatnonzero((said != s.numbers[r][name]).reshape(-1))

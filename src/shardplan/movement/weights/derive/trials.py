@@ -106,7 +106,7 @@ def _logical(source: Weights, tensor: str, numbers: Named) -> list[tuple[np.ndar
     target = made(table, dict(source.config), {}, [rank], "f64")
     wide = {n: a.astype(np.float64) for n, a in numbers.items()}
     out: list[tuple[np.ndarray, np.ndarray]] = []
-    for given, array in refit(widened(source, "f64"), target).apply({rank: wide})[rank].items():
+    for given, array in refit(widened(source, "f64"), target, only=tensor).apply({rank: wide})[rank].items():
         values = iter(map(int, given.split("/")[1:]))
         ranges = [
             np.array([next(values)]) if hole else np.arange(n)

@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+from tests.canonical.order import Taken, ordered
+from tests.canonical.rules import Rewriting, fused
 
-from shardplan.core.canonical_order import Taken, ordered
-from shardplan.core.canonical_rules import Rewriting, fused
 from shardplan.core.closing import MOST_MASK, closed
 from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.nested import nested

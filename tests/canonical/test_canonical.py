@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.canonical.form import Canonical, canonical
+from tests.canonical.rules import lettered, tree_of
 from tests.models.small import SMALL
 
-from shardplan.core.canonical import Canonical, canonical
-from shardplan.core.canonical_rules import lettered, tree_of
 from shardplan.core.expression_tree import Binary, Call, Negate, Node
 from shardplan.core.nested import nested
 from shardplan.core.ops import Einsum, Elementwise, Repeat

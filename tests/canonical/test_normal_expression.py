@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.test_canonical import exchanged
+from tests.canonical.normal_expression import key_of, normal
+from tests.canonical.test_canonical import exchanged
 
 from shardplan.core.expression import Expression
 from shardplan.core.expression_tree import Binary, Call, Name, Negate, Node, Number
 from shardplan.core.namespace import NUMPY
-from shardplan.core.normal_expression import key_of, normal
 
 KEYS = {"a": "one", "b": "two", "c": "three"}
 

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from string import ascii_letters
 
+from tests.canonical.normal_expression import names_in
+
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression import Expression
 from shardplan.core.expression_tree import Binary, Call, Name, Negate, Node, Number
-from shardplan.core.normal_expression import names_in
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise, Expand
 from shardplan.core.ops.indexing import Constant, Gather, Iota

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations, product
 from typing import NamedTuple
 
-from shardplan.core.canonical_rules import floating, lettered, relettered, tree_of
+from tests.canonical.normal_expression import key_of, normal
+from tests.canonical.rules import floating, lettered, relettered, tree_of
+
 from shardplan.core.expression_tree import Node
 from shardplan.core.nested import nested
-from shardplan.core.normal_expression import key_of, normal
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.bodies import Repeat

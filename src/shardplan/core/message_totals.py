@@ -1,0 +1,26 @@
+"""What every device sends and receives in the general move, without listing the messages: see `core.messages`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardplan.core.messages import lacking, sender_counts, served, tabled
+from shardplan.core.pattern import MessageTotals
+from shardplan.core.tensor import TensorType
+
+
+def message_totals(
+    s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str, ...], copies: int = 1
+) -> MessageTotals | None:
+    """Return the totals of the messages that move so many operands of one type together; arguments as of `messages`.
+
+    None where nobody knows them but by listing the messages.
+    """
+    given = None if tabled(s, t) else served(s, t, near, axes)
+    if given is None or given.listed:
+        return None
+    # Of both types: messages that are not listed stay on one mesh.
+    order, heard, lacks = np.argsort(s.mesh.ids), sender_counts(s, t), lacking(s, t)
+    order = order[(given.elements + lacks)[order] > 0]
+    every = given.counts, heard, given.elements * s.itemsize * copies, lacks * copies
+    return MessageTotals(s.mesh.ids[order], *(one[order].astype(np.float64) for one in every))

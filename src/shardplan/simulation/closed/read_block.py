@@ -1,0 +1,69 @@
+"""A program, or a body, while it is read: in which state every value is, and which are needed behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardplan.core.dim_names import DimNames
+from shardplan.core.nested import Nested
+from shardplan.core.ops.compute import Compute
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
+from shardplan.simulation.closed.work import Saved, State
+
+
+@dataclass(slots=True, eq=False)
+class ReadBlock:
+    """Values of a program, or of a body, while it is read."""
+
+    program: Program
+    names: DimNames
+    run: int
+    state: dict[str, State] = field(default_factory=dict[str, State])
+    made: dict[str, list[State]] = field(default_factory=dict[str, "list[State]"])  # each state that a value was in
+    maker: dict[str, str] = field(default_factory=dict[str, str])  # the kind of kernel that made it
+    held: dict[str, tuple[str, State]] = field(default_factory=dict[str, "tuple[str, State]"])  # parameters
+    saved: dict[str, tuple[tuple[int, str], Saved]] = field(
+        default_factory=dict[str, "tuple[tuple[int, str], Saved]"]
+    )  # by the value that has it again, what was kept
+    needed: set[str] = field(default_factory=set[str])
+    kept: set[str] = field(default_factory=set[str])  # what the backward pass has, too
+    parts: dict[str, State] = field(default_factory=dict[str, State])  # addends of the gradients of parameters
+    number: int = 0  # of the step that is read
+    copies: dict[tuple[str, frozenset[tuple[str, int]]], tuple[int, int]] = field(
+        default_factory=dict[tuple[str, "frozenset[tuple[str, int]]"], tuple[int, int]]
+    )  # by value and state in which steps want it otherwise than it was made: the first of these steps and the last
+
+    def want(self, name: str, wanted: State) -> None:
+        """Note that the step that is read wants a value in a state."""
+        key = name, frozenset(wanted.items())
+        self.copies[key] = self.copies.get(key, (self.number,))[0], self.number
+
+
+def needed_values(program: Program, forwards: int) -> set[str]:
+    """The values of the forward steps that a backward step reads, and what they are made of."""
+    wanted = {o for step in program.steps[forwards:] for o in step.operands}
+    for step in reversed(program.steps[:forwards]):
+        if wanted & {*step.results}:
+            wanted |= {*step.operands}
+    return wanted
+
+
+def needed_inside(op: Nested, step: Step, block: ReadBlock) -> set[str]:
+    """The values of a body that what is stacked is made of: not those that only go on to the next layer."""
+    wanted = {name for k, name in enumerate(op.body.outputs) if k >= op.kept and step.results[k] in block.needed}
+    for one in reversed(op.body.steps):
+        if wanted & {*one.results}:
+            wanted |= {*one.operands}
+    return wanted
+
+
+def joins_product(
+    block: ReadBlock, step: Step, op: Compute, types: Sequence[TensorType], results: Sequence[TensorType]
+) -> bool:
+    """Say whether a step adds a parameter to what a product makes, and no more: libraries do it in the product."""
+    one = [o for o in step.operands if o not in block.held]
+    adds = op.kernel_class == "streamed" and op.flops(*types) <= results[0].local_bytes() / results[0].itemsize
+    return adds and len(step.operands) == 2 and len(one) == 1 and block.maker.get(one[0]) == "product"

@@ -1,0 +1,129 @@
+"""What of a strategy does nothing for a model, or gives devices nothing: `check_options` refuses it, and says why.
+
+An option that is not its default changes programs, their order, what is kept where, or what is predicted; else whoever
+said it believes in something that there is not. That `cuts`, `keep`, `prefetch`, `bucket` and `offload` do something,
+`partition` sees by itself; the rest is said here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardplan.errors import LayoutError
+from shardplan.strategy.limits import ModelLimits
+from shardplan.strategy.model import Model
+from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.schedules.table import GENERATORS
+from shardplan.strategy.strategy import Strategy
+
+TRAINED = ("no backward pass", "a model that trains")
+
+
+class IdleOption(NamedTuple):
+    """A field of a strategy that does nothing, why, what is legal, and the value as which it runs."""
+
+    name: str
+    why: str
+    legal: str
+    runs_as: object
+
+
+def check_options(model: Model, strategy: Strategy, *, serves: bool = False, tables: bool = True) -> None:
+    """Refuse a strategy of which a field does nothing for a model, or gives some devices nothing.
+
+    Args:
+        model: What is trained, or runs forward.
+        strategy: How.
+        serves: Whether the model answers requests, and does not train even if it could.
+        tables: Whether axes serve what the strategy says; else degrees are not held against the model's dims.
+
+    Raises `LayoutError` naming the field, its value and what is legal.
+    """
+    limits = ModelLimits.of(model, strategy.precision)
+    if serves:
+        limits = limits.forward()
+    check_stages(limits, strategy)
+    found = [*(beyond(limits, strategy) if tables else ()), *idle(limits, strategy)]
+    for one in found[:1]:
+        value = getattr(strategy, one.name)
+        raise LayoutError(f"strategy: {one.name}={value!r} of {model.name}: {one.why}; legal is {one.legal}")
+
+
+def check_stages(limits: ModelLimits, s: Strategy) -> None:
+    """Raise `LayoutError` for more stages than there are layers."""
+    if isinstance(s.schedule, Schedule):
+        stages = s.schedule.stages // s.schedule.copies
+    else:
+        stages = s.pipeline * (s.interleave or 1) // GENERATORS[str(s.schedule)].copies
+    if stages > limits.layers:
+        most = limits.layers
+        raise LayoutError(f"{stages} stages of a model of {most} layers; legal are {up_to(most)}")
+
+
+def beyond(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
+    """Yield degrees that are larger than what they deal out: some devices had nothing to do."""
+    said = {"tensor": limits.heads, "expert": limits.shared, "context": limits.sequence}
+    of = {"tensor": "heads" if limits.scores else "columns to cut", "expert": "experts", "context": "positions"}
+    for name, most in said.items():
+        if getattr(s, name) > most:
+            yield IdleOption(name, f"it has {most if most > 1 else 'no'} {of[name]}", up_to(most), most)
+    most = ulysses(limits, s.tensor)
+    if s.context > most and s.context_kind == "ulysses":
+        also = f", which tensor={s.tensor} deals out too" if s.tensor > 1 else ""
+        why = f"ulysses gives each its part of the {limits.key_heads} key-value heads{also}, and some get none"
+        yield IdleOption("context", why, f"{up_to(most)}, or context_kind='gather', 'ring' or 'zigzag'", most)
+
+
+def ulysses(limits: ModelLimits, tensor: int) -> int:
+    """Return how many devices of a context have key-value heads each, where `tensor` deals them out too."""
+    heads = limits.key_heads
+    return max(heads // (math.gcd(tensor, heads) if heads < tensor else tensor), 1)
+
+
+def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
+    """Yield options without which all would be the same."""
+    cut = [name for name in ("sequence_parallel", "tensor_overlap") if getattr(s, name)]
+    for name in cut if s.tensor == 1 else ():
+        yield IdleOption(name, "no tensor axis", "tensor of 2 and more", False)
+    if s.sequence_parallel and s.tensor > 1 and limits.sequence == 1:
+        yield IdleOption("sequence_parallel", "no sequence to deal out", "False", False)
+    if s.context_kind != "ulysses" and s.context == 1:
+        yield IdleOption("context_kind", "context=1", "context of 2 and more", "ulysses")
+    group = s.shard or s.data
+    if s.fsdp and group * s.context == 1:
+        yield IdleOption("fsdp", "one replica holds all", "data or context of 2 and more", False)
+    elif s.zero and group * s.context == 1:
+        yield IdleOption("zero", "one replica holds all", "data or context of 2 and more", 0)
+    elif s.zero == 1 and not limits.kept:
+        yield IdleOption("zero", "no state of an optimizer", "2, 3, or an optimizer that keeps some", 0)
+    elif s.zero in (1, 2) and not limits.training:
+        yield IdleOption("zero", TRAINED[0], f"0, 3, or {TRAINED[1]}", 3 if s.fsdp else 0)
+    if s.attention is not None and not limits.scores:
+        yield IdleOption("attention", "no attention", "None", None)
+    if s.recompute in ("selective", "selective_op") and not limits.scores:
+        yield IdleOption("recompute", "no attention in a layer", "'none', 'full' or names of ops", "none")
+    for name, plain in (("recompute", "none"), ("gradient_dtype", None), ("offload", False), ("offload_layers", 0)):
+        if getattr(s, name) != plain and not limits.training:
+            yield IdleOption(name, TRAINED[0], f"{plain!r}, or {TRAINED[1]}", plain)
+    if s.offload_layers > limits.layers:
+        why = f"the model has {limits.layers} layers"
+        yield IdleOption("offload_layers", why, f"0 to {limits.layers}", limits.layers)
+    if s.schedule in ("interleaved", "looped-bfs") and s.microbatches == 1 and s.interleave != 1:
+        why = f"one microbatch goes through all chunks in turn under {s.schedule!r}, and none hides another's waiting"
+        yield IdleOption("interleave", why, "'1f1b', or 2 microbatches and more", 1)
+    if limits.training and same_order(s):
+        passes = f"the order of {s.microbatches} microbatches of {s.pipeline} stages is that of '1f1b'"
+        yield IdleOption("schedule", passes, "'1f1b'", "1f1b")
+
+
+def same_order(s: Strategy) -> bool:
+    """Say whether a schedule that is not 1F1B, called by its name, has its order nevertheless."""
+    alike = s.microbatches == 1 or (s.schedule == "interleaved" and s.pipeline == 1)
+    return s.interleave == 1 and s.schedule in ("gpipe", "looped-bfs", "interleaved") and alike
+
+
+def up_to(most: int) -> str:
+    """Return numbers from 1 as a message has them."""
+    return "1" if most == 1 else f"1 to {most}"

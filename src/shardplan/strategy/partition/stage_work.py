@@ -1,0 +1,191 @@
+"""What a framework has on a device in a stage of a job beside what programs say: what `Runtime` asks, read off them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from shardplan.core.accounting import books_of, held_inside
+from shardplan.core.nested import Nested, nested
+from shardplan.core.ops.compute import computing
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.strategy.partition.job import Job
+from shardplan.strategy.partition.programs import TOTAL, values_of
+from shardplan.strategy.partition.split import KEPT
+from shardplan.strategy.partition.tables import LAYER
+from shardplan.strategy.runtimes import READS_ROWS, Runtime
+
+
+class StageWork(NamedTuple):
+    """Bytes that a runtime has in a stage: always, of every microbatch in flight, and at work by kind of action."""
+
+    state: int
+    saved: int
+    work: Mapping[str, int]
+
+
+class HeldStack(NamedTuple):
+    """Of a value that lives between programs bytes of an element, and how many layers of it a stage has, or 1."""
+
+    itemsize: int
+    layers: int
+
+
+def held_stacks(job: Job) -> list[dict[str, HeldStack]]:
+    """Return by stage what lives there between programs, by name."""
+    found: list[dict[str, HeldStack]] = [{} for _ in range(job.stages)]
+    for key, part in job.parts.items():
+        t, stacked = job.state[key], job.model.dims.get(_plain(part.name), ())[:1] == (LAYER,)
+        first, end = part.rows or (0, t.shape[0] if stacked else 1)
+        found[part.stage][part.name] = HeldStack(t.itemsize, end - first if stacked else 1)
+    return found
+
+
+def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held: Mapping[str, HeldStack]) -> StageWork:
+    """Return what a runtime has in a stage beside the state and the saved values of its programs.
+
+    Args:
+        job: Of which it is.
+        runtime: Who runs it.
+        programs: Those of the stage, by kind.
+        held: What lives there between programs; see `held_stacks`.
+    """
+    forward, strategy, parameters = programs["F"], job.strategy, job.model.parameters
+    mine = [name for name in held if _plain(name) in parameters]
+    weight, gradient = _widths(held, mine)
+    loops = list(_loops(forward))
+    unit = max((sum(_held_elements(job, o) for o in _stacks(job, names)) for _, names in loops), default=0)
+    whole = job.model.forward or job.model.program
+    tables = {s.operands[0] for s in whole.steps if s.op.name in READS_ROWS and s.operands[0] in parameters}
+    embedding = max((_held_elements(job, name) for name in tables if name in mine), default=0)
+    logits = _logits(job) if "loss" in forward.outputs else 0
+    scores = [runtime.score * _scores(op.body) for op, _ in loops]
+    masks = [runtime.mask * math.prod(op.body.input_types[0].local_shape(0)) for op, _ in loops]
+    again = strategy.recompute
+    outputs = [_attention_bytes(op.body) for op, _ in loops]  # which Megatron keeps, and our programs make again
+    kept = [
+        op.times * (s * (again == "none") + m * (again != "full") + o * (again == "selective"))
+        for (op, _), s, m, o in zip(loops, scores, masks, outputs, strict=True)
+    ]
+    more = max((s * (again != "none") + m * (again == "full") for s, m in zip(scores, masks, strict=True)), default=0)
+    apart = runtime.apart and strategy.zero > 0 and gradient != weight
+    state = sum(weight * _held_elements(job, n) * held[n].layers for n in mine) if apart else 0
+    found: dict[str, int] = {}
+    for kind, program in programs.items():
+        found[kind] = int(
+            runtime.work_bytes(
+                layer=layer_work(job, program) + more,
+                unit=unit if strategy.fsdp or strategy.zero == 3 else 0,
+                weight=weight,
+                gradient=gradient,
+                logits=0 if kind == "W" else logits,
+                embedding=0 if kind == "F" else embedding,
+            )
+        )
+    return StageWork(state, int(sum(kept)), found)
+
+
+def layer_work(job: Job, program: Program) -> int:
+    """Return what a layer of a program holds beside what it reads and leaves; of one without layers all of it.
+
+    Gathered parameters and their gradients are not counted: where they lie is the runtime's affair.
+    """
+    loops = list(_loops(program))
+    if not loops:
+        books = books_of(program)
+        return max(0, books.workspace_bytes - books.input_bytes)
+    work: list[int] = []
+    for op, operands in loops:
+        inside = [name for name, _ in op.body.inputs]
+        kept = {n for o, n in zip(operands, inside, strict=True) if o.startswith(KEPT)}  # cotangents that W reads
+        parameters = _of_parameters(op, _reads(job, op, operands), {*inside[: op.kept], *kept})
+        work.append(held_inside(op.body, op.kept, op.ahead, parameters))
+    return max(work)
+
+
+def _loops(program: Program) -> Iterator[tuple[Nested, tuple[str, ...]]]:
+    """Yield the ops with layers, and what they read."""
+    for step in program.steps:
+        if (op := nested(step.op)) is not None:
+            yield op, step.operands
+
+
+def _reads(job: Job, op: Nested, operands: Iterable[str]) -> frozenset[str]:
+    """Return the inputs of a body that are parameters."""
+    names = zip(operands, (name for name, _ in op.body.inputs), strict=True)
+    return frozenset(inside for o, inside in names if _plain(o) in job.model.parameters)
+
+
+def _of_parameters(op: Nested, parameters: frozenset[str], cotangents: set[str]) -> frozenset[str]:
+    """Return the values of a body that parameters alone are made to, and those that lead to their gradients alone.
+
+    Of a forward pass also what is saved: a framework keeps it where it was made.
+    """
+    body = op.body
+    inputs = [name for name, _ in body.inputs]
+    others = values_of(body, {*inputs} - parameters)
+    passing = {*body.outputs[: op.kept]}  # what leads to what is carried
+    for step in reversed(body.steps):
+        if passing & {*step.results}:
+            passing |= {*step.operands}
+    made = {r for step in body.steps for r in step.results}
+    if not op.backwards:
+        return frozenset({n for n in made if n not in others} | (made & {*body.outputs[op.kept :]}))
+    back = values_of(body, cotangents)
+    return frozenset(n for n in made if n not in others or (n in back and n not in passing))
+
+
+def _plain(name: str) -> str:
+    """Return the name of a parameter, of which this is a copy, or what the forward pass gathered of it."""
+    return name.removeprefix("saved.").partition(".copy")[0]
+
+
+def _widths(held: Mapping[str, HeldStack], parameters: Iterable[str]) -> tuple[int, int]:
+    """Bytes of a parameter, and of its gradient in the sum; the parameter's where nothing is summed."""
+    for name in parameters:
+        return held[name].itemsize, held.get(TOTAL + name, held[name]).itemsize
+    return 0, 0
+
+
+def _stacks(job: Job, operands: Iterable[str]) -> list[str]:
+    """Return the parameters among some values that are stacks of layers'."""
+    names = [_plain(o) for o in operands]
+    return [o for o in names if o in job.model.parameters and job.model.dims[o][:1] == (LAYER,)]
+
+
+def _held_elements(job: Job, name: str) -> int:
+    """Elements of a parameter, of a stack of a layer's, as a device holds it where it is read."""
+    name = _plain(name)
+    degrees = job.strategy.axes(job.model)
+    line = next((one for one in job.layouts.held if one.matches(name)), None)
+    cut = {dim: math.prod(degrees.get(a, 1) for a in axes) for dim, axes in line.dims} if line else {}
+    shape = job.model.program.types[name].shape
+    return math.prod(-(-n // cut.get(d, 1)) for d, n in zip(job.model.dims[name], shape, strict=True) if d != LAYER)
+
+
+def _logits(job: Job) -> int:
+    """Elements of the largest value that the loss reads, on a device."""
+    program = job.model.forward or job.model.program
+    steps = [s for s in program.steps if (op := computing(s.op)) is not None and op.kernel_class == "loss"]
+    types = [job.settled.type_of(((), o)) for s in steps for o in s.operands if ((), o) in job.settled.sources]
+    return max((math.prod(t.local_shape(0)) for t in types), default=0)
+
+
+def _attention(body: Program) -> list[Step]:
+    """Return the steps of a layer that are attention."""
+    return [s for s in body.steps if (op := computing(s.op)) is not None and op.kernel_class == "scores"]
+
+
+def _attention_bytes(body: Program) -> int:
+    """Bytes of what a layer's attention makes, on a device."""
+    return sum(body.types[step.results[0]].local_bytes() for step in _attention(body))
+
+
+def _scores(body: Program) -> int:
+    """Elements of the scores of a layer's attention, on a device: queries by heads by keys."""
+    for step in _attention(body):
+        b, s, g, r, _ = body.types[step.operands[0]].local_shape(0)
+        return b * s * g * r * body.types[step.operands[1]].local_shape(0)[1]
+    return 0

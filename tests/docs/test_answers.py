@@ -1,0 +1,78 @@
+"""Each question has one answer: the table of `docs/walk.md` names functions, and what they replaced is gone."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "shardplan"
+TABLE = (ROOT / "docs" / "walk.md").read_text().partition("## One question, one answer")[2]
+ROW = re.compile(r"^\| [^|]+\? \| `([\w/]+\.py)` `(\w+)`(.*?)\|", re.MULTILINE)
+
+# Second answers that are no more, by module, or class of one: nobody is to bring one back under its name.
+GONE = {
+    "plans.nominal": ("nominal_seconds", "nominal_steps", "nominal_windows", "BANDWIDTH", "LATENCY"),
+    "simulation.closed.numbers": ("KernelPrice",),
+    "simulation.closed.links": ("LevelRates",),
+    "hardware.level:DeviceSpec": ("kernel_seconds",),
+    "simulation.closed.form:ClosedForm": ("bounded",),
+    "movement.redistribution.reduced": ("_reduction",),
+    "simulation.closed.memory": ("in_flight", "buffers", "LOGIT", "SCORE", "MASKS", "_staying"),
+}
+# Who reads the rate or the latency of a link, outside `hardware`, and for what: nobody makes a price of them.
+READERS = {
+    "execution/lab/cluster.py": "shapes real links so",
+    "execution/lab/experiments.py": "says what was shaped",
+    "execution/lab/validate.py": "says what was shaped",
+    "launches/audit.py": "says which links are short",
+    "plans/bounds.py": "a lower bound",
+    "plans/nominal.py": "a lower bound",
+    "report/measured.py": "prints it",
+    "report/timeline.py": "prints it",
+    "simulation/replay.py": "message by message, as the lab's engine runs",
+    "simulation/searching/varied.py": "another topology, to see what it changes",
+    "simulation/tree.py": "message by message, as the lab's engine runs",
+}
+
+
+def test_every_answer_is_a_function() -> None:
+    rows = ROW.findall(TABLE)
+    assert len(rows) >= 8
+    for path, first, more in rows:
+        module = importlib.import_module(f"shardplan.{path[:-3].replace('/', '.')}")
+        also = re.findall(r"`(\w+)`", more) if "as lines" in more else []
+        for name in (first, *also):
+            assert callable(getattr(module, name)), (path, name)
+
+
+@pytest.mark.parametrize("where", GONE)
+def test_what_it_replaced_is_gone(where: str) -> None:
+    module, _, owner = where.partition(":")
+    try:
+        found = importlib.import_module(f"shardplan.{module}")
+    except ModuleNotFoundError:
+        return
+    held = getattr(found, owner) if owner else found
+    assert [name for name in GONE[where] if hasattr(held, name)] == []
+
+
+def test_nobody_else_reads_the_links() -> None:
+    found = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if "hardware" not in path.relative_to(SOURCE).parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("bandwidth", "delivered", "latency", "latencies")
+        and _of_a_link(node)
+    }
+    assert found == set(READERS)
+
+
+def _of_a_link(node: ast.Attribute) -> bool:
+    """Whether it is an attribute of a level, a link or a fabric: requests and accounts have others of these names."""
+    owner = ast.unparse(node.value)
+    return not re.fullmatch(r"out|p|self|inner|entry|books|constants", owner)
