@@ -39,10 +39,15 @@ def model(name: str) -> sp.Model:
 
 
 @cache
-def form(name: str) -> ClosedForm:
-    """Without launches, which would hide all else at this size."""
+def form(name: str, products: bool) -> ClosedForm:
+    """Without launches, which would hide all else at this size; or where only `products` are waited for."""
     box = sp.Topology.load("dgx-a100-80g", nodes=1)
-    box = replace(box, library="ring", device=replace(box.device, launch=0.0))
+    device = replace(box.device, launch=0.0)
+    if products:
+        device = replace(device, memory_bandwidth=1e6 * device.memory_bandwidth)
+        levels = [replace(x, bandwidth=1e6 * x.bandwidth, latency=0.0) for x in box.levels]
+        box = replace(box, levels=tuple(levels))
+    box = replace(box, library="ring", device=device)
     return ClosedForm(model(name), box, replace(Parameters(), launch=0.0))
 
 
@@ -65,10 +70,11 @@ def account(name: str, strategy: sp.Strategy) -> object:
     """The seconds and bytes that are predicted of a step; or the error that refuses it."""
     try:
         check_options(model(name), strategy)
-        out = form(name)(Configurations.of([strategy]))
+        one = Configurations.of([strategy])
+        found = [(made(one), made.stages(one)) for made in (form(name, products=False), form(name, products=True))]
     except ShardplanError as error:
         return error
-    return float(out.seconds[0]), float(out.peak_bytes[0]), *form(name).stages(Configurations.of([strategy]))
+    return [(float(out.seconds[0]), float(out.peak_bytes[0]), *stages) for out, stages in found]
 
 
 DEFAULTS = {f.name: f.default for f in fields(sp.Strategy)}
