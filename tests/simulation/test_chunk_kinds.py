@@ -65,7 +65,8 @@ def test_no_rank_holds_more_than_the_moments_that_are_kept(
     late = whole * rng.choice([0.0, 0.5])  # what is left for W is at most what the microbatch kept
     ones = np.ones(len(pipes))
     nothing = np.zeros(())
-    waiting = kinds.waiting(*(kinds.sums(x[:, None] * ones) for x in (whole, late)), nothing)
+    left = [kinds.sums(x[:, None] * ones) for x in (whole, late)]
+    waiting = kinds.waiting(left[0], left[1], nothing)
     found = (waiting + kinds.on_ranks(kinds.sums(static[:, None] * ones))).max(axis=0)
     for pipe, most in zip(pipes, found.tolist(), strict=True):
         counts = layers_of(tuple(runs), pipe[1] * pipe[3])
