@@ -81,7 +81,7 @@ def test_a_message_costs_what_hardware_says(topology: Topology, distance: int, s
         np.array([distance]), np.array([stages])
     )
     pairs = np.array([(d, d + distance) for d in range(whole) if d // distance % stages < stages - 1])
-    want = price(Messages(*pairs.T, np.full(len(pairs), nbytes)), Fabric(topology)).seconds
+    want = price(Messages(pairs[:, 0], pairs[:, 1], np.full(len(pairs), nbytes)), Fabric(topology)).seconds
     assert found.seconds(np.array([nbytes])).item() == pytest.approx(want, rel=1e-9)
 
 
