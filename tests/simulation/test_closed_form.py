@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan import LayoutError, Model, Strategy, Topology
+from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine, parse_fit, shipped
 from shardplan.simulation.closed.memory import saved
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import layers_of
 
 LLAMA = Model.load("llama", layers=8, hidden=512, heads=8, kv_heads=4, ffn=1536, seq=512, vocab=4096, precision="bf16")
 BOX = Topology.load("dgx-a100-80g", nodes=4)

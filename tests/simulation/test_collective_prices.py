@@ -77,9 +77,11 @@ def test_a_collective_costs_what_hardware_says(case: dict[str, Any]) -> None:
 @settings(max_examples=30, deadline=None)
 def test_a_message_costs_what_hardware_says(topology: Topology, distance: int, stages: int, nbytes: float) -> None:
     whole = topology.size // (distance * stages) * distance * stages
-    found = CollectivePrices.of(topology, Parameters(network=1.0)).message_lines(np.array([distance]), stages)
+    found = CollectivePrices.of(topology, Parameters(network=1.0)).message_lines(
+        np.array([distance]), np.array([stages])
+    )
     pairs = np.array([(d, d + distance) for d in range(whole) if d // distance % stages < stages - 1])
-    want = price(Messages(*pairs.T, np.full(len(pairs), nbytes)), Fabric(topology)).seconds
+    want = price(Messages(pairs[:, 0], pairs[:, 1], np.full(len(pairs), nbytes)), Fabric(topology)).seconds
     assert found.seconds(np.array([nbytes])).item() == pytest.approx(want, rel=1e-9)
 
 

@@ -153,7 +153,7 @@ def test_no_host_starts_the_collectives_of_a_captured_step() -> None:
         apart = [prices.lines(summed, whole, group).seconds(size) for prices in (plain, captured)]
         assert apart[0] - apart[1] == pytest.approx([1.0, 1.0, 1.0])
     distance = np.array([1, 8])
-    apart = [prices.message_lines(distance, 2).seconds(np.ones(2)) for prices in (plain, captured)]
+    apart = [prices.message_lines(distance, np.array([2])).seconds(np.ones(2)) for prices in (plain, captured)]
     assert apart[0] - apart[1] == pytest.approx([1.0, 1.0])
 
 

@@ -14,11 +14,11 @@ from shardplan.simulation.accuracy.calibration import fit_machines
 from shardplan.simulation.accuracy.forecast import OPEN, spread
 from shardplan.simulation.accuracy.step_fitting import Bench, minimized
 from shardplan.simulation.accuracy.step_rows import read_steps
+from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit, fit_text, machine_fit, parse_fit
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import layers_of
 
 BOX = Topology.load("dgx-a100-80g", nodes=2)
 ROWS = Path(__file__).parent.parent / "data" / "steps.jsonl"

@@ -8,6 +8,9 @@ import pytest
 import shardplan as sp
 from shardplan import Model, ShardplanError, Strategy, Topology
 from shardplan.hardware.level import KernelShares
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.steps import delivered, simulate_step
 
@@ -76,3 +79,11 @@ def test_a_machine_delivers_parts() -> None:
 def test_what_does_not_go_together_is_refused(what: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ShardplanError, match=text.replace("(", r"\(")):
         sp.simulate(*what)
+
+
+def test_what_is_remembered_of_a_model_is_not_its_machine() -> None:
+    one = Strategy(data=4, tensor=2, global_batch=32)
+    boxes = [Topology.load(name, nodes=1) for name in ("dgx-a100-80g", "dgx-h100")]
+    for box in (*boxes, boxes[0]):
+        fresh = ClosedForm(MODEL, box, of_machine(box.name))(Configurations.of([one]))
+        assert simulate_step(MODEL, one, box, "closed").seconds == pytest.approx(float(fresh.seconds[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.strategy import Strategy
 
 FIDELITIES = ("closed", "events")
+_recent: deque[ClosedForm] = deque(maxlen=4)
 
 
 def simulate_step(
@@ -65,7 +67,7 @@ def simulate_step(
         raise ShardplanError(f"simulate: params is {shown(params)}; legal are Parameters, or None")
     check_options(model, strategy)
     own = strategy.schedule if isinstance(strategy.schedule, Schedule) else None
-    form = ClosedForm(model, where, params or of_machine(where.name))
+    form = _form_of(model, where, params or of_machine(where.name))
     columns = Configurations.of([strategy])
     out = form(columns)
     peak = int(out.peak_bytes[0])
@@ -80,6 +82,15 @@ def simulate_step(
     line = timeline_of(sweep(order, stages))
     curves = tuple(MemoryCurve(device, ((0.0, peak),)) for device in line.devices[:1])
     return Timeline(line.intervals, curves, title=f"events, {where.name}")
+
+
+def _form_of(model: Model, topology: Topology, params: Parameters) -> ClosedForm:
+    """Return the closed form of a model; of the last few models, what was read of them is remembered."""
+    form = next((one for one in _recent if one.model is model), None) or ClosedForm(model, topology, params)
+    if (form.topology, form.parameters) != (topology, params):
+        form = form.on(topology, params)
+    _recent.append(form)
+    return form
 
 
 def delivered(topology: Topology, params: Parameters | None = None) -> Topology:

@@ -113,19 +113,31 @@ def least_price(program: Program, rules: Rules) -> float:
 
 
 def programs(
-    found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules
+    found: Iterable[Candidate], source: TensorType, target: TensorType, rules: Rules, seen: set[tuple[Op, ...]]
 ) -> Iterator[tuple[Program, bool]]:
-    """Yield the programs of `found` that type, end in `target`, and respect the rules, each once; and if exact."""
+    """Yield the programs of `found` that type, end in `target`, and respect the rules; and if exact.
+
+    Those of ops that are `seen` are passed over, and the others are seen from then on.
+    """
     blocks = () if rules.fabric is None else rules.fabric.blocks(np.union1d(source.mesh.ids, target.mesh.ids))
-    seen: set[tuple[Op, ...]] = set()
     for candidate in found:
-        near = tuple(op.nearest(blocks) for op in candidate.ops)
-        for ops in dict.fromkeys((candidate.ops, near)):  # near holders may have more to send than all together
-            if ops not in seen:
-                seen.add(ops)
-                program = _typed(ops, source, target, rules.portable, rules.even)
-                if program is not None:
-                    yield from ((one, candidate.exact) for one in _composed(program, rules))
+        if candidate.ops in seen:
+            continue
+        seen.add(candidate.ops)
+        program = _typed(candidate.ops, source, target, rules.portable, rules.even)
+        if program is None:
+            continue
+        yield from ((one, candidate.exact) for one in _composed(program, rules))
+        # Near holders may have more to send than all together.
+        near = tuple(s.op.nearest(blocks) if has_copies(*program.step_types(s)[0]) else s.op for s in program.steps)
+        if near not in seen and any(one != step.op for one, step in zip(near, program.steps, strict=True)):
+            seen.add(near)
+            yield from ((one, candidate.exact) for one in _composed(chain(near, source), rules))
+
+
+def has_copies(t: TensorType) -> bool:
+    """Say whether several devices may hold one thing, so that it matters who sends it."""
+    return t.layout.boxes is not None or len(set(t.mesh.expand(t.layout.used))) < len(t.mesh.atoms)
 
 
 def _composed(program: Program, rules: Rules) -> Iterator[Program]:

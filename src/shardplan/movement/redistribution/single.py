@@ -128,7 +128,7 @@ def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, k
     rules = replace(rules, narrow=True, keep=keep)
     found = itertools.chain(_ways(s, t, rules), offered(s, t, rules, free))
     ways: list[Cuts] = []
-    for program, _ in itertools.chain([(free.program, True)], programs(found, s, t, rules)):
+    for program, _ in itertools.chain([(free.program, True)], programs(found, s, t, rules, set())):
         books = booked(program)
         if books.peak_bytes <= rules.bound:
             kept = keeping(program, ("0",)) if keep else program
@@ -148,9 +148,10 @@ def narrowest(
 
 def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) -> Chosen | None:
     """Return the cheapest of all candidates under the rules, or None where none can be cheaper than `below`."""
+    seen: set[tuple[Op, ...]] = set()
 
     def among(best: Chosen | None, found: Iterator[Candidate]) -> Chosen | None:
-        return cheapest(best, programs(found, s, t, rules), rules, below)
+        return cheapest(best, programs(found, s, t, rules, seen), rules, below)
 
     best = among(None, _reductions(s, t, rules))
     if best is None or not settled(s):

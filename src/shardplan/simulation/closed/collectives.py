@@ -82,34 +82,38 @@ class CollectivePrices:
         kind = KINDS[summed, whole]
 
         def of_group(one: tuple[int, ...]) -> Lines:
-            pairs = normal_axes(tuple(zip(one[::2], one[1::2], strict=True)))
-            size = math.prod(n for n, _ in pairs)
-            if size == 1:
-                return ((0.0, 0.0),)
-            # A member holds the whole before it is reduced, and its part of what is gathered or exchanged.
-            held = 1.0 if summed else 1.0 / size
-            return tuple((start, slope * held) for start, slope in self._offered(kind, pairs))
+            key = kind, one
+            if key not in self.known:
+                pairs = normal_axes(tuple(zip(one[::2], one[1::2], strict=True)))
+                size = math.prod(n for n, _ in pairs)
+                # A member holds the whole before it is reduced, and its part of what is gathered or exchanged.
+                held = 1.0 if summed else 1.0 / size
+                offered = self._offered(kind, pairs) if size > 1 else ((0.0, 0.0),)
+                self.known[key] = tuple((start, slope * held) for start, slope in offered)
+            return self.known[key]
 
         return _of_each([x for axis in axes for x in axis], of_group)
 
-    def message_lines(self, distance: Floats, stages: int) -> AffineCosts:
+    def message_lines(self, distance: Floats, stages: Ints) -> AffineCosts:
         """Return the cost of messages in which every device sends to the one so many ids further, but for a last stage.
 
-        They are of a step from stage to stage in groups of `stages` devices, all of them at once.
+        They are of a step from stage to stage in groups of `stages` devices, all of them at once; one stage sends none.
         """
 
         def of_distance(one: tuple[int, ...]) -> Lines:
-            key = "message", stages, *one
+            key, (step, size) = ("message", *one), one
+            if size == 1:
+                return ((0.0, 0.0),)
             if key not in self.known:
-                ids = np.arange(_period(self.fabric.topology, stages * one[0]), dtype=np.int64)
-                sender = ids[(ids // one[0]) % stages < stages - 1]
-                self.known[key] = message_offers(sender, sender + one[0], self.fabric)
+                ids = np.arange(_period(self.fabric.topology, size * step), dtype=np.int64)
+                sender = ids[(ids // step) % size < size - 1]
+                self.known[key] = message_offers(sender, sender + step, self.fabric)
             return self.known[key]
 
-        return _of_each([distance], of_distance)
+        return _of_each([distance, stages], of_distance)
 
     def _offered(self, kind: str, axes: Axes) -> Lines:
-        key = kind, axes
+        key = "offers", kind, axes
         if key not in self.known:
             self.known[key] = offers(kind, group_members(axes, self.fabric.topology), self.fabric)
         return self.known[key]
@@ -156,11 +160,12 @@ def _of_each(columns: Sequence[Floats], lines_of: Callable[[tuple[int, ...]], Li
 
     Columns are [n], or [alternatives, n]: then the lines of all alternatives together.
     """
-    whole = [x.astype(np.int64) for x in np.broadcast_arrays(*columns)]
-    places, back = distinct([x.reshape(-1) for x in whole])
-    found = [lines_of(tuple(int(x.reshape(-1)[k]) for x in whole)) for k in places]
-    if whole[0].ndim == 2:
-        sets, back = np.unique(np.sort(back.reshape(whole[0].shape), axis=0), axis=1, return_inverse=True)
+    shape = np.broadcast_shapes(*(x.shape for x in columns))
+    whole = [np.broadcast_to(x, shape).astype(np.int64).reshape(-1) for x in columns]
+    places, back = distinct(whole)
+    found = [lines_of(one) for one in zip(*(x[places].tolist() for x in whole), strict=True)]
+    if len(shape) == 2:
+        sets, back = np.unique(np.sort(back.reshape(shape), axis=0), axis=1, return_inverse=True)
         found = [least_lines({line for k in np.unique(one) for line in found[k]}) for one in sets.T]
     most = max(map(len, found))
     table = np.array([[*one, *[one[-1]] * (most - len(one))] for one in found])

@@ -15,13 +15,14 @@ import numpy as np
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
+from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import CODES, Configurations, distinct
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, layer_rows, layers_of, recipe, weight_parts
+from shardplan.simulation.closed.stages import Dealt, layer_rows, recipe, weight_parts
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compiled
 from shardplan.strategy.model import Model
@@ -47,7 +48,7 @@ class PricedSteps(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Seconds of a microbatch by chunk: arrays [n, chunks]; of messages between chunks [n]; and of once a step [n].
+    """Seconds of a microbatch by kind of chunk: arrays [kinds, n]; of messages between chunks and of once a step [n].
 
     `weight` is the part of `backward` that makes gradients of parameters.
     """
@@ -102,37 +103,40 @@ class ClosedForm:
         """Return the seconds alone, [n]."""
         out = np.zeros(len(c))
         for reading, where, cost in self.classes(c):
-            for at, one, mine, counts in by_chunks(reading, c[where], cost):
-                stages = self._stages(reading, one, mine, counts)
-                out[where[at]] = _formula(one, stages)[0] + stages.after
+            one = c[where]
+            kinds = ChunkKinds.of(reading.layers, one)
+            stages = self._stages(one, cost, kinds)
+            out[where] = _formula(one, kinds, stages)[0] + stages.after
         return out
 
     def stages(self, c: Configurations) -> StageTimes:
-        """Return what chunks take, without messages; all of `c` have one number of ranks and of chunks a rank."""
+        """Return what chunks take, [n, chunks], without messages; all of `c` have one number of ranks and chunks."""
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
         made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, column, column)))
         for reading, where, cost in self.classes(c):
             one = c[where]
-            found = self._stages(reading, one, cost, layers_of(reading.layers, chunks), waiting=False)
+            kinds = ChunkKinds.of(reading.layers, one)
+            found = self._stages(one, cost, kinds, waiting=False)
+            of_chunk = kinds.pipelines[0].of_chunk
             for whole, part in zip(made, found, strict=True):
-                whole[where] = part
+                whole[where] = part if part.ndim == 1 else part[of_chunk].T
         return made
 
     def layers(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return the bytes of state, and of what waits for its backward pass, of the layers alone, [n] each."""
         out = np.zeros((2, len(c)))
         for reading, where, cost in self.classes(c):
-            for at, one, mine, counts in by_chunks(reading, c[where], cost):
-                out[:, where[at]] = of_layers(one, mine, counts)
+            one = c[where]
+            out[:, where] = of_layers(one, cost, ChunkKinds.of(reading.layers, one))
         return out[0], out[1]
 
     def holdings(self, c: Configurations) -> dict[str, Floats]:
         """Return the bytes on each pipeline rank of the first of `c`, by what they are, [ranks]; see `memory`."""
         one = c[:1]
         reading, _, cost = next(iter(self.classes(one)))
-        _, _, mine, counts = next(iter(by_chunks(reading, one, cost)))
-        return {what: x[:, 0] for what, x in holdings(one, mine, counts, self.parameters).items()}
+        kinds = ChunkKinds.of(reading.layers, one, every=True)
+        return {what: x[:, 0] for what, x in holdings(one, cost, kinds, self.parameters).items()}
 
     def alike(self, c: Configurations) -> list[Ints]:
         """Return numbers, [n] each: strategies that differ in the order of axes, and not in these, are priced alike.
@@ -153,63 +157,49 @@ class ClosedForm:
         bare = Configurations({**c.columns, **plain, "fsdp": np.zeros(len(c), dtype=bool)})
         out = np.zeros((2, len(c)))
         for reading, where, cost in self.classes(bare):
-            for at, one, mine, counts in by_chunks(reading, bare[where], cost):
-                stages = self._stages(reading, one, mine, counts, waiting=not events, bare=True)
-                step, busiest, _ = _formula(one, stages)
-                out[0, where[at]] = one.microbatches * busiest if events else step
-                out[1, where[at]] = least_memory(one, mine, counts, self.parameters)
+            one = bare[where]
+            kinds = ChunkKinds.of(reading.layers, one)
+            step, busiest, _ = _formula(one, kinds, self._stages(one, cost, kinds, waiting=not events, bare=True))
+            out[0, where] = one.microbatches * busiest if events else step
+            out[1, where] = least_memory(one, cost, kinds, self.parameters)
         return out[0], out[1]
 
     def _steps(self, reading: Reading, c: Configurations, cost: LayerCost) -> dict[str, Floats]:
-        """Every group of one number of chunks."""
-        found: dict[str, Floats] = {}
-        for at, one, mine, counts in by_chunks(reading, c, cost):
-            stages = self._stages(reading, one, mine, counts)
-            step, busiest, whole = _formula(one, stages)
-            m = one.microbatches
-            values = {
-                "seconds": step + stages.after,
-                "floor": m * busiest,
-                "peak": memory(one, mine, counts, self.parameters),
-                "least": least_memory(one, mine, counts, self.parameters),
-                "bubble": step - m * whole / one.columns["pipeline"],
-                "once": stages.after,
-            }
-            for name, x in values.items():
-                found.setdefault(name, np.zeros(len(c)))[at] = x
-        return found
+        kinds = ChunkKinds.of(reading.layers, c)
+        stages = self._stages(c, cost, kinds)
+        step, busiest, whole = _formula(c, kinds, stages)
+        m = c.microbatches
+        return {
+            "seconds": step + stages.after,
+            "floor": m * busiest,
+            "peak": memory(c, cost, kinds, self.parameters),
+            "least": least_memory(c, cost, kinds, self.parameters),
+            "bubble": step - m * whole / c.columns["pipeline"],
+            "once": stages.after,
+        }
 
     def _stages(
-        self,
-        reading: Reading,
-        c: Configurations,
-        cost: LayerCost,
-        counts: Floats,
-        waiting: bool = True,
-        bare: bool = False,
+        self, c: Configurations, cost: LayerCost, kinds: ChunkKinds, waiting: bool = True, bare: bool = False
     ) -> StageTimes:
-        """What the chunks of configurations with one number of them take."""
-        p, col = self.parameters, c.columns
+        """What chunks take."""
+        p, interleaved = self.parameters, c.columns["interleave"] > 1
         dealt = Dealt.of(c, cost, self.collectives(), p)
         nothing: Floats = np.zeros((1, len(c)))
         made: list[Floats] = []
         for phase in (FORWARD, BACKWARD):
             rows = layer_rows(c, cost, p, phase, nothing if bare else dealt.gathered(phase), self.topology.device)
-            made.append(np.einsum("rc,rn->nc", counts, rows))
+            made.append(kinds.sums(rows))
             if phase == BACKWARD:
-                made.append(np.einsum("rc,rn->nc", counts, rows * weight_parts(c, cost)))
-        send = np.zeros(len(c))
-        if col["pipeline"][0] > 1:
-            send = sent(c, cost, self.collectives())
+                made.append(kinds.sums(rows * weight_parts(c, cost)))
+        send = sent(c, cost, self.collectives())
+        if waiting and send.any():
             # Interleaved ones have other chunks meanwhile, and take no less than a message does.
-            for chunks in (made[0][:, 1:], made[1][:, :-1]):
-                if col["interleave"][0] == 1:
-                    chunks += waiting * send[:, None]
-                elif waiting:
-                    np.maximum(chunks, send[:, None], out=chunks)
-        return StageTimes(
-            made[0], made[1], made[2], send, dealt.once(counts, self.topology.device, made[1].max(axis=1))
-        )
+            for seconds, end in zip(
+                made, (-2, -1), strict=False
+            ):  # the first receives none forward, the last none back
+                there = send * (kinds.counts[end] == 0)
+                seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
+        return StageTimes(made[0], made[1], made[2], send, dealt.once(kinds, self.topology.device, made[1].max(axis=0)))
 
     def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
         """Yield readings, the places of the configurations that each serves, and what their layers cost."""
@@ -312,52 +302,42 @@ class ClosedForm:
 
 
 def sent(c: Configurations, cost: LayerCost, collectives: CollectivePrices) -> Floats:
-    """Return the seconds of a message from a stage to the next, [n].
+    """Return the seconds of a message from a stage to the next, [n]; 0 where there is one stage.
 
     Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
     """
-    strides = c.strides()
+    strides, pipeline = c.strides(), c.columns["pipeline"]
+    if (pipeline == 1).all():
+        return np.zeros(len(c))
     parts = np.where(c.columns["sequence_parallel"], 1, c.columns["tensor"])
-    stages = int(c.columns["pipeline"][0])
-    send = collectives.message_lines(strides["pipeline"], stages).seconds(cost.carried / parts)
-    return send + collectives.lines(False, True, [(parts, strides["tensor"])]).seconds(cost.carried)
+    send = collectives.message_lines(strides["pipeline"], pipeline).seconds(cost.carried / parts)
+    return send + collectives.lines(False, True, [(parts, strides["tensor"])]).seconds(cost.carried) * (pipeline > 1)
 
 
-def by_chunks(
-    reading: Reading, c: Configurations, cost: LayerCost
-) -> Iterator[tuple[Ints, Configurations, LayerCost, Floats]]:
-    """Configurations of one number of ranks and chunks: their places, columns and cost, and who has which layers."""
-    col = c.columns
-    key = col["pipeline"] * (int(col["interleave"].max()) + 1) + col["interleave"]
-    for value in np.unique(key):
-        at = np.flatnonzero(key == value)
-        chunks = int(col["pipeline"][at[0]] * col["interleave"][at[0]])
-        yield at, c[at], cost.at(at), layers_of(reading.layers, chunks)
-
-
-def _formula(c: Configurations, stages: StageTimes) -> tuple[Floats, Floats, Floats]:
+def _formula(c: Configurations, kinds: ChunkKinds, stages: StageTimes) -> tuple[Floats, Floats, Floats]:
     """The seconds of steps without what comes once; a microbatch's on the busiest rank; and on all, [n] each."""
-    pipeline, interleave = int(c.columns["pipeline"][0]), int(c.columns["interleave"][0])
-    total = (stages.forward + stages.backward).reshape(len(c), interleave, pipeline).sum(axis=1)
-    busiest, whole = total.max(axis=1), total.sum(axis=1)
-    step = c.microbatches * busiest + (whole - busiest) / interleave
+    both = stages.forward + stages.backward
+    busiest = np.einsum("pkn,kn->pn", kinds.ranks, both).max(axis=0)
+    whole = (kinds.chunks * both).sum(axis=0)
+    step = c.microbatches * busiest + (whole - busiest) / c.columns["interleave"]
     other = ~np.isin(c.columns["schedule"], FORMULA)
     if other.any():
-        step[other] = _scheduled(c[other], stages, other)
+        step[other] = _scheduled(c, kinds, stages, np.flatnonzero(other))
     return step, busiest, whole
 
 
-def _scheduled(c: Configurations, stages: StageTimes, where: Floats) -> Floats:
-    """The seconds of steps under schedules that have formulas of their own, [n]."""
-    names, many = c.columns["schedule"], c.microbatches
-    found = np.zeros(len(c))
-    pipeline, interleave = int(c.columns["pipeline"][0]), int(c.columns["interleave"][0])
-    rows = [x[where] for x in (stages.forward, stages.backward, stages.weight)]
-    nothing = np.zeros((len(c), rows[0].shape[1] - 1))
-    for name, m in {*zip(names.tolist(), many.tolist(), strict=True)}:
-        at = np.flatnonzero((names == name) & (many == m))
-        forward, backward, weight = (x[at] for x in rows)
-        seconds = StageSeconds(forward, backward - weight, weight, nothing[at])
-        order = compiled(CODES["schedule"][name], pipeline, m, interleave)
-        found[at] = closed_step(order, seconds, near=False)
+def _scheduled(c: Configurations, kinds: ChunkKinds, stages: StageTimes, where: Ints) -> Floats:
+    """The seconds of steps under schedules that have formulas of their own, [n] of `where`."""
+    found = np.zeros(len(where))
+    columns = [c.columns[name][where] for name in ("schedule", "pipeline", "interleave")]
+    keys, back = np.unique(np.stack([*columns, c.microbatches[where]]), axis=1, return_inverse=True)
+    for k, (schedule, pipeline, interleave, m) in enumerate(keys.T.tolist()):
+        at = np.flatnonzero(back.reshape(-1) == k)
+        of_chunk = kinds.pipelines[int(kinds.which[where[at[0]]])].of_chunk
+        forward, backward, weight = (
+            x[of_chunk][:, where[at]].T for x in (stages.forward, stages.backward, stages.weight)
+        )
+        nothing = np.zeros((len(at), len(of_chunk) - 1))
+        order = compiled(CODES["schedule"][schedule], pipeline, m, interleave)
+        found[at] = closed_step(order, StageSeconds(forward, backward - weight, weight, nothing), near=False)
     return found

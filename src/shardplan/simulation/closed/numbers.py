@@ -46,6 +46,7 @@ class LocalSizes:
     batch: int  # of the program
     data: tuple[str, ...]  # axes over which sequences are dealt out
     known: dict[Extent, Floats] = field(default_factory=dict[Extent, "Floats"])
+    _volumes: dict[tuple[Extent, ...], Floats] = field(default_factory=dict["tuple[Extent, ...]", "Floats"])
 
     def extent(self, e: Extent) -> Floats:
         """Return the size of an extent on a device."""
@@ -71,10 +72,14 @@ class LocalSizes:
 
     def volume(self, extents: Sequence[Extent]) -> Floats:
         """Return the product of some."""
-        out: Floats = np.asarray(1.0)
-        for e in extents:
-            out = out * self.extent(e)
-        return out
+        key = tuple(extents)
+        found = self._volumes.get(key)
+        if found is None:
+            found = np.asarray(1.0)
+            for e in extents:
+                found = found * self.extent(e)
+            self._volumes[key] = found
+        return found
 
     def bytes(self, value: LocalValue) -> Floats:
         """Return the bytes of a value on a device."""

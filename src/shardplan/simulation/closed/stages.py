@@ -9,6 +9,7 @@ import numpy as np
 
 from shardplan.hardware.level import DeviceSpec
 from shardplan.hardware.prices.kernels import stream_seconds
+from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
@@ -43,27 +44,6 @@ def widths(c: Configurations) -> tuple[Floats, Floats, Floats]:
     table = np.array([_RECIPES[name][:3] for name in CODES["precision"]])[c.columns["precision"]]
     said = np.array([_GRADIENTS[name] for name in CODES["gradient_dtype"]])[c.columns["gradient_dtype"]]
     return table[:, 0], np.where(said > 0, said, table[:, 1]), table[:, 2]
-
-
-def layers_of(runs: tuple[int, ...], chunks: int) -> Floats:
-    """Return how many layers of each run a chunk has, and who has what is before and behind them: [runs + 2, chunks].
-
-    As many layers each, where they divide. What is before and behind them counts as a layer each where that makes them
-    divide; else the last have fewer.
-    """
-    total = sum(runs)
-    most = -(-total // chunks)
-    ends = np.minimum(np.arange(1, chunks + 1) * most, total)
-    if total % chunks and (total + 2) % chunks == 0:
-        ends = np.minimum(np.arange(1, chunks + 1) * most - 1, total)
-    starts = np.concatenate([[0], ends[:-1]])
-    counts = np.zeros((len(runs) + 2, chunks))
-    first = 0
-    for run, n in enumerate(runs):
-        counts[run] = np.clip(np.minimum(ends, first + n) - np.maximum(starts, first), 0, None)
-        first += n
-    counts[-2, 0] = counts[-1, -1] = 1
-    return counts
 
 
 def overlapped(c: Configurations) -> Floats:
@@ -160,16 +140,12 @@ class Dealt:
         kept = col["fsdp"] & (col["zero"] == 2)  # parameters stay gathered from the forward pass
         return gather * ~kept + self._collective(True, False, self.cost.rows, gradients) * (dealt | (col["zero"] == 2))
 
-    def once(self, counts: Floats, device: DeviceSpec, backward: Floats) -> Floats:
+    def once(self, kinds: ChunkKinds, device: DeviceSpec, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients that are reduced and not hidden, and the update."""
-        col = self.c.columns
+        col, rows = self.c.columns, self.cost.rows
         weights, gradients, state = widths(self.c)
-        pipeline = int(col["pipeline"][0])
-        ranks = counts.reshape(len(counts), -1, pipeline).sum(axis=1)
         owned = {
-            k: np.einsum("rp,rn->pn", ranks, self.cost.rows[k])
-            for k in ("parameters", "experts")
-            if k in self.cost.rows
+            k: np.einsum("pkn,kn->pn", kinds.ranks, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows
         }
         alone = ~(col["fsdp"] | (col["zero"] >= 2))
         whole = self._collective(True, True, owned, gradients)

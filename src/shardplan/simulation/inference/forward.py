@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm, sent
 from shardplan.simulation.closed.numbers import LayerCost, LocalSizes
-from shardplan.simulation.closed.stages import layer_rows, layers_of
+from shardplan.simulation.closed.stages import layer_rows
 from shardplan.simulation.closed.work import FORWARD, LocalKernel, Reading
 
 Floats = np.ndarray
@@ -41,7 +42,7 @@ def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
     for reading, where, cost in form.classes(c):
         one = c[where]
         rows = layer_rows(one, cost, p, FORWARD, np.zeros((1, len(one))), form.topology.device)
-        counts = layers_of(reading.layers, pipeline)
+        counts = layers_of(reading.layers, pipeline).copy()
         counts[-1] = 0
         made = np.einsum("rc,rn->nc", counts, rows)
         if pipeline > 1:

@@ -16,8 +16,8 @@ import numpy as np
 from shardplan.core.nested import nested
 from shardplan.errors import ShardplanError
 from shardplan.hardware.units import format_bytes
+from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import layers_of
 from shardplan.simulation.jobs.holdings import attributed
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.memory import holdings
