@@ -25,7 +25,7 @@ from benchmarks.fused_pairs import RankPair, Sizes, away, pair_of, shape_of
 from tests.fused.forked import Exchange, forked
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.asked import even, starts
+from shardplan.fused.operators.asked import starts, tile_sizes
 from shardplan.fused.tiles.events import TilePut
 from shardplan.fused.tiles.schedule import TileSchedule
 
@@ -63,7 +63,7 @@ class EmulatedRank:
         self.pair: RankPair = pair_of(sizes, heap.rank, RANKS)
         whole = self.pair.compute()
         self.whole = whole
-        self.cuts = starts(even(self.pair.rows(), RANKS))
+        self.cuts = starts(tile_sizes(self.pair.rows(), RANKS))
         rows = max(self.cuts[d + 1] - self.cuts[d] for d in range(RANKS))
         self.memory = heap.alloc((RANKS, rows, *whole.shape[1:]), "f32", sizes.name)
         self.row_bytes = whole[0].numel() * 4

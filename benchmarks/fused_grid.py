@@ -38,7 +38,7 @@ from tests.fused.forked import Exchange, forked
 from torch import distributed as dist
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.asked import Asked, even
+from shardplan.fused.operators.asked import Asked, tile_sizes
 
 RANKS, CHUNKS = 2, 4
 COUNTS = (1, 2, 4, 8)
@@ -138,7 +138,7 @@ class GridRank:
         works: list[Any] = []
         if isinstance(pair, VectorPair):
             at = 0
-            for n in even(pair.rows(), CHUNKS):
+            for n in tile_sizes(pair.rows(), CHUNKS):
                 part = pair.out[at : at + n]
                 pair.tile(at, at + n, part)
                 works.append(dist.all_reduce(part, async_op=True))

@@ -35,7 +35,7 @@ from tests.fused.forked import Exchange, forked
 
 from shardplan.execution.lab import Cluster, missing, network
 from shardplan.execution.lab.cluster import CONSTANTS
-from shardplan.execution.lab.needs import inside
+from shardplan.execution.lab.needs import namespace_command
 from shardplan.fused.calls import instance
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators.asked import Asked
@@ -141,7 +141,15 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        command = [*inside(), sys.executable, "-m", "benchmarks.fused_nodes", "--inside", str(file), str(given.count)]
+        command = [
+            *namespace_command(),
+            sys.executable,
+            "-m",
+            "benchmarks.fused_nodes",
+            "--inside",
+            str(file),
+            str(given.count),
+        ]
         subprocess.run(command, check=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"})
         said = json.loads(file.read_text(encoding="utf-8"))
     if any(not isinstance(each, dict) for each in said):

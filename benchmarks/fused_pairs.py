@@ -19,9 +19,9 @@ from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, ins
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.kernels.vectors import rows_times, thin
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked, even, starts
+from shardplan.fused.operators.asked import Asked, starts, tile_sizes
 from shardplan.fused.operators.gemv import in_order
-from shardplan.fused.operators.out import placed, stored
+from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape, RowShape, TileShape
@@ -110,9 +110,9 @@ class GemmPair:
         given = [torch.from_numpy(x) for x in _normal(sizes, ranks, (m, k), (k, n))]
         self.a, self.b = given[2 * rank], given[2 * rank + 1]
         self.out = torch.empty(m, n)
-        cuts = starts(even(m, ranks))
+        cuts = starts(tile_sizes(m, ranks))
         self.wanted = torch.cat([given[2 * s][cuts[rank] : cuts[rank + 1]] @ given[2 * s + 1] for s in range(ranks)])
-        self.blocks = gemm.blocks(tuple(tuple(even(m, ranks)) for _ in range(ranks)), (n,) * ranks, 0, rank)
+        self.blocks = gemm.blocks(tuple(tuple(tile_sizes(m, ranks)) for _ in range(ranks)), (n,) * ranks, 0, rank)
 
     def rows(self) -> int:
         return len(self.a)
@@ -156,9 +156,9 @@ class BagsPair:
             [t[self.indices[k * batch * bag : (k + 1) * batch * bag]].view(batch, bag, dim).sum(1)
              for k, t in enumerate(self.tables)], 1
         )  # fmt: skip
-        cuts = starts(even(batch, ranks))
+        cuts = starts(tile_sizes(batch, ranks))
         self.wanted = torch.cat([whole[cuts[rank] : cuts[rank + 1]]] * ranks, 1)
-        self.forward = embedding.blocks([tables] * ranks, even(batch, ranks))[0]
+        self.forward = embedding.blocks([tables] * ranks, tile_sizes(batch, ranks))[0]
         self.own = [((cuts[d], cuts[d + 1]), (0, tables)) for d in range(ranks)]
         self.kernels: dict[tuple[int, int], BagKernel] = {}
 
@@ -255,13 +255,13 @@ def moved(
 ) -> torch.Tensor:
     """The blocks of all ranks, put together; `boxes[d]` of x goes to rank d, into `out` of the heap if there is one."""
     schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
-    made = instance(asked.heap, op, schedule, "", asked.seconds, placed(op, asked.heap, out))
+    made = instance(asked.heap, op, schedule, "", asked.seconds, find_out_tensor(op, asked.heap, out))
     call = prepared(made, x, shape, tuple(x.shape[2:]))
 
     def put(step: PutStep) -> None:
         step.view.copy_(x[tuple(slice(a, b) for a, b in boxes[step.to])])
 
-    return stored(op, made.run(call, put)["result"], out)
+    return result_or_out(op, made.run(call, put)["result"], out)
 
 
 def _normal(sizes: Sizes, ranks: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -282,7 +282,7 @@ def away(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def shape_of(pair: RankPair, ranks: int) -> BlockShape:
     """Its blocks, rows only."""
-    return BlockShape.rows([even(pair.rows(), ranks)] * ranks)
+    return BlockShape.rows([tile_sizes(pair.rows(), ranks)] * ranks)
 
 
 def heap_bytes(sizes: Sequence[Sizes], instances: int) -> int:

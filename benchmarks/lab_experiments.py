@@ -35,7 +35,9 @@ def summary(v: ScoreVerdict) -> dict[str, Any]:
     scored = {f"{model}, {'pooled' if pooled else 'per placement'}": asdict(v.summary(model, pooled))
               for model in MODELS for pooled in (False, True)}  # fmt: skip
     rows = [r for d in v.experiments for r in d.rows]
-    flat = [d for d in v.experiments if d.experiment.whole and any(r.ops == ("all_reduce",) for r in d.rows)]
+    flat = [
+        d for d in v.experiments if d.experiment.is_full_reduction and any(r.ops == ("all_reduce",) for r in d.rows)
+    ]
     return {
         "experiments": len(v.experiments),
         "pairs": len(rows),
@@ -116,7 +118,7 @@ def main() -> None:
                 print(f"{d.wall_seconds:7.1f} s  load {d.load:.1f}  {len(d.rows):3} pairs, {repeated} twice  "
                       f"{d.experiment.name}{error}", flush=True)  # fmt: skip
         result = summary(validate([found])) if any(d.rows for d in found.experiments) else {}
-        write(out, record(parameters, result | {"sweep": found.plain()}), quiet=True)
+        write(out, record(parameters, result | {"sweep": found.to_plain_data()}), quiet=True)
 
     def progress(done: float, total: float, what: str) -> None:
         if time.monotonic() - last[0] > 60:

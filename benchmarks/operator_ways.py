@@ -85,11 +85,11 @@ class Ours:
         """In the place of `redistribute_local_tensor`."""
         if current_spec.mesh != target_spec.mesh:
             raise NotImplementedError("Cross device mesh comm not supported yet!")
-        move = moves.between(current_spec, target_spec, None, (None, None, WAIT))
+        move = moves.move_between(current_spec, target_spec, None, (None, None, WAIT))
         if move is None:
             return local_tensor
         self.moves[_kind(current_spec, target_spec)] += 1
-        return moves.moved(local_tensor, move, async_op)
+        return moves.move_shard(local_tensor, move, async_op)
 
     def whole(
         self, tensor: DTensor, device_mesh: Any = None, placements: Any = None, *, async_op: bool = False,

@@ -82,7 +82,7 @@ def rows(size: int, count: int) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for kind, limit, small in (("shipped", None, shipped), ("planned", None, 0), ("limit", 10**9, shipped)):
         outside.SMALL_BYTES = small
-        outside._way.cache_clear()
+        outside._choose_way.cache_clear()
         for name, (source, end) in moves().items():
             held = jax.device_put(values, source)
             ours = lambda x, end=end, limit=limit: reshard(x, end, memory_limit=limit)  # noqa: E731

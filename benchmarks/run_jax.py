@@ -57,10 +57,10 @@ def part(seed: int, count: int) -> dict[str, Any]:
 def compared(program: Any) -> str:
     """How the bytes in the compiled program compare with what it says: one of the rows of the result."""
     from shardplan.execution.jax.lower import moved_bytes
-    from shardplan.execution.jax.run import compiled, compiled_text
+    from shardplan.execution.jax.run import compile_program, compiled_text
 
     got: collections.Counter[int] = collections.Counter()
-    parts = [p for p in compiled(program) if p.executable is not None]
+    parts = [p for p in compile_program(program) if p.executable is not None]
     for text, one in zip(compiled_text(program), parts, strict=True):
         for c in parse_hlo(text, len(one.devices)):
             for place, n in enumerate(c.received(len(one.devices))):

@@ -21,7 +21,7 @@ from benchmarks.loaders.cases import LoaderCase, Named
 
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.probe import probe
-from shardplan.movement.weights.table import shipped
+from shardplan.movement.weights.table import shipped_tables
 from shardplan.movement.weights.weights import Weights
 
 # The module of `benchmarks.loaders`, and the distribution that it needs.
@@ -73,7 +73,7 @@ def main() -> None:
         try:
             module = importlib.import_module(f"benchmarks.loaders.{name}")
         except ImportError as error:
-            left |= {t: f"not probed: {error}" for t in shipped() if t.startswith(HEADS[name])}
+            left |= {t: f"not probed: {error}" for t in shipped_tables() if t.startswith(HEADS[name])}
             continue
         installed[FRAMEWORKS[name]] = importlib.metadata.version(FRAMEWORKS[name])
         left |= module.LEFT
@@ -87,7 +87,7 @@ def main() -> None:
     probed = {row["table"] for row in rows} | {row["from"] for row in rows}
     rest = [
         {"table": n, "found": left.get(n, "not probed: no loader here was asked about it")}
-        for n in shipped()
+        for n in shipped_tables()
         if n not in probed and any(n.startswith(HEADS[name]) for name in given.of)
     ]
     for row in rest:

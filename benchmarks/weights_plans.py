@@ -135,7 +135,7 @@ def planned(name: str, kind: str, config: dict[str, Any], a: Any, b: Any, node: 
     direct = sp.refit(source, target, topology)
     best = sp.refit(source, target, topology, relay=None)
     needed = sum(target.nbytes(r) for r in target.devices)  # no vocabulary of these is padded
-    got = sum(best.received_bytes) + int(best.relayed[2].sum())
+    got = sum(best.received_bytes) + int(best.relay_traffic[2].sum())
     sent = [n for n in best.sent_bytes if n]
     return {
         "system": name, "model": kind, "devices": f"{devices} -> {len(target.devices)}", "GB": needed / 1e9,

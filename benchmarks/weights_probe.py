@@ -25,8 +25,8 @@ from benchmarks.common import arguments, record, table, write
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive import LoaderTrial, derived
 from shardplan.movement.weights.probe import probe
-from shardplan.movement.weights.table import WeightTable, shipped
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.table import WeightTable, shipped_tables
+from shardplan.movement.weights.weights import Weights, make_weights
 
 Named = Mapping[str, np.ndarray]
 LLAMA = {
@@ -116,7 +116,7 @@ def derivation(name: str, trials: list[LoaderTrial], unseen: LoaderTrial, sizes:
     head: dict[str, Any] = {"derived": True}
     try:
         found = derived(trials, name)
-        target = made(found, sizes, dict(unseen.mesh), None, "f32")
+        target = make_weights(found, sizes, dict(unseen.mesh), None, "f32")
     except (LayoutError, ImportError, ValueError, RuntimeError, AttributeError, TypeError, KeyError) as error:
         return head | {"found": f"not derived: {type(error).__name__}: {str(error).splitlines()[0][:200]}"}
     known, mine = (
@@ -182,7 +182,7 @@ def main() -> None:
     given = arguments("weights_probe", "Shipped tables beside frameworks' own loaders.", 1, of="runs").parse_args()
     rows = [row for case in TRANSFORMERS for row in by_transformers(*case)] + by_fsdp2()
     probed = {row["table"] for row in rows}
-    rest = [{"table": n, "found": WHY[n.split("-")[0]]} for n in shipped() if n not in probed]
+    rest = [{"table": n, "found": WHY[n.split("-")[0]]} for n in shipped_tables() if n not in probed]
     columns = ("table", "derived", "expressions", "as shipped", "parameters", "elements", "differ", "found")
     print(table(columns, [[str(row.get(key, "")) for key in columns] for row in rows + rest]))
     installed = {}

@@ -35,7 +35,7 @@ from shardplan.core.reference import distribute, run_program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import inside, opened, program_leaves, turns
-from shardplan.execution.drive import Hands, drive, finish, plain
+from shardplan.execution.drive import Hands, drive, finish, wrap_blocking
 from shardplan.plans.certificate import derive
 from shardplan.plans.pricing import fabric_of, priced
 from shardplan.simulation.predict import predict
@@ -490,7 +490,7 @@ def measured(program: Program) -> tuple[int, dict[str, np.ndarray]]:
     """The most bytes that one device holds on the way, inputs of 3 included; every kernel makes a new array."""
 
     def bind(op: Op, operands: Any, results: Any) -> Any:
-        return plain(lambda arrays, wire: [np.multiply(arrays[0], arrays[-1])])
+        return wrap_blocking(lambda arrays, wire: [np.multiply(arrays[0], arrays[-1])])
 
     hands = Hands(0, bind, lambda u: lambda wire: np.empty(u.shape))  # type: ignore[var-annotated]
     bound = hands.steps(program)
@@ -540,7 +540,7 @@ def check_driven(program: Program) -> None:
     """The driver on one device: the results are the reference's, and the inputs as they were."""
 
     def bind(op: Op, operands: Any, results: Any) -> Any:
-        return plain(lambda arrays, wire: [x.copy() for (x,) in op.reference([[x] for x in arrays], operands)])
+        return wrap_blocking(lambda arrays, wire: [x.copy() for (x,) in op.reference([[x] for x in arrays], operands)])
 
     hands = Hands(*program.devices, bind, lambda u: lambda wire: np.empty(u.shape, "f4"))  # type: ignore[var-annotated]
     given = {n: np.full(t.shape, k + 1, "i4" if t.dtype == "i32" else "f4") for k, (n, t) in enumerate(program.inputs)}

@@ -33,7 +33,7 @@ class FusedCase(NamedTuple):
     @property
     def fused(self) -> int:
         """The rows that were fused."""
-        return sum(row.fused for row in self.fusion.rows)
+        return sum(row.is_fused for row in self.fusion.rows)
 
 
 def box(size: int) -> sp.Topology:

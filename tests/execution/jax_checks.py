@@ -338,13 +338,13 @@ def exact_bits() -> Any:
 
 def moved(program: Program) -> tuple[list[tuple[str, int, int]], dict[int, int], int]:
     """The collectives of the compiled program (kind, bytes in, bytes out), bytes received by id, largest array."""
-    from shardplan.execution.jax.run import compiled, compiled_text
+    from shardplan.execution.jax.run import compile_program, compiled_text
 
     got: dict[int, int] = dict.fromkeys(program.devices, 0)
     kinds: list[tuple[str, int, int]] = []
     largest = 0
     texts = compiled_text(program)
-    parts = [p for p in compiled(program) if p.executable is not None]
+    parts = [p for p in compile_program(program) if p.executable is not None]
     for text, part in zip(texts, parts, strict=True):
         largest = max(largest, largest_bytes(text))
         for c in parse_hlo(text, len(part.devices)):
@@ -552,7 +552,7 @@ def records() -> Any:
 
 def kept() -> Any:
     """Equal programs are compiled once; results of jax arrays go in again; a program of nothing runs."""
-    from shardplan.execution.jax.run import compiled
+    from shardplan.execution.jax.run import compile_program
 
     one, two = (single(AllGather(0, ("a",)), [typed("f32[8@a, 4]")]) for _ in range(2))
     array = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -563,7 +563,7 @@ def kept() -> Any:
     same = jax_run(nothing, [distribute(array, one.input_types[0])])
     by_run = sp.run(one, distribute(array, one.input_types[0]), backend="jax")
     return [
-        compiled(one) is compiled(two),
+        compile_program(one) is compile_program(two),
         bool(np.array_equal(back, array)),
         bool(np.array_equal(np.asarray(same[0][7]), array[4:])),
         bool(np.array_equal(np.asarray(by_run[3]), array)),
@@ -644,7 +644,7 @@ def outside() -> Any:
 
 def donated() -> Any:
     """An input that two steps in a row need, and one whose storage a Send that moves nothing hands on, given up."""
-    from shardplan.execution.jax.run import _placed, run_placed
+    from shardplan.execution.jax.run import _place_shards, run_placed
 
     t = typed("f32[8@(a,b,c), 4]")
     renamed = sp.Mesh({"p": 8})
@@ -654,7 +654,7 @@ def donated() -> Any:
     array, wrong = np.arange(32, dtype=np.float32).reshape(8, 4), []
     for name, steps, outputs in (("twice", twice, ("1", "2")), ("handed on", handed, ("2",))):
         program = Program({"0": t}, steps, outputs)
-        shards = _placed("0", t, distribute(array, t))
+        shards = _place_shards("0", t, distribute(array, t))
         got = run_placed(program, [shards], donated=("0",))
         expected = run_program(program, [distribute(array, t)])
         if not all(np.array_equal(x, y) for a, b in zip(got, expected, strict=True) for x, y in zip(a, b, strict=True)):

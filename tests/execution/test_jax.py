@@ -198,7 +198,7 @@ def played(op: Collective, operands: list[list[np.ndarray]], types: list[TensorT
         for sender, receiver in one.pairs:
             size = tuple(one.extent[receiver])
             assert all(n <= most for n, most in zip(size, one.into, strict=True))
-            old, seen = (part(x[one.target][receiver], one.at[receiver], size) for x in (held, landed))
+            old, seen = (part(x[one.target][receiver], one.mesh_coordinate[receiver], size) for x in (held, landed))
             if one.source is None:
                 old[...] = identity(one.fold or "sum", old.dtype)
                 continue
@@ -252,8 +252,10 @@ def test_padding_is_counted() -> None:
     mesh = sp.Mesh(a=2, b=3)
     s, t = (TensorType.parse(x, mesh) for x in ("i32[12@a, 5]", "i32[12@b, 5]"))
     plan = permute_rounds(Exchange(t.layout), (s,))
-    assert [(one.shape, len(one.pairs), one.whole) for one in moves(plan)] == [((4, 5), 4, False)]
-    assert plan.received() == {0: 0, 1: 80, 2: 80, 3: 80, 4: 80, 5: 0} == moved_bytes(Exchange(t.layout), s)
+    assert [(one.shape, len(one.pairs), one.is_unpadded) for one in moves(plan)] == [((4, 5), 4, False)]
+    assert (
+        plan.padded_received_bytes() == {0: 0, 1: 80, 2: 80, 3: 80, 4: 80, 5: 0} == moved_bytes(Exchange(t.layout), s)
+    )
     assert Exchange(t.layout).received(s).tolist() == [0, 40, 80, 80, 40, 0]
     four, three = sp.Mesh({"p": 4}, devices=[0, 1, 2, 3]), sp.Mesh({"q": 3}, devices=[4, 5, 6])
     t = TensorType("i32", (12,), ("q",), three)
@@ -266,7 +268,7 @@ def test_shapes_go_apart_where_that_costs_no_round() -> None:
     other = sp.Mesh({"p": 2, "q": 2}, devices=range(2, 6))
     t = TensorType("i32", (6,), ("q",), other)
     plan = permute_rounds(Send(t.layout, other), (TensorType("i32", (6,), ("a",), sp.Mesh(a=3, b=2)),))
-    assert [(one.shape, one.whole) for one in moves(plan)] == [((2,), True), ((1,), True)]
+    assert [(one.shape, one.is_unpadded) for one in moves(plan)] == [((2,), True), ((1,), True)]
 
 
 def test_a_device_that_keeps_its_tile_sends_it_to_itself() -> None:
@@ -275,7 +277,7 @@ def test_a_device_that_keeps_its_tile_sends_it_to_itself() -> None:
     s, t = (TensorType.parse(x, mesh) for x in ("i32[8@(a,b), 3]", "i32[8@(b,a), 3]"))
     for op in (Permute(t.layout), Exchange(t.layout)):
         ((one,),) = permute_rounds(op, (s,)).batches
-        assert sorted(one.pairs) == [(0, 0), (1, 2), (2, 1), (3, 3)] and one.whole
+        assert sorted(one.pairs) == [(0, 0), (1, 2), (2, 1), (3, 3)] and one.is_unpadded
         assert moved_bytes(op, s) == {0: 0, 1: 24, 2: 24, 3: 0}
 
 

@@ -326,7 +326,7 @@ def test_a_lost_rank_is_one_clear_error(when: str) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs._tried.cache_clear()
+    needs._try_namespaces.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert missing().startswith("the lab needs Linux (network namespaces), this is darwin; run it in ")
@@ -340,16 +340,18 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda tool: f"bin/{tool}")
         refused = "echo 'unshare failed: Operation not permitted' >&2; exit 1"
-        patch.setattr(needs, "inside", lambda: ["sh", "-c", refused])
+        patch.setattr(needs, "namespace_command", lambda: ["sh", "-c", refused])
         assert "needs the privilege to make namespaces, which is refused (unshare failed: Oper" in missing()
         with pytest.raises(Unavailable, match=r"CAP_NET_ADMIN|unprivileged user namespaces"):
             Lab(Cluster.of("2", (1,))).__enter__()
-        patch.setattr(needs, "inside", lambda: ["sh", "-c", "echo 'the shaper tbf'; echo no tbf >&2; exit 2"])
+        patch.setattr(
+            needs, "namespace_command", lambda: ["sh", "-c", "echo 'the shaper tbf'; echo no tbf >&2; exit 2"]
+        )
         assert missing() == (
             "the lab needs the shaper tbf, which this machine refuses (no tbf); load the module, or run as root"
         )
     assert issubclass(Unavailable, Infeasible)  # which the command line maps to status 3
-    needs._tried.cache_clear()
+    needs._try_namespaces.cache_clear()
 
 
 def test_the_lab_is_imported_without_torch() -> None:

@@ -9,7 +9,7 @@ from shardplan.errors import BackendError, TopologyError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab import Cluster, Lab
 from shardplan.execution.lab.cluster import BUCKET
-from shardplan.execution.lab.packed import packed, unpacked
+from shardplan.execution.lab.packed import pack_job, unpack_job
 from shardplan.execution.lab.steps import measure_steps
 from shardplan.simulation.jobs.job_timeline import simulate_job
 
@@ -46,7 +46,7 @@ def test_a_job_as_bytes_is_the_same_job() -> None:
     """All that runs of it: its identity, and who takes part."""
     for name in NAMES:
         job = job_of(name)
-        again = unpacked(packed(job))
+        again = unpack_job(pack_job(job))
         assert parts(again).digest == parts(job).digest and parts(again).order == parts(job).order
         assert again.movements == {} and again.batch == job.batch and again.results == job.results
 

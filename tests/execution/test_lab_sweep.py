@@ -11,7 +11,7 @@ from shardplan.execution.lab import sweep as sweeping
 from shardplan.execution.lab.experiments import Experiment, emulated, pairs
 from shardplan.execution.lab.item import WrongResult
 from shardplan.execution.lab.results import Sweep
-from shardplan.execution.lab.standard import CLUSTERS, CROSSED, STANDARD, competing, drawn
+from shardplan.execution.lab.standard import CLUSTERS, CROSSED, STANDARD, competing, draw_experiments
 from shardplan.execution.lab.sweep import estimate, sweep
 from shardplan.execution.lab.validate import CROSSOVERS, MANY, SEVERAL, SHAPES, validate
 
@@ -36,12 +36,17 @@ def test_the_standard_sweep_has_many_that_compete() -> None:
 
 def test_the_standard_sweep_is_drawn() -> None:
     """From the first draw on, which does not depend on how many follow; each once, however a mesh is written."""
-    first = drawn(fields=1, shapes=CLUSTERS[:1])
+    first = draw_experiments(fields=1, shapes=CLUSTERS[:1])
     assert first and first[0] in STANDARD
-    for one in (drawn(seed=1, fields=3, shapes=CLUSTERS[4:5]), drawn(seed=1, fields=2, shapes=CROSSED[:1])):
+    for one in (
+        draw_experiments(seed=1, fields=3, shapes=CLUSTERS[4:5]),
+        draw_experiments(seed=1, fields=2, shapes=CROSSED[:1]),
+    ):
         assert len(set(one)) == len(one) and competing(one) >= 2
         assert all(len(e.axes) < e.mesh.count("=") or e.mesh.count("=") == 1 for e in one)
-    assert drawn(seed=2, fields=2, shapes=CLUSTERS[:1]) != drawn(seed=3, fields=2, shapes=CLUSTERS[:1])
+    assert draw_experiments(seed=2, fields=2, shapes=CLUSTERS[:1]) != draw_experiments(
+        seed=3, fields=2, shapes=CLUSTERS[:1]
+    )
 
 
 def test_pairs_are_all_placements_and_programs() -> None:

@@ -121,11 +121,11 @@ def test_who_has_ended_is_missed_where_it_has_not_come() -> None:
     why = "rank 2 ended: ValueError: no"
     for run in range(1, 6):
         agreed = AgreedProgram(first, ONE, run=run)
-        assert programs.stopped(ranks, agreed) == (why if run > 3 else "")
-        assert programs.stopped((0, 1, 3), agreed) == ""
-    assert programs._ended(ranks, first) == ""  # it has agreed
-    assert programs._ended(ranks, second) == why
-    assert programs._ended((0, 2), (_name((0, 2)), 1)) == why  # of a set in which it has agreed on nothing
+        assert programs.stop_reason(ranks, agreed) == (why if run > 3 else "")
+        assert programs.stop_reason((0, 1, 3), agreed) == ""
+    assert programs._end_reason(ranks, first) == ""  # it has agreed
+    assert programs._end_reason(ranks, second) == why
+    assert programs._end_reason((0, 2), (_name((0, 2)), 1)) == why  # of a set in which it has agreed on nothing
 
 
 def test_an_end_says_how_far_the_rank_has_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from shardplan.core.pattern import AtOnce, InTurn, Local, StepPattern, Work
 from shardplan.errors import BackendError
 from shardplan.execution.rank_rounds import RankKernel
 from shardplan.execution.torch import slept
-from shardplan.execution.torch.slept import DeviceClock, SleptStep, _slept, worked
+from shardplan.execution.torch.slept import DeviceClock, SleptStep, _sleep_kernel, total_kernel_seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.jobs.timing import COMPUTE
@@ -106,11 +106,13 @@ def test_a_step_ends_when_its_device_does() -> None:
 def test_what_is_computed_between_messages_is_slept_there() -> None:
     clock, nothing = DeviceClock(), RankKernel(lambda *_: [], (), (), ())
     before = time.monotonic()
-    _slept(clock, 0.03, {}, nothing, device("cpu"))
+    _sleep_kernel(clock, 0.03, {}, nothing, device("cpu"))
     assert time.monotonic() - before >= 0.03 == clock.busy
 
 
 def test_the_kernels_of_a_pattern_follow_each_other() -> None:
     fabric, work = Fabric(TOPOLOGY), Work(2e6, "f32", 0.0)
     one, none = StepPattern(work, np.arange(2)), StepPattern(Local(1e9), np.arange(2))
-    assert worked(InTurn(3, (one, StepPattern(AtOnce((one, none)), np.arange(2)))), fabric) == pytest.approx(6.0)
+    assert total_kernel_seconds(
+        InTurn(3, (one, StepPattern(AtOnce((one, none)), np.arange(2)))), fabric
+    ) == pytest.approx(6.0)

@@ -100,7 +100,7 @@ def moved_dtensor(way: str | None, rank: int, ranks: list[int] | None, placement
             torch.empty(rows, 6, device="cuda"), source, [Shard(0)], run_check=False, shape=(8, 6), stride=(6, 1)
         )
         with _disable_current_modes():
-            move = moves.planned(x, placements, target, None, None, (None, None, 5.0))
+            move = moves.plan_dtensor_move(x, placements, target, None, None, (None, None, 5.0))
         assert move is not None
         known(move.bound)
         y = redistribute(x, placements, target, timeout=5.0)

@@ -13,7 +13,7 @@ import torch
 from tests.fused.forked import Exchange, forked, segments
 
 from shardplan.errors import ShardplanError
-from shardplan.fused.heap.header import wrapped
+from shardplan.fused.heap.header import wrap_int32
 from shardplan.fused.heap.symmetric import SymmetricHeap
 
 BYTES = 1 << 20
@@ -59,7 +59,7 @@ def wraps(rank: int, exchange: Exchange) -> Any:
     with SymmetricHeap.create(BYTES, "shm", exchange, "wraps") as heap:
         heap.header.count = 2**31 - 2
         for source in range(heap.ranks):
-            heap.header.lines[rank][source][0] = wrapped(2**31 - 2)
+            heap.header.lines[rank][source][0] = wrap_int32(2**31 - 2)
         exchange(b"")
         for _ in range(5):
             heap.barrier(5.0)

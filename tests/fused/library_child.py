@@ -90,9 +90,9 @@ def cases(
 
 
 def _even(ranks: int) -> list[int]:
-    from shardplan.fused.operators.asked import even
+    from shardplan.fused.operators.asked import tile_sizes
 
-    return even(BATCH, ranks)
+    return tile_sizes(BATCH, ranks)
 
 
 def differentiated(call: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

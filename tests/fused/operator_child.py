@@ -28,7 +28,7 @@ from shardplan.fused.calls.instance import SignalStep, instance
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.kernels import native as natives
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked, even, starts
+from shardplan.fused.operators.asked import Asked, starts, tile_sizes
 from shardplan.fused.tiles.schedule import TileSchedule
 
 EPOCHS = 3
@@ -105,7 +105,7 @@ def gemms(asked: Asked, shown: Shown) -> None:
             for epoch in range(EPOCHS):
                 a, b = (rng.normal(size=s).astype(np.float32) for s in shapes)
                 wanted = core_gemm(n, a, b, scatter)[rank]
-                rows = starts(even(len(a), n))
+                rows = starts(tile_sizes(len(a), n))
                 local = (a[rank], b[rank]) if scatter == 0 else (a[rows[rank] : rows[rank + 1]], b)
                 for tiles in (1, 3):
                     more = Asked(asked.heap, tiles, ("remote_first", "natural")[epoch % 2], asked.seconds)
@@ -125,7 +125,7 @@ def moe(asked: Asked, shown: Shown) -> None:
         rng = np.random.default_rng(100 + k)
         counts = rng.integers(0, 6, (n, n)) * (rng.random((n, n)) < 0.7)
         depth, columns = 6, 3 * n + 1
-        cols = even(columns, n)
+        cols = tile_sizes(columns, n)
         rows = counts.sum(1) if scatter == 0 else counts[:, 0]
         a = [torch.from_numpy(rng.normal(size=(int(m), depth))).to(dtype).requires_grad_() for m in rows]
         b = [torch.from_numpy(rng.normal(size=(depth, columns))).to(dtype).requires_grad_() for _ in range(n)]
@@ -174,7 +174,7 @@ def gemvs(asked: Asked, shown: Shown) -> None:
         [(16, 8 * n, 1), (37, 3 * n - 1, 3), (5, 1, 2), (600, 64 * n + 5, 1), (0, 4, 1)]
     ):
         rng = np.random.default_rng(200 + k)
-        cut = starts(even(depth, n))
+        cut = starts(tile_sizes(depth, n))
         for epoch in range(EPOCHS):
             a, x = rng.normal(size=(m, depth)).astype(np.float32), rng.normal(size=(depth, columns)).astype(np.float32)
             here = slice(cut[rank], cut[rank + 1])
@@ -233,7 +233,7 @@ def embeddings(asked: Asked, shown: Shown) -> None:
                     rows.append(picked.sum(0) / max(1, at.stop - at.start) if mode == "mean" else picked.sum(0))
                 bags.append(torch.stack(rows) if rows else torch.zeros(0, dim))
         whole = torch.stack(bags, 1)
-        splits = even(batch, n)
+        splits = tile_sizes(batch, n)
         if k % 2 and batch:
             splits = [batch] + [0] * (n - 1)
         at = starts(splits)

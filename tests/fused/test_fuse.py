@@ -38,7 +38,7 @@ def one_row(text: str, where: sp.Topology | None = None, constants: FusedConstan
     program = Program.parse(text)
     found = fuse(program, where or box(max(program.devices) + 1), constants)
     (row,) = found.rows
-    assert (found.program == program) is not row.fused
+    assert (found.program == program) is not row.is_fused
     return row
 
 
@@ -47,7 +47,7 @@ def test_what_pays_is_fused_and_means_the_same(text: str) -> None:
     program = Program.parse(text)
     found = fuse(program, box(program.devices[-1] + 1), EAGER)
     (row,) = found.rows
-    assert row.fused and row.choice != "unfused" and row.best_seconds == row.seconds[row.choice]
+    assert row.is_fused and row.choice != "unfused" and row.best_seconds == row.seconds[row.choice]
     assert row.best_seconds is not None and row.unfused_seconds is not None
     assert row.best_seconds <= 0.95 * row.unfused_seconds
     assert_alike(program, found.program)
@@ -89,7 +89,7 @@ def test_slots_lie_beside_what_the_program_holds() -> None:
 
     need, held = (int(n) for n in re.findall(r"(\d+) B ", with_memory(1).text)[:2])
     assert held > 0
-    assert with_memory(need + held).fused
+    assert with_memory(need + held).is_fused
     said = with_memory(need + held - 1)
     assert said.text == f"{need} B for 2 slots beside {held} B of the program; the device has {need + held - 1} B"
     assert (said.reason, said.choice) == ("memory", "unfused")
@@ -119,7 +119,7 @@ def test_rates_are_what_a_run_does_by_its_seconds(monkeypatch: pytest.MonkeyPatc
 def test_a_transport_between_nodes_may_cross_them() -> None:
     mesh = sp.Mesh({"x": 2}, devices=(0, 4))
     text = EXPERTS.replace("mesh x=2", f"mesh {mesh}")
-    assert one_row(text, NODES, replace(EAGER, backend="net")).fused
+    assert one_row(text, NODES, replace(EAGER, backend="net")).is_fused
 
 
 def test_nothing_to_fuse_is_said() -> None:
@@ -162,7 +162,7 @@ def test_the_simulator_prices_a_fused_op_as_the_row_says() -> None:
         found = fuse(big, where)
         row = found.rows[0]
         forced = fuse(big, where, EAGER)
-        assert forced.rows[0].fused
+        assert forced.rows[0].is_fused
         line = sp.simulate(forced.program, where)
         assert line.seconds > 0
         assert min(s for way, s in row.seconds.items() if way != "unfused") <= line.seconds * (1 + 1e-9)
@@ -174,7 +174,7 @@ def test_large_products_are_overlapped_in_the_simulator() -> None:
     where = sp.Topology.load("dgx-a100", nodes=1)
     found = fuse(program, where)
     (row,) = found.rows
-    assert row.fused and row.unfused_seconds is not None and row.best_seconds is not None
+    assert row.is_fused and row.unfused_seconds is not None and row.best_seconds is not None
     before, after = (sp.simulate(p, where).seconds for p in (program, found.program))
     assert after == pytest.approx(row.best_seconds)
     assert after < 0.95 * before
@@ -240,7 +240,7 @@ def test_fusing_a_program_of_several_keeps_its_results(copies: int, text: str, e
             steps.append(replace(step, operands=given, results=made))
     program = Program(one.inputs, steps, [f"{o}.{k}" for k in range(copies) for o in one.outputs])
     found = fuse(program, box(program.devices[-1] + 1), EAGER if eager else SLOW_TILES)
-    assert [row.fused for row in found.rows] == [eager] * copies
+    assert [row.is_fused for row in found.rows] == [eager] * copies
     assert_alike(program, found.program)
     assert decomposed(found.program).output_types == program.output_types
 

@@ -243,7 +243,7 @@ def test_a_rank_that_cannot_map_leaves_nobody_listening() -> None:
 def test_one_that_was_dropped_among_many_comes_again() -> None:
     with Served(b"key") as served:
         dropped = []
-        real = handshake._received
+        real = handshake._receive_exactly
 
         def received(link: socket.socket, size: int, until: float) -> bytes:
             if not dropped:  # before it says anything, so many come that it is the oldest
@@ -253,7 +253,7 @@ def test_one_that_was_dropped_among_many_comes_again() -> None:
                 return said
             return real(link, size, until)
 
-        with ExitStack() as stack, patch.object(handshake, "_received", received):
+        with ExitStack() as stack, patch.object(handshake, "_receive_exactly", received):
             connect("127.0.0.1", served.port, b"key").close()
         assert dropped[0].fileno() < 0
         served.wait(1)

@@ -12,7 +12,7 @@ import torch
 from tests.fused.forked import DIED, run, segments
 
 import shardplan as sp
-from shardplan.fused.heap.header import NOTE, reached, wrapped
+from shardplan.fused.heap.header import NOTE, has_reached, wrap_int32
 from shardplan.fused.heap.peers import Peer
 from shardplan.fused.heap.segments import PREFIX, folder, sweep
 from shardplan.fused.heap.symmetric import SymmetricHeap
@@ -31,7 +31,7 @@ def seen() -> dict[str, Any]:
 def test_puts_notes_and_barriers(seen: dict[str, Any]) -> None:
     assert seen["whole:2"] == [[]] * 2, "a segment had a name while it was used"
     assert seen["whole:4"] == [[]] * 4
-    assert seen["wraps:3"] == [wrapped(2**31 + 3)] * 3
+    assert seen["wraps:3"] == [wrap_int32(2**31 + 3)] * 3
 
 
 def test_ranks_that_differ_are_named(seen: dict[str, Any]) -> None:
@@ -260,4 +260,4 @@ def test_what_is_asked_is_checked(nbytes: int, backend: str, message: str) -> No
 def test_a_process_is_known_by_its_start() -> None:
     assert Peer.me().alive()
     assert not Peer(Peer.me().pid, Peer.me().started + 1).alive()
-    assert reached(wrapped(2**31), 2**31 - 1) and not reached(2**31 - 1, wrapped(2**31))
+    assert has_reached(wrap_int32(2**31), 2**31 - 1) and not has_reached(2**31 - 1, wrap_int32(2**31))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.fused.forked import DIED, run, segments
 
 from shardplan.fused.kernels import native as natives
-from shardplan.fused.kernels.activation import ACTIVATIONS, activated, deactivated
+from shardplan.fused.kernels.activation import ACTIVATIONS, activation_gradient, apply_activation
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.kernels.vectors import rows_times
 from shardplan.fused.operators.gemv import in_order
@@ -143,8 +143,8 @@ def test_gradients_of_bags_are_those_of_autograd(mode: str, weighted: bool) -> N
 def test_gradients_of_activations_are_those_of_autograd(name: str) -> None:
     z = torch.tensor([-2.0, -0.5, -0.0, 0.0, 0.5, 3.0], requires_grad=True)
     g = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    (wanted,) = torch.autograd.grad(activated(z, name), z, g)
-    torch.testing.assert_close(deactivated(g, z.detach(), name), wanted)
+    (wanted,) = torch.autograd.grad(apply_activation(z, name), z, g)
+    torch.testing.assert_close(activation_gradient(g, z.detach(), name), wanted)
 
 
 @needs_compiler

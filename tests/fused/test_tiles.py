@@ -14,7 +14,7 @@ from tests.fused.rings import Ring, by_hand, named
 from tests.fused.tried import RIGHT, accepted, tally, tally_chance, tally_rings, tally_unequal, tries
 
 import shardplan as sp
-from shardplan.fused.tiles.checker import check, without
+from shardplan.fused.tiles.checker import check, subtract_box
 from shardplan.fused.tiles.events import TileBox, TileBuffer, TileProtocol, TilePut, TileRead, TileSignal, TileWait
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape, RowShape
@@ -171,7 +171,7 @@ def test_what_is_left_of_a_box_is_the_rest_of_it_once() -> None:
     sides = [(a, b) for a in range(4) for b in range(a, 5)]
     box = (1, 4), (0, 3)
     for hole in itertools.product(sides, sides):
-        left = [*without(box, hole)]
+        left = [*subtract_box(box, hole)]
         assert elements(*left) == [at for at in elements(box) if at not in elements(hole)]
 
 

@@ -26,7 +26,7 @@ from tests.fused.operator_child import away
 
 from shardplan.errors import ShardplanError
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.asked import even, starts
+from shardplan.fused.operators.asked import starts, tile_sizes
 from shardplan.fused.triton import (
     KernelOptions,
     TileMemory,
@@ -91,7 +91,7 @@ def gemms(memory: TileMemory, found: Found) -> None:
             if scatter:
                 b, bias = [b[0]] * n, [bias[0]] * n
             z = [ACTS[activation](x.float() @ y.float() + c.float()) for x, y, c in zip(a, b, bias, strict=True)]
-            cut = [counts[s].tolist() if scatter == 0 else even(columns, n) for s in range(n)]
+            cut = [counts[s].tolist() if scatter == 0 else tile_sizes(columns, n) for s in range(n)]
             parts = [torch.split(x, w, dim=scatter) for x, w in zip(z, cut, strict=True)]
             mine = (torch.cat([a[r] for r in here]), *(torch.stack([x[r] for r in here]) for x in (b, bias)))
             got = gemm_all_to_all(

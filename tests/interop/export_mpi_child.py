@@ -44,7 +44,7 @@ def main() -> None:
                 wrong.append(f"{case.name}, {way}: the payload was written to")
         for group in groups.values():
             group.Free()
-        bound.free()
+        bound.free_communicators()
     gathered = world.gather(wrong, root=0)
     if gathered is not None:
         print(json.dumps({"wrong": [x for part in gathered for x in part]}))

@@ -364,17 +364,17 @@ def small(here: Ends) -> Any:
 
     def elsewhere() -> bool:
         """No small array goes by device_put where the devices of an end are another process's."""
-        source, known = here.sharding("x"), outside._here
+        source, known = here.sharding("x"), outside._is_local_cpu
         planned: list[bool] = []
         for away in ((), (source,), (here.b,)):
-            outside._here = lambda end, away=away: end not in away
+            outside._is_local_cpu = lambda end, away=away: end not in away
             planned.append(outside._planned_way((8, 8), np.dtype("f4"), source, here.b, None, False) is not None)
-        outside._here = known
+        outside._is_local_cpu = known
         return planned == [False, True, True]
 
     before = len(outside.EXECUTABLES.keys())
     kept, outside.SMALL_BYTES = outside.SMALL_BYTES, 2**16
-    outside._way.cache_clear()
+    outside._choose_way.cache_clear()
     try:
         return each(
             {
@@ -390,7 +390,7 @@ def small(here: Ends) -> Any:
         )
     finally:
         outside.SMALL_BYTES = kept
-        outside._way.cache_clear()
+        outside._choose_way.cache_clear()
 
 
 def executables(here: Ends) -> Any:

@@ -110,7 +110,7 @@ def padding(plan, rank: int) -> dict[str, np.ndarray]:
     names = plan.target.parameters(rank)
     out = [np.ones(shape, bool).reshape(-1) for _, shape, _ in names]
     for found in (plan.regions(rank), plan.passed_on(rank)):
-        mine = found.where(found.target == rank)
+        mine = found.select_regions(found.target == rank)
         for k in range(len(mine)):
             at = mine.target_offset[k]
             for d in range(4):
@@ -160,7 +160,7 @@ def run_counted(rank: int, store: Any, relay: bool, changed: bool) -> None:
     with (
         patch.object(dist, "ProcessGroupGloo", counted("group", dist.ProcessGroupGloo)),
         patch.object(type(plan), "regions", counted("plan", type(plan).regions)),
-        patch.object(handle, "agreed", counted("agreement", handle.agreed)),
+        patch.object(handle, "check_same_plan", counted("agreement", handle.check_same_plan)),
         patch.object(owners, "move_of", counted("plan", owners.move_of)),
         patch.object(group_state, "GRACE", 60.0),
     ):

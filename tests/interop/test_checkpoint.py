@@ -23,7 +23,7 @@ from shardplan.interop.checkpoint.filling import fill_part
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.manifest import CheckpointManifest
-from shardplan.interop.checkpoint.windows import PiecesOf, clipped, windows
+from shardplan.interop.checkpoint.windows import PiecesOf, clip_block, windows
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 
@@ -322,7 +322,7 @@ def test_small_windows_give_what_the_reference_says(size: int) -> None:
     for rank in b.devices:
         legal = b.parameters(rank)
         found = plan.regions(rank)
-        pieces = PiecesOf(found.where(found.target == rank))
+        pieces = PiecesOf(found.select_regions(found.target == rank))
         made = [np.full(s, 9, np.dtype(ml_dtypes.bfloat16)) for _, s, _ in legal]
         for parts, used in windows([(k, m.size, 2) for k, m in enumerate(made)], size):
             buffer = np.full(size, 255, np.uint8)
@@ -345,7 +345,7 @@ def test_what_of_a_block_lies_in_a_window_is_all_of_it_once(sizes: tuple[int, ..
         for hi in range(lo + 1, 50, 2):
             found = [
                 tuple(a + i for a, i in zip(start, at, strict=True))
-                for start, part in clipped(sizes, strides, 3, lo, hi)
+                for start, part in clip_block(sizes, strides, 3, lo, hi)
                 for at in np.ndindex(*part)
             ]
             assert sorted(found) == sorted(at for at, place in every.items() if lo <= place < hi)

@@ -70,7 +70,7 @@ def test_what_is_written_for_several_devices_torch_loads_in_two(tmp_path: Path, 
     assert {f.name for f in done.files} == {f"__{k}_0.distcp" for k in range(len(to.devices))}
     in_two(tmp_path, "load", tmp_path / "dcp")
     with open_checkpoint(tmp_path / "dcp") as held:  # every device's own shard is a chunk
-        tensor: Any = held.first["model.embed_tokens.weight"]
+        tensor: Any = held.first_tensors["model.embed_tokens.weight"]
         cuts = frameworks.fsdp2(
             CONFIG, whole(), data=degrees["data"], tensor=degrees.get("tensor", 1), replica=degrees.get("replica", 1)
         )
@@ -118,10 +118,10 @@ def test_a_torch_dist_folder_of_a_trainer_is_read_and_written(tmp_path: Path) ->
     reshard(tmp_path / "hf", tmp_path / "again", from_=HF, to=side, form="distributed", memory_limit=LEAST)
     want = torch_dist(CONFIG, whole(), tensor=2, divisible=4)[0]
     with open_checkpoint(tmp_path / "again") as held:
-        assert set(held.first) == set(want)
+        assert set(held.first_tensors) == set(want)
         for name, array in want.items():
             out = bytearray(array.nbytes)
-            held.first[name].read_into(memoryview(out), 0)
+            held.first_tensors[name].read_into(memoryview(out), 0)
             assert bytes(out) == array.tobytes(), name
     assert diff(tmp_path / "dist", tmp_path / "again", weights=side, ignore=["optimizer.*"]).equal
 

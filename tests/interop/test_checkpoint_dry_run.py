@@ -16,7 +16,7 @@ from shardplan.interop.checkpoint import reshard
 from shardplan.interop.checkpoint.logical import logical_place
 from shardplan.interop.checkpoint.needs import needed_parts
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 HF = Weights.load("hf-llama", CONFIG)
 
@@ -94,7 +94,7 @@ def test_names_that_a_rank_has_in_several_runs_say_their_own_layers() -> None:
         "parameters": [{"name": "{l}.q", "is": "q = n"}], "of": {"tensors": {"q": "l, n"}},
     }  # fmt: skip
     table = [[0, 1, 4, 5], [2, 3, 6, 7]]
-    w = made(WeightTable.of(data, "a table"), {}, {"stage": 2, "rows": table}, None, "f32")
+    w = make_weights(WeightTable.of(data, "a table"), {}, {"stage": 2, "rows": table}, None, "f32")
     for rank, layers in enumerate(table):
         assert w.names(rank) == [f"{layer}.q" for layer in layers]
         assert [needed_parts(w, rank, [k])["q"] for k in range(4)] == [f"q[l={layer}]" for layer in layers]

@@ -19,7 +19,7 @@ from shardplan.cli import run_command
 from shardplan.errors import ParseError
 from shardplan.interop.checkpoint import diff, reshard
 from shardplan.interop.checkpoint.folders import ADMITTED, saved_tensors
-from shardplan.interop.checkpoint.pickled import pickled
+from shardplan.interop.checkpoint.pickled import read_pickle
 from shardplan.interop.checkpoint.sources import open_checkpoint
 from shardplan.movement.weights.weights import Weights
 
@@ -194,7 +194,7 @@ def test_a_tensor_that_says_anything_else_is_refused_and_nothing_runs(kind: str,
 )  # fmt: skip
 def test_what_is_refused_is_said_and_where(kind: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ParseError) as caught:
-        pickled(PAYLOADS[kind](tmp_path), ADMITTED)
+        read_pickle(PAYLOADS[kind](tmp_path), ADMITTED)
     assert str(caught.value).startswith(said), caught.value
 
 
@@ -232,7 +232,7 @@ def test_exactly_the_names_that_torch_writes_are_admitted(saved: Path) -> None:
     assert ("torch", "Size") in found and len(found) > 6
     for name in found:
         with pytest.raises(ParseError, match=f"names {name[0]}.{name[1]} at byte"):
-            pickled(raw, ADMITTED - {name})
+            read_pickle(raw, ADMITTED - {name})
     assert not {(m, n) for m, n in ADMITTED if m in ("builtins", "os", "posix", "copyreg", "functools", "operator")}
 
 
@@ -283,8 +283,8 @@ def test_every_dtype_nested_states_paths_and_asynchronous_folders_are_read(tmp_p
     for folder in (tmp_path / "plain", tmp_path / "async"):
         same_as_torch(folder)
         with open_checkpoint(folder) as held:
-            assert set(held.first) == {*kinds, "n.p", "scalar", "complex"}
-            for name, tensor in held.first.items():
+            assert set(held.first_tensors) == {*kinds, "n.p", "scalar", "complex"}
+            for name, tensor in held.first_tensors.items():
                 want = state["n"]["p"].detach() if name == "n.p" else state[name]
                 raw = want.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
                 out = bytearray(len(raw))

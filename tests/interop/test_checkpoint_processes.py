@@ -17,7 +17,7 @@ from interop.checkpoint_cases import CONFIG, plain, whole
 from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut
 from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import reshard, sharing
-from shardplan.interop.checkpoint.sharing import ProcessShare, dealt, launched_share
+from shardplan.interop.checkpoint.sharing import ProcessShare, assign_by_size, launched_share
 from shardplan.movement.weights.weights import Weights
 
 HF = Weights.load("hf-llama", CONFIG)
@@ -71,9 +71,9 @@ def test_files_are_dealt_by_bytes_and_alike_everywhere() -> None:
     for _ in range(50):
         sizes = [rng.randrange(1, 100) for _ in range(rng.randrange(1, 30))]
         count = rng.randrange(1, 6)
-        owners = dealt(sizes, count)
+        owners = assign_by_size(sizes, count)
         load = [sum(s for s, o in zip(sizes, owners, strict=True) if o == p) for p in range(count)]
-        assert owners == dealt(list(sizes), count) and max(load) - min(load) <= max(sizes)
+        assert owners == assign_by_size(list(sizes), count) and max(load) - min(load) <= max(sizes)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_who_has_verified_is_late_to_complete(tmp_path: Path) -> None:
         for word in done:
             setattr(second.note, word, True)
         second.save()
-        late.append((first.late("verified"), first.late("complete")))
+        late.append((first.late_processes("verified"), first.late_processes("complete")))
     assert late == [([0, 1], [0, 1]), ([0], [0, 1]), ([0], [0])]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardplan.errors import ShardplanError, TypingError
 from shardplan.interop.importers import load
-from shardplan.interop.importers.call import Operation, Unknown, handled
+from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.writer import FlatWriter
 
 
@@ -239,7 +239,7 @@ def test_arguments_that_a_table_did_not_foresee_are_named() -> None:
         def handler(call: Operation, error: Exception = error) -> None:
             raise error
 
-        made = handled(call, {call.name: handler}, unknown, "the model", (), {})
+        made = handle_operation(call, {call.name: handler}, unknown, "the model", (), {})
         assert made.shape == (2,)
     text = r"aten.new.default \(with arguments that are not known here: TypeError: an unexpected keyword\), 1 times"
     with pytest.raises(TypingError, match=text):

@@ -173,7 +173,7 @@ def test_one_array_in_two_layouts_is_two_results() -> None:
 def test_a_batch_dim_is_left_out_of_a_sharding(at: int, left: tuple[str | None, ...]) -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from shardplan.interop.jax.primitive import _without
+    from shardplan.interop.jax.primitive import _drop_dim
 
     whole = NamedSharding(jax.make_mesh((1, 1), ("x", "y")), PartitionSpec("x", None, "y"))
-    assert tuple(_without(whole, at).spec) == left
+    assert tuple(_drop_dim(whole, at).spec) == left

@@ -41,7 +41,7 @@ def test_members_have_the_parts_of_their_types(program: Program) -> None:
         apart = cells.reshape(move.split).transpose(move.turn).reshape(move.size, -1)
         for group in r.groups(move):
             assert np.array_equal(apart, tiles(move, whole, part, group)), (move.label, group)
-        back = apart.reshape(move.turned).transpose(move.back).reshape(-1)
+        back = apart.reshape(move.members_first_shape).transpose(move.inverse_turn).reshape(-1)
         assert np.array_equal(back, cells)
 
 

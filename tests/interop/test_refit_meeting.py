@@ -22,10 +22,10 @@ import shardplan as sp
 from execution.lab_here import needs_lab
 from interop.refit_child import CONFIG, Model
 from interop.test_refit import free_store
-from shardplan.execution.lab.needs import inside
+from shardplan.execution.lab.needs import namespace_command
 from shardplan.fused.heap.handshake import Listener, connect
 from shardplan.interop.torch.refit.handle import Refit
-from shardplan.interop.torch.refit.meeting import agreed, close_store, store_of
+from shardplan.interop.torch.refit.meeting import check_same_plan, close_store, store_of
 from shardplan.interop.torch.refit.server import SIZE, TICK, MeetingServer
 from shardplan.interop.torch.refit.store import MeetingStore
 from shardplan.movement.weights.weights import Weights
@@ -194,7 +194,7 @@ def test_texts_that_name_no_store(text: Any, said: str) -> None:
 
 def test_of_as_many_on_both_sides_those_with_the_lowest_rank_are_right() -> None:
     with pytest.raises(sp.LayoutError) as error:
-        agreed({0: {"limit": "1"}, 1: {"limit": "2"}, 2: {"limit": "2"}, 3: {"limit": "1"}}, "refit")
+        check_same_plan({0: {"limit": "1"}, 1: {"limit": "2"}, 2: {"limit": "2"}, 3: {"limit": "1"}}, "refit")
     assert str(error.value) == (
         "refit: ranks [1, 2] of 4 ranks came with another plan: its limit is 2, on rank 0 it is 1; legal is one plan "
         "on all ranks, and nothing was sent"
@@ -339,7 +339,7 @@ def test_sides_of_two_hosts_join_in_any_order() -> None:
     child = Path(__file__).with_name("refit_hosts_child.py")
     root = child.parents[2]
     done = subprocess.run(
-        [*inside(), sys.executable, str(child)],
+        [*namespace_command(), sys.executable, str(child)],
         capture_output=True,
         text=True,
         timeout=120,

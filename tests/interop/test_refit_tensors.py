@@ -13,7 +13,7 @@ from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.regions import RefitRegions
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 CONFIG = {
     "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -99,13 +99,13 @@ def test_tied_tensors_and_chunks_and_compiled_modules() -> None:
 def test_a_parameter_that_was_replaced_is_bound_again() -> None:
     model = module(HF)
     bound = BoundTensors(HF, model, 0, "target")
-    assert not bound.moved()
+    assert not bound.rebind_moved()
     model.model.norm.weight = torch.nn.Parameter(torch.ones(8))
-    assert bound.moved() and not bound.moved()
+    assert bound.rebind_moved() and not bound.rebind_moved()
     at = HF.names(0).index("model.norm.weight")
     assert bound.held[at].tensor is model.model.norm.weight
     model.model.norm.weight.data = torch.full((8,), 2.0)
-    assert bound.moved() and bool((bound.held[at].local == 2).all())
+    assert bound.rebind_moved() and bool((bound.held[at].local == 2).all())
 
 
 @pytest.mark.parametrize("limit", [200, 1000, 10_000, None])
@@ -122,7 +122,7 @@ def test_messages_hold_every_element_once_within_their_slots(limit: int | None) 
         ends: list[list[tuple[int, ...]]] = []
         for rank in (s, t):
             found = plan.regions(rank)
-            cut = chunks(RefitHop(plan, False), found.where((found.source == s) & (found.target == t)), slot)
+            cut = chunks(RefitHop(plan, False), found.select_regions((found.source == s) & (found.target == t)), slot)
             assert all(c.nbytes <= slot for c in cut)
             rows = [
                 (int(c.rows.source_parameter[k]), int(c.rows.source_offset[k]), *c.rows.sizes[k].tolist(), int(c.at[k]))
@@ -179,7 +179,7 @@ def test_a_message_to_which_something_is_added_goes_through_staging(plus: int) -
     def side(rank: int, more: dict[str, int]) -> Weights:
         data = {"mesh": [], "atoms": {"n": 6}, "of": {"tensors": {"q": "n"}},
                 "parameters": [{"name": "q", "is": "q = n", **more}]}  # fmt: skip
-        return made(WeightTable.of(data, "a table"), {}, {}, range(rank, rank + 1), "f32")
+        return make_weights(WeightTable.of(data, "a table"), {}, {}, range(rank, rank + 1), "f32")
 
     plan = refit(side(0, {}), side(1, {"plus": plus} if plus else {}))
     models = [torch.nn.Module(), torch.nn.Module()]
@@ -204,14 +204,14 @@ def test_a_version_is_that_of_the_tensors_and_not_of_a_handle() -> None:
     x = torch.zeros(1)
     first, again = served_by(x), served_by(x)
     first.succeed(3)
-    assert again.served() == 3
+    assert again.served_version() == 3
     again.begin()
     with pytest.raises(BackendError, match="not served: a refit is under way"):
-        first.served()
+        first.served_version()
     again.fail(ValueError("torn\nmore"))
     assert first.torn
     with pytest.raises(BackendError) as error:
-        first.served()
+        first.served_version()
     assert str(error.value) == (
         "these weights are not served: the last refit failed: torn; legal is to serve after a full refit"
     )

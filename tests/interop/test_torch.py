@@ -85,11 +85,11 @@ def test_a_result_that_nobody_uses_does_not_break_the_exit():
 
 def test_addends_that_stay_are_moved_by_themselves() -> None:
     """A plan over the whole mesh is cheaper here, and leaves other addends."""
-    from shardplan.interop.torch.layout import apart
+    from shardplan.interop.torch.layout import type_at_coordinate
 
     mesh = sp.Mesh(a=2, b=4)
     s, t = (sp.TensorType.parse(text, mesh) for text in ("f32[5, 10]{+a,+b}", "f32[5, 10]{+a}"))
     assert "to_partial" in [step.op.name for step in sp.redistribute(s, t).program.steps]
     part = sp.Mesh(b=4, devices=range(4, 8))
-    found = apart(s, [0], (1, 2)), apart(t, [0], (1, 2))
+    found = type_at_coordinate(s, [0], (1, 2)), type_at_coordinate(t, [0], (1, 2))
     assert found == (sp.TensorType.parse("f32[5, 10]{+b}", part), sp.TensorType.parse("f32[5, 10]", part))

@@ -16,7 +16,14 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 
 import shardplan as sp  # noqa: E402
 from shardplan.interop.torch.boxes import BoxMove  # noqa: E402
-from shardplan.interop.torch.layout import MEANINGS, apart, holdings, ordered, reduction_of, type_of  # noqa: E402
+from shardplan.interop.torch.layout import (  # noqa: E402
+    MEANINGS,
+    holdings,
+    parse_shard_order,
+    reduction_of,
+    type_at_coordinate,
+    type_of,
+)
 
 CUTS = (Replicate(), Shard(0), *(_StridedShard(0, split_factor=k) for k in (2, 3, 4)))
 
@@ -54,7 +61,7 @@ def test_on_an_uneven_dim_a_strided_shard_is_no_type() -> None:
 @pytest.mark.parametrize("order", [((0, (0, 1)), (0, (0, 1))), ((0, (1, 0)), (0, (0, 1)))])
 def test_an_order_says_every_dim_once(order) -> None:
     with pytest.raises(sp.LayoutError) as error:
-        ordered(order, (Shard(0), Shard(0)))
+        parse_shard_order(order, (Shard(0), Shard(0)))
     legal = "legal are the orders of the mesh dims in [(0, (0, 1))]"
     assert str(error.value) == f"shard_order={order!r} for the placements (Shard(dim=0), Shard(dim=0)); {legal}"
 
@@ -79,7 +86,7 @@ def test_a_placement_with_a_meaning_of_its_own_is_refused(meaning: str) -> None:
 def test_addends_on_a_part_of_the_mesh_have_the_reduction_of_the_whole(reduction: str) -> None:
     mark = "+" if reduction == "sum" else f"{reduction}:"
     t = sp.TensorType("f32", (4,), ((),), sp.Mesh(a=2, b=2), partial={"a": reduction, "b": reduction})
-    found = apart(t, [0], (1, 0))
+    found = type_at_coordinate(t, [0], (1, 0))
     assert str(found) == f"f32[4]{{{mark}b}}" and found.mesh == sp.Mesh(b=2, devices=[2, 3])
 
 

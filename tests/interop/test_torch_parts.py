@@ -16,13 +16,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from shardplan import Topology  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
 from shardplan.errors import Infeasible, LayoutError  # noqa: E402
-from shardplan.interop.torch.bound_move import _planned  # noqa: E402
-from shardplan.interop.torch.compile import _numbered, _topologies  # noqa: E402
+from shardplan.interop.torch.bound_move import _plan_bound_move  # noqa: E402
+from shardplan.interop.torch.compile import _topologies, _topology_number  # noqa: E402
 from shardplan.interop.torch.ends import Ends  # noqa: E402
-from shardplan.interop.torch.state.names import rebuilt, remove  # noqa: E402
+from shardplan.interop.torch.state.names import rebuild_state, remove  # noqa: E402
 from shardplan.interop.torch.state.ties import ties  # noqa: E402
 from shardplan.interop.torch.state.view import Grid, Held, Source, StateView, moved_tensors  # noqa: E402
-from shardplan.interop.torch.under_way import later, settle  # noqa: E402
+from shardplan.interop.torch.under_way import settle, start_move  # noqa: E402
 from shardplan.movement.redistribute import plan_kept  # noqa: E402
 
 Pair = namedtuple("Pair", "first second")
@@ -46,7 +46,7 @@ def view_of(*held: tuple[str, Source, bool], tie: str | None = None) -> StateVie
 
 def test_a_state_keeps_its_kinds_of_containers() -> None:
     state = {"pair": Pair(1, [2, 3]), "plain": (4, 5)}
-    made = rebuilt(state, {("pair", "first"): 0, ("pair", 0): 10, ("plain", 1): 50, ("pair", 1, 0): 20})
+    made = rebuild_state(state, {("pair", "first"): 0, ("pair", 0): 10, ("plain", 1): 50, ("pair", 1, 0): 20})
     assert made == {"pair": Pair(10, [20, 3]), "plain": (4, 50)}
     assert type(made["pair"]) is Pair and type(made["plain"]) is tuple
     assert state == {"pair": Pair(1, [2, 3]), "plain": (4, 5)}
@@ -114,7 +114,7 @@ def test_a_move_that_failed_says_so_at_every_use() -> None:
         yield
         raise RuntimeError("a peer is gone")
 
-    result = later(moving(), (2,), torch.float32, torch.device("cpu"))
+    result = start_move(moving(), (2,), torch.float32, torch.device("cpu"))
     for _ in range(3):
         with pytest.raises(RuntimeError, match="a peer is gone"):
             result + 1
@@ -123,7 +123,7 @@ def test_a_move_that_failed_says_so_at_every_use() -> None:
 
 def test_every_topology_has_its_own_number() -> None:
     first, second = (Topology.load("dgx-a100", nodes=n) for n in (1, 2))
-    numbers = [_numbered(t) for t in (first, second, first, second)]
+    numbers = [_topology_number(t) for t in (first, second, first, second)]
     assert numbers[:2] == numbers[2:] and numbers[0] != numbers[1]
     assert [_topologies[k] for k in numbers] == [first, second, first, second]
 
@@ -136,12 +136,12 @@ def test_the_shard_that_is_copied_counts_beside_the_move(after: Any, travels: to
     source, target = spec_of(mesh, (8, 8), Shard(0)), spec_of(mesh, (8, 8), after)
     ends = Ends.of(source, target, travels)
     with pytest.raises(Infeasible) as error:
-        _planned(ends, 0, 1, None)
+        _plan_bound_move(ends, 0, 1, None)
     least = error.value.least_bytes
     assert least is not None and ends.types is not None
     with pytest.raises(Infeasible):
-        _planned(ends, 0, least - 1, None)
-    _planned(ends, 0, least, None)
+        _plan_bound_move(ends, 0, least - 1, None)
+    _plan_bound_move(ends, 0, least, None)
     kept = 0 if ends.copies else 64
     copies = plan_kept(*ends.types, memory_limit=least - (64 - kept), keep=not ends.copies)
     assert account(copies.program).workspace_bytes + 64 - kept <= least

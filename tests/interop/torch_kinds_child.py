@@ -13,7 +13,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _MaskPartial
 
-from shardplan.interop.torch.moves import between, moved
+from shardplan.interop.torch.moves import move_between, move_shard
 from torch_semantics_child import close, mine, own
 
 
@@ -154,7 +154,7 @@ def indices_become_masked(here):
                 elif way == "whole":
                     local = redistribute(x, goal(p))._local_tensor
                 else:
-                    local = moved(x._local_tensor, between(x._spec, target, None, (None, None, 60.0)), False)
+                    local = move_shard(x._local_tensor, move_between(x._spec, target, None, (None, None, 60.0)), False)
                 found.append((local, p.mask_buffer.data, p.mask_buffer.refcount))
             for a, b in ((found[0], found[2]), (found[1], found[2])):
                 assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2] == 1, (source, found)
@@ -259,7 +259,7 @@ def unknown_placements_are_refused(here):
     x = here.tensor(numbers(4, 6), here.square, [S0, R])
     raises(LayoutError, text, lambda: redistribute(x, [S0, Ragged()]))
     have = DTensorSpec(here.square, (S0, Ragged()), tensor_meta=x._spec.tensor_meta, shard_order=x._spec.shard_order)
-    raises(LayoutError, text, lambda: between(have, x._spec, None, (None, None, 60.0)))
+    raises(LayoutError, text, lambda: move_between(have, x._spec, None, (None, None, 60.0)))
 
 
 # A partial source beside, or into, what no layout describes

@@ -25,7 +25,7 @@ from shardplan.movement.weights.form import StoredForm
 from shardplan.movement.weights.pieces import Scenery
 from shardplan.movement.weights.probe import probe
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 Config = dict[str, Any]
 Run = tuple[Config, dict[str, int], dict[str, Any]]  # config, mesh, what the converter is given
@@ -120,7 +120,7 @@ def test_a_derived_table_is_the_shipped_one_at_sizes_of_no_trial(name: str) -> N
     table = derived([run_of(make, disk, run) for run in runs])
     assert WeightTable.of(tomllib.loads(table.toml()), "the text") == table
     source = Weights.load(disk, c, dtype="f32")
-    mine = made(table, c, mesh, None, "f32")
+    mine = make_weights(table, c, mesh, None, "f32")
     assert Weights.parse(str(mine)) == mine
     probe(source, lambda named: make(c, dict(named), **given), mine).require()
     shipped = Weights.load(name, c, dtype="f32", **mesh)

@@ -12,7 +12,7 @@ from movement import weights_frameworks as frameworks
 from shardplan.errors import LayoutError, ParseError
 from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.drops import left_out
-from shardplan.movement.weights.table import WeightTable, shipped
+from shardplan.movement.weights.table import WeightTable, shipped_tables
 from shardplan.movement.weights.weights import Weights
 
 QWEN: dict[str, Any] = {
@@ -162,7 +162,7 @@ def test_rotary_embeddings_said_in_two_ways_agree() -> None:
 
 
 def test_every_shipped_table_declares_what_configs_must_agree_on_and_its_text_keeps_it() -> None:
-    for name in shipped():
+    for name in shipped_tables():
         table = WeightTable.read(name)
         assert {"layers", "heads", "norm_eps", "activation"} <= {field for field, _ in table.agree}, name
     side = load("vllm-qwen3-moe", tensor=2)

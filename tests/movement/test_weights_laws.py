@@ -16,7 +16,7 @@ from shardplan.movement.weights.drops import left_out
 from shardplan.movement.weights.form import StoredForm
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 AXES = ("a", "b", "c")
 SIZES = ("l", "g", "r", "d", "e", "f", "x", "v", "h", "i")
@@ -117,7 +117,7 @@ def problems(draw: st.DrawFn) -> tuple[Weights, Weights]:
         apart = draw(st.booleans())
         first = 0 if not found or not apart else max(found[0].devices) + 1
         try:
-            found.append(made(table, sized, {}, range(first, first + int(count)), "f32"))
+            found.append(make_weights(table, sized, {}, range(first, first + int(count)), "f32"))
         except LayoutError as error:
             assume("cannot be cut" not in str(error))
             raise
@@ -162,7 +162,7 @@ def test_what_a_target_does_not_take_is_what_the_oracle_does_not_find_there(
         }
     table = replace(target.table, parameters=tuple(chosen), tensors=tuple(tensors.items()))
     try:
-        other = made(table, dict(target.config), dict(target.given), target.devices, "f32")
+        other = make_weights(table, dict(target.config), dict(target.given), target.devices, "f32")
     except LayoutError as error:
         assume("has a range and stands in memory" not in str(error))
         raise

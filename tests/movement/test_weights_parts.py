@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardplan.movement.weights.form import StoredForm
 from shardplan.movement.weights.lowered import DimDigits, run_rows
-from shardplan.movement.weights.pieces import DigitBox, HeldPiece, Scenery, held
+from shardplan.movement.weights.pieces import DigitBox, HeldPiece, Scenery, local_pieces
 from shardplan.movement.weights.probe import origin
 from shardplan.movement.weights.regions import _progressions
 from shardplan.movement.weights.relays import fed_once
@@ -40,7 +40,7 @@ def test_pieces_of_a_cut_product_are_its_digits_in_order(sizes: list[int], owner
     chunk = -(-len(every) // owners)
     for owner in range(owners):
         scenery = Scenery(dict(zip(names, sizes, strict=True)), {"t": owners}, {}, {"t": owner})
-        size, pieces = held(factors, scenery)
+        size, pieces = local_pieces(factors, scenery)
         wanted = every[owner * chunk : (owner + 1) * chunk]
         found: dict[int, tuple[int, ...]] = {}
         for piece in pieces:

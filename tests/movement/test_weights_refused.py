@@ -13,7 +13,7 @@ from movement import weights_more as more
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.state import optimizer_state
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 FAMILY = {"tensors": {"q": "l, n, e", "k": "l, n, e"}}
 SIZES = {"n": 12, "e": 3, "l": 2}
@@ -32,7 +32,7 @@ def side(stored: dict[str, str], more_given: dict[str, Any] | None = None, first
     }  # fmt: skip
     table = WeightTable.of(data | (more_given or {}), "a table")
     size = int(np.prod(list(counts.values()) or [1]))
-    return made(table, {f"{k}_size": v for k, v in SIZES.items()}, degrees, range(first, first + size), "f32")
+    return make_weights(table, {f"{k}_size": v for k, v in SIZES.items()}, degrees, range(first, first + size), "f32")
 
 
 def refused(source: Weights, target: Weights) -> str:

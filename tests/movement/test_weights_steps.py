@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import shardplan as sp
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.contents import joined
+from shardplan.movement.weights.contents import merge_intervals
 from shardplan.movement.weights.logical import logical_dims
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 
 def side(q: str, name: str = "{l}.q", first: int = 0, stages: int = 1) -> Weights:
@@ -23,7 +23,7 @@ def side(q: str, name: str = "{l}.q", first: int = 0, stages: int = 1) -> Weight
         "mesh": ["stage"], "degrees": {"stage": stages}, "atoms": {"l": 6, "n": 3, "s": "step or 2"},
         "of": {"tensors": {"q": q}}, "holes": {"l": "l@stage"}, "parameters": [{"name": name, "is": "q = n"}],
     }  # fmt: skip
-    return made(WeightTable.of(data, "a table"), {}, {"stage": stages}, range(first, first + stages), "f32")
+    return make_weights(WeightTable.of(data, "a table"), {}, {"stage": stages}, range(first, first + stages), "f32")
 
 
 def test_a_step_is_text_and_read_back() -> None:
@@ -72,7 +72,7 @@ def test_a_step_that_is_none_is_refused(text: str, message: str) -> None:
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=6))
 def test_joined_intervals_are_the_fewest_with_the_same_indices(pairs: list[tuple[int, int]]) -> None:
     start = np.array([a for a, _ in pairs], dtype=np.int64)
-    low, high = joined(start, start + np.array([n for _, n in pairs], dtype=np.int64))
+    low, high = merge_intervals(start, start + np.array([n for _, n in pairs], dtype=np.int64))
     held = {i for a, n in pairs for i in range(a, a + n)}
     assert [i for a, b in zip(low, high, strict=True) for i in range(a, b)] == sorted(held)
     assert len(low) == sum(i - 1 not in held for i in held)

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.movement.weights.form import FormAlternative, FormFactor, StoredForm
 from shardplan.movement.weights.table import TableParameter, WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 from .weights_cases import PAIRS, TABLES
 from .weights_handles import kept_by_one, torn_by
@@ -26,7 +26,7 @@ def retabled(s: Session, k: int, change: Callable[[WeightTable], WeightTable]) -
 
     def sides() -> tuple[Weights, Weights]:
         own = s.weights[k]
-        other = made(change(own.table), s.config, s.given[k], own.devices, "f32")
+        other = make_weights(change(own.table), s.config, s.given[k], own.devices, "f32")
         return (other, s.weights[1]) if k == 0 else (s.weights[0], other)
 
     return sides
@@ -377,7 +377,7 @@ def wrong_experts(s: Session, rng: random.Random) -> Fault | None:
     table = [order[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
 
     def sides() -> tuple[Weights, Weights]:
-        own = made(change(side.table), s.config, given | {"map": table}, side.devices, "f32")
+        own = make_weights(change(side.table), s.config, given | {"map": table}, side.devices, "f32")
         return (own, s.weights[1]) if k == 0 else (s.weights[0], own)
 
     return Fault("wrong experts", f"experts {table} in {s.names[k]}", sides)

@@ -24,7 +24,7 @@ from shardplan.errors import LayoutError, ShardplanError
 from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import reshard
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 from .weights_cases import PAIRS
 from .weights_judged import Held, Session, session
@@ -70,7 +70,7 @@ def drawn(kinds: Iterable[str], rng: random.Random, config: dict[str, Any] | Non
 
 def other(s: Session, k: int, table: WeightTable, **given: Any) -> tuple[Weights, Weights]:
     """Both sides, one with another table or other degrees."""
-    side = made(table, s.config, s.given[k] | given, s.weights[k].devices, "f32")
+    side = make_weights(table, s.config, s.given[k] | given, s.weights[k].devices, "f32")
     return (side, s.weights[1]) if k == 0 else (s.weights[0], side)
 
 

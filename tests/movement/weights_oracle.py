@@ -154,9 +154,9 @@ class Oracle:
                                 n = n * self.size(atom) + (self.value(atom, every) or 0)
                             where.append(n)
                         index[position] = np.ravel_multi_index(where, tensor.sizes) if where else 0
-                    maps[self.sizes.same(name)] = index
+                    maps[self.sizes.resolve_alias(name)] = index
                 if legal:
-                    out[entry.named(fields)] = (tuple(len(d) for d in dims), maps)
+                    out[entry.fill_name(fields)] = (tuple(len(d) for d in dims), maps)
         return out
 
 

@@ -181,7 +181,7 @@ def _run_launched(
     subject: Plan | Program, backend: str, timeout: float, cluster: Topology | None, trace: Path | None, as_json: bool
 ) -> None:
     """Run as one process of a launcher; the one with the first device prints."""
-    from shardplan.execution.launched import launched, trial
+    from shardplan.execution.launched import join_launcher, trial
     from shardplan.execution.measure import measured_links
     from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
@@ -190,7 +190,7 @@ def _run_launched(
     from shardplan.simulation.trace import save_traces
 
     program = subject.program if isinstance(subject, Plan) else subject
-    with launched(backend):
+    with join_launcher(backend):
         found = trial(program, backend, timeout)
         links = measured_links(program.devices, backend, timeout) if cluster is None else cluster
     if not found.first:

@@ -1,9 +1,9 @@
 """Runs the steps of a program on one device, for every backend that goes step by step: liveness, bodies, loops.
 
 A backend says how an op without a body is bound to its device (`bind`) and how a shard is allocated (`make`). What is
-bound is a generator, which yields while messages travel; `plain` makes one of a function that blocks. Bodies are bound
-once; one that runs at once is bound like an op without. Every result is made anew, but for those of a relabel, of a
-view, and of a loop that takes an operand's place, which the account says; an input is never written.
+bound is a generator, which yields while messages travel; `wrap_blocking` makes one of a function that blocks. Bodies
+are bound once; one that runs at once is bound like an op without. Every result is made anew, but for those of a
+relabel, of a view, and of a loop that takes an operand's place, which the account says; an input is never written.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ class Hands(Generic[Wire]):
                 places = {k: homes.index(of[r]) for k, r in enumerate(step.results) if of[r] in homes}
                 try:
                     if step.op.view and len(places) == len(step.results):
-                        run = self.viewed(visit.results, places)
+                        run = self.bind_view(visit.results, places)
                     elif visit.nested is None or visit.nested.at_once:
                         run = self.bind(step.op, visit.operands, visit.results)
                     else:
                         one = self.overlap if visit.nested.overlaps else None
                         run = one and one(visit.nested, visit.operands, visit.results)
-                        run = run or self.looped(visit.nested, visit.results, places)
+                        run = run or self.bind_loop(visit.nested, visit.results, places)
                 except ShardplanError as error:
                     text = op_text(step.op, step.operands)
                     raise type(error)(f"step {visit.number} ({text}): {error}") from None
             found.append(BoundStep(run, step.operands, step.results, tuple(visit.freed)))
         return tuple(found)
 
-    def viewed(self, results: Types, places: Mapping[int, int]) -> Bound[Wire]:
+    def bind_view(self, results: Types, places: Mapping[int, int]) -> Bound[Wire]:
         """Bind an op whose results are operands under another shape; `places` says which."""
         at = [place_of(t, self.device) for t in results]
         shapes = [None if k is None else t.local_shape(k) for t, k in zip(results, at, strict=True)]
@@ -89,9 +89,9 @@ class Hands(Generic[Wire]):
             taken = (arrays[places[k]] for k in range(len(shapes)))
             return [x if shape is None else x.reshape(shape) for x, shape in zip(taken, shapes, strict=True)]
 
-        return plain(run)
+        return wrap_blocking(run)
 
-    def looped(self, op: Nested, results: Types, places: Mapping[int, int]) -> Bound[Wire]:
+    def bind_loop(self, op: Nested, results: Types, places: Mapping[int, int]) -> Bound[Wire]:
         """Bind an op that runs its body again and again; `places` says which results take which operands' place."""
         body, steps, carried = op.body, self.steps(op.body), op.kept
         names = [name for name, _ in body.inputs]
@@ -142,7 +142,7 @@ class Hands(Generic[Wire]):
         return run
 
 
-def plain(bound: Callable[[list[Any], Wire], list[Any]]) -> Bound[Wire]:
+def wrap_blocking(bound: Callable[[list[Any], Wire], list[Any]]) -> Bound[Wire]:
     """Return a bound step that blocks as one that a driver runs."""
 
     def run(arrays: list[Any], wire: Wire) -> Running:
@@ -196,7 +196,7 @@ class Stepping(Protocol):
     steps: Sequence[str]
 
 
-def watched(running: Running, watch: Stepping, steps: Sequence[str]) -> Running:
+def run_under_watch(running: Running, watch: Stepping, steps: Sequence[str]) -> Running:
     """Run under a watch that others share: whenever it goes on, the watch says its step."""
     step = -1
     while True:

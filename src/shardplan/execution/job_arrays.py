@@ -20,7 +20,7 @@ def batch_dim(job: Job, name: str) -> int:
     return job.model.dims[name].index("batch") if name in job.model.dims else 0
 
 
-def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
+def check_step_arrays(job: Job, arrays: Any) -> dict[str, np.ndarray]:
     """Return the arrays of a step, and what programs are told of them: how many targets count, what sequences weigh.
 
     Raises `LayoutError` for one that is missing, too many, or of another type, and for an id that none is.
@@ -66,11 +66,11 @@ def checked(job: Job, arrays: Any) -> dict[str, np.ndarray]:
 
 
 def zeros(job: Job) -> dict[str, np.ndarray]:
-    """Return zeros for all inputs of a step, by name, as `checked` returns arrays."""
+    """Return zeros for all inputs of a step, by name, as `check_step_arrays` returns arrays."""
     found: dict[str, np.ndarray] = {}
     for name, t in job.model.program.inputs:
         shape = list(t.shape)
         if name in job.batch:
             shape[batch_dim(job, name)] = job.strategy.sequences
         found[name] = np.zeros(shape, numpy_dtype(t.dtype))
-    return checked(job, found)
+    return check_step_arrays(job, found)

@@ -116,12 +116,12 @@ def programs(job: Job, whole: bool) -> Iterator[Program]:
     for move in parts(job).moves:
         yield from (p for p in (move.before, move.rest) if p is not None)
     if whole:
-        yield everywhere(tuple(job.state[key] for key in kept(job)), parts(job).devices)
+        yield everywhere(tuple(job.state[key] for key in returned_state(job)), parts(job).devices)
         for chain in sorted({*parts(job).chains}):
-            yield everywhere(tuple(t for *_, t in left(job, chain)), parts(job).devices)
+            yield everywhere(tuple(t for *_, t in microbatch_results(job, chain)), parts(job).devices)
 
 
-def kept(job: Job) -> Iterator[str]:
+def returned_state(job: Job) -> Iterator[str]:
     """Yield which of the state a step returns: gradients, those of copies too, and what takes the place of inputs."""
     seen: set[tuple[str, int]] = set()
     for key, (stage, name, rows) in job.parts.items():
@@ -132,7 +132,7 @@ def kept(job: Job) -> Iterator[str]:
             yield key
 
 
-def left(job: Job, chain: int = 0) -> Iterator[tuple[str, int, TensorType]]:
+def microbatch_results(job: Job, chain: int = 0) -> Iterator[tuple[str, int, TensorType]]:
     """Yield the results of a microbatch that goes through a chain of stages, by name and stage, and their types."""
     for name in job.results:
         for stage in range(job.stages):
@@ -187,7 +187,7 @@ class JobRun:
     def step(self) -> dict[str, np.ndarray]:
         """Run every program, and return results, gradients and what takes the place of inputs."""
         self.begin()
-        return self.collected(self.actions())
+        return self.collect_results(self.actions())
 
     def begin(self) -> None:
         """Lay out state."""
@@ -204,8 +204,8 @@ class JobRun:
         """Run all actions, and behind them the optimizers; return the place in the order behind them."""
         job, end = self.job, len(self.parts.order)
         for place, action in enumerate(self.parts.order):
-            self.acted(place, *action)
-        self.taken(end)
+            self.perform_action(place, *action)
+        self.finish_sends_before(end)
         self.send(end, "total", range(job.stages), 0)
         for stage in range(job.stages):
             if (stage, "OPT") in job.programs:
@@ -213,17 +213,19 @@ class JobRun:
         self.send(end + 1 + job.stages, "OPT", range(job.stages), 0)
         return end + 2 + job.stages
 
-    def collected(self, place: int) -> dict[str, np.ndarray]:
+    def collect_results(self, place: int) -> dict[str, np.ndarray]:
         """Return results over all microbatches, and state; stacks over stages."""
         job = self.job
         count = job.strategy.microbatches
         out: dict[str, np.ndarray] = {}
         found: dict[str, list[np.ndarray]] = {name: [] for name in job.results}
         for k in range(count):
-            ends = list(left(job, self.parts.chains[k]))
+            ends = list(microbatch_results(job, self.parts.chains[k]))
             rows: dict[str, list[np.ndarray]] = {}
             shards = [self.results.get((name, k, stage), []) for name, stage, _ in ends]
-            for (name, _, _), array in zip(ends, self.whole(shards, [t for *_, t in ends], place + k), strict=True):
+            for (name, _, _), array in zip(
+                ends, self.gather_arrays(shards, [t for *_, t in ends], place + k), strict=True
+            ):
                 rows.setdefault(name, []).append(array)
             for name, pieces in rows.items():
                 found[name].append(np.concatenate(pieces) if len(pieces) > 1 else pieces[0])
@@ -231,10 +233,12 @@ class JobRun:
             one = found[name]
             out[name] = sum(one[1:], one[0]) if dim is None else np.concatenate(one, dim)
             out[name] = out[name] if dim is None else np.take(out[name], range(job.strategy.sequences), dim)
-        keys = list(kept(job))
+        keys = list(returned_state(job))
         shards = [self.values.get(job.parts[key][:2], []) for key in keys]
         stacks: dict[tuple[str, int], list[np.ndarray]] = {}
-        for key, array in zip(keys, self.whole(shards, [job.state[key] for key in keys], place + count), strict=True):
+        for key, array in zip(
+            keys, self.gather_arrays(shards, [job.state[key] for key in keys], place + count), strict=True
+        ):
             stage, name, _ = job.parts[key]
             stacks.setdefault((name, chain_of(job, stage)), []).append(array)
         for (name, chain), found_rows in stacks.items():
@@ -243,12 +247,12 @@ class JobRun:
             out[of] = out[of] + array if copy or chain else array  # a copy's gradient is a part of its parameter's
         return out
 
-    def acted(self, place: int, stage: int, kind: str, microbatch: int) -> None:
+    def perform_action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
         """Do a computation or a message of the order; behind the last of a microbatch on a stage nothing stays."""
         if kind in SENDS:
             self.send(self.places[stage, kind[-1], microbatch], kind[-1], (stage,), microbatch, placed=True)
-        elif kind in RECEIVES and self.here(self.job.programs.meshes[stage].devices):
-            self.taken(place)
+        elif kind in RECEIVES and self.has_device(self.job.programs.meshes[stage].devices):
+            self.finish_sends_before(place)
             self.take(stage, kind[-1], microbatch, placed=True)
         elif kind not in RECEIVES:
             self.action(place, stage, kind, microbatch)
@@ -263,13 +267,13 @@ class JobRun:
         job, program = self.job, self.job.programs[stage, kind]
         own = self.own.setdefault((microbatch, stage), {})
         once = job.saved_once(stage) if kind == "F" else ()
-        if self.here(program.devices):
-            self.taken(place)
+        if self.has_device(program.devices):
+            self.finish_sends_before(place)
             self.take(stage, way(kind), microbatch)
             for name in once:  # made anew, in the place of what the last microbatch has
                 self.values.pop((stage, name), None)
             given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
-            found = finish(self.started(program, given, place, 0))
+            found = finish(self.start_program(program, given, place, 0))
             for name, shards in zip(program.outputs, found, strict=True):
                 if name in once:
                     self.values[stage, name] = shards
@@ -298,16 +302,16 @@ class JobRun:
             shards = own.get(name) or self.values.get(transfer.source, [])
             if move.at_once or self.hand.devices is None:
                 for program in (move.before, move.rest):
-                    if program is not None and self.here(program.devices):
-                        [shards] = finish(self.started(program, [shards], place, 1 + k))
+                    if program is not None and self.has_device(program.devices):
+                        [shards] = finish(self.start_program(program, [shards], place, 1 + k))
                 if kind in ("F", "B"):
                     self.own.setdefault((microbatch, to[0]), {})[to[1]] = shards
                 else:
                     self.values[to] = shards
-            elif self.here(transfer.types[0].mesh.devices) and move.rest is not None:
+            elif self.has_device(transfer.types[0].mesh.devices) and move.rest is not None:
                 if move.before is not None:
-                    [shards] = finish(self.started(move.before, [shards], place, 1 + k))
-                running = self.started(move.rest, [shards], place, 1 + k)
+                    [shards] = finish(self.start_program(move.before, [shards], place, 1 + k))
+                running = self.start_program(move.rest, [shards], place, 1 + k)
                 next(running, None)  # the first messages are posted
                 verb = f"RECV_{kind}" if placed else kind
                 self.under_way.append((self.places[to[0], verb, microbatch], k, running))
@@ -318,23 +322,23 @@ class JobRun:
             mine = transfer.kind == kind and transfer.target[0] == stage and move.placed == placed
             if mine and move.rest is not None and not move.at_once and self.hand.devices:
                 place = self.places[transfer.source[0], kind, microbatch]
-                [shards] = finish(self.started(move.rest, [[]], place, 1 + k))
+                [shards] = finish(self.start_program(move.rest, [[]], place, 1 + k))
                 self.own.setdefault((microbatch, stage), {})[transfer.target[1]] = shards
 
-    def taken(self, place: int) -> None:
+    def finish_sends_before(self, place: int) -> None:
         """Wait for what was sent to actions before a place in the order."""
         self.under_way.sort(key=lambda sent: sent[:2])
         while self.under_way and self.under_way[0][0] < place:
             finish(self.under_way.pop(0)[2])
 
-    def started(self, program: Program, given: Sequence[Shards], place: int, part: int) -> Running:
+    def start_program(self, program: Program, given: Sequence[Shards], place: int, part: int) -> Running:
         """Start a program: an action's (part 0), or a movement after it."""
         record = None if self.record is None else Record()
         if self.record is not None and record is not None:
             self.record.runs.append((program, record))
         return self.hand.start(program, given, place * (1 + len(self.job.transfers)) + part, record)
 
-    def here(self, devices: Sequence[int]) -> bool:
+    def has_device(self, devices: Sequence[int]) -> bool:
         """Say whether this process has one of some devices."""
         return self.hand.devices is None or not self.hand.devices.isdisjoint(devices)
 
@@ -352,12 +356,12 @@ class JobRun:
         here = self.hand.devices
         return (k for k, d in enumerate(t.mesh.devices) if here is None or d in here)
 
-    def whole(self, shards: Sequence[Shards], types: Sequence[TensorType], place: int) -> list[np.ndarray]:
+    def gather_arrays(self, shards: Sequence[Shards], types: Sequence[TensorType], place: int) -> list[np.ndarray]:
         """Return the arrays of values: moved to every device, where no process has all of them."""
         array = self.hand.array
         if self.hand.devices is None:
             return [collect([array(x) for x in each], t) for each, t in zip(shards, types, strict=True)]
-        found = finish(self.started(everywhere(tuple(types), self.parts.devices), shards, place, 0))
+        found = finish(self.start_program(everywhere(tuple(types), self.parts.devices), shards, place, 0))
         return [np.array(array(x)) for [x] in found]
 
     def input(self, stage: int, name: str, t: TensorType, microbatch: int) -> Shards:

@@ -15,7 +15,7 @@ from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, run_program
 from shardplan.errors import BackendError, Infeasible, ShardplanError
 from shardplan.execution.measure import measure, own_devices
-from shardplan.execution.run import needed
+from shardplan.execution.run import require_backend
 from shardplan.execution.verify import checksum, index_data, too_large
 from shardplan.simulation.timeline import Timeline
 
@@ -35,9 +35,9 @@ class Trial:
 
 
 @contextmanager
-def launched(backend: str) -> Generator[None]:
+def join_launcher(backend: str) -> Generator[None]:
     """Join the processes of a launcher for a command; raises `ShardplanError` where there is none to join."""
-    needed(backend)
+    require_backend(backend)
     if backend != "torch":  # JAX and MPI join by themselves, on first use
         yield
         return

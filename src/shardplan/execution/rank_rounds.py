@@ -120,7 +120,7 @@ def rank_rounds(
         box: Box = tuple((lo, hi) for lo, hi in region.box[0].tolist())
         shape = shapes[region.buffer]
         if region.strides is not None:
-            found = _strided(box, region.strides[0].tolist(), region.chunk)
+            found = _strided_runs(box, region.strides[0].tolist(), region.chunk)
             return Piece(region.buffer, (math.prod(shape),), found)
         if len(box) != len(shape):
             shape = (math.prod(shape),)
@@ -136,7 +136,7 @@ def rank_rounds(
             return PieceCopy(None, piece(c.target), c.fold)
         ends = piece(c.source), piece(c.target)
         strided = c.source.strides is not None or c.target.strides is not None
-        return PieceCopy(*(_alike(*ends) if strided else ends), c.fold)
+        return PieceCopy(*(_align_pieces(*ends) if strided else ends), c.fold)
 
     def copies(found: Sequence[Copy]) -> tuple[PieceCopy, ...]:
         return tuple(copied(c) for c in found if c.target)
@@ -161,7 +161,7 @@ def _kernel(k: Kernel) -> RankKernel:
     return RankKernel(k.run, sources, targets, tuple(k.numbers[0].tolist()))
 
 
-def _strided(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box, ...]:
+def _strided_runs(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box, ...]:
     """The runs of storage that hold a chunk of a box with strides, in row-major order of the box."""
     at = sum(lo * stride for (lo, _), stride in zip(box, strides, strict=True))
     starts, length = runs(at, [hi - lo for lo, hi in box], strides)
@@ -170,7 +170,7 @@ def _strided(box: Box, strides: list[int], chunk: tuple[int, int]) -> tuple[Box,
     return tuple(((lo, hi),) for lo, hi in zip(begin.tolist(), end.tolist(), strict=True) if lo < hi)
 
 
-def _alike(one: Piece, other: Piece) -> tuple[Piece, Piece]:
+def _align_pieces(one: Piece, other: Piece) -> tuple[Piece, Piece]:
     """Two pieces of equal size as runs of equal lengths, so that one is copied into the other without staging."""
     starts: list[np.ndarray] = []
     ends: list[np.ndarray] = []

@@ -49,7 +49,7 @@ class PermuteRound:
     extent: np.ndarray  # int32 [devices, ndim]: of the piece that a receiver gets, 0 where it gets none
 
     @property
-    def whole(self) -> bool:
+    def is_unpadded(self) -> bool:
         """Whether no piece is padded."""
         return bool(np.all(self.extent[[r for _, r in self.pairs]] == self.into))
 
@@ -68,7 +68,7 @@ class PermuteRounds:
     dtypes: dict[str, str]
     batches: tuple[tuple[PermuteRound | Kernel, ...], ...]
 
-    def received(self) -> dict[int, int]:
+    def padded_received_bytes(self) -> dict[int, int]:
         """Return the bytes that each device receives, padding included, by id."""
         out = dict.fromkeys(self.devices, 0)
         for one in (p for p in itertools.chain(*self.batches) if isinstance(p, PermuteRound)):
@@ -140,9 +140,11 @@ def permute_rounds(op: Op, operands: tuple[TensorType, ...]) -> PermuteRounds:
         for s, r, source, target in found:
             into = _boxes(target, r, shapes[target.buffer])
             pieces = list(into) if source is None else _boxes(source, s, shapes[source.buffer])
-            edges[source.buffer if source else None, target.buffer] += ((s, r, *ends) for ends in _paired(pieces, into))
+            edges[source.buffer if source else None, target.buffer] += (
+                (s, r, *ends) for ends in _pair_boxes(pieces, into)
+            )
         for (source, target), mine in edges.items():
-            for group in _grouped(mine):
+            for group in _group_messages(mine):
                 yield _permute(source, target, fold, group, len(devices))
 
     def copied(copies: Iterable[Copy]) -> Iterator[PermuteRound]:
@@ -155,7 +157,7 @@ def permute_rounds(op: Op, operands: tuple[TensorType, ...]) -> PermuteRounds:
         kept, sent = list(copied(one.meanwhile)), list(permutes(messages))
         if all(c.source and not c.fold for c in one.meanwhile):
             joint = list(permutes(itertools.chain(messages, *map(_to_itself, one.meanwhile))))
-            if len(joint) == len(sent) and all(p.whole for p in joint):
+            if len(joint) == len(sent) and all(p.is_unpadded for p in joint):
                 kept, sent = [], joint  # a device that copies sends to itself: nothing has to be put together
         sent = [part for p in sent for part in _parts(p, op.chunks)]
         first = 1 if op.chunks > 1 else len(sent)
@@ -184,7 +186,7 @@ def _boxes(region: Region, row: int, shape: Shape) -> list[Box]:
     return flat_boxes(box, *chunk_of(box_elements(box), *region.chunk))
 
 
-def _paired(here: list[Box], there: list[Box]) -> Iterator[tuple[Box, Box]]:
+def _pair_boxes(here: list[Box], there: list[Box]) -> Iterator[tuple[Box, Box]]:
     """Yield the boxes of two lists that hold equally many elements, cut where one has more than the other."""
     while here:
         n, m = box_elements(here[0]), box_elements(there[0])
@@ -215,7 +217,7 @@ def _permute(source: str | None, target: str, fold: str | None, group: Sequence[
     return PermuteRound(source, target, fold, pairs, shape, end, start, at, extent)
 
 
-def _grouped(edges: list[Edge]) -> list[list[Edge]]:
+def _group_messages(edges: list[Edge]) -> list[list[Edge]]:
     """Messages by permute; large ones are coloured first, so that they meet in the first ones.
 
     Those whose ends differ in shape go with their like only: nothing can be padded at both ends.

@@ -19,7 +19,7 @@ from shardplan.core.reference import check_shards
 from shardplan.core.reference import run_program as reference
 from shardplan.errors import BackendError, LayoutError, ShardplanError, optional, shown
 from shardplan.execution.hand import Hand, Offer
-from shardplan.execution.job_arrays import checked
+from shardplan.execution.job_arrays import check_step_arrays
 from shardplan.execution.jobs import JobRun, offer
 from shardplan.execution.record import Record
 from shardplan.plans.plan import Plan
@@ -64,7 +64,7 @@ BACKENDS = {
 PACKAGES = {"torch": "torch", "jax": "jax", "mpi": "mpi4py"}  # what a backend needs, installed by the extra of its name
 
 
-def needed(backend: str) -> None:
+def require_backend(backend: str) -> None:
     """Raise `MissingExtra` where the package of a backend is not installed."""
     if backend in PACKAGES:
         optional(PACKAGES[backend], backend)
@@ -122,11 +122,11 @@ def run_recorded(
         return _run_job(program, shards, backend, timeout, record)
     try:
         _check_seconds(timeout)
-        inputs, single = _listed(program, shards)
+        inputs, single = _shards_by_input(program, shards)
     except ShardplanError as error:  # the other processes would wait for this one
         with contextlib.suppress(ShardplanError):  # nobody is there who could be told
             if backend != "reference":
-                needed(backend)
+                require_backend(backend)
                 cast("Decliner", import_module(f"shardplan.execution.{backend}.run").decline)(program, error)
         raise
     if backend == "reference":
@@ -134,7 +134,7 @@ def run_recorded(
         check_shard_ids(program, lambda name, t: enumerate(check_shards(name, t, given.get(name, []))))
         outputs: list[list[Any]] = reference(program, inputs)
     else:
-        needed(backend)
+        require_backend(backend)
         found = cast("Backend", import_module(f"shardplan.execution.{backend}.run").run_program)
         outputs = found(program, inputs, timeout=timeout, record=record)
     return outputs[0] if len(outputs) == 1 and single else outputs
@@ -146,7 +146,7 @@ def _check_seconds(timeout: float) -> None:
         raise BackendError(f"timeout={shown(timeout)}; legal is a positive number of seconds")
 
 
-def _listed(program: Program, shards: Any) -> tuple[list[Any], bool]:
+def _shards_by_input(program: Program, shards: Any) -> tuple[list[Any], bool]:
     """Return the shards by input, and whether they were given as those of one input, without a list around them."""
     shards = border.items("shards", shards, "arrays; for several inputs of such lists")
     # one input: a list of arrays. A process without a device of its mesh passes an empty list.
@@ -159,12 +159,12 @@ def _run_job(job: Job, arrays: Any, backend: str, timeout: float, record: Record
     """Run a step of a job: what is wrong with the arrays of a process is an error of all."""
     given, problem = {}, None
     try:
-        given = checked(job, arrays)
+        given = check_step_arrays(job, arrays)
     except LayoutError as error:
         problem = error
     hand: Hand | None = Hand()
     if backend != "reference":
-        needed(backend)
+        require_backend(backend)
         make = cast("HandMaker", import_module(f"shardplan.execution.{backend}.run").hand)
         hand = make(offer(job, problem), timeout)
     if problem is not None:

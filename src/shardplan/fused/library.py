@@ -19,7 +19,7 @@ from shardplan.fused.calls.groups import bind, bound
 from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked, even
+from shardplan.fused.operators.asked import Asked, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm", 
     return heap
 
 
-def _asked(group: str, tiles: int = 0, order: str = ORDER) -> Asked:
+def _group_request(group: str, tiles: int = 0, order: str = ORDER) -> Asked:
     heap = bound(group)
     # In a forward that autograd differentiates it is off; where it is on here, no operand needs a gradient.
     return Asked(heap, tiles, order, heap.seconds, backward=not torch.is_grad_enabled(), even=True)
@@ -92,7 +92,7 @@ with torch.inference_mode(False):
     _anchor: torch.Tensor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
 
-def _anchored(group: str, *operands: torch.Tensor | None) -> torch.Tensor | None:
+def _gradient_anchor(group: str, *operands: torch.Tensor | None) -> torch.Tensor | None:
     """What needs a gradient where autograd is on and no operand does; nothing for one rank, whose backward is its own.
 
     An exported graph is run forward only.
@@ -121,7 +121,7 @@ def gemm_all_to_all(
     the result needs a gradient on every rank, since its backward needs all of them.
     """
     splits = (_ints(send_splits), _ints(recv_splits))
-    given = (a, b, bias, group, activation, scatter, *splits, tiles, order, _anchored(group, a, b, bias))
+    given = (a, b, bias, group, activation, scatter, *splits, tiles, order, _gradient_anchor(group, a, b, bias))
     return torch.ops.shardplan.gemm_all_to_all(*given)
 
 
@@ -152,9 +152,9 @@ def embedding_bag_all_to_all(
         raise TypingError(f"{embedding.NAME}: no tables; legal are tables, or table_counts and batch_splits")
     counts = [len(weights)] * ranks if table_counts is None else [int(n) for n in table_counts]
     if batch_splits is None:
-        batch_splits = even((offsets.shape[0] - 1) // len(weights), ranks)
+        batch_splits = tile_sizes((offsets.shape[0] - 1) // len(weights), ranks)
     op = torch.ops.shardplan.embedding_bag_all_to_all
-    anchor = _anchored(group, *weights, per_sample_weights)
+    anchor = _gradient_anchor(group, *weights, per_sample_weights)
     return op(list(weights), indices, offsets, per_sample_weights, group, mode, counts, list(batch_splits), anchor)
 
 
@@ -177,7 +177,7 @@ def _into(schema: str) -> str:
     return schema.replace("(", "(Tensor(a!) out, ", 1).replace("-> Tensor", "-> ()")
 
 
-def _nothing(*operands: Any) -> None:
+def _fake_no_result(*operands: Any) -> None:
     """The fake of an operator without results."""
 
 
@@ -195,7 +195,7 @@ def _gemm() -> None:
         order: str = ORDER,
         anchor: Any = None,
     ) -> Any:
-        return gemm.forward(_asked(group, tiles, order), a, b, bias, activation, scatter, send, receive)
+        return gemm.forward(_group_request(group, tiles, order), a, b, bias, activation, scatter, send, receive)
 
     def fake(
         a: Any,
@@ -232,7 +232,7 @@ def _gemm() -> None:
         tiles: int,
         order: str,
     ) -> Any:
-        asked = _asked(group, tiles, order)
+        asked = _group_request(group, tiles, order)
         da, db, dc = gemm.backward(asked, g, a, b, bias, activation, scatter, send, receive)
         return da, db, g.new_empty(0) if dc is None else dc, torch.zeros((), device="cpu")
 
@@ -253,9 +253,9 @@ def _gemm() -> None:
         tiles: int = 0,
         order: str = ORDER,
     ) -> None:
-        gemm.forward(_asked(group, tiles, order), a, b, bias, activation, scatter, send, receive, out)
+        gemm.forward(_group_request(group, tiles, order), a, b, bias, activation, scatter, send, receive, out)
 
-    _custom(f"{gemm.NAME}_out", _into(_GEMM), write, _nothing)
+    _custom(f"{gemm.NAME}_out", _into(_GEMM), write, _fake_no_result)
     op = _custom(gemm.NAME, _GEMM.replace(") ->", f"{_ANCHOR}) ->"), run, fake)
     op_back = _custom(f"{gemm.NAME}_backward", _GEMM_BACKWARD, back, fake_back)
 
@@ -280,7 +280,7 @@ def _share(n: Any, heap: SymmetricHeap) -> Any:
 
 def _gemv() -> None:
     def run(a: Any, x: Any, group: str, algorithm: str = "auto") -> Any:
-        return gemv.forward(_asked(group), a, x, algorithm).contiguous()
+        return gemv.forward(_group_request(group), a, x, algorithm).contiguous()
 
     def fake(a: Any, x: Any, group: str, algorithm: str = "auto") -> Any:
         bound(group)
@@ -299,7 +299,7 @@ def _gemv() -> None:
             raise TypingError(f"{gemv.NAME}: out is {list(out.shape)}; legal is {list(found.shape)} of its dtype")
         out.copy_(found)
 
-    _custom(f"{gemv.NAME}_out", _into(_GEMV), write, _nothing)
+    _custom(f"{gemv.NAME}_out", _into(_GEMV), write, _fake_no_result)
     _custom(gemv.NAME, _GEMV, run, fake).register_autograd(gradient, setup_context=setup)
 
 
@@ -307,7 +307,7 @@ def _bags() -> None:
     def run(
         tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
     ) -> Any:
-        return embedding.forward(_asked(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
+        return embedding.forward(_group_request(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
 
     def fake(
         tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
@@ -321,7 +321,7 @@ def _bags() -> None:
         g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
     ) -> Any:
         given = (tables, ids, offsets, scale, mode, sum(splits), counts, splits)
-        found, each = embedding.backward(_asked(group), g, *given)
+        found, each = embedding.backward(_group_request(group), g, *given)
         scaled = g.new_empty(0) if scale is None or each is None else each.to(scale.dtype)
         return [*found, scaled, torch.zeros((), device="cpu")]
 
@@ -332,9 +332,9 @@ def _bags() -> None:
     def write(
         out: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
     ) -> None:
-        embedding.forward(_asked(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits, out)
+        embedding.forward(_group_request(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits, out)
 
-    _custom(f"{embedding.NAME}_out", _into(_BAG), write, _nothing)
+    _custom(f"{embedding.NAME}_out", _into(_BAG), write, _fake_no_result)
     op = _custom(embedding.NAME, _BAG.replace(") ->", f"{_ANCHOR.removesuffix('=None')}) ->"), run, fake)
     op_back = _custom(f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
 

@@ -61,7 +61,7 @@ peer_name='model.layers.0.mlp.down_proj.weight', peer_offset=12)
         )
     found = plan.regions(rank)
     if peer is not None:
-        found = found.where(found.peer(rank) == peer)
+        found = found.select_regions(found.peer(rank) == peer)
     for m in np.unique(found.move).tolist():
         move = plan.moves[m]
         ends = plan.source.families[move.source_family], plan.target.families[move.target_family]

@@ -56,9 +56,9 @@ class HloCollective:
         """What all devices receive together, by the bandwidth-optimal algorithm of the kind."""
         if self.kind == "collective-permute":
             return sum(self.output_bytes for source, target in self.pairs if source != target)
-        return sum(self._moved(len(group)) for group in self.groups)
+        return sum(self._moved_bytes(len(group)) for group in self.groups)
 
-    def _moved(self, q: int) -> int:
+    def _moved_bytes(self, q: int) -> int:
         match self.kind:
             case "all-gather":
                 return q * (self.output_bytes - self.operand_bytes) if q > 1 else 0
@@ -101,10 +101,12 @@ def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
         ends = np.array([pair for pair in one.pairs if pair[0] != pair[1]], dtype=np.int64).reshape(-1, 2)
         if len(ends) and one.output_bytes:
             yield Stage(number, (ScriptRound(ends[:, 0], ends[:, 1], np.full(len(ends), one.output_bytes)),))
-    yield from abreast(number, [stages_of(*_typed(one, group), number) for group in one.groups if len(group) > 1])
+    yield from abreast(
+        number, [stages_of(*_typed_collective(one, group), number) for group in one.groups if len(group) > 1]
+    )
 
 
-def _typed(one: HloCollective, group: Sequence[int]) -> tuple[Collective, list[TensorType]]:
+def _typed_collective(one: HloCollective, group: Sequence[int]) -> tuple[Collective, list[TensorType]]:
     """The collective of a group as an op on bytes."""
     n, q = one.operand_bytes, len(group)
     op, text = {
@@ -162,7 +164,7 @@ def _collectives(
         else:
             trips = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
             inner: list[HloCollective] = []
-            for called in _called(instruction):
+            for called in _called_computations(instruction):
                 inner += _collectives(module, called, devices, found, depth + 1)
             times = integer(trips[1]) if trips else 1
             if len(out) + len(inner) * times > MOST:
@@ -210,7 +212,7 @@ def _operand_shape(operand: str, shapes: dict[str, str]) -> str:
     return shape or shapes[name.lstrip("%")]
 
 
-def _called(instruction: _Instruction) -> tuple[str, ...]:
+def _called_computations(instruction: _Instruction) -> tuple[str, ...]:
     many = [n.strip().lstrip("%") for inner in _CALLED_MANY.findall(instruction.attributes) for n in inner.split(",")]
     return (*_CALLED.findall(instruction.attributes), *(n for n in many if n))
 

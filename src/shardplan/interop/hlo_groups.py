@@ -63,7 +63,7 @@ def integer(digits: str) -> int:
     return int(digits)
 
 
-def _counted(lengths: Sequence[int], text: str) -> int:
+def _count_devices(lengths: Sequence[int], text: str) -> int:
     """The devices of a list with these dims; raises `ParseError` where they are too many."""
     count = math.prod(lengths)
     if not 0 < count <= MOST_DEVICES or len(lengths) > _MOST_DIMS:
@@ -74,7 +74,7 @@ def _counted(lengths: Sequence[int], text: str) -> int:
 def _mesh_groups(mesh: str, device_ids: str | None, group_axes: str) -> Groups:
     """Groups over some axes of a named mesh, sub-axes `'x':(m)k` being k chunks below m chunks of x."""
     sizes = {name: integer(size) for name, size in re.findall(r"'?([^,'=\s]+)'?=(\d+)", mesh)}
-    _counted(list(sizes.values()), mesh)
+    _count_devices(list(sizes.values()), mesh)
     found = re.findall(r"'?([^,':\s]+)'?(?::\((\d+)\)(\d+))?", group_axes)
     if strange := [name for name, _, _ in found if name not in sizes]:
         raise ParseError(f"replica_groups over the axis {shown(strange[0])}; the mesh has {', '.join(sizes)}")
@@ -110,10 +110,10 @@ def _iota(text: str) -> np.ndarray:
     if not found:
         raise ParseError(f"{text!r} is no iota list of devices, such as [4,2]<=[2,4]T(1,0)")
     dims = integers_in(found[1])
-    ids = np.arange(_counted(dims, text)).reshape(dims)
+    ids = np.arange(_count_devices(dims, text)).reshape(dims)
     order = integers_in(found[2]) if found[2] else tuple(range(len(dims)))
     into = integers_in(shape.strip("[] ")) if shape else tuple(dims[i] for i in order if i < len(dims))
-    if sorted(order) != list(range(len(dims))) or _counted(into, text) != ids.size:
+    if sorted(order) != list(range(len(dims))) or _count_devices(into, text) != ids.size:
         raise ParseError(f"{shown(text)} does not permute its dims, or has two numbers of devices")
     return ids.transpose(order).reshape(into)
 

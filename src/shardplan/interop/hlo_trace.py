@@ -117,7 +117,7 @@ class HloTrace:
         lines += [f"  {s.name}: {s.shape} {s.sharding}" for s in self.shardings]
         for one in self.collectives:
             groups = one.groups or one.pairs
-            lines.append(f"  {one.kind} of {format_bytes(one.operand_bytes)} over {_listed(groups)}")
+            lines.append(f"  {one.kind} of {format_bytes(one.operand_bytes)} over {_format_groups(groups)}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class HloTrace:
         )
 
 
-def _listed(groups: Iterable[tuple[int, ...]]) -> str:
+def _format_groups(groups: Iterable[tuple[int, ...]]) -> str:
     return " ".join("{" + ",".join(map(str, group)) + "}" for group in groups)
 
 

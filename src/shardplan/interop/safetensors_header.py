@@ -200,29 +200,32 @@ def _decode_metadata(path: Path, value: object) -> dict[str, str]:
         table = cast("dict[str, object]", value)
         if all(_is_text(text) for text in table.values()):
             return cast("dict[str, str]", table)
-    fail(path, f"has {_METADATA} {_short(value)}; legal: an object of text by text")
+    fail(path, f"has {_METADATA} {_short_json(value)}; legal: an object of text by text")
 
 
 def _decode_entry(path: Path, name: str, value: object, data_begin: int) -> TensorEntry:
     """Check one tensor's entry by itself; that it fits the others is `_check_cover`."""
     keys = {"dtype", "shape", "data_offsets"}
     if not isinstance(value, dict) or set(cast("dict[str, object]", value)) != keys:
-        fail(path, f"describes tensor {name!r} as {_short(value)}; legal: an object of dtype, shape and data_offsets")
+        fail(
+            path,
+            f"describes tensor {name!r} as {_short_json(value)}; legal: an object of dtype, shape and data_offsets",
+        )
     table = cast("dict[str, object]", value)
     known = _DTYPES.get(table["dtype"]) if isinstance(table["dtype"], str) else None
     if known is None:
-        fail(path, f"gives tensor {name!r} dtype {_short(table['dtype'])}; legal: {', '.join(_DTYPES)}")
+        fail(path, f"gives tensor {name!r} dtype {_short_json(table['dtype'])}; legal: {', '.join(_DTYPES)}")
     shape = _naturals(table["shape"])
     if shape is None or len(shape) > _LARGEST_NDIM:
         legal = f"at most {_LARGEST_NDIM} whole numbers, 0 or more"
-        fail(path, f"gives tensor {name!r} shape {_short(table['shape'])}; legal: {legal}")
+        fail(path, f"gives tensor {name!r} shape {_short_json(table['shape'])}; legal: {legal}")
     dtype, numpy_dtype = known
     if math.prod(n or 1 for n in shape) * numpy_dtype.itemsize > _LARGEST_BYTES:
-        fail(path, f"gives tensor {name!r} shape {_short(list(shape))}; legal: at most {_LARGEST_BYTES} bytes")
+        fail(path, f"gives tensor {name!r} shape {_short_json(list(shape))}; legal: at most {_LARGEST_BYTES} bytes")
     offsets = _naturals(table["data_offsets"])
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         legal = "[begin, end] with 0 <= begin <= end"
-        fail(path, f"gives tensor {name!r} data_offsets {_short(table['data_offsets'])}; legal: {legal}")
+        fail(path, f"gives tensor {name!r} data_offsets {_short_json(table['data_offsets'])}; legal: {legal}")
     begin, end = offsets
     nbytes = math.prod(shape) * numpy_dtype.itemsize
     if end - begin != nbytes:
@@ -258,6 +261,6 @@ def _check_cover(path: Path, tensors: Mapping[str, TensorEntry], data_begin: int
         fail(path, f"has {size - at} bytes after {before} that belong to no tensor; legal: none")
 
 
-def _short(value: object) -> str:
+def _short_json(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

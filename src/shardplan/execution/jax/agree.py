@@ -25,7 +25,7 @@ from typing import Any
 
 from shardplan.core.program import Program
 from shardplan.errors import BackendError, TimedOut
-from shardplan.execution.rank_names import listed
+from shardplan.execution.rank_names import format_ranks
 
 MOST_OPERATIONS = 5
 RAISED = "raised "  # begins what a process says that raises instead of coming with a program; no digest does
@@ -128,7 +128,7 @@ class Meeting:
         except jax.errors.JaxRuntimeError as error:
             found = self._came()
             if not any(text.startswith(RAISED) for text in found.values()):
-                raise self._late(found, timeout, error) from None
+                raise self._late_error(found, timeout, error) from None
         if why := next((f"process {p} {text}" for p, text in found.items() if text.startswith(RAISED)), ""):
             raise BackendError(f"jax: {self.what} did not start: {why}; nothing was sent")
         others = [f"{p} ({d[:SHOWN_DIGITS]})" for p, d in sorted((int(p), d) for p, d in found.items()) if d != digest]
@@ -167,12 +167,12 @@ class Meeting:
         """Return what those have said that have come, by process."""
         return {int(k.rpartition("/")[2]): d for k, d in self.client.key_value_dir_get(f"{self._key}/came/")}
 
-    def _late(self, came: dict[int, str], timeout: float, error: Exception) -> TimedOut:
+    def _late_error(self, came: dict[int, str], timeout: float, error: Exception) -> TimedOut:
         """Return the error that says who is missing; nobody is where the others gave up before this process came."""
         late = [p for p in self.processes if p not in came]
         told = f"jax: process {self.me} came to run {self.number}, {self.what}, but "
         if late:
-            return TimedOut(f"{told}after {timeout:g} s these had not: {listed(late)[1:-1]}")
+            return TimedOut(f"{told}after {timeout:g} s these had not: {format_ranks(late)[1:-1]}")
         return TimedOut(f"{told}the others had given up waiting: {str(error).splitlines()[0]}")
 
 

@@ -45,7 +45,7 @@ def to_bits(x: Any) -> Any:
         x = jnp.stack([lax.real(x), lax.imag(x)])
     narrow = _bits_of(x.dtype)
     if narrow:
-        return lax.bitcast_convert_type(x, _unsigned(narrow)).astype(jnp.uint8)
+        return lax.bitcast_convert_type(x, _unsigned_dtype(narrow)).astype(jnp.uint8)
     return lax.bitcast_convert_type(x, np.dtype(f"u{x.dtype.itemsize}"))
 
 
@@ -61,17 +61,17 @@ def from_bits(bits: Any, dtype: np.dtype[Any]) -> Any:
         return lax.complex(half[0], half[1])
     narrow = _bits_of(dtype)
     if narrow:
-        bits = bits.astype(_unsigned(narrow))
+        bits = bits.astype(_unsigned_dtype(narrow))
     return lax.bitcast_convert_type(bits, dtype)
 
 
-def carried(x: Any) -> Any:
+def carry_bits(x: Any) -> Any:
     """Return what travels of an array: the bits of a narrow float, which XLA:CPU would send as a wider one."""
     return to_bits(x) if x.dtype.itemsize < _WIDE and short_name(x.dtype) not in _PLAIN else x
 
 
-def restored(y: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the elements of `dtype` that `carried` may have made integers of."""
+def restore_dtype(y: Any, dtype: np.dtype[Any]) -> Any:
+    """Return the elements of `dtype` that `carry_bits` may have made integers of."""
     return y if y.dtype == dtype else from_bits(y, dtype)
 
 
@@ -94,6 +94,6 @@ def _bits_of(dtype: np.dtype[Any]) -> int:
     return bits if bits < 8 else 0
 
 
-def _unsigned(bits: int) -> Any:
+def _unsigned_dtype(bits: int) -> Any:
     """The unsigned integers of a width that narrow elements have."""
     return {2: ml_dtypes.uint2, 4: ml_dtypes.uint4}[bits]

@@ -26,7 +26,7 @@ from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import processes_of
 from shardplan.execution.jax.bits import from_bits, is_narrow, to_bits
 from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
-from shardplan.execution.jax.header import headed
+from shardplan.execution.jax.header import guard_with_header
 from shardplan.execution.jax.lower import lower
 from shardplan.execution.jax.wire import JaxWire
 
@@ -35,7 +35,7 @@ WIDE_BYTES = 8  # of a number, or of a half of a complex one: of this width JAX 
 
 
 @contextlib.contextmanager
-def alone(program: Program) -> Generator[None]:
+def program_context(program: Program) -> Generator[None]:
     """A context for one program: its 64-bit dtypes are kept, and a mesh that the caller set is set aside."""
     import jax  # pyright: ignore[reportMissingImports]
 
@@ -101,7 +101,7 @@ class CompiledPart:
         import jax  # pyright: ignore[reportMissingImports]
 
         if self.executable is None:
-            return [_renamed(x, t, u) for x, t, u in zip(inputs, self.sources, self.targets, strict=True)]
+            return [_reorder_shards(x, t, u) for x, t, u in zip(inputs, self.sources, self.targets, strict=True)]
         stacked: list[Any] = []
         for shards, t, kind in zip(inputs, self.sources, self.kinds, strict=True):
             shape = t.local_shape() or (1,)
@@ -115,15 +115,15 @@ class CompiledPart:
             whole = (shape[0] * len(self.devices), *shape[1:])
             stacked.append(jax.make_array_from_single_device_arrays(whole, self.sharding, mine))
         found = self.call(*stacked)
-        return [self._unstacked(x, u) for x, u in zip(found, self.targets, strict=True)]
+        return [self._unstack_shards(x, u) for x, u in zip(found, self.targets, strict=True)]
 
-    def _unstacked(self, x: Any, u: TensorType) -> list[Any]:
+    def _unstack_shards(self, x: Any, u: TensorType) -> list[Any]:
         by_id = {s.device.id: s.data for s in x.addressable_shards}
         shards = [by_id[d.id] for d in local_devices(u.mesh.devices)]
         return [s.reshape(()) for s in shards] if u.ndim == 0 else shards
 
 
-def _renamed(shards: list[Any], t: TensorType, u: TensorType) -> list[Any]:
+def _reorder_shards(shards: list[Any], t: TensorType, u: TensorType) -> list[Any]:
     """The shards in the order of another type, which has the same boxes on the same devices."""
     held = dict(zip((d.id for d in local_devices(t.mesh.devices)), shards, strict=True))
     return [held[d.id] for d in local_devices(u.mesh.devices)]
@@ -132,16 +132,16 @@ def _renamed(shards: list[Any], t: TensorType, u: TensorType) -> list[Any]:
 Kinds = tuple[np.dtype[Any], ...]
 
 
-def compiled(program: Program, stepwise: bool = False, kinds: Kinds | None = None) -> tuple[CompiledPart, ...]:
+def compile_program(program: Program, stepwise: bool = False, kinds: Kinds | None = None) -> tuple[CompiledPart, ...]:
     """Return the executables of a checked program, one for each run of steps on a mesh, or for each step; kept.
 
     `kinds` are the dtypes of the inputs where the program's types only carry their bits (see `bits.carrier`).
     """
     given = kinds or tuple(numpy_dtype(t.dtype) for t in program.input_types)
-    return EXECUTABLES.get((program, stepwise, given), lambda: _compiled(program, stepwise, given))
+    return EXECUTABLES.get((program, stepwise, given), lambda: _compile_parts(program, stepwise, given))
 
 
-def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[CompiledPart, ...], int]:
+def _compile_parts(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[CompiledPart, ...], int]:
     program, _ = opened(program)
     runs: list[list[int]] = []
     for number, step in enumerate(program.steps):
@@ -165,7 +165,7 @@ def _compiled(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[Com
     kinds |= zip((name for name, _ in program.inputs), given, strict=True)
     for step in program.steps:  # what carries bits is moved only: one result for an operand
         kinds |= {r: kinds[o] for o, r in zip(step.operands, step.results, strict=False) if kinds[o] != typed[o]}
-    with alone(program):
+    with program_context(program):
         parts = tuple(_part(program, tuple(run), last, kinds) for run in runs)
     return parts, sum(code_bytes(p.executable) for p in parts if p.executable is not None)
 
@@ -284,7 +284,7 @@ def lower_steps(
         _trace(program, steps, values, wire)
         return tuple(values[n].reshape(program.types[n].local_shape() or (1,)) for n in outputs)
 
-    return headed(body, program, outputs, wire) if header else body
+    return guard_with_header(body, program, outputs, wire) if header else body
 
 
 def _trace(program: Program, steps: Sequence[Step], values: dict[str, Any], wire: JaxWire) -> None:
@@ -292,11 +292,11 @@ def _trace(program: Program, steps: Sequence[Step], values: dict[str, Any], wire
     for step in steps:
         types, _ = program.step_types(step)
         arrays, inner = [values[o] for o in step.operands], nested(step.op)
-        found = lower(step.op, arrays, types, wire) if inner is None else _looped(inner, arrays, wire)
+        found = lower(step.op, arrays, types, wire) if inner is None else _trace_loop(inner, arrays, wire)
         values.update(zip(step.results, found, strict=True))
 
 
-def _looped(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
+def _trace_loop(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
     """Return this device's shards of the results of an op with a body, which is traced once.
 
     What is run ahead XLA orders as it does all else: values are the same.

@@ -24,7 +24,7 @@ WORDS = 4  # int32: two of the digest, and their complements, whose maximum tell
 Run = Callable[..., tuple[Any, ...]]
 
 
-def headed(run: Run, program: Program, outputs: Sequence[str], wire: JaxWire) -> Run:
+def guard_with_header(run: Run, program: Program, outputs: Sequence[str], wire: JaxWire) -> Run:
     """Return what one device does for some steps of a program, only where all devices do the same.
 
     `run` is the steps, inside a `shard_map` over `wire.axes`, which are all devices that run them; it returns the

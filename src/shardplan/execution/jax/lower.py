@@ -10,7 +10,7 @@ from shardplan.core.op import Op
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.ops.compute import computing
 from shardplan.core.tensor import TensorType
-from shardplan.execution.jax.bits import carried, restored
+from shardplan.execution.jax.bits import carry_bits, restore_dtype
 from shardplan.execution.jax.compute import compute
 from shardplan.execution.jax.interpret import interpret
 from shardplan.execution.jax.native import native
@@ -41,8 +41,8 @@ def lower(op: Op, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxW
         return interpret(moved, arrays, types, wire)
     if _group_size(moved, types) == 1:
         return list(arrays)
-    found = xla.run(moved, [wire.varying(carried(x) if xla.moves else x) for x in arrays], wire)
-    return [restored(y, x.dtype) for x, y in zip(arrays, found, strict=True)]
+    found = xla.run(moved, [wire.varying(carry_bits(x) if xla.moves else x) for x in arrays], wire)
+    return [restore_dtype(y, x.dtype) for x, y in zip(arrays, found, strict=True)]
 
 
 def _group_size(op: Collective, types: Sequence[TensorType]) -> int:
@@ -63,10 +63,10 @@ def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
     """
     moved, received, local = moving(op), 0, computing(op)
     if local is not None and not local.alone:
-        return permute_rounds(local, operands).received()
+        return permute_rounds(local, operands).padded_received_bytes()
     if moved is not None:
         xla = native(moved)
         if xla is None:
-            return permute_rounds(moved, operands).received()
+            return permute_rounds(moved, operands).padded_received_bytes()
         received = xla.received(moved, operands, _group_size(moved, operands))
     return {d: received for t in (*operands, *op.infer(*operands)) for d in t.mesh.devices}

@@ -21,7 +21,7 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import by_dim
 from shardplan.core.tensor import TensorType
-from shardplan.execution.jax.bits import carried, from_bits, restored, to_bits
+from shardplan.execution.jax.bits import carry_bits, from_bits, restore_dtype, to_bits
 from shardplan.execution.jax.interpret import reducer
 from shardplan.execution.jax.wire import Atoms, JaxWire
 from shardplan.execution.rounds import chunk_boxes
@@ -43,10 +43,10 @@ def _gather(op: AllGather, arrays: list[Any], wire: JaxWire) -> list[Any]:
     from jax import lax  # pyright: ignore[reportMissingImports]
 
     group = wire.group(wire.mesh.expand(op.axes))
-    if isinstance(op.dim, int) and _plain(op, arrays):
+    if isinstance(op.dim, int) and _can_use_tiled(op, arrays):
         return [lax.all_gather(arrays[0], axis=op.dim, tiled=True, **group)]
     join = {d: wire.mesh.expand(names) for d, names in by_dim(op.name, op.dim, op.axes).items()}
-    return _packed(op, arrays, {}, join, wire, lambda x: lax.all_gather(x, axis=0, tiled=True, **group))
+    return _move_packed_boxes(op, arrays, {}, join, wire, lambda x: lax.all_gather(x, axis=0, tiled=True, **group))
 
 
 def _all_to_all(op: AllToAll, arrays: list[Any], wire: JaxWire) -> list[Any]:
@@ -54,8 +54,10 @@ def _all_to_all(op: AllToAll, arrays: list[Any], wire: JaxWire) -> list[Any]:
 
     order, into = wire.mesh.expand(op.axes), op.dst_dim
     split = {into: wire.mesh.expand(op.order or op.axes)}
-    if not _plain(op, arrays):
-        return _packed(op, arrays, split, {op.src_dim: order}, wire, lambda x: _dealt(x, wire.group(order)))
+    if not _can_use_tiled(op, arrays):
+        return _move_packed_boxes(
+            op, arrays, split, {op.src_dim: order}, wire, lambda x: _deal_tiles(x, wire.group(order))
+        )
     x = _lead(arrays[0], split, order, wire.mesh)
     x = x.transpose((*range(1, into + 1), 0, *range(into + 1, x.ndim)))
     x = x.reshape(*x.shape[:into], -1, *x.shape[into + 2 :])
@@ -68,14 +70,14 @@ def _reduce_scatter(op: ReduceScatter, arrays: list[Any], wire: JaxWire) -> list
     group = wire.group(wire.mesh.expand(op.axes))
 
     def core(x: Any, dim: int = 0) -> Any:
-        if _summed(op, x):
+        if _is_native_sum(op, x):
             return lax.psum_scatter(x, scatter_dimension=dim, tiled=True, **group)
-        return _reduced(x, op.reduction, group)[None]
+        return _reduce_tiles(x, op.reduction, group)[None]
 
-    if isinstance(op.dim, int) and _plain(op, arrays) and _summed(op, arrays[0]):
+    if isinstance(op.dim, int) and _can_use_tiled(op, arrays) and _is_native_sum(op, arrays[0]):
         return [core(arrays[0], op.dim)]
     split = {d: wire.mesh.expand(names) for d, names in by_dim(op.name, op.dim, op.axes).items()}
-    return _packed(op, arrays, split, {}, wire, core)
+    return _move_packed_boxes(op, arrays, split, {}, wire, core)
 
 
 def _all_reduce(op: AllReduce | Reduce, arrays: list[Any], wire: JaxWire) -> list[Any]:
@@ -86,12 +88,12 @@ def _all_reduce(op: AllReduce | Reduce, arrays: list[Any], wire: JaxWire) -> lis
     q, group = _count(order, wire.mesh), wire.group(order)
 
     def core(x: Any) -> Any:
-        if _summed(op, x):
+        if _is_native_sum(op, x):
             return lax.psum(x, **group)
         if op.reduction in _ADDED:
             return (lax.pmin if op.reduction == "min" else lax.pmax)(x, **group)
-        mine = _reduced(jnp.pad(x, (0, -x.size % q)).reshape(q, -1), op.reduction, group)
-        return restored(lax.all_gather(carried(mine), axis=0, tiled=True, **group)[: x.size], x.dtype)
+        mine = _reduce_tiles(jnp.pad(x, (0, -x.size % q)).reshape(q, -1), op.reduction, group)
+        return restore_dtype(lax.all_gather(carry_bits(mine), axis=0, tiled=True, **group)[: x.size], x.dtype)
 
     return _flat(op, arrays, wire, core)
 
@@ -161,12 +163,12 @@ def loop_of(elements: int, chunks: int) -> tuple[int, int]:
     return -(-elements // step), step
 
 
-def _plain(op: AllGather | AllToAll | ReduceScatter, arrays: list[Any]) -> bool:
+def _can_use_tiled(op: AllGather | AllToAll | ReduceScatter, arrays: list[Any]) -> bool:
     """Whether the tiled form of jax.lax will do, which leaves the layout of buffers to XLA."""
     return len(arrays) == 1 and op.chunks == 1
 
 
-def _summed(op: ReduceScatter | AllReduce | Reduce, x: Any) -> bool:
+def _is_native_sum(op: ReduceScatter | AllReduce | Reduce, x: Any) -> bool:
     return op.reduction == "sum" and x.dtype != bool
 
 
@@ -174,16 +176,16 @@ def _count(atoms: Atoms, mesh: Mesh) -> int:
     return math.prod(mesh.atoms[a].size for a in atoms)
 
 
-def _dealt(tiles: Any, group: dict[str, Any]) -> Any:
+def _deal_tiles(tiles: Any, group: dict[str, Any]) -> Any:
     """A tile for every member in, one from every member out: [q, n]."""
     from jax import lax  # pyright: ignore[reportMissingImports]
 
     return lax.all_to_all(tiles, split_axis=0, concat_axis=0, tiled=True, **group)
 
 
-def _reduced(tiles: Any, reduction: str, group: dict[str, Any]) -> Any:
+def _reduce_tiles(tiles: Any, reduction: str, group: dict[str, Any]) -> Any:
     """This member's tile of a reduction that XLA has not, in the dtype of the tiles: [q, n] in, [n] out."""
-    addends = restored(_dealt(carried(tiles), group), tiles.dtype)
+    addends = restore_dtype(_deal_tiles(carry_bits(tiles), group), tiles.dtype)
     return reducer(reduction).reduce(addends, axis=0).astype(tiles.dtype)
 
 
@@ -226,7 +228,7 @@ def _side_by_side(tiles: list[Any], core: Core) -> list[Any]:
     return [found[k] for k in range(len(tiles))]
 
 
-def _packed(
+def _move_packed_boxes(
     op: AllGather | AllToAll | ReduceScatter,
     arrays: list[Any],
     split: dict[int, Atoms],

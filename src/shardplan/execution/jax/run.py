@@ -27,7 +27,14 @@ from shardplan.errors import BackendError, LayoutError, optional
 from shardplan.execution.drive import Running
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.jax.agree import agree, refuse, refusing
-from shardplan.execution.jax.executables import CompiledPart, Kinds, alone, at_once, compiled, local_devices
+from shardplan.execution.jax.executables import (
+    CompiledPart,
+    Kinds,
+    at_once,
+    compile_program,
+    local_devices,
+    program_context,
+)
 from shardplan.execution.jax.lower import moved_bytes, refusal
 from shardplan.execution.record import Record, StepSpan
 
@@ -54,7 +61,7 @@ def run_program(
     optional("jax", "jax")
     with refusing(program.devices):
         check(program)
-        shards = [_placed(name, t, given) for (name, t), given in _named(program, inputs)]
+        shards = [_place_shards(name, t, given) for (name, t), given in _pair_inputs(program, inputs)]
     agree(program, timeout)
     return run_placed(program, shards, record)
 
@@ -129,8 +136,8 @@ def run_placed(
 
     stepwise = record is not None or bool(donated)
     values: dict[str, list[Any]] = {n: list(x) for (n, _), x in zip(program.inputs, inputs, strict=True)}
-    with alone(program):
-        for part in compiled(program, stepwise, kinds):
+    with program_context(program):
+        for part in compile_program(program, stepwise, kinds):
             started = time.monotonic()
             try:
                 with at_once():
@@ -160,13 +167,15 @@ def _note(record: Record, program: Program, part: CompiledPart, start: float, en
             record.spans.append(StepSpan(device, numbers[k], start, end, got[device]))
 
 
-def _named(program: Program, inputs: Sequence[Sequence[Any]]) -> Iterator[tuple[tuple[str, TensorType], Sequence[Any]]]:
+def _pair_inputs(
+    program: Program, inputs: Sequence[Sequence[Any]]
+) -> Iterator[tuple[tuple[str, TensorType], Sequence[Any]]]:
     if len(inputs) != len(program.inputs):
         raise LayoutError(f"{len(inputs)} inputs given, but the program has {len(program.inputs)}")
     return zip(program.inputs, inputs, strict=True)
 
 
-def _placed(name: str, t: TensorType, shards: Sequence[Any]) -> list[Any]:
+def _place_shards(name: str, t: TensorType, shards: Sequence[Any]) -> list[Any]:
     """Put the shards on their devices, after checking them against the type."""
     import jax  # pyright: ignore[reportMissingImports]
 
@@ -200,7 +209,7 @@ class CompiledMemory:
 def compiled_memory(program: Program) -> CompiledMemory:
     """Return the bytes that XLA's executables of a program take on a device, to be shown beside its certificate."""
     check(program)
-    found = [p.executable.memory_analysis() for p in compiled(program) if p.executable is not None]
+    found = [p.executable.memory_analysis() for p in compile_program(program) if p.executable is not None]
     names = ("argument", "output", "temp")
     return CompiledMemory(*(max((getattr(m, f"{n}_size_in_bytes") for m in found), default=0) for n in names))
 
@@ -208,4 +217,4 @@ def compiled_memory(program: Program) -> CompiledMemory:
 def compiled_text(program: Program) -> list[str]:
     """Return the optimised HLO of every executable of a program, in the order in which they run."""
     check(program)
-    return [p.executable.as_text() for p in compiled(program) if p.executable is not None]
+    return [p.executable.as_text() for p in compile_program(program) if p.executable is not None]

@@ -49,7 +49,7 @@ class JaxWire:
             out = out * atom.size + place // atom.stride % atom.size
         return out
 
-    def own(self, table: np.ndarray) -> Any:
+    def own_row(self, table: np.ndarray) -> Any:
         """Return this device's row of a table [places, ...], int32."""
         import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 

@@ -114,10 +114,10 @@ class Cluster:
 
     def interface(self) -> str:
         """Return the interface whose address the ranks use."""
-        return "lo" if self._alone else "up"
+        return "lo" if self._is_loopback_only else "up"
 
     @property
-    def _alone(self) -> bool:
+    def _is_loopback_only(self) -> bool:
         """Whether all ranks share one loopback, and there is no other link."""
         return self.leaf == "lo" and len(self.topology.levels) == 1
 
@@ -200,7 +200,7 @@ class Cluster:
     def _routes(self, leaf: int) -> list[str]:
         """What gives a leaf its address, with the congestion control of every route to and from it."""
         control = f"congctl {CONGESTION_CONTROL}"
-        if self._alone:
+        if self._is_loopback_only:
             local = "127.0.0.0/8 dev lo proto kernel scope host src 127.0.0.1"
             host = "127.0.0.1 dev lo proto kernel scope host src 127.0.0.1"
             return [f"route replace table local local {x} {control}" for x in (local, host)]

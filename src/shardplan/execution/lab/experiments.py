@@ -62,7 +62,7 @@ class Experiment:
         return self.cluster, self.leaf, self.rates
 
     @property
-    def whole(self) -> bool:
+    def is_full_reduction(self) -> bool:
         """Whether it reduces over all axes."""
         return len(self.axes) == len(Mesh.parse(self.mesh).axes)
 

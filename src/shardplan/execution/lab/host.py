@@ -29,7 +29,7 @@ from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, Run
 from shardplan.execution.lower import place_of
-from shardplan.execution.rank_names import listed, named
+from shardplan.execution.rank_names import format_ranks, name_ranks
 
 LEAD = 0.01  # seconds from the order to the start that all ranks agree on: for the order to reach all of them
 GRACE = 2.0  # seconds that the other ranks have to fail, too, after one has
@@ -72,12 +72,12 @@ class Host:
     def load(self, key: int, item: Item) -> None:
         """Bind an item on every rank."""
         self.items[key] = item
-        self._all(Order("load", (key, item)))
+        self._order_all(Order("load", (key, item)))
 
     def forget(self, key: int) -> None:
         """Drop an item."""
         self.items.pop(key, None)
-        self._all(Order("forget", (key,)))
+        self._order_all(Order("forget", (key,)))
 
     def run(self, key: int, verify: bool) -> Run:
         """Run an item once, on integers and compared with the reference where it is to be verified."""
@@ -86,18 +86,23 @@ class Host:
         for pipe, order in zip(chosen, self._prepare(key, item, verify), strict=True):
             _send(pipe, order)
         self._answers(chosen, f"the inputs of {item.title}")
-        drops, sent, soft, began = self.meters.dropped(), self.meters.sent(), _softirq(), time.monotonic()
+        drops, sent, soft, began = (
+            self.meters.read_dropped_packets(),
+            self.meters.read_sent_bytes(),
+            _softirq(),
+            time.monotonic(),
+        )
         instant = began + LEAD
         for pipe in chosen:
             _send(pipe, Order("go", (key, instant)))
         outcomes: list[Outcome] = self._answers(chosen, item.title)
-        after, ended = self.meters.sent(), time.monotonic()
+        after, ended = self.meters.read_sent_bytes(), time.monotonic()
         moved = tuple(b - a for a, b in zip(sent, after, strict=True))
         return Run(
             instant,
             tuple(o for o in outcomes if o.device is not None),
             moved,
-            self.meters.dropped() - drops,
+            self.meters.read_dropped_packets() - drops,
             _softirq() - soft,
             ended - began,
         )
@@ -123,7 +128,7 @@ class Host:
             orders.append(Order("prepare", (key, data, expected)))
         return orders
 
-    def _all(self, order: Order) -> None:
+    def _order_all(self, order: Order) -> None:
         for pipe in self.pipes:
             _send(pipe, order)
         self._answers(self.pipes, order.name)
@@ -139,7 +144,7 @@ class Host:
                 try:
                     found[pipe] = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    found[pipe] = Failure("BackendError", f"{what}: {self._who([pipe])} died", True)
+                    found[pipe] = Failure("BackendError", f"{what}: {self._pipe_ranks([pipe])} died", True)
                 if isinstance(found[pipe], Failure) and (failure is None or found[pipe].fatal > failure.fatal):
                     failure = found[pipe]
                     until = min(until, time.monotonic() + GRACE)
@@ -147,16 +152,17 @@ class Host:
             missing = len(found) < len(pipes)  # a rank that is still at work cannot be asked for anything else
             raise Failure(failure.kind, failure.text, failure.fatal or missing)
         if len(found) < len(pipes):
-            who = self._who([p for p in pipes if p not in found])
+            who = self._pipe_ranks([p for p in pipes if p not in found])
             raise Failure(
                 "TimedOut",
-                f"{what}: {who} of {listed(range(self.cluster.ranks))} did not answer within {2 * self.timeout:g} s",
+                f"{what}: {who} of {format_ranks(range(self.cluster.ranks))} did not answer within "
+                f"{2 * self.timeout:g} s",
                 True,
             )
         return [found[p] for p in pipes]
 
-    def _who(self, pipes: list[Connection]) -> str:
-        return named(self.pipes.index(p) for p in pipes)
+    def _pipe_ranks(self, pipes: list[Connection]) -> str:
+        return name_ranks(self.pipes.index(p) for p in pipes)
 
 
 def _send(pipe: Connection, order: Order) -> None:

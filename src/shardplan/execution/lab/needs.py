@@ -37,7 +37,7 @@ class Unavailable(Infeasible):
     """This machine cannot run the lab: a tool, a kernel module or a privilege is missing."""
 
 
-def inside() -> list[str]:
+def namespace_command() -> list[str]:
     """Return the command that runs what follows it in namespaces which die with it."""
     own = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return own if os.geteuid() == 0 else [own[0], "--user", "--map-root-user", *own[1:]]
@@ -59,11 +59,11 @@ def missing() -> str:
             return f"the lab needs the command {tool!r}, which is not installed; install the package {package}"
     if importlib.util.find_spec("torch") is None:
         return "the lab runs its ranks on torch.distributed, and torch is not installed; install shardplan[torch]"
-    return _tried(os.geteuid(), tuple(inside()))
+    return _try_namespaces(os.geteuid(), tuple(namespace_command()))
 
 
 @lru_cache(maxsize=MOST_TRIALS)
-def _tried(user: int, command: tuple[str, ...]) -> str:
+def _try_namespaces(user: int, command: tuple[str, ...]) -> str:
     """Try every kind of thing that the lab makes, in namespaces that are gone at once."""
     script = "set -e\n" + "\n".join(f"echo {what!r}; {line}" for what, line in _TRIAL.items())
     try:

@@ -107,22 +107,24 @@ class Meters:
                 self._devices[space] = os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC)
                 self._sockets[space] = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0)
 
-    def sent(self) -> tuple[int, ...]:
+    def read_sent_bytes(self) -> tuple[int, ...]:
         """Return the bytes that the interface of every edge has sent so far, packet headers included."""
-        tables = {space: _sent(os.pread(fd, _TABLE_BYTES, 0).decode()) for space, fd in self._devices.items()}
+        tables = {
+            space: _parse_sent_bytes(os.pread(fd, _TABLE_BYTES, 0).decode()) for space, fd in self._devices.items()
+        }
         return tuple(tables[space][device] for space, device in self._meters)
 
-    def dropped(self) -> int:
+    def read_dropped_packets(self) -> int:
         """Return the packets that all shapers have dropped so far."""
-        return sum(_dropped(s) for s in self._sockets.values())
+        return sum(_count_dropped(s) for s in self._sockets.values())
 
 
-def _sent(text: str) -> dict[str, int]:
+def _parse_sent_bytes(text: str) -> dict[str, int]:
     rows = (line.partition(":") for line in text.splitlines()[2:])  # below two lines of titles
     return {name.strip(): int(rest.split()[_SENT]) for name, _, rest in rows}
 
 
-def _dropped(s: socket.socket) -> int:
+def _count_dropped(s: socket.socket) -> int:
     """The packets that the shapers of the namespace of a netlink socket have dropped so far."""
     start = _MESSAGE.size + _QDISC.size
     s.send(_MESSAGE.pack(start, _GET_QDISC, _DUMP, 1, 0) + _QDISC.pack(0, 0, 0, 0, 0))
@@ -137,7 +139,7 @@ def _dropped(s: socket.socket) -> int:
             if found.get(_KIND, b"").startswith(b"tbf"):
                 queue = _attributes(found.get(_STATS, b"")).get(_QUEUE, bytes(_QUEUE_STATS.size))
                 total += _QUEUE_STATS.unpack_from(queue)[0]
-            data = data[_aligned(length) :]
+            data = data[_align_offset(length) :]
 
 
 def _attributes(data: bytes) -> dict[int, bytes]:
@@ -148,10 +150,10 @@ def _attributes(data: bytes) -> dict[int, bytes]:
         if length < _ATTRIBUTE.size:
             break
         out[kind & _TYPE] = data[_ATTRIBUTE.size : length]
-        data = data[_aligned(length) :]
+        data = data[_align_offset(length) :]
     return out
 
 
-def _aligned(length: int) -> int:
+def _align_offset(length: int) -> int:
     """Where what follows begins: netlink aligns messages and attributes to 4 bytes."""
     return -(-length // 4) * 4

@@ -16,14 +16,14 @@ class _JobPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Say how a read-only mapping is made again."""
-        return (_proxied, (dict(obj),)) if isinstance(obj, MappingProxyType) else NotImplemented
+        return (_make_proxy, (dict(obj),)) if isinstance(obj, MappingProxyType) else NotImplemented
 
 
-def _proxied(known: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+def _make_proxy(known: dict[Any, Any]) -> MappingProxyType[Any, Any]:
     return MappingProxyType(known)
 
 
-def packed(job: Job) -> bytes:
+def pack_job(job: Job) -> bytes:
     """Return a job as bytes, without what running it does not look at: its movements, and how it was settled."""
     nothing: Any = None
     out = io.BytesIO()
@@ -31,6 +31,6 @@ def packed(job: Job) -> bytes:
     return out.getvalue()
 
 
-def unpacked(data: bytes) -> Job:
+def unpack_job(data: bytes) -> Job:
     """Return the job of such bytes."""
     return pickle.loads(data)

@@ -27,7 +27,7 @@ from shardplan.execution.drive import finish
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
-from shardplan.execution.lab.packed import unpacked
+from shardplan.execution.lab.packed import unpack_job
 from shardplan.execution.lab.replay import Replay
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.lower import place_of, shape_of
@@ -97,7 +97,7 @@ class Worker:
         device = next((d for d, r in item.ranks.items() if r == self.rank), None)
         found = Loaded(item, device)
         if item.topology is not None:
-            job, algorithm = unpacked(item.job), algorithm_of(item.engine)
+            job, algorithm = unpack_job(item.job), algorithm_of(item.engine)
             found.bound = None if device is None else SleptStep(job, item.topology, self.timeout, algorithm)
         elif item.script is not None:
             found.bound = None if device is None else Replay(item.script, device)
@@ -137,14 +137,14 @@ class Worker:
         if bound is None or device is None:
             return Outcome(device, 0.0, instant, 0.0)
         if isinstance(bound, SleptStep):
-            return _slept(bound, device, instant)
+            return _run_slept_step(bound, device, instant)
         ranks = found.item.ranks
         texts = bound.texts if isinstance(bound, TorchExecutable) else found.item.names
         digest = hashlib.sha256(found.item.title.encode()).hexdigest()
         watch = TorchWatch(tuple(sorted(ranks)), device, found.item.title, digest, texts, self.timeout)
         native = found.item.engine == "gloo"
         wire = LabWire(watch.state.group, watch, torch.device("cpu"), native=native, ranks=ranks)
-        start = _started(instant)
+        start = _sleep_until(instant)
         busy = time.process_time()
         results: list[torch.Tensor] = []
         if isinstance(bound, TorchExecutable):
@@ -168,16 +168,16 @@ class Worker:
         return outcome
 
 
-def _started(instant: float) -> float:
+def _sleep_until(instant: float) -> float:
     """Sleep until an instant, since ranks that spin would keep each other from the cores; return when it was over."""
     while (start := time.monotonic()) < instant:
         time.sleep(instant - start)
     return start
 
 
-def _slept(step: SleptStep, device: int, instant: float) -> Outcome:
+def _run_slept_step(step: SleptStep, device: int, instant: float) -> Outcome:
     """Run a step whose compute is slept, from an instant on."""
-    start = _started(instant)
+    start = _sleep_until(instant)
     busy = time.process_time()
     step.go()
     end = time.monotonic()

@@ -101,7 +101,7 @@ def this_machine() -> dict[str, str | int]:
     return {"cpu": model or "unknown", "cores": os.cpu_count() or 1, "kernel": kernel, "arch": platform.machine()}
 
 
-def installed() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python, shardplan, numpy and torch, those that are installed."""
     out = {"python": platform.python_version()}
     for name in ("shardplan", "numpy", "torch"):
@@ -120,7 +120,7 @@ class Sweep:
     repetitions: int = REPETITIONS  # of every pair
     constants: dict[str, float | None] = field(default_factory=lambda: asdict(CONSTANTS))  # of the prediction `events`
     machine: dict[str, str | int] = field(default_factory=this_machine)
-    versions: dict[str, str] = field(default_factory=installed)
+    versions: dict[str, str] = field(default_factory=package_versions)
     experiments: tuple[Done, ...] = ()  # in the order measured
     again: tuple[Again, ...] = ()  # the pairs of the noise floor
 
@@ -129,13 +129,13 @@ class Sweep:
         """The noise floor: median absolute log ratio of the second to the first measurement; None without any."""
         return statistics.median(abs(math.log(a.second / a.first)) for a in self.again) if self.again else None
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain_data(self) -> dict[str, Any]:
         """Return it as dicts, lists and numbers, the floor beside."""
         return msgspec.to_builtins(self) | {"floor": self.floor}
 
     def to_json(self) -> str:
         """Return the file's text, a pair a line."""
-        return _lines(self.plain(), 0) + "\n"
+        return _lines(self.to_plain_data(), 0) + "\n"
 
     def save(self, path: Path) -> None:
         """Write the file; an interrupted write leaves the old one."""
@@ -162,7 +162,7 @@ class Sweep:
 
 def _lines(value: Any, depth: int) -> str:
     """JSON with a line for every entry of the outer levels, floats to six digits."""
-    flat = msgspec.json.encode(_short(value)).decode()
+    flat = msgspec.json.encode(_round_floats(value)).decode()
     if depth > DEEPEST or len(flat) < WIDEST or not isinstance(value, (dict, list, tuple)):
         return flat
     pad = " " * (depth + 1)
@@ -172,12 +172,12 @@ def _lines(value: Any, depth: int) -> str:
     return "[\n" + ",\n".join(pad + _lines(v, depth + 1) for v in value) + "\n" + " " * depth + "]"
 
 
-def _short(value: Any) -> Any:
+def _round_floats(value: Any) -> Any:
     match value:
         case dict():
-            return {k: _short(v) for k, v in value.items()}
+            return {k: _round_floats(v) for k, v in value.items()}
         case list() | tuple():
-            return [_short(v) for v in value]
+            return [_round_floats(v) for v in value]
         case float():
             return float(f"{value:.6g}")
         case _:

@@ -94,7 +94,7 @@ def score(rows: Sequence[Row], model: str, floor: float, experiment: str = "", p
     """
     measured = np.array([r.median for r in rows])
     least = np.array([min(r.seconds) for r in rows])
-    predicted = np.array([float(f"{_predicted(r, model):.{DIGITS}g}") for r in rows])
+    predicted = np.array([float(f"{_predicted_seconds(r, model):.{DIGITS}g}") for r in rows])
     order = np.argsort(predicted, kind="stable")
     position = np.empty(len(rows), dtype=np.int64)  # in predicted order, by row
     position[order] = np.arange(len(rows))
@@ -120,7 +120,7 @@ def score(rows: Sequence[Row], model: str, floor: float, experiment: str = "", p
     )
 
 
-def _predicted(row: Row, model: str) -> float:
+def _predicted_seconds(row: Row, model: str) -> float:
     return row.events if model == "events" else row.barrier
 
 

@@ -88,7 +88,7 @@ class Lab:
         most_late: float = MOST_LATE,
     ) -> None:
         """Check what can be checked before anything is built."""
-        _known(engine)
+        _check_engine(engine)
         if not (timeout > 0 and math.isfinite(timeout)):
             raise BackendError(f"timeout={timeout!r}; legal is a positive number of seconds")
         self.cluster = cluster if isinstance(cluster, Cluster) else Cluster(cluster)
@@ -109,7 +109,7 @@ class Lab:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self._said = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [*needs.inside(), sys.executable, *HOST, str(there.fileno())],
+            [*needs.namespace_command(), sys.executable, *HOST, str(there.fileno())],
             pass_fds=[there.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._said,
@@ -176,7 +176,7 @@ class Lab:
             TopologyError: A device is not on the cluster.
         """
         chosen = engine or self.engine
-        _known(chosen)
+        _check_engine(chosen)
         if repetitions < 1:
             raise BackendError(f"repetitions={repetitions}; legal are 1 and more")
         cells = [_Cell(*self._item(t if isinstance(t, Task) else Task(t), chosen)) for t in tasks]
@@ -217,10 +217,10 @@ class Lab:
         """Run all cells, taking turns, so that none has the quiet minute for itself."""
         for _ in range(repetitions):
             for cell in cells:
-                self._once(cell)
+                self._add_run(cell)
                 tell()
 
-    def _once(self, cell: _Cell) -> None:
+    def _add_run(self, cell: _Cell) -> None:
         """Add one run to a cell; after `MOST_VOID` in which a rank started late, none."""
         for attempt in range(MOST_VOID):
             run: Run = self.call("run", cell.key, False)
@@ -364,7 +364,7 @@ def measure(
         return lab.measure([program], repetitions)[0].timeline
 
 
-def _known(engine: str) -> None:
+def _check_engine(engine: str) -> None:
     if engine not in ENGINES:
         raise BackendError(f"engine={engine!r}; legal are {', '.join(ENGINES)}")
 

@@ -57,7 +57,9 @@ RATIOS = (
 )
 
 
-def drawn(seed: int = SEED, fields: int = FIELDS, shapes: Sequence[Shape] = (*CLUSTERS, *CROSSED)) -> list[Experiment]:
+def draw_experiments(
+    seed: int = SEED, fields: int = FIELDS, shapes: Sequence[Shape] = (*CLUSTERS, *CROSSED)
+) -> list[Experiment]:
     """Return the experiments of a seed, shape by shape."""
     draw = random.Random(seed)
     share = math.ceil(fields / len(shapes))

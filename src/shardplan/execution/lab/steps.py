@@ -16,7 +16,7 @@ from shardplan.errors import BackendError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab.item import Item, Run
 from shardplan.execution.lab.measurement import Repetition, repetition_of, variation
-from shardplan.execution.lab.packed import packed
+from shardplan.execution.lab.packed import pack_job
 from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Job
@@ -92,7 +92,7 @@ def measure_steps(
             progress(done, total)
     for _ in range(repetitions):
         for number, key in enumerate(keys):
-            run, late = _once(lab, key, jobs[number][0])
+            run, late = _run_on_time(lab, key, jobs[number][0])
             runs[number].append(run)
             voided[number] += late
             done += 1
@@ -101,7 +101,7 @@ def measure_steps(
     for key in keys:
         lab.call("forget", key)
     return [
-        StepMeasurement(title, tuple(map(repetition_of, mine)), _slept(mine[-1]), late, load)
+        StepMeasurement(title, tuple(map(repetition_of, mine)), _slept_seconds(mine[-1]), late, load)
         for (title, _), mine, late in zip(jobs, runs, voided, strict=True)
     ]
 
@@ -110,10 +110,10 @@ def _item(title: str, job: Job, topology: Topology, lab: Lab) -> Item:
     devices = parts(job).devices
     if max(devices) >= lab.cluster.ranks:
         raise BackendError(f"{title}: device {max(devices)}; legal are ranks, 0 to {lab.cluster.ranks - 1}")
-    return Item(title, lab.engine, {d: d for d in devices}, (), job=packed(job), topology=topology)
+    return Item(title, lab.engine, {d: d for d in devices}, (), job=pack_job(job), topology=topology)
 
 
-def _once(lab: Lab, key: int, title: str) -> tuple[Run, int]:
+def _run_on_time(lab: Lab, key: int, title: str) -> tuple[Run, int]:
     """Return one run for which no rank was late, and how many were thrown away before it."""
     latest = 0.0
     for attempt in range(MOST_VOID):
@@ -128,6 +128,6 @@ def _once(lab: Lab, key: int, title: str) -> tuple[Run, int]:
     )
 
 
-def _slept(run: Run) -> tuple[float, ...]:
+def _slept_seconds(run: Run) -> tuple[float, ...]:
     found = {o.device: o.slept for o in run.outcomes if o.device is not None}
     return tuple(found[d] for d in sorted(found))

@@ -79,7 +79,7 @@ def sweep(
             if keep is not None:
                 keep(found)
         if second:
-            found = replace(found, again=tuple(_again(labs, found, repetitions, meter)))
+            found = replace(found, again=tuple(_measure_again(labs, found, repetitions, meter)))
             if keep is not None:
                 keep(found)
     return found
@@ -173,7 +173,7 @@ def _row(pair: Pair, m: Measurement) -> Row:
     )
 
 
-def _again(labs: _Labs, found: Sweep, repetitions: int, meter: _WorkMeter) -> Iterator[Again]:
+def _measure_again(labs: _Labs, found: Sweep, repetitions: int, meter: _WorkMeter) -> Iterator[Again]:
     """Measure one in `AGAIN` pairs once more; yield each, cluster by cluster, so that a lab is built once a cluster."""
     number = 0
     for done in sorted(found.experiments, key=lambda d: d.experiment.cluster_name):

@@ -165,7 +165,7 @@ def _flat(v: ScoreVerdict) -> Iterator[Target]:
         e = d.experiment
         slow = e.leaf == "ns" and e.cluster == "2x4" and _slow(e.build().topology)
         flat = [r for r in d.rows if len(r.ops) == 1]
-        if slow and e.whole and flat:
+        if slow and e.is_full_reduction and flat:
             best = min(d.rows, key=lambda r: r.median)
             gains.append((min(r.median for r in flat) / best.median, e.name))
     if gains:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardplan.errors import BackendError
-from shardplan.execution.rank_names import NAME_DIGITS, listed
+from shardplan.execution.rank_names import NAME_DIGITS, format_ranks
 
 
 class NotStarted(BackendError):
@@ -91,7 +91,7 @@ class Agreement:
                 self._silent.discard(sender)
                 if digest != self.digest:
                     return self.refuse(
-                        f"the ranks {listed(self.ranks)} do not run one program: rank {self.rank} runs "
+                        f"the ranks {format_ranks(self.ranks)} do not run one program: rank {self.rank} runs "
                         f"{program_name(self.digest)}, rank {sender} {program_name(digest)}"
                     )
                 return self._speak()

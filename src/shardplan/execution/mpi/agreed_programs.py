@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardplan.execution.mpi.agree import Agreement, NotStarted, Refusal, Word, Words, program_name
-from shardplan.execution.mpi.faults import MpiWatch, said
+from shardplan.execution.mpi.faults import MpiWatch, error_line
 from shardplan.execution.mpi.mail import LEAVING, Mail, mail
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class AgreedProgram:
     withdrawal: Withdrawal | None = None  # of those that have come, that from the earliest run
 
     @property
-    def stopped(self) -> str:
+    def stop_reason(self) -> str:
         """Why the run that this process is in cannot end; empty where it can."""
         return self.withdrawal.why if self.withdrawal is not None and self.withdrawal.run <= self.run else ""
 
@@ -88,10 +88,10 @@ class AgreedPrograms:
         self._made: dict[bytes, list[AgreedProgram]] = {}  # by that name; oldest first
         self._open: dict[AgreementKey, Agreement] = {}
         self._early: dict[AgreementKey, list[tuple[int, Word]]] = {}  # sender and word, said before this process came
-        letters.on(Letter, self._said)
+        letters.set_reader(Letter, self._hear_word)
         self._parted: dict[int, Parting] = {}  # by rank
-        letters.on(Withdrawal, self._withdrawn)
-        letters.on(Parting, self._parted.__setitem__)
+        letters.set_reader(Withdrawal, self._withdrawn)
+        letters.set_reader(Parting, self._parted.__setitem__)
 
     def enter(self, ranks: Members, digest: bytes) -> AgreedProgram | None:
         """Begin a run of a program agreed on; None where the ranks have to agree.
@@ -104,11 +104,11 @@ class AgreedPrograms:
             return None
         self._mail.collect()
         agreed.run += 1
-        if agreed.withdrawal is None or not agreed.stopped:
+        if agreed.withdrawal is None or not agreed.stop_reason:
             return agreed
         agreed.over = True
         if agreed.withdrawal.run == agreed.run:
-            raise NotStarted(f"{program_name(digest)} did not start: {agreed.stopped}")
+            raise NotStarted(f"{program_name(digest)} did not start: {agreed.stop_reason}")
         return None  # the runs that this process has done did not need the rank that withdrew from one
 
     def agree(self, watch: MpiWatch, digest: bytes, groups: Sequence[Members]) -> AgreedProgram:
@@ -126,9 +126,9 @@ class AgreedPrograms:
 
         def done() -> bool:
             self._mail.collect()
-            if agreement.verdict is None and (why := self._ended(watch.ranks, key)):
+            if agreement.verdict is None and (why := self._end_reason(watch.ranks, key)):
                 self._post(key, agreement.refuse(f"{watch.name} did not start: {why}"))
-            return agreement.verdict is not None and self._mail.gone()
+            return agreement.verdict is not None and self._mail.has_sent_all()
 
         watch.gather(done, lambda: agreement.waits_for)
         del self._open[key]
@@ -137,7 +137,7 @@ class AgreedPrograms:
         agreed = AgreedProgram(key, digest, run=1)
         made = self._made.setdefault(key[0], [])
         made.append(agreed)
-        with watch.bounded("its communicators were not made"):
+        with watch.abort_on_timeout("its communicators were not made"):
             while len(made) > MOST_AGREED:  # every rank of the set forgets this one now
                 for communicator in made.pop(0).communicators.values():
                     communicator.Free()
@@ -146,7 +146,7 @@ class AgreedPrograms:
 
     def refuse(self, ranks: Members, rank: int, digest: bytes, error: BaseException) -> None:
         """Tell the others that this rank raises `error` instead of beginning a run."""
-        why = f"rank {rank} raised {said(error)}"
+        why = f"rank {rank} raised {error_line(error)}"
         agreed = self._find(ranks, digest)
         if agreed is None:
             agreement, key = self._begin(ranks, rank, digest)
@@ -159,9 +159,9 @@ class AgreedPrograms:
                     self._mail.post(r, Withdrawal(agreed.key, agreed.run + 1, why))
         self._mail.flush(LEAVING)
 
-    def stopped(self, ranks: Members, agreed: AgreedProgram) -> str:
+    def stop_reason(self, ranks: Members, agreed: AgreedProgram) -> str:
         """Say why the run that this process is in cannot end; nothing where it can."""
-        return agreed.stopped or self._ended(ranks, agreed.key, agreed.run)
+        return agreed.stop_reason or self._end_reason(ranks, agreed.key, agreed.run)
 
     def announce_end(self, error: BaseException) -> None:
         """Tell all ranks that `error` ends this process, and how far it has come."""
@@ -169,13 +169,13 @@ class AgreedPrograms:
 
         world = MPI.COMM_WORLD
         runs = {p.key: p.run for made in self._made.values() for p in made}
-        letter = Parting(said(error), dict(self._begun), runs)
+        letter = Parting(error_line(error), dict(self._begun), runs)
         for rank in range(world.Get_size()):
             if rank != world.Get_rank():
                 self._mail.post(rank, letter)
         self._mail.flush(LEAVING)
 
-    def _ended(self, ranks: Members, key: AgreementKey, run: int = 0) -> str:
+    def _end_reason(self, ranks: Members, key: AgreementKey, run: int = 0) -> str:
         """Say which rank has ended before it came to an agreement, or to a run of the program agreed on, and why."""
         for rank, letter in self._parted.items():
             came = letter.runs.get(key, 0) >= run if run else letter.begun.get(key[0], 0) >= key[1]
@@ -196,7 +196,7 @@ class AgreedPrograms:
         for rank, word in words:
             self._mail.post(rank, Letter(key, word))
 
-    def _said(self, sender: int, letter: Letter) -> None:
+    def _hear_word(self, sender: int, letter: Letter) -> None:
         """Read a word: of an agreement under way, or of one that this process has yet to come to."""
         name, number = letter.key
         if letter.key in self._open:

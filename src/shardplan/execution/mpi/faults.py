@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
 from shardplan.execution.mpi.mail import Mail
-from shardplan.execution.rank_names import listed, named
+from shardplan.execution.rank_names import format_ranks, name_ranks
 
 STATUS = 4  # of a process that fails while running
 LAST_WORDS = 0.25  # seconds for a launcher to pass on what it has read: it drops it when a job aborts
@@ -62,7 +62,7 @@ def _unread() -> bool:
     return any(held)
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error in one line."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}"
@@ -97,7 +97,9 @@ class MpiWatch:
 
     def __post_init__(self) -> None:
         """Answer those who ask."""
-        self.mail.on(Question, lambda sender, _: self.mail.post(sender, Answer(self.name, tuple(self._waits_for))))
+        self.mail.set_reader(
+            Question, lambda sender, _: self.mail.post(sender, Answer(self.name, tuple(self._waits_for)))
+        )
 
     def gather(self, done: Callable[[], bool], waits_for: Callable[[], list[int]]) -> None:
         """Poll `done`, which reads letters, until the ranks have agreed; raises as `wait`, where ranks do not come."""
@@ -107,7 +109,7 @@ class MpiWatch:
             return done()
 
         if not self._poll(test):
-            raise self._late(f"{self.name} did not start", f" of {listed(self.ranks)}")
+            raise self._late_error(f"{self.name} did not start", f" of {format_ranks(self.ranks)}")
         self._waits_for = []
 
     def wait(self, done: Callable[[], bool], waits_for: Callable[[], list[int]], group: Sequence[int]) -> None:
@@ -130,23 +132,23 @@ class MpiWatch:
                 self._waits_for = waits_for()
                 self.mail.collect()
                 if why := self.stopped():
-                    raise BackendError(f"{self._where(group)}: {why}")
+                    raise BackendError(f"{self._step_text(group)}: {why}")
             return found
 
         try:
             if not self._poll(test):
-                raise self._late(self._where(group))
+                raise self._late_error(self._step_text(group))
         except MPI.Exception as error:
-            raise BackendError(f"{self._where(group)}: MPI failed: {error}") from None
+            raise BackendError(f"{self._step_text(group)}: MPI failed: {error}") from None
         self._waits_for = []
 
     @contextlib.contextmanager
-    def bounded(self, what: str) -> Generator[None]:
+    def abort_on_timeout(self, what: str) -> Generator[None]:
         """Abort the job from a second thread if the block, which cannot be polled, takes longer than the timeout.
 
         `what` did not happen then, for the message. The second thread does nothing else, and only if time is up.
         """
-        error = TimedOut(f"{self.name} did not start: {what} by {listed(self.ranks)} within {self.timeout:g} s")
+        error = TimedOut(f"{self.name} did not start: {what} by {format_ranks(self.ranks)} within {self.timeout:g} s")
         timer = threading.Timer(self.timeout, abort, [error])
         timer.daemon = True
         timer.start()
@@ -155,9 +157,9 @@ class MpiWatch:
         finally:
             timer.cancel()
 
-    def _where(self, group: Sequence[int]) -> str:
+    def _step_text(self, group: Sequence[int]) -> str:
         text = self.steps[self.step] if 0 <= self.step < len(self.steps) else "start"
-        return f"{self.name}, step {self.step} ({text}), group {listed(group)}"
+        return f"{self.name}, step {self.step} ({text}), group {format_ranks(group)}"
 
     def _poll(self, done: Callable[[], bool], seconds: float | None = None) -> bool:
         """Return whether `done` came true in time; the pauses between polls grow, since cores may be few."""
@@ -170,21 +172,21 @@ class MpiWatch:
             pause = min(LONGEST, GROWTH * pause + SHORTEST)
         return True
 
-    def _late(self, where: str, among: str = "") -> ShardplanError:
+    def _late_error(self, where: str, among: str = "") -> ShardplanError:
         """Return the error of a wait that took too long."""
         answers = self._roll_call()
         missing = silent(self.rank, self._waits_for, {r: a.waits_for for r, a in answers.items()})
         other = next((a.name for a in answers.values() if a.name != self.name), None)
         if other is not None and all(r in answers for r in missing):
-            strays = named(r for r, a in answers.items() if a.name == other)
+            strays = name_ranks(r for r, a in answers.items() if a.name == other)
             return BackendError(f"{where}: {other} is run by {strays} at the same time")
-        return TimedOut(f"{where}: {named(missing)}{among} did not arrive within {self.timeout:g} s")
+        return TimedOut(f"{where}: {name_ranks(missing)}{among} did not arrive within {self.timeout:g} s")
 
     def _roll_call(self) -> dict[int, Answer]:
         """Ask the ranks that this one waits for, and those that they wait for, and so on; return what they answer."""
         answers: dict[int, Answer] = {}
         asked = {self.rank}
-        self.mail.on(Answer, answers.__setitem__)
+        self.mail.set_reader(Answer, answers.__setitem__)
 
         def done() -> bool:
             self.mail.collect()

@@ -29,7 +29,7 @@ class Mail:
     _readers: dict[type, Callable[[int, Any], None]] = field(default_factory=dict[type, Callable[[int, Any], None]])
     _under_way: list[MPI.Request] = field(default_factory=list["MPI.Request"])  # each keeps its buffer
 
-    def on(self, kind: type, reader: Callable[[int, Any], None]) -> None:
+    def set_reader(self, kind: type, reader: Callable[[int, Any], None]) -> None:
         """Have letters of a kind read by `reader`, with the sender's rank."""
         self._readers[kind] = reader
 
@@ -49,7 +49,7 @@ class Mail:
             value = letter.recv()
             self._readers[type(value)](status.Get_source(), value)
 
-    def gone(self) -> bool:
+    def has_sent_all(self) -> bool:
         """Say whether all letters have left, so that this process may turn to something other than MPI."""
         self._under_way = [r for r in self._under_way if not r.Test()]
         return not self._under_way
@@ -57,7 +57,7 @@ class Mail:
     def flush(self, seconds: float) -> None:
         """Wait until all letters have left, at most `seconds`: the receiver of one may be gone."""
         until = time.monotonic() + seconds
-        while not self.gone() and time.monotonic() < until:
+        while not self.has_sent_all() and time.monotonic() < until:
             time.sleep(PAUSE)
 
 

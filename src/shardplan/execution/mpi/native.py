@@ -19,7 +19,7 @@ from shardplan.core.tensor import TensorType
 NATIVE = {"direct": 0.5}
 
 
-def together(op: Op, operands: Sequence[TensorType], group: Sequence[int]) -> tuple[int, ...]:
+def all_to_all_members(op: Op, operands: Sequence[TensorType], group: Sequence[int]) -> tuple[int, ...]:
     """Return the members of a group, device ids, whose rounds are all-to-alls; nothing where all is messages.
 
     All members of the group find the same, since all look at the lowering of the whole group.

@@ -24,7 +24,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
-from shardplan.execution.drive import Hands, Running, drive, finish, watched
+from shardplan.execution.drive import Hands, Running, drive, finish, run_under_watch
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.lower import check_own_ids, own_shards, place_of
 from shardplan.execution.mpi.agree import NotStarted, program_name
@@ -64,12 +64,12 @@ class MpiExecutable:
         try:
             self.steps = hands.steps(program)
         except ShardplanError:
-            self.free()
+            self.free_datatypes()
             raise
 
-    def free(self) -> None:
+    def free_datatypes(self) -> None:
         """Give the datatypes back to MPI; the program cannot run after it."""
-        self.binding.types.free()
+        self.binding.types.free_datatypes()
 
     def drive(self, values: Values, wire: MpiWire, record: Record | None = None) -> Running:
         """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
@@ -90,7 +90,7 @@ def executable(program: Program, device: int) -> MpiExecutable:
     if key not in _executables:
         _executables[key] = MpiExecutable(program, device)
         while len(_executables) > REMEMBERED:
-            _executables.popitem(last=False)[1].free()
+            _executables.popitem(last=False)[1].free_datatypes()
     _executables.move_to_end(key)
     return _executables[key]
 
@@ -98,7 +98,7 @@ def executable(program: Program, device: int) -> MpiExecutable:
 def forget() -> None:
     """Free the datatypes of all remembered programs."""
     while _executables:
-        _executables.popitem()[1].free()
+        _executables.popitem()[1].free_datatypes()
 
 
 @atexit.register
@@ -146,7 +146,7 @@ def run_program(
             )
             wire.communicators, watch.stopped = (
                 agreed.communicators,
-                functools.partial(agreed_programs().stopped, ranks, agreed),
+                functools.partial(agreed_programs().stop_reason, ranks, agreed),
             )
         results = finish(bound.drive(values, wire, record))
     except NotStarted:
@@ -212,7 +212,7 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
             agreed = agreed_programs().enter(ranks, digest) or agreed_programs().agree(watch, digest, groups)
             communicators, watch.stopped = (
                 agreed.communicators,
-                functools.partial(agreed_programs().stopped, ranks, agreed),
+                functools.partial(agreed_programs().stop_reason, ranks, agreed),
             )
     except NotStarted:
         raise
@@ -224,7 +224,7 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
             bound = executable(program, rank)
             wire = MpiWire(ranks, communicators, watch, DATA + turn % TAGS)
             running = bound.drive(_values(program, inputs, rank), wire, record)
-            return by_output(program, (yield from watched(running, watch, bound.texts)), rank)
+            return by_output(program, (yield from run_under_watch(running, watch, bound.texts)), rank)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -242,12 +242,12 @@ def digest_of(program: Program) -> bytes:
 def _values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> Values:
     """Return the inputs by name, checked; empty arrays stand for those on meshes without this rank."""
     return {
-        name: np.empty(0, numpy_dtype(t.dtype)) if own is None else _checked(name, t, *own)
+        name: np.empty(0, numpy_dtype(t.dtype)) if own is None else _contiguous_shard(name, t, *own)
         for (name, t), own in zip(program.inputs, own_shards(program, inputs, rank).values(), strict=True)
     }
 
 
-def _checked(name: str, t: TensorType, place: int, shard: Any) -> np.ndarray:
+def _contiguous_shard(name: str, t: TensorType, place: int, shard: Any) -> np.ndarray:
     """Return a shard as a contiguous array, or raise `LayoutError` where it is not that of `place` under `t`."""
     x = np.asarray(shard)
     if x.shape != t.local_shape(place) or x.dtype != numpy_dtype(t.dtype):

@@ -19,12 +19,12 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
-from shardplan.execution.drive import Bound, Running, plain
+from shardplan.execution.drive import Bound, Running, wrap_blocking
 from shardplan.execution.lower import group_of, place_of
 from shardplan.execution.mpi.binding import Arrays, Binding
 from shardplan.execution.mpi.compute import compute, work
 from shardplan.execution.mpi.copies import write
-from shardplan.execution.mpi.native import together
+from shardplan.execution.mpi.native import all_to_all_members
 from shardplan.execution.mpi.wire import Messages, MpiWire, Pending, Types
 from shardplan.execution.rank_rounds import PeerPiece, PieceCopy, RankKernel, RankRound, RankRounds, rank_rounds
 
@@ -47,7 +47,7 @@ def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], 
     """Return the step of the device of `binding`; raises `BackendError` for an op that MPI cannot run."""
     found = rank_rounds(op, operands, results, binding.device)
     if found is None:
-        return plain(compute(op, operands, results, binding))
+        return wrap_blocking(compute(op, operands, results, binding))
     return _move(op, operands, results, binding, found)
 
 
@@ -56,7 +56,7 @@ def _move(
 ) -> Bound[MpiWire]:
     device, place = binding.device, place_of(operands[0], binding.device)
     near = [device] if place is None else [operands[0].mesh.devices[m] for m in group_of(op, operands[0], place)]
-    members = together(op, operands, near)
+    members = all_to_all_members(op, operands, near)
     native = device in members
     if native:
         binding.groups.append(members)
@@ -129,4 +129,4 @@ def _in_turn(rounds: Iterator[RankRound], with_types: Callable[[RankRound, Types
         try:
             yield with_types(one, own)  # its datatypes are freed once the next is asked for: MPI keeps those in use
         finally:
-            own.free()
+            own.free_datatypes()

@@ -72,7 +72,7 @@ class Types:
         found = self._made[key]
         return MpiPiece(array, 0, 1, found, found.Get_size())
 
-    def free(self) -> None:
+    def free_datatypes(self) -> None:
         """Free all of them; nothing where MPI has ended."""
         from mpi4py import MPI
 
@@ -120,8 +120,8 @@ class MpiWire:
         self, members: tuple[int, ...], buffers: Buffers, sends: Messages, receives: Messages
     ) -> list[Pending]:
         """Start one `Ialltoallw` among `members`, all of whom come here."""
-        base, out, made = _typed(buffers, sends)
-        target, into, more = _typed(buffers, receives)
+        base, out, made = _message_datatypes(buffers, sends)
+        target, into, more = _message_datatypes(buffers, receives)
         request = self.communicators[members].Ialltoallw(_rows(base, out, members), _rows(target, into, members))
         for datatype in (*made, *more):
             datatype.Free()  # MPI keeps them until the request is done
@@ -136,7 +136,7 @@ class MpiWire:
         comm = self.communicators[self.ranks]
         for start, messages in ((comm.Irecv, receives), (comm.Isend, sends)):
             for peer, message in messages.items():
-                base, typed, made = _typed(buffers, {peer: message})
+                base, typed, made = _message_datatypes(buffers, {peer: message})
                 count, offset, datatype = typed[peer]
                 pending.append(Pending(start([base, (count, offset), datatype], self._index[peer], self.tag), (peer,)))
                 for one in made:
@@ -171,7 +171,7 @@ def _memory(x: np.ndarray) -> Any:
 Typed = dict[int, tuple[int, int, Any]]  # by peer: count, offset in bytes from the base, datatype
 
 
-def _typed(buffers: Buffers, messages: Messages) -> tuple[Any, Typed, list[MPI.Datatype]]:
+def _message_datatypes(buffers: Buffers, messages: Messages) -> tuple[Any, Typed, list[MPI.Datatype]]:
     """Return the base and every peer's message of one side of a transfer, and the datatypes that are of this run only.
 
     Where each message is one piece, and all of one array, they are relative to it, with the types of the program; else

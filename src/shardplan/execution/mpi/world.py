@@ -25,10 +25,10 @@ def start() -> tuple[int, int]:
         raise BackendError("MPI has not started in this process: run after MPI.Init")
     if MPI.Is_finalized():
         raise BackendError("MPI has ended in this process: run before MPI.Finalize")
-    _once()  # the segment has a name only once, and after `MPI.Init`
+    _unname_segment()  # the segment has a name only once, and after `MPI.Init`
     return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
 @functools.cache
-def _once() -> None:
+def _unname_segment() -> None:
     unname()

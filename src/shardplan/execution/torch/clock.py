@@ -37,7 +37,9 @@ def offset(wire: TorchWire, ranks: tuple[int, ...], rank: int) -> float:
     return best[1]
 
 
-def gathered(wire: TorchWire, ranks: tuple[int, ...], rank: int, spans: list[StepSpan], shift: float) -> list[StepSpan]:
+def gather_spans(
+    wire: TorchWire, ranks: tuple[int, ...], rank: int, spans: list[StepSpan], shift: float
+) -> list[StepSpan]:
     """Return the spans of all ranks, their clocks shifted to the first rank's by `shift` seconds; every rank gets them.
 
     All put theirs to the first rank, in the order of ranks, and get the whole list from it, in that order.
@@ -45,18 +47,18 @@ def gathered(wire: TorchWire, ranks: tuple[int, ...], rank: int, spans: list[Ste
     mine = [replace(s, start=s.start + shift, end=s.end + shift) for s in spans]
     leader = ranks[0]
     if rank != leader:
-        put(wire, leader, _encoded(mine))
-        return _decoded(get(wire, leader))
+        put(wire, leader, _encode_spans(mine))
+        return _decode_spans(get(wire, leader))
     for other in ranks[1:]:
-        mine += _decoded(get(wire, other))
+        mine += _decode_spans(get(wire, other))
     for other in ranks[1:]:
-        put(wire, other, _encoded(mine))
+        put(wire, other, _encode_spans(mine))
     return mine
 
 
-def _encoded(spans: list[StepSpan]) -> bytes:
+def _encode_spans(spans: list[StepSpan]) -> bytes:
     return json.dumps([astuple(s) for s in spans]).encode()
 
 
-def _decoded(data: bytes) -> list[StepSpan]:
+def _decode_spans(data: bytes) -> list[StepSpan]:
     return [StepSpan(*row) for row in json.loads(data)]

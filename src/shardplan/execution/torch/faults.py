@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 from shardplan.errors import BackendError, LayoutError, TimedOut
-from shardplan.execution.rank_names import listed, named
+from shardplan.execution.rank_names import format_ranks, name_ranks
 from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
 
 PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
@@ -137,7 +137,7 @@ class TorchWatch:
             self.state.agreed.add(self.digest)
             self.running = True
         elif problem:
-            raise self.told(self._post(f"refused {self.rank} {problem}; rank {self.rank} sent nothing"))
+            raise self.verdict_error(self._post(f"refused {self.rank} {problem}; rank {self.rank} sent nothing"))
 
     def _agree(self, problem: str) -> None:
         """Wait for all ranks to come with one program: the last of them writes the verdict, the others wait for it."""
@@ -166,7 +166,7 @@ class TorchWatch:
             raise self._unlike(store)
         if found.startswith("withdrew"):
             store.add(key("left"), 1)  # the rank that has withdrawn waits for those that a message may hold
-        raise self.told(found)
+        raise self.verdict_error(found)
 
     def _absent(self, error: Exception) -> str:
         """Return the verdict after the store failed or timed out: who did not come, if anybody."""
@@ -183,21 +183,21 @@ class TorchWatch:
             heard = {r: s for r in self.ranks if (s := self._heard(store, r)).number >= self.number}
             time.sleep(POLL)
         others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
-        who = named(others) if others else "another rank"
+        who = name_ranks(others) if others else "another rank"
         told = next((s.name for s in others.values()), "another program")
         if self.running and all(s.peer >= 0 for s in others.values()):  # all of them started: another order
             return TimedOut(
-                f"{self.where}: {who} of {listed(self.ranks)} came to {told} in its place; legal is one order of "
-                "programs on all ranks"
+                f"{self.step_text}: {who} of {format_ranks(self.ranks)} came to {told} in its place; legal is one "
+                "order of programs on all ranks"
             )
         more = "" if len({s.digest for s in others.values()}) <= 1 else " and others"
         return BackendError(
-            f"the ranks {listed(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, {who} "
+            f"the ranks {format_ranks(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, {who} "
             f"{told}{more}; nothing was sent"
         )
 
     @property
-    def where(self) -> str:
+    def step_text(self) -> str:
         """The program and the step, for messages."""
         return f"{self.name}, step {self.step} ({self.steps[self.step] if self.steps else 'start'})"
 
@@ -207,20 +207,20 @@ class TorchWatch:
 
     # Faults, on the thread of the run
 
-    def failed(self, peer: int, error: Exception | None) -> Exception:
+    def wait_error(self, peer: int, error: Exception | None) -> Exception:
         """Return the error to raise after a wait for `peer` failed, or (without `error`) was ended by a fault."""
         if error is None:
-            return self.told(self.verdict)
+            return self.verdict_error(self.verdict)
         store, text = self.state.store, str(error).lower()
         if "timed out" in text or "timeout" in text:
             cause = "late" if self.step > 0 or self.parts else "absent"
-            return self.told(self._post(f"{cause} {_commas(self._silent(store, peer))} {self.timeout:g}"))
+            return self.verdict_error(self._post(f"{cause} {_commas(self._silent(store, peer))} {self.timeout:g}"))
         until = time.monotonic() + GRACE  # a peer that closed its connections is about to say why
         while not (found := self._read(store)) and time.monotonic() < until:
             time.sleep(POLL)
-        return self.told(found or self._post(f"lost {peer} {_line(error)}"))
+        return self.verdict_error(found or self._post(f"lost {peer} {_line(error)}"))
 
-    def told(self, verdict: str) -> Exception:
+    def verdict_error(self, verdict: str) -> Exception:
         """Return the error that a verdict is on this rank."""
         self.verdict = verdict
         if verdict == "other":
@@ -233,22 +233,26 @@ class TorchWatch:
             case "withdrew":
                 return BackendError(f"{self.name} did not start: rank {who} raised {text}; rank {who} sent nothing")
             case "raised":
-                return BackendError(f"{self.where}: rank {who} failed: {text}")
+                return BackendError(f"{self.step_text}: rank {who} failed: {text}")
             case "lost":
-                return BackendError(f"{self.where}: lost rank {who} of {listed(self.ranks)}: {text}")
+                return BackendError(f"{self.step_text}: lost rank {who} of {format_ranks(self.ranks)}: {text}")
             case "late":
-                return TimedOut(f"{self.where}: {named(ranks)} of {listed(self.ranks)} did not arrive within {text} s")
+                return TimedOut(
+                    f"{self.step_text}: {name_ranks(ranks)} of {format_ranks(self.ranks)} did not arrive within "
+                    f"{text} s"
+                )
             case "absent":
                 return TimedOut(
-                    f"{self.name} did not start: {named(ranks)} of {listed(self.ranks)} did not arrive within {text} s"
+                    f"{self.name} did not start: {name_ranks(ranks)} of {format_ranks(self.ranks)} did not arrive "
+                    f"within {text} s"
                 )
             case _:
                 return BackendError(f"{self.name}: the store of torch.distributed failed: {text}")
 
-    def mismatched(self, peer: int) -> Exception:
+    def mismatch_error(self, peer: int) -> Exception:
         """Return the error to raise after `peer` said in its header that it runs something else."""
         self._say(self.state.store, peer)
-        return self.told(self._post("other"))
+        return self.verdict_error(self._post("other"))
 
     def broke(self, error: BaseException, wire: Releasing) -> None:
         """Tell the others of an exception on this rank, and let go those that wait for it."""
@@ -308,7 +312,7 @@ class TorchWatch:
             asked = self._key(f"asked/{wait.peer}")
             store.set(f"{asked}/{store.add(asked, 1)}", f"{self.rank} {wait.sent} {wait.wire.tag}")
 
-    def over(self) -> None:
+    def end_wait(self) -> None:
         """Say that this rank waits for nobody."""
         if not self.verdict:
             self._say(self.state.aside)

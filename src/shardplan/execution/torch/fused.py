@@ -19,7 +19,7 @@ from shardplan.core.nested import Nested
 from shardplan.core.ops.fused import fused
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
-from shardplan.execution.drive import Bound, plain
+from shardplan.execution.drive import Bound, wrap_blocking
 from shardplan.execution.lower import members_of
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.wire import TorchWire
@@ -68,7 +68,7 @@ def bind_fused(
         wire.sent += call.received[me]
         return [y]
 
-    return plain(run)
+    return wrap_blocking(run)
 
 
 def group_heaps() -> list[SymmetricHeap]:

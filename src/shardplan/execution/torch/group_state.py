@@ -40,7 +40,7 @@ class Watched(Protocol):
         """Find out, and tell, why a wait has lasted so long; called at every look while it lasts."""
         ...
 
-    def over(self) -> None:
+    def end_wait(self) -> None:
         """Take back what `slow` told, since that wait is over."""
         ...
 
@@ -72,7 +72,7 @@ class GroupState:
         if ranks == self.ranks:
             return self.group
         if ranks not in self.groups:
-            with _named(f"shardplan {self.group.group_name} {' '.join(map(str, ranks))}"):
+            with _fixed_group_name(f"shardplan {self.group.group_name} {' '.join(map(str, ranks))}"):
                 self.groups[ranks] = dist.new_group(
                     list(ranks),
                     backend=dist.get_backend(self.group),  # else that of the default group
@@ -116,14 +116,14 @@ class GroupState:
             with contextlib.suppress(RuntimeError):  # without a store nobody can be asked; the wait's own bound holds
                 for watch in told - set(slow):
                     told.discard(watch)
-                    watch.over()
+                    watch.end_wait()
                 for watch, (wait, seconds) in slow.items():
                     told.add(watch)
                     watch.slow(wait, seconds)
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Generator[None]:
+def _fixed_group_name(name: str) -> Generator[None]:
     """Give the next group a name that is the same on all its ranks.
 
     torch names a group that only its own ranks make by how many groups a rank has, of which ranks have unlike numbers;

@@ -22,13 +22,13 @@ from shardplan.execution.drive import Bound, Running
 from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, group_of, place_of, view_of
 from shardplan.execution.record import NativeCall
 from shardplan.execution.torch.dtypes import torch_dtype
-from shardplan.execution.torch.pack import Spot, SpotCopy, copy, cut, flat, maker, merged, seen
+from shardplan.execution.torch.pack import Spot, SpotCopy, copy, cut, flat, maker, merge_copies, spot_view
 from shardplan.execution.torch.wire import TorchWire
 
 Call = Callable[[torch.Tensor, torch.Tensor, Any, Any], Any]  # of output, input, reduction and group; returns the work
 
 
-def _first(group: Any) -> int:
+def _first_rank(group: Any) -> int:
     return dist.get_process_group_ranks(group)[0]
 
 
@@ -41,8 +41,8 @@ NATIVE: dict[str, Call] = {  # by the kind of a `LibraryCall`
     "all_to_all": lambda y, x, r, g: dist.all_to_all_single(y, x, group=g, async_op=True),
     "reduce_scatter": lambda y, x, r, g: _SCATTER(y, x, r, group=g, async_op=True),
     "all_reduce": lambda y, x, r, g: dist.all_reduce(y, r, group=g, async_op=True),
-    "reduce": lambda y, x, r, g: dist.reduce(y, _first(g), r, group=g, async_op=True),
-    "broadcast": lambda y, x, r, g: dist.broadcast(y, _first(g), group=g, async_op=True),
+    "reduce": lambda y, x, r, g: dist.reduce(y, _first_rank(g), r, group=g, async_op=True),
+    "broadcast": lambda y, x, r, g: dist.broadcast(y, _first_rank(g), group=g, async_op=True),
 }
 
 
@@ -69,7 +69,7 @@ def bind_native(
     place = place_of(t, device)
     places = [] if place is None else group_of(op, t, place)
     if place is None or not at_root(t)[places].any():  # nobody of its group has anything
-        return _made(makers)
+        return _make_results(makers)
     ranks = tuple(t.mesh.devices[m] for m in places)
     calls = list(_calls(native, op.chunks, operands, results, places, place))
     room: dict[str, tuple[int, torch.dtype]] = {}
@@ -93,7 +93,7 @@ def bind_native(
         group = wire.group_of(ranks)
         for number, one in enumerate(calls):
             copy(held, one.packs)
-            y, x = seen(held, one.out), seen(held, one.into)
+            y, x = spot_view(held, one.out), spot_view(held, one.into)
             if not native.folds:  # bytes are bytes
                 y, x = y.view(torch.uint8), x.view(torch.uint8)
             wire.calls.append(NativeCall(native.kind, ranks, x.nbytes))
@@ -109,7 +109,7 @@ def bind_native(
     return run
 
 
-def _made(makers: Sequence[Callable[[TorchWire], torch.Tensor]]) -> Bound[TorchWire]:
+def _make_results(makers: Sequence[Callable[[TorchWire], torch.Tensor]]) -> Bound[TorchWire]:
     """A step of which a device has only its results, without meaning."""
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
@@ -176,4 +176,4 @@ def _run(name: str, parts: Sequence[Spot], *, back: bool = False) -> tuple[Spot,
     n = sum(part.view.elements for part in parts)
     run = Spot(f"{name} {parts[0].dtype}", parts[0].dtype, View((n,), (1,), 0))
     ends = (cut(run, parts), parts) if back else (parts, cut(run, parts))
-    return run, merged(map(SpotCopy, *ends))
+    return run, merge_copies(map(SpotCopy, *ends))

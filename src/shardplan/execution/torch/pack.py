@@ -63,12 +63,12 @@ class SpotRound:
     @cached_property
     def packs(self) -> tuple[SpotCopy, ...]:
         """What is packed for all sends: it only reads what stood before."""
-        return merged(c for m in self.sends for c in m.copies)
+        return merge_copies(c for m in self.sends for c in m.copies)
 
     @cached_property
     def unpacks(self) -> tuple[SpotCopy, ...]:
         """What is unpacked once all takes have come."""
-        return merged(c for m in self.takes for c in m.copies)
+        return merge_copies(c for m in self.takes for c in m.copies)
 
 
 class Packing:
@@ -107,7 +107,7 @@ class Packing:
         dtype = self.dtypes[piece.buffer]
         return tuple(Spot(piece.buffer, dtype, view) for view in piece.views)
 
-    def _staged(self, way: str, parts: Sequence[Spot]) -> Spot:
+    def _reserve_staging(self, way: str, parts: Sequence[Spot]) -> Spot:
         """A new run of a staging buffer, with room for some parts."""
         dtype, n = parts[0].dtype, sum(part.view.elements for part in parts)
         name = f"{way} {dtype}"
@@ -133,7 +133,7 @@ class Packing:
             elif parts in packed:  # several peers get what is packed once
                 yield Message(peer, packed[parts], ())
             else:
-                run = packed[parts] = self._staged("sent", parts)
+                run = packed[parts] = self._reserve_staging("sent", parts)
                 yield Message(peer, run, tuple(map(SpotCopy, parts, cut(run, parts))))
 
     def _takes(self, takes: Iterable[PeerPiece]) -> Iterator[Message]:
@@ -143,7 +143,7 @@ class Packing:
             if is_run(parts) and not lands[0]:
                 yield Message(peer, flat(parts[0]), ())
                 continue
-            run = self._staged("taken", parts)
+            run = self._reserve_staging("taken", parts)
             places = iter(cut(run, parts))
             copies: list[SpotCopy] = []
             for piece, landed in zip(pieces, lands, strict=True):
@@ -167,7 +167,7 @@ class Packing:
                     into = cut(into[0], frm)
                 else:
                     if not is_run(frm):
-                        run = self._staged("between", frm)
+                        run = self._reserve_staging("between", frm)
                         yield from map(SpotCopy, frm, cut(run, frm))
                         frm = [run]
                     frm = cut(frm[0], into)
@@ -184,7 +184,7 @@ def flat(spot: Spot, elements: int | None = None) -> Spot:
     return spot._replace(view=View((spot.view.elements if elements is None else elements,), (1,), spot.view.offset))
 
 
-def merged(copies: Iterable[SpotCopy]) -> tuple[SpotCopy, ...]:
+def merge_copies(copies: Iterable[SpotCopy]) -> tuple[SpotCopy, ...]:
     """Return the same copies, those at equal steps from one to the next as one with a dim more: one kernel each.
 
     They must not depend on their order.
@@ -197,7 +197,7 @@ def merged(copies: Iterable[SpotCopy]) -> tuple[SpotCopy, ...]:
             n = 1
             while k + n < len(found) and _in_step(found[k : k + n + 1]):
                 n += 1
-            shorter.append(found[k] if n == 1 else _stacked(found[k], found[k + 1], n))
+            shorter.append(found[k] if n == 1 else _stack_spots(found[k], found[k + 1], n))
             k += n
         if len(shorter) == len(found):
             return tuple(found)
@@ -217,7 +217,7 @@ def _in_step(copies: Sequence[SpotCopy]) -> bool:
     return first.fold == last.fold
 
 
-def _stacked(first: SpotCopy, second: SpotCopy, count: int) -> SpotCopy:
+def _stack_spots(first: SpotCopy, second: SpotCopy, count: int) -> SpotCopy:
     ends: list[Spot] = []
     for a, b in zip(first[:2], second[:2], strict=True):
         assert isinstance(a, Spot) and isinstance(b, Spot)
@@ -247,33 +247,33 @@ def landings(stages: Iterable[Sequence[RankRound]], names: Iterable[str]) -> set
         taken: set[Piece] = set()
         for one in stage:
             found -= {block.buffer for kernel in one.kernels for block in (*kernel.sources, *kernel.targets)}
-            touched = [put.piece for put in one.puts] + _touched(one.meanwhile)
+            touched = [put.piece for put in one.puts] + _touched_pieces(one.meanwhile)
             found -= {piece.buffer for piece in touched if piece not in taken}
             taken |= {take.piece for take in one.takes}
-            found -= {piece.buffer for piece in _touched(one.then) if piece not in taken}
+            found -= {piece.buffer for piece in _touched_pieces(one.then) if piece not in taken}
     return found
 
 
-def _touched(copies: Iterable[PieceCopy]) -> list[Piece]:
+def _touched_pieces(copies: Iterable[PieceCopy]) -> list[Piece]:
     return [piece for copy in copies for piece in copy[:2] if piece is not None]
 
 
-def at(x: torch.Tensor, view: View) -> torch.Tensor:
+def view_at(x: torch.Tensor, view: View) -> torch.Tensor:
     """Return a part of a contiguous array as a view."""
     return x.as_strided(view.size, view.stride, x.storage_offset() + view.offset)
 
 
-def seen(held: Held, spot: Spot) -> torch.Tensor:
+def spot_view(held: Held, spot: Spot) -> torch.Tensor:
     """Return a spot as a view."""
     x, dtype = held[spot.buffer], torch_dtype(spot.dtype)
-    return at(x if x.dtype == dtype else x.view(dtype), spot.view)
+    return view_at(x if x.dtype == dtype else x.view(dtype), spot.view)
 
 
 def copy(held: Held, copies: Iterable[SpotCopy]) -> None:
     """Do copies in order."""
     for source, target, reduction in copies:
-        y = seen(held, target)
-        x = source.to(y.device) if isinstance(source, torch.Tensor) else seen(held, source)
+        y = spot_view(held, target)
+        x = source.to(y.device) if isinstance(source, torch.Tensor) else spot_view(held, source)
         if reduction is None:
             y.copy_(x)
         else:

@@ -21,12 +21,12 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
-from shardplan.execution.drive import Bound, Hands, Running, drive, finish, watched
+from shardplan.execution.drive import Bound, Hands, Running, drive, finish, run_under_watch
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.lower import check_own_ids, own_shards, place_of
-from shardplan.execution.rank_names import NAME_DIGITS, listed
+from shardplan.execution.rank_names import NAME_DIGITS, format_ranks
 from shardplan.execution.record import Record, StepSpan
-from shardplan.execution.torch.clock import gathered, offset
+from shardplan.execution.torch.clock import gather_spans, offset
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.fused import bind_fused
@@ -123,7 +123,7 @@ class JobTurn(NamedTuple):
     turn: int
 
 
-def agreed(bound: Runnable, values: Values, kind: str = "") -> bool:
+def has_agreed(bound: Runnable, values: Values, kind: str = "") -> bool:
     """Say whether the ranks have come with this program before: else the next launch waits for all of them."""
     state = group_state()
     device, _ = device_of(bound, values, state, kind)
@@ -190,9 +190,10 @@ def launch(
     )
     if strange := sorted(set(bound.ranks) - set(state.ranks)):
         raise BackendError(
-            f"{bound.name} runs on rank {strange[0]}, which its process group lacks; legal are {listed(state.ranks)}"
+            f"{bound.name} runs on rank {strange[0]}, which its process group lacks; legal are "
+            f"{format_ranks(state.ranks)}"
         )
-    problem = problem or wrong or checked(bound, values, device)
+    problem = problem or wrong or prepare_shards(bound, values, device)
     wire = TorchWire.of(watch, device)
     shift = 0.0
     try:
@@ -204,10 +205,10 @@ def launch(
             raise LayoutError(f"{bound.name}: {problem}")
         else:
             wire.tag = watch.tag_of(of_job.turn)
-            running = watched(running, watch, bound.texts)
-        results = yield from (on_stream(running) if wire.streamed else running)
+            running = run_under_watch(running, watch, bound.texts)
+        results = yield from (on_stream(running) if wire.is_streamed else running)
         if record is not None and of_job is None:
-            record.spans[:] = gathered(wire, bound.ranks, bound.device, record.spans, shift)
+            record.spans[:] = gather_spans(wire, bound.ranks, bound.device, record.spans, shift)
         return results
     except GeneratorExit:  # never finished: the process group was destroyed before the process ended, or a job failed
         if of_job is not None:
@@ -241,7 +242,7 @@ def on_stream(running: Running) -> Running:
     return results
 
 
-def checked(bound: Runnable, values: Values, device: torch.device) -> str:
+def prepare_shards(bound: Runnable, values: Values, device: torch.device) -> str:
     """Make every shard in `values` contiguous; or return what is wrong with one, of which nothing is read then."""
     for name, x in values.items():
         need = bound.needs[name]

@@ -20,7 +20,7 @@ from shardplan.core.pattern import AtOnce, InTurn, Pattern, Work, communicates
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
-from shardplan.execution.drive import Bound, Running, plain
+from shardplan.execution.drive import Bound, Running, wrap_blocking
 from shardplan.execution.job_arrays import zeros
 from shardplan.execution.jobs import JobRun, offer
 from shardplan.execution.rank_rounds import RankKernel, rank_rounds
@@ -122,11 +122,11 @@ class SleptStep:
                 clock.give(amount)
                 return [make(wire).zero_() for make in makers]
 
-            return plain(sleep)
+            return wrap_blocking(sleep)
         found = rank_rounds(op, operands, results, device, self.algorithm)
         kernels = 0 if found is None else sum(len(one.kernels) for one in found.rounds())
-        share = worked(pattern, fabric) / max(1, kernels)
-        inner = bind(op, operands, results, device, self.algorithm, partial(_slept, clock, share))
+        share = total_kernel_seconds(pattern, fabric) / max(1, kernels)
+        inner = bind(op, operands, results, device, self.algorithm, partial(_sleep_kernel, clock, share))
 
         def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
             clock.reach()
@@ -135,7 +135,7 @@ class SleptStep:
         return run
 
 
-def _slept(
+def _sleep_kernel(
     clock: DeviceClock, amount: float, held: Mapping[str, torch.Tensor], kernel: RankKernel, device: torch.device
 ) -> None:
     """Sleep in place of a kernel between messages; its targets stay as they are."""
@@ -143,10 +143,10 @@ def _slept(
     clock.reach()
 
 
-def worked(pattern: Pattern, fabric: Fabric) -> float:
+def total_kernel_seconds(pattern: Pattern, fabric: Fabric) -> float:
     """Return the seconds of the kernels that a pattern has, all of them one after another."""
     if isinstance(pattern, AtOnce):
-        return sum(worked(step.pattern, fabric) for step in pattern.steps)
+        return sum(total_kernel_seconds(step.pattern, fabric) for step in pattern.steps)
     if isinstance(pattern, InTurn):
-        return pattern.times * sum(worked(step.pattern, fabric) for step in pattern.steps)
+        return pattern.times * sum(total_kernel_seconds(step.pattern, fabric) for step in pattern.steps)
     return seconds(pattern, fabric) if isinstance(pattern, Work) else 0.0

@@ -28,7 +28,7 @@ from shardplan.execution.rank_rounds import RankKernel, RankRound, rank_rounds
 from shardplan.execution.torch.compute import bind_compute, work
 from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.execution.torch.native import bind_native
-from shardplan.execution.torch.pack import Packing, copy, landings, maker, seen
+from shardplan.execution.torch.pack import Packing, copy, landings, maker, spot_view
 from shardplan.execution.torch.wire import Pending, TorchWire
 
 KernelRun = Callable[[Mapping[str, torch.Tensor], RankKernel, torch.device], None]
@@ -81,7 +81,8 @@ def bind(
                 coming = one.takes if wire.batched else ahead
                 ahead = ()
                 posted = wire.post(
-                    [(m.peer, seen(held, m.run)) for m in coming], [(m.peer, seen(held, m.run)) for m in one.sends]
+                    [(m.peer, spot_view(held, m.run)) for m in coming],
+                    [(m.peer, spot_view(held, m.run)) for m in one.sends],
                 )
                 ins += posted[0]
                 outs += posted[1]

@@ -68,7 +68,7 @@ class TorchWire:
         return TorchWire(state.group, watch, device, batched=library != "gloo" and device.type != "cpu", native=native)
 
     @property
-    def streamed(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether the library's work stands in line on a stream of the device, so that the host need not wait."""
         return self.batched and self.device.type != "cpu"
 
@@ -105,7 +105,7 @@ class TorchWire:
                 under_way[work] = x.nbytes
                 outs.append((peer, work))
         except RuntimeError as error:
-            raise self.watch.failed(peer, error) from None
+            raise self.watch.wait_error(peer, error) from None
         return ins, outs
 
     def _batch(
@@ -137,20 +137,20 @@ class TorchWire:
         self.wait(ins)
         self.wait(outs)
         if givers:
-            self._same(givers[0], theirs, mine)
+            self._refuse_unlike_headers(givers[0], theirs, mine)
 
     def _header(self, mine: torch.Tensor) -> None:
         """Write the identity and the number of the run, by kernels: the host waits for no copy."""
         mine[:1].fill_(int(self.watch.digest[:IDENTITY_DIGITS], 16))
         mine[1:].fill_(self.watch.number)
 
-    def _same(self, peer: int, theirs: torch.Tensor, mine: torch.Tensor) -> None:
+    def _refuse_unlike_headers(self, peer: int, theirs: torch.Tensor, mine: torch.Tensor) -> None:
         """Refuse a run in which headers differ; on a device its stream does, before any data moves."""
-        if self.streamed:
+        if self.is_streamed:
             equal = (theirs == mine).all()
             torch._assert_async(equal, f"{self.watch.name}: another rank runs another program")  # pyright: ignore
         elif not torch.equal(theirs, mine.expand_as(theirs)):
-            raise self.watch.mismatched(peer)
+            raise self.watch.mismatch_error(peer)
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages, each at most the timeout; raises what `TorchWatch.failed` makes of a failure."""
@@ -163,7 +163,7 @@ class TorchWire:
         On a device its stream waits, without a bound: with one the host would poll, and the library's watchdog has one.
         """
         watch = self.watch
-        if self.streamed:
+        if self.is_streamed:
             work.wait()
             self.under_way.pop(work, None)
             return
@@ -172,12 +172,12 @@ class TorchWire:
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
-            raise watch.failed(peer, error) from None
+            raise watch.wait_error(peer, error) from None
         finally:
             del waits[watch]
         self.under_way.pop(work, None)
         if watch.verdict:  # a message of no use: the run has failed
-            raise watch.failed(peer, None)
+            raise watch.wait_error(peer, None)
 
     def group_of(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of a native collective, in which this run has greeted all members."""
@@ -191,7 +191,7 @@ class TorchWire:
             mine, theirs = state.headers[ranks]
             self._header(mine)
             self.wait_call(ranks, dist.all_gather(list(theirs), mine, group=group, async_op=True))
-            self._same(ranks[0], theirs, mine)
+            self._refuse_unlike_headers(ranks[0], theirs, mine)
         return group
 
     def wait_call(self, ranks: tuple[int, ...], work: Any) -> None:
@@ -217,7 +217,7 @@ class TorchWire:
 
     def cut(self, peer: int) -> None:
         """End all waits of this rank, and its connections with them."""
-        if self.streamed:
+        if self.is_streamed:
             self.abort()
             return
         start = self._batch if self.batched else self.post
@@ -235,7 +235,7 @@ class TorchWire:
 
         Communicators of a device are aborted.
         """
-        if self.streamed and self.under_way:
+        if self.is_streamed and self.under_way:
             self.abort()
         if self.under_way:
             self.watch.state.left_behind.append(tuple(self.under_way))

@@ -46,7 +46,7 @@ def digest(op: str, values: tuple[Hashable, ...]) -> int:
     return int.from_bytes(blake2b(repr((op, values)).encode(), digest_size=DIGEST // 8).digest())
 
 
-def agreed(
+def agree_on_call(
     heap: SymmetricHeap,
     kind: CallKind,
     values: tuple[Hashable, ...],
@@ -81,7 +81,7 @@ def agreed(
                 known[words] = found
     except BaseException as error:
         if not isinstance(error, ShardplanError):  # those come on all ranks, or have been told
-            header.ended(kind.op, error)
+            header.propagate_error(kind.op, error)
         raise
     return found
 
@@ -94,14 +94,14 @@ def check_alike(op: str, said: Sequence[Facts], fact: str, legal: str) -> None:
         calls.setdefault(call, []).append(rank)
     if len(calls) > 1:
         raise HeapMismatch(
-            f"{op}: {', '.join(f'{named(ranks)} {call}' for call, ranks in calls.items())}; legal is {legal}"
+            f"{op}: {', '.join(f'{describe_callers(ranks)} {call}' for call, ranks in calls.items())}; legal is {legal}"
         )
 
 
-def named(ranks: Sequence[int]) -> str:
+def describe_callers(ranks: Sequence[int]) -> str:
     """Return ranks as the subject of a sentence, with its verb.
 
-    >>> named([1]), named([0, 2, 3])
+    >>> describe_callers([1]), describe_callers([0, 2, 3])
     ('rank 1 calls', 'ranks 0, 2, 3 call')
     """
     return f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"

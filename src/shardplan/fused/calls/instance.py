@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import BackendError, TypingError
-from shardplan.fused.heap.header import Words, reached, wrapped
+from shardplan.fused.heap.header import Words, has_reached, wrap_int32
 from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.native import native, why_not
 from shardplan.fused.tiles.checker import check
@@ -117,7 +117,7 @@ class FusedInstance:
         if self.flags is None:
             self.flags = self.heap.flags(protocol.counters, f"{self.op} flags")
         self._grow(protocol, dtypes, math.prod(trailing))
-        return self._compiled(protocol, dtypes, tuple(trailing))
+        return self._compile_call(protocol, dtypes, tuple(trailing))
 
     def _grow(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], trailing: int) -> None:
         """Have memory for the largest result of any rank in every slot; calls made before keep what they have."""
@@ -143,7 +143,7 @@ class FusedInstance:
         raw = memory.view(-1).view(dtype) if self.out is not None else memory[slot].view(dtype)
         return raw[: math.prod(shape)].view(shape)
 
-    def _compiled(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], more: tuple[int, ...]) -> TileCall:
+    def _compile_call(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], more: tuple[int, ...]) -> TileCall:
         heap = self.heap
         slots = max(buffer.slots for buffer in protocol.buffers.values())
         senders = _senders(protocol, heap.rank)
@@ -171,7 +171,7 @@ class FusedInstance:
         assert self.flags is not None
         rank = self.heap.rank
         found: list[TileStep] = []
-        totals, arrived = _signalled(protocol, rank), defaultdict[int, int](int)
+        totals, arrived = _count_signals(protocol, rank), defaultdict[int, int](int)
         sent = defaultdict[tuple[int, int], int](int)
         for event in protocol.of(rank):
             match event:
@@ -227,14 +227,14 @@ class FusedInstance:
             if tally is not None:
                 tally.count(self.op, self.heap.rank, call.protocol, call.views[slot])
         except BaseException as error:
-            self.heap.header.ended(self.op, error)
+            self.heap.header.propagate_error(self.op, error)
             raise
         self.owed = [(step, self.epoch) for step in call.owed]
         self.epoch += 1
         return call.views[slot]
 
     def _signal(self, step: SignalStep, epoch: int) -> None:
-        kernels, count = native(), wrapped(step.first + step.step * epoch)
+        kernels, count = native(), wrap_int32(step.first + step.step * epoch)
         if kernels is None:
             step.word[0] = count
         else:
@@ -242,7 +242,7 @@ class FusedInstance:
         self.heap.push_word(step.to, step.word)
 
     def _wait(self, step: WaitStep) -> None:
-        want = wrapped(step.want + step.step * self.epoch)
+        want = wrap_int32(step.want + step.step * self.epoch)
         kernels, header = native(), self.heap.header
         if kernels is not None:
             left = self.seconds * 1e9
@@ -259,7 +259,7 @@ class FusedInstance:
             who = f"{self.op}: rank {self.heap.rank} waited {self.seconds:.1f} s"
             return f"{who} for tile {tile} of rank {step.source} {epoch}"
 
-        if not reached(int(step.word[0]), want):
+        if not has_reached(int(step.word[0]), want):
             header.wait(step.word, want, self.seconds if kernels is None else 0.0, late, self.op)
 
 
@@ -267,7 +267,7 @@ def _index(box: TileBox) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _signalled(protocol: TileProtocol, rank: int) -> dict[tuple[int, int], int]:
+def _count_signals(protocol: TileProtocol, rank: int) -> dict[tuple[int, int], int]:
     """How often a rank signals each counter in an epoch."""
     found, arrived = defaultdict[tuple[int, int], int](int), defaultdict[int, int](int)
     for event in protocol.of(rank):

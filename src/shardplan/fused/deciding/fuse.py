@@ -104,7 +104,7 @@ def _program(
     rows: list[FusionRow] = []
     held = max(books_of(program).step_workspaces, default=0)
     for one in fusable(program):
-        inside = _inside(program, one.place)
+        inside = _enclosing_program(program, one.place)
         row, op = _row(inside, one, where, measured, held)
         rows.append(replace(row, place=before + row.place))
         if op is not None:
@@ -112,7 +112,7 @@ def _program(
     return (fused_with(program, chosen) if chosen else program), tuple(rows)
 
 
-def _inside(program: Program, place: Place) -> Program:
+def _enclosing_program(program: Program, place: Place) -> Program:
     """The program, or the body, that the last number of a place is a step of."""
     for number in place[:-1]:
         op = nested(program.steps[number].op)
@@ -127,7 +127,7 @@ def _row(
     """Return the row of a candidate, and what it becomes, None where it stays."""
     move = program.steps[one.place[-1]]
     operands, results = program.step_types(move)
-    given = one.operands or tuple(_given(program, one))
+    given = one.operands or tuple(_outer_operands(program, one))
     row = FusionRow(
         ".".join(map(str, one.place)),
         one.kind.name,
@@ -168,16 +168,16 @@ def _row(
     best = decision.chosen
     if best == UNFUSED:
         return replace(row, reason="not_faster"), None
-    return replace(row, reason="fused", choice=str(best)), tiled(one.op, best)
+    return replace(row, reason="fused", choice=str(best)), apply_variant(one.op, best)
 
 
-def tiled(op: Fused, way: FusedVariant) -> Fused:
+def apply_variant(op: Fused, way: FusedVariant) -> Fused:
     """Return a fused op in the tiles, and shots, of a way."""
     shots = {"shots": 1} if way.kind == "one_shot" else {}
     return replace(op, tiles=way.tiles, **shots)
 
 
-def _given(program: Program, one: FusionPlace) -> Iterator[str]:
+def _outer_operands(program: Program, one: FusionPlace) -> Iterator[str]:
     """What the steps of a candidate read from outside, each once."""
     made = {r for k in one.steps for r in program.steps[k].results}
     yield from dict.fromkeys(o for k in one.steps for o in program.steps[k].operands if o not in made)

@@ -65,7 +65,7 @@ def shape_of_node(node: Any) -> tuple[int, ...] | None:
     return sizes if sizes is not None and all(type(n) is int for n in sizes) else None
 
 
-def behind(node: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def trace_producers(node: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """Return what makes a value: the products and bags, the nodes between, and of these what is no layout.
 
     All in the order of the graph; a walk that meets something else ends there.
@@ -108,7 +108,7 @@ def _leads(node: Any, ends: Mapping[Any, None]) -> bool:
     return False
 
 
-def numbered(between: Sequence[Any], known: dict[Any, Any], last: Any) -> Any | None:
+def propagate_indices(between: Sequence[Any], known: dict[Any, Any], last: Any) -> Any | None:
     """Run layout nodes on the numbers of elements; return those of `last`, None where that is not possible.
 
     `known` has by node an integer tensor of the node's shape. Activations leave every element in its place.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.errors import TypingError, optional
-from shardplan.fused.deciding.graph_nodes import MOST_ELEMENTS, numbered, shape_of_node, tables, value
+from shardplan.fused.deciding.graph_nodes import MOST_ELEMENTS, propagate_indices, shape_of_node, tables, value
 from shardplan.fused.operators.gemv import MOST
 from shardplan.hardware.prices.fused import FusedVariant
 
@@ -109,7 +109,7 @@ def _units(move: Any, node: Any, sizes: Sequence[int], elements: int, each: int)
 def _numbers(node: Any, between: Sequence[Any], known: dict[Any, Any], elements: int, last: Any) -> Any:
     if elements > MOST_ELEMENTS:
         raise PatternUnfit("splits_unknown", node, f"{elements} elements; layouts are followed up to {MOST_ELEMENTS}")
-    found = numbered(between, known, last)
+    found = propagate_indices(between, known, last)
     if found is None:
         raise PatternUnfit("splits_unknown", last, "its layout cannot be followed")
     return found.reshape(-1)
@@ -149,7 +149,7 @@ def gemm_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
             args = (a, b, x.bias, move.args[3], activation, scatter, send, receive, way.tiles)
             new = graph.call_function(op, args)
             new = graph.call_function(aten.view.default, (new, list(_static(wait))))
-        _replaced(graph, wait, new, [wait, move, *reversed(between), ends[0]])
+        _replace_node(graph, wait, new, [wait, move, *reversed(between), ends[0]])
 
     size = value(ends[0]).dtype.itemsize
     return GraphMatch("product", 2.0 * m * k * n, float(m * n * size), 0.0, write)
@@ -225,7 +225,7 @@ def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any,
     def write(graph: Any, way: FusedVariant) -> None:
         aten, op = torch.ops.aten, torch.ops.shardplan.embedding_bag_all_to_all.default
         with graph.inserting_before(move):
-            indices, offsets, scale = _joined(graph, bags)
+            indices, offsets, scale = _concatenate_bags(graph, bags)
             parts = (move.args[3], first.mode, [count] * ranks, send)
             new = graph.call_function(op, ([b.table for b in bags], indices, offsets, scale, *parts, None))
         with graph.inserting_before(end):
@@ -238,7 +238,7 @@ def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any,
         while chain[-1] is not wait:
             chain.append(chain[-1].args[0])
         gone = [u for node in ends for u in node.users if u not in between]
-        _replaced(graph, end, new, [*chain, move, *reversed(between), *gone, *reversed(ends)])
+        _replace_node(graph, end, new, [*chain, move, *reversed(between), *gone, *reversed(ends)])
 
     size = value(first.table).dtype.itemsize
     read = sum(one.ids * dim * size for one in bags)
@@ -278,7 +278,7 @@ class _Bags:
                      ids[0])  # fmt: skip
 
 
-def _joined(graph: Any, bags: Sequence[_Bags]) -> tuple[Any, Any, Any]:
+def _concatenate_bags(graph: Any, bags: Sequence[_Bags]) -> tuple[Any, Any, Any]:
     """Write the ids of all tables one after another, with their offsets, table-major, and weights."""
     aten = optional("torch", "torch").ops.aten
     call = graph.call_function
@@ -304,7 +304,7 @@ def _home(wait: Any, mine: int, ranks: int, wide: int) -> tuple[Any, tuple[int, 
         (node,) = node.users
         if node.op != "call_function" or node.target not in found.layouts or len(node.all_input_nodes) > 1:
             break
-        now = numbered([node], known, node)
+        now = propagate_indices([node], known, node)
         if now is None or not hasattr(now, "reshape"):
             break
         if torch.equal(now.reshape(-1), final):
@@ -312,7 +312,7 @@ def _home(wait: Any, mine: int, ranks: int, wide: int) -> tuple[Any, tuple[int, 
     return best, _static(best)
 
 
-def _replaced(graph: Any, old: Any, new: Any, gone: Sequence[Any]) -> None:
+def _replace_node(graph: Any, old: Any, new: Any, gone: Sequence[Any]) -> None:
     """Put a node in another one's place, and drop what nobody reads any more."""
     new.meta["val"] = value(old)
     old.replace_all_uses_with(new)

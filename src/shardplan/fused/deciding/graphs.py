@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.errors import TopologyError, optional
 from shardplan.fused.calls.groups import bound_groups
 from shardplan.fused.deciding.fuse import SLOTS, constants_of
-from shardplan.fused.deciding.graph_nodes import behind, shape_of_node, tables, value, written_between
+from shardplan.fused.deciding.graph_nodes import shape_of_node, tables, trace_producers, value, written_between
 from shardplan.fused.deciding.graph_patterns import GraphMatch, PatternUnfit, bag_match, gemm_match, gemv_match, is_thin
 from shardplan.fused.deciding.rows import Fusion, FusionRow, seconds_of
 from shardplan.fused.kernels.vectors import dtype_name
@@ -86,7 +86,7 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
     reduces = move.op == "call_function" and move.target in found.all_reduce
     if not reduces and not (move.op == "call_function" and move.target in found.all_to_all):
         return None
-    ends, between, strange = behind(move.args[0])
+    ends, between, strange = trace_producers(move.args[0])
     if not ends or (reduces and not (len(ends) == 1 and ends[0].target in found.products and is_thin(ends[0]))):
         return None
     bags = ends[0].target in found.bags

@@ -57,7 +57,7 @@ def fused_call(op: Fused, ranks: int) -> FusedCall:
         case GemvForm():
             wide = math.prod(after.local_shape(0)) * WIDE
             need = wide * ranks if op.in_one_shot else wide + WIDE * ranks + result
-            return FusedCall(op, ranks, SLOTS * need + WORDS, _summed(op, form, ranks), _gemv(op, form))
+            return FusedCall(op, ranks, SLOTS * need + WORDS, _gemv_bytes_received(op, form, ranks), _gemv(op, form))
         case _:
             assert_never(form)
 
@@ -119,7 +119,7 @@ def _gemv(op: Fused, form: GemvForm) -> Callable[[SymmetricHeap, float, Sequence
     return run
 
 
-def _summed(op: Fused, form: GemvForm, ranks: int) -> tuple[int, ...]:
+def _gemv_bytes_received(op: Fused, form: GemvForm, ranks: int) -> tuple[int, ...]:
     """What each rank receives: all addends of all others, or those of its own tiles, and the others' sums."""
     sizes = _sizes(op)
     rows, columns = (math.prod(sizes[c] for c in letters) for letters in (form.rows, form.columns))

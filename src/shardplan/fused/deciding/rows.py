@@ -48,7 +48,7 @@ class FusionRow:
     source: str = ""
 
     @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether it was fused."""
         return self.reason == "fused"
 
@@ -97,7 +97,7 @@ class Fusion(Generic[Subject]):
     @property
     def saved_seconds(self) -> float:
         """What the fused candidates save, each counted once."""
-        pairs = ((row.unfused_seconds, row.seconds.get(row.choice)) for row in self.rows if row.fused)
+        pairs = ((row.unfused_seconds, row.seconds.get(row.choice)) for row in self.rows if row.is_fused)
         return sum(before - after for before, after in pairs if before is not None and after is not None)
 
     @property

@@ -200,17 +200,17 @@ def connect(host: str, port: int, secret: bytes, note: bytes = bytes(NOTE), seco
 
 
 def _introduce(link: socket.socket, where: str, secret: bytes, note: bytes, until: float) -> None:
-    said = _received(link, len(MAGIC) + NUMBER, until)
+    said = _receive_exactly(link, len(MAGIC) + NUMBER, until)
     if said[: len(MAGIC)] != MAGIC:
         raise BackendError(f"{where} answers, and is not shardplan")
     own = secrets.token_bytes(NUMBER)
     numbers = said[len(MAGIC) :] + own
     link.sendall(own + note + _proof(secret, "peer", numbers, note))
-    if not hmac.compare_digest(_received(link, PROOF, until), _proof(secret, "listener", numbers, note)):
+    if not hmac.compare_digest(_receive_exactly(link, PROOF, until), _proof(secret, "listener", numbers, note)):
         raise BackendError(f"{where} does not share this secret")
 
 
-def _received(link: socket.socket, size: int, until: float) -> bytes:
+def _receive_exactly(link: socket.socket, size: int, until: float) -> bytes:
     """So many bytes; raises `EOFError` at the end, and `TimeoutError`."""
     raw = bytearray()
     while len(raw) < size:

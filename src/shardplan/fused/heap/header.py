@@ -46,19 +46,19 @@ class HeapPeer(Protocol):
         ...
 
 
-def reached(seen: int, want: int) -> bool:
+def has_reached(seen: int, want: int) -> bool:
     """Return whether a count that wraps at 32 bits is there.
 
-    >>> reached(3, 3), reached(2, 3), reached(-(2**31), 2**31 - 1)
+    >>> has_reached(3, 3), has_reached(2, 3), has_reached(-(2**31), 2**31 - 1)
     (True, False, True)
     """
     return (seen - want) & 0xFFFFFFFF < 1 << 31
 
 
-def wrapped(count: int) -> int:
+def wrap_int32(count: int) -> int:
     """Return a count as an int32.
 
-    >>> wrapped(2**31)
+    >>> wrap_int32(2**31)
     -2147483648
     """
     return (count + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -107,11 +107,11 @@ class HeapHeader:
         all ranks fail, at once.
         """
         for _ in range(PAUSES):
-            if reached(int(word[0]), want):
+            if has_reached(int(word[0]), want):
                 return
         started = time.monotonic()
         look = started + LOOK
-        while not reached(int(word[0]), want):
+        while not has_reached(int(word[0]), want):
             self.check(asking)
             now = time.monotonic()
             if now - started > seconds:
@@ -145,11 +145,11 @@ class HeapHeader:
         for rank, (record, abort) in enumerate(zip(self.record, self.abort, strict=True)):
             if not abort[0]:
                 record[: len(raw)] = raw
-                self._carried(rank, rank, LINE, len(raw))
+                self._push_bytes(rank, rank, LINE, len(raw))
                 abort[0] = 1
-                self._carried(rank, rank, 0, 4)
+                self._push_bytes(rank, rank, 0, 4)
 
-    def ended(self, asking: str, error: BaseException) -> None:
+    def propagate_error(self, asking: str, error: BaseException) -> None:
         """Have all ranks fail by an error of this one, unless it is how this one heard that they do."""
         if not (isinstance(error, ShardplanError) and self.abort[self.rank][0]):
             self.fail(f"{asking}: rank {self.rank} failed: {type(error).__name__}: {error}")
@@ -158,7 +158,7 @@ class HeapHeader:
         """Return what another rank said when it failed."""
         return bytes(self.record[self.rank]).partition(b"\0")[0].decode(errors="replace")
 
-    def _carried(self, to: int, part: int, offset: int, nbytes: int) -> None:
+    def _push_bytes(self, to: int, part: int, offset: int, nbytes: int) -> None:
         if self.push is not None:
             self.push(to, part, offset, nbytes)
 
@@ -167,8 +167,8 @@ class HeapHeader:
         self.check(asking)
         self.count += 1
         for peer in range(self.ranks):
-            self.lines[peer][self.rank][0] = wrapped(self.count)
-            self._carried(peer, peer, LINE + RECORD + LINE * self.rank, 4)
+            self.lines[peer][self.rank][0] = wrap_int32(self.count)
+            self._push_bytes(peer, peer, LINE + RECORD + LINE * self.rank, 4)
         for source in range(self.ranks):
 
             def late(seen: int, source: int = source) -> str:
@@ -191,7 +191,7 @@ class HeapHeader:
         mine[4 : 4 + len(note)] = np.frombuffer(note, np.uint8)
         mine[:4].view(np.int32)[0] = len(note)
         for peer in range(self.ranks):
-            self._carried(peer, self.rank, LINE + RECORD + LINE * self.ranks + turn * NOTE, 4 + len(note))
+            self._push_bytes(peer, self.rank, LINE + RECORD + LINE * self.ranks + turn * NOTE, 4 + len(note))
         self.barrier(seconds, asking)
         return [bytes(part[turn][4 : 4 + int(part[turn][:4].view(np.int32)[0])]) for part in self.notes]
 
@@ -238,7 +238,7 @@ class HeapHeader:
         """Send the own word to ranks elsewhere: the lower half, unless they have it, and then the upper one."""
         for peer in range(self.ranks):
             for half in (1,) if known else (0, 1):
-                self._carried(peer, self.rank, self.place + 8 * turn + 4 * half, 4)
+                self._push_bytes(peer, self.rank, self.place + 8 * turn + 4 * half, 4)
 
     def _wait_said(self, turn: int, seconds: float, asking: str) -> None:
         """Return once all ranks have said what they call; raises as `wait`."""

@@ -163,7 +163,7 @@ class NetSegment:
         self.peers[number] = NetPeer(0, number, link)
         return self.parts[-1]
 
-    def met(self, tokens: Sequence[str], peers: Sequence[Peer]) -> list[Peer | NetPeer]:
+    def accept_peers(self, tokens: Sequence[str], peers: Sequence[Peer]) -> list[Peer | NetPeer]:
         """All have opened all: take the connections of the others, begin to carry, and return who they are."""
         numbers = {note_of(token): number for number, token in enumerate(tokens)}
         incoming: dict[int, _Incoming] = {}
@@ -278,9 +278,9 @@ class NetSegment:
             return
         one.raw += more
         while (message := one.message()) is not None:
-            self._stored(one, *message)
+            self._store_message(one, *message)
 
-    def _stored(self, one: _Incoming, head: tuple[int, int, int, int, int], body: bytes) -> None:
+    def _store_message(self, one: _Incoming, head: tuple[int, int, int, int, int], body: bytes) -> None:
         """Store a message; of words all bytes at once."""
         part, offset, runs, length, between = head
         peer = self.peers[one.peer]

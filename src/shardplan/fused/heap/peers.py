@@ -16,7 +16,7 @@ class Peer(NamedTuple):
     @classmethod
     def me(cls) -> Peer:
         """Return this process."""
-        return cls(os.getpid(), _started(os.getpid()) or 0)
+        return cls(os.getpid(), _process_start(os.getpid()) or 0)
 
     def alive(self) -> bool:
         """Return whether it runs: neither gone, nor dead and not yet collected, nor another one of the same id."""
@@ -28,10 +28,10 @@ class Peer(NamedTuple):
             except PermissionError:
                 return True
             return True
-        return _started(self.pid) == self.started
+        return _process_start(self.pid) == self.started
 
 
-def _started(pid: int) -> int | None:
+def _process_start(pid: int) -> int | None:
     """When a process started, None where it does not run; the fields of proc_pid_stat(5) behind the last bracket."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

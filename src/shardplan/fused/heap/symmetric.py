@@ -159,7 +159,7 @@ class SymmetricHeap:
         mapped = [b""]
         try:
             if segment is not None:
-                memory += _opened(segment, said, asked, name)
+                memory += _open_segments(segment, said, asked, name)
         except (BackendError, OSError) as error:
             wrong = error if isinstance(error, BackendError) else BackendError(f"symmetric heap {name}: {error}")
         finally:
@@ -180,7 +180,7 @@ class SymmetricHeap:
         net = segment if isinstance(segment, NetSegment) else None
         if net is not None:
             try:
-                peers = net.met([f[0] for f in said], [Peer(int(f[1]), int(f[2])) for f in said])
+                peers = net.accept_peers([f[0] for f in said], [Peer(int(f[1]), int(f[2])) for f in said])
             except BackendError:
                 net.close()
                 raise
@@ -322,7 +322,7 @@ class SymmetricHeap:
         self.closed = True
 
 
-def _opened(segment: Segment, said: Sequence[Sequence[str]], asked: str, name: str) -> list[np.ndarray]:
+def _open_segments(segment: Segment, said: Sequence[Sequence[str]], asked: str, name: str) -> list[np.ndarray]:
     """The memory of all ranks, of which each said token, process, its start, and what it asks for."""
     for other, fields in enumerate(said):
         if len(fields) != 4:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
 
 
-def activated(z: torch.Tensor, name: str) -> torch.Tensor:
+def apply_activation(z: torch.Tensor, name: str) -> torch.Tensor:
     """Return the activation of z; `gelu` is the exact one.
 
     Raises `TypingError` where there is none of that name.
@@ -31,7 +31,7 @@ def activated(z: torch.Tensor, name: str) -> torch.Tensor:
             raise TypingError(f"activation {shown(name)}; legal are {', '.join(ACTIVATIONS)}")
 
 
-def deactivated(g: torch.Tensor, z: torch.Tensor, name: str) -> torch.Tensor:
+def activation_gradient(g: torch.Tensor, z: torch.Tensor, name: str) -> torch.Tensor:
     """Return the gradient of z, given that of its activation."""
     torch = optional("torch", "torch")
     match name:

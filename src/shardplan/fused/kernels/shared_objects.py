@@ -41,19 +41,19 @@ def private_folder(path: Path) -> Path:
         each.mkdir(mode=0o700, exist_ok=True)
     found, mine = path.lstat(), os.geteuid()
     if not stat.S_ISDIR(found.st_mode):
-        raise _refused(path, "is a link or no folder", found)
+        raise _folder_error(path, "is a link or no folder", found)
     if found.st_uid != mine or found.st_mode & 0o077:
-        raise _refused(path, "is open to others", found)
+        raise _folder_error(path, "is open to others", found)
     path = path.parent.resolve() / path.name
     for above in path.parents:
         found = above.stat()
         shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
         if shared or found.st_uid not in (0, mine, UNMAPPED):
-            raise _refused(above, f"lies above {line(path)} and is open to others", found)
+            raise _folder_error(above, f"lies above {line(path)} and is open to others", found)
     return path
 
 
-def _refused(path: Path, wrong: str, found: os.stat_result) -> OSError:
+def _folder_error(path: Path, wrong: str, found: os.stat_result) -> OSError:
     kept = f"(owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o})"
     legal = f"legal is a folder of user {os.geteuid()} with mode 0700"
     return OSError(f"{line(path)} {wrong} {kept}; {legal}")

@@ -65,7 +65,8 @@ class LocalKernels(Protocol):
 class Asked:
     """The heap of the group, tiles a destination (0: chosen by size), their order, and the seconds of a wait.
 
-    Ranks must say the same of `backward`, whether autograd would call it here. With `even` ranks have as many rows.
+    Ranks must say the same of `backward`, whether autograd would call it here. With `tile_sizes` ranks have as many
+    rows.
     """
 
     heap: SymmetricHeap
@@ -80,7 +81,7 @@ class Asked:
         """What runs the operators where those of CPUs do not."""
         return self.heap.kernels
 
-    def many(self, rows: int, least: int, most: int = 8) -> int:
+    def tile_count(self, rows: int, least: int, most: int = 8) -> int:
         """Return the tiles of a destination of so many rows: as asked, or of `least` rows each, at most `most`."""
         return self.tiles or max(1, min(most, rows // least))
 
@@ -91,10 +92,10 @@ class Asked:
                 raise TypingError(f"{name}: an operand on {each.device}; legal is {self.heap.device}, as the heap's")
 
 
-def even(n: int, parts: int) -> list[int]:
+def tile_sizes(n: int, parts: int) -> list[int]:
     """Return the sizes of parts by the tiling rule.
 
-    >>> even(7, 3), even(1, 3)
+    >>> tile_sizes(7, 3), tile_sizes(1, 3)
     ([3, 3, 1], [1, 0, 0])
     """
     return [stop - start for start, stop in cut(0, n, parts)]

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardplan.errors import TypingError, optional
-from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agreed, check_alike
+from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_call, check_alike
 from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, TileCall, TileStep, WaitStep, instance
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
-from shardplan.fused.operators.asked import Asked, even, splits, starts
+from shardplan.fused.operators.asked import Asked, splits, starts, tile_sizes
 from shardplan.fused.operators.moving import BlockMove
-from shardplan.fused.operators.out import placed, stored
+from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
 
@@ -31,7 +31,7 @@ NAME = "embedding_bag_all_to_all"
 LEAST = 1024  # bags of a tile: smaller ones cost 1.2 to 1.3 times (measured, one core)
 
 
-def _checked(asked: Asked, tables: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, batch: int) -> None:
+def _check_tables(asked: Asked, tables: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, batch: int) -> None:
     if any(t.ndim != 2 or t.shape[1] != dim or t.dtype != dtype for t in tables):
         raise TypingError(f"{NAME}: tables {[list(t.shape) for t in tables]}; legal are [R, {dim}] of one dtype")
     if batch < 0:
@@ -86,7 +86,7 @@ class BagBlocks:
         first = said[0]
         if first["counts"] is not None and first["counts"] != held:
             raise HeapMismatch(f"{NAME}: table_counts {first['counts']}, but ranks hold {held}")
-        batches = first["splits"] or even(first["batch"], len(said))
+        batches = first["splits"] or tile_sizes(first["batch"], len(said))
         dtype = getattr(torch, some[0]["dtype"].removeprefix("torch."))
         return cls(held, batches, some[0]["dim"], dtype, *blocks(held, batches))
 
@@ -129,7 +129,7 @@ class BagOperands:
         heap = asked.heap
         dim, dtype = (tables[0].shape[1], tables[0].dtype) if tables else (None, None)
         if dim is not None and dtype is not None:
-            _checked(asked, tables, dim, dtype, batch)
+            _check_tables(asked, tables, dim, dtype, batch)
         given = splits(f"{NAME}: batch_splits", batch_splits, heap.ranks, batch)
         counts = splits(f"{NAME}: table_counts", table_counts, heap.ranks, None)
         asked.check_devices(NAME, *tables, indices, offsets, weights)
@@ -140,8 +140,8 @@ class BagOperands:
             except TypingError as error:  # of the data, so the other ranks do not see it: told to them
                 heap.header.fail(str(error))
                 raise
-        self.tiles = asked.many(max(1, batch // heap.ranks), LEAST)
-        self.out = placed(NAME, heap, out)
+        self.tiles = asked.tile_count(max(1, batch // heap.ranks), LEAST)
+        self.out = find_out_tensor(NAME, heap, out)
         said = (None if given is None else tuple(given), None if counts is None else tuple(counts))
         asks = (self.tiles, asked.order, None if self.out is None else self.out.offset, asked.backward)
         self.facts: tuple[Hashable, ...] = (len(tables), batch, dim, dtype, *said, *asks)
@@ -172,7 +172,7 @@ def forward(
     def make(said: Sequence[Facts], varying: bool) -> BagsCall:
         return BagsCall.of(asked, BagBlocks.of(said), got.tiles, got.out)
 
-    known = agreed(asked.heap, KIND, got.facts, asked.seconds, make)
+    known = agree_on_call(asked.heap, KIND, got.facts, asked.seconds, make)
     who, made, call = known.blocks, known.made, known.call
     if asked.kernels is not None:
         return asked.kernels.bags(asked, got.call, who.held, who.batches, who.dim, who.dtype)
@@ -194,7 +194,7 @@ def forward(
         return begun
 
     found = made.run(call, put, ahead=ahead if fits and asked.heap.net is None else None)["result"]
-    return stored(NAME, found, out)
+    return result_or_out(NAME, found, out)
 
 
 def _all_at_once(bags: BagCall, steps: Sequence[Any], bag: Sequence[int], strides: tuple[int, int], epoch: int) -> None:
@@ -228,5 +228,5 @@ def backward(
         who = BagBlocks.of(said)
         return BlockMove.of(asked, BACK.op, who.back, who.forward, g.dtype, (who.dim,))
 
-    came = agreed(asked.heap, BACK, (*got.facts, g.dtype), asked.seconds, make).run(asked, g)
+    came = agree_on_call(asked.heap, BACK, (*got.facts, g.dtype), asked.seconds, make).run(asked, g)
     return got.call.gradients(came, weights is not None)

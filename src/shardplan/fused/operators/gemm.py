@@ -12,14 +12,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardplan.errors import TypingError, optional, shown
-from shardplan.fused.calls.agreement import ALL_BACK, SAME, CallKind, Facts, agreed, check_alike
+from shardplan.fused.calls.agreement import ALL_BACK, SAME, CallKind, Facts, agree_on_call, check_alike
 from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.symmetric import SymmetricTensor
-from shardplan.fused.kernels.activation import activated, deactivated
-from shardplan.fused.operators.asked import Asked, even, splits, starts
+from shardplan.fused.kernels.activation import activation_gradient, apply_activation
+from shardplan.fused.operators.asked import Asked, splits, starts, tile_sizes
 from shardplan.fused.operators.moving import BlockMove
-from shardplan.fused.operators.out import placed, stored
+from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockShape
@@ -99,12 +99,12 @@ def blocks_of(said: Sequence[Facts], rank: int) -> GemmBlocks:
     first, ranks = said[0], len(said)
     scatter, columns = first["scatter"], first["N"]
     if scatter == 0:
-        counts = tuple(tuple(each["sends"] or even(each["rows"], ranks)) for each in said)
+        counts = tuple(tuple(each["sends"] or tile_sizes(each["rows"], ranks)) for each in said)
         cols = (columns,) * ranks
     else:
         check_alike(NAME, said, "sends", SAME)
         counts = tuple((each["rows"],) for each in said)
-        cols = tuple(first["sends"] or even(columns, ranks))
+        cols = tuple(first["sends"] or tile_sizes(columns, ranks))
         if first["even"] and any(each["receives"] is None for each in said):
             check_alike(NAME, said, "rows", "as many on every rank, or recv_splits on all")
     for d, each in enumerate(said):
@@ -114,7 +114,7 @@ def blocks_of(said: Sequence[Facts], rank: int) -> GemmBlocks:
     return blocks(counts, cols, scatter, rank)
 
 
-def checked(
+def check_operands(
     asked: Asked,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -155,15 +155,15 @@ def forward(
     `SymmetricTensor` of the heap, the result is there, uncopied, until the next call that writes it. Collective;
     raises `TypingError` where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
-    sent, received = checked(asked, a, b, bias, scatter, send_splits, recv_splits)
-    activated(a[:0], activation)  # an unknown one is refused before anything is sent
-    heap, into = asked.heap, placed(NAME, asked.heap, out)
+    sent, received = check_operands(asked, a, b, bias, scatter, send_splits, recv_splits)
+    apply_activation(a[:0], activation)  # an unknown one is refused before anything is sent
+    heap, into = asked.heap, find_out_tensor(NAME, asked.heap, out)
 
     def make(said: Sequence[Facts], varying: bool) -> GemmCall:
         return GemmCall.of(asked, blocks_of(said, heap.rank), a.dtype, varying, into)
 
     facts = _facts(asked, a, b, scatter, sent, received, None if into is None else into.offset)
-    found = agreed(heap, KIND, facts, asked.seconds, make)
+    found = agree_on_call(heap, KIND, facts, asked.seconds, make)
     who = found.blocks
     if asked.kernels is not None:
         return asked.kernels.gemm(asked, a, b, bias, activation, scatter, who.counts, who.columns, found.varying)
@@ -185,9 +185,9 @@ def forward(
         z = rows @ columns if exact else rows.float() @ columns.float()
         if bias is not None:
             z += bias if scatter == 0 else bias[slice(*who.own[step.to][1])]
-        step.view.copy_(activated(z, activation))
+        step.view.copy_(apply_activation(z, activation))
 
-    return stored(NAME, found.made.run(found.call, put)["result"], out)
+    return result_or_out(NAME, found.made.run(found.call, put)["result"], out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class GemmCall:
         if asked.kernels is not None:
             return cls(who, varying)
         sizes = [box[0][1] - box[0][0] for row in who.forward.boxes for box in row]
-        tiles = asked.many(sum(sizes) // len(sizes), LEAST)
+        tiles = asked.tile_count(sum(sizes) // len(sizes), LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds, out)
         return cls(who, varying, made, made.call(who.forward, {"result": dtype}, varying=varying))
@@ -228,15 +228,15 @@ def backward(
 
     Blocks of g go back; what an activation saw is computed again. Gradients of b and bias are of this rank's rows.
     """
-    sent, received = checked(asked, a, b, bias, scatter, send_splits, recv_splits)
+    sent, received = check_operands(asked, a, b, bias, scatter, send_splits, recv_splits)
 
     def make(said: Sequence[Facts], varying: bool) -> BlockMove:
         who = blocks_of(said, asked.heap.rank)
         return BlockMove.of(asked, BACK.op, who.back, who.forward, g.dtype, varying=varying)
 
     facts = (*_facts(asked, a, b, scatter, sent, received), g.dtype)
-    dz = agreed(asked.heap, BACK, facts, asked.seconds, make).run(asked, g)
+    dz = agree_on_call(asked.heap, BACK, facts, asked.seconds, make).run(asked, g)
     if activation != "none":
         z = a.float() @ b.float() if a.dtype.itemsize < 4 else a @ b
-        dz = deactivated(dz.to(z.dtype), z if bias is None else z + bias, activation).to(a.dtype)
+        dz = activation_gradient(dz.to(z.dtype), z if bias is None else z + bias, activation).to(a.dtype)
     return dz @ b.t(), a.t() @ dz, None if bias is None else dz.sum(0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardplan.errors import TypingError, optional, shown
-from shardplan.fused.calls.agreement import CallKind, Facts, agreed
+from shardplan.fused.calls.agreement import CallKind, Facts, agree_on_call
 from shardplan.fused.calls.instance import (
     SPIN,
     FusedInstance,
@@ -65,7 +65,7 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
         return GemvCall.of(asked, m, columns, one, a.dtype)
 
     facts = (m, columns, 1 if one else 2, asked.tiles, asked.order, a.dtype)
-    known = agreed(heap, KIND, facts, asked.seconds, make)
+    known = agree_on_call(heap, KIND, facts, asked.seconds, make)
     if asked.kernels is not None:
         found = asked.kernels.gemv(asked, a, x[:, None] if x.ndim == 1 else x, 1 if one else 2)
         return found[:, 0] if x.ndim == 1 else found
@@ -126,7 +126,7 @@ class GemvCall:
         if asked.kernels is not None:
             return cls()
         torch = optional("torch", "torch")
-        tiles = 1 if one else asked.many(m // asked.heap.ranks, LEAST)
+        tiles = 1 if one else asked.tile_count(m // asked.heap.ranks, LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles, shots=1 if one else 2)  # type: ignore[arg-type]
         dtypes = {"result": torch.float32} if one else {"partial": torch.float32, "result": dtype}
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def placed(name: str, heap: SymmetricHeap, out: torch.Tensor | None) -> SymmetricTensor | None:
+def find_out_tensor(name: str, heap: SymmetricHeap, out: torch.Tensor | None) -> SymmetricTensor | None:
     """Return the symmetric tensor in which `out` lies, None where none is given; raises `TypingError`."""
     if out is None:
         return None
@@ -24,7 +24,7 @@ def placed(name: str, heap: SymmetricHeap, out: torch.Tensor | None) -> Symmetri
     return found
 
 
-def stored(name: str, found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def result_or_out(name: str, found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Return a copy of a result on the heap, or `out`, in which it lies; raises `TypingError` where that is another."""
     if out is None:
         return found.clone()

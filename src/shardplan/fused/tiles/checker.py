@@ -50,10 +50,10 @@ def check(protocol: TileProtocol, modes: Sequence[TileMode] = ("ranks", "residen
     if not modes or set(modes) - set(get_args(TileMode)):
         raise TileScheduleError(f"tile modes {shown(tuple(modes))}; legal are some of {', '.join(get_args(TileMode))}")
     _counters(protocol)
-    _once(protocol)
+    _check_coverage(protocol)
     for mode in modes:
         _deadlock(protocol, mode)
-    _ordered(protocol, max(modes, key=("virtual", "ranks", "resident").index))
+    _check_order(protocol, max(modes, key=("virtual", "ranks", "resident").index))
 
 
 def _fail(protocol: TileProtocol, text: str) -> TileScheduleError:
@@ -70,7 +70,7 @@ def _counters(protocol: TileProtocol) -> None:
     for rank in range(protocol.ranks):
         for event in protocol.of(rank):
             if isinstance(event, TilePut | TileRead):
-                _known(protocol, rank, event)
+                _check_box(protocol, rank, event)
                 continue
             signals = isinstance(event, TileSignal)
             if signals and not 0 <= event.to < protocol.ranks:
@@ -102,7 +102,7 @@ def _slices(protocol: TileProtocol, rank: int) -> None:
             raise _fail(protocol, f"{text}; legal are multiples")
 
 
-def _known(protocol: TileProtocol, rank: int, event: TilePut | TileRead) -> None:
+def _check_box(protocol: TileProtocol, rank: int, event: TilePut | TileRead) -> None:
     """A put or read is of a buffer, and inside it unless it is empty."""
     buffer = protocol.buffers.get(event.buffer)
     to = event.to if isinstance(event, TilePut) else rank
@@ -125,7 +125,7 @@ def _known(protocol: TileProtocol, rank: int, event: TilePut | TileRead) -> None
 # Exactly once
 
 
-def _once(protocol: TileProtocol) -> None:
+def _check_coverage(protocol: TileProtocol) -> None:
     """The table covers the result without overlap, and puts are its rows."""
     puts: dict[tuple[str, int], list[tuple[TilePut, int]]] = defaultdict(list)
     for rank in range(protocol.ranks):
@@ -190,12 +190,12 @@ def _deadlock(protocol: TileProtocol, mode: TileMode) -> None:
     syncs = threads(protocol, mode).syncs
     run = TileRun(syncs)
     run.go(range(len(syncs)))
-    if stuck := run.stuck():
+    if stuck := run.stuck_threads():
         raise _fail(protocol, f"deadlock with {_SAID[mode]}: {_circle(run, stuck[0])}")
     gets = supply(syncs)
     for wait in (sync for mine in syncs for sync in mine if sync.want is not None):
         if wait.step > gets[wait.counter]:
-            raise _fail(protocol, f"deadlock with {_SAID[mode]}: {_starved(wait, gets[wait.counter])}")
+            raise _fail(protocol, f"deadlock with {_SAID[mode]}: {_describe_starved_wait(wait, gets[wait.counter])}")
 
 
 def _circle(run: TileRun, start: int) -> str:
@@ -205,7 +205,7 @@ def _circle(run: TileRun, start: int) -> str:
         seen.add(thread)
         wait = run.syncs[thread][run.done[thread]]
         said.append(_waits(run, wait))
-        ahead = (t for t in run.stuck() if any(_is_signal(s, wait) for s in run.syncs[t][run.done[t] :]))
+        ahead = (t for t in run.stuck_threads() if any(_is_signal(s, wait) for s in run.syncs[t][run.done[t] :]))
         following = next(ahead, None)
         if following is None:
             return ", which is signalled after ".join(said) + ", which nobody signals any more"
@@ -213,7 +213,7 @@ def _circle(run: TileRun, start: int) -> str:
     return ", which is signalled after ".join([*said, "the first of these"])
 
 
-def _starved(wait: TileSync, gets: int) -> str:
+def _describe_starved_wait(wait: TileSync, gets: int) -> str:
     """The first epoch whose wait asks for more than all epochs up to it give."""
     assert wait.want is not None
     rank, counter = wait.counter
@@ -236,7 +236,7 @@ def _waits(run: TileRun, wait: TileSync) -> str:
 # Races
 
 
-def _ordered(protocol: TileProtocol, mode: TileMode) -> None:
+def _check_order(protocol: TileProtocol, mode: TileMode) -> None:
     """Every read after its puts, every put after the reads of what it overwrites."""
     found = threads(protocol, mode)
     reach = Reach(found.syncs, max((buffer.slots for buffer in protocol.buffers.values()), default=1))
@@ -245,7 +245,7 @@ def _ordered(protocol: TileProtocol, mode: TileMode) -> None:
     def before(first: TileAccess, then: TileAccess, later: int) -> bool:
         if first.thread == then.thread:
             return later > 0 or place[id(first)] < place[id(then)]
-        answer = reach.before(first, then, later)
+        answer = reach.happens_before(first, then, later)
         if answer is None:
             put = first if isinstance(first.event, TilePut) else then
             raise _fail(protocol, f"what orders {_put(put)} lies over {FURTHEST} epochs apart; legal are nearer ones")
@@ -295,15 +295,15 @@ def _read_whole(protocol: TileProtocol, put: TileAccess, boxes: Iterable[TileBox
     """Every put is read in its epoch: one that is not would be ordered with the next by nothing."""
     left = [put.event.box]
     for box in boxes:
-        left = [part for each in left for part in without(each, box)]
+        left = [part for each in left for part in subtract_box(each, box)]
     if left:
         raise _fail(protocol, f"nobody reads all of {_put(put)}")
 
 
-def without(box: TileBox, hole: TileBox) -> Iterator[TileBox]:
+def subtract_box(box: TileBox, hole: TileBox) -> Iterator[TileBox]:
     """Yield boxes that make up a box without another one.
 
-    >>> list(without(((0, 4), (0, 4)), ((1, 2), (0, 2))))
+    >>> list(subtract_box(((0, 4), (0, 4)), ((1, 2), (0, 2))))
     [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (2, 4))]
     """
     if not overlap(box, hole):

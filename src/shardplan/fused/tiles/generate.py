@@ -89,7 +89,7 @@ class _Blocks:
         total = self.slices if self.plan.waits == "consumer" else 1
         return TileWait(self.acked + to, (1 - self.plan.slots) * total, total)
 
-    def whole(self, rank: int, source: int) -> list[TileEvent]:
+    def receive_block(self, rank: int, source: int) -> list[TileEvent]:
         """A source's block has come, is read, and is acknowledged."""
         want = self.slices
         events: list[TileEvent] = [TileWait(source, want, want), TileRead(RESULT, self.shape.boxes[source][rank])]
@@ -107,14 +107,14 @@ class _Blocks:
         plan, lists = self.plan, self.puts()
         if plan.waits == "last_program":
             for rank, programs in enumerate(lists):
-                parts = [self.whole(rank, source) for source in plan.orders[rank]]
+                parts = [self.receive_block(rank, source) for source in plan.orders[rank]]
                 programs[-1] += [e for part in parts for e in part]
             return [lists]
         second = _empty(self.ranks, plan.programs)
         for rank in range(self.ranks):
             sources = plan.orders[rank]
             units: list[Callable[[], list[TileEvent]]] = (
-                [lambda r=rank, s=s: self.whole(r, s) for s in sources]
+                [lambda r=rank, s=s: self.receive_block(r, s) for s in sources]
                 if plan.waits == "second_launch"
                 else [lambda r=rank, s=s, k=k: self.part(r, s, k) for s in sources for k in range(self.slices)]
             )

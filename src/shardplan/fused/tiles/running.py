@@ -194,7 +194,7 @@ class TileRun:
         self.arrived[sync.slice] += 1
         return self.arrived[sync.slice] % sync.of == 0
 
-    def stuck(self) -> list[int]:
+    def stuck_threads(self) -> list[int]:
         """Return the threads that have not ended."""
         return [t for t, end in enumerate(self.ends) if self.done[t] < end]
 
@@ -226,7 +226,7 @@ class Reach:
         self.tables[held, epochs, endless] = table
         return table
 
-    def before(self, first: TileAccess, then: TileAccess, later: int) -> bool | None:
+    def happens_before(self, first: TileAccess, then: TileAccess, later: int) -> bool | None:
         """Return whether `first` comes before `then` so many epochs later, in every interleaving and every epoch.
 
         None where that depends on more than `FURTHEST` epochs ahead.

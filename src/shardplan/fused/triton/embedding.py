@@ -68,13 +68,13 @@ def embedding_prepared(
     options = options or KernelOptions()
     here = range(memory.rank0, memory.rank0 + memory.here)
     batch = sum(batches)
-    _checked(memory, tables, indices, offsets, held, batch, dim, mode, here)
+    _check_bags(memory, tables, indices, offsets, held, batch, dim, mode, here)
     dtype = tables[0].dtype if tables else dtype or torch.float32
     assert dtype is not None
     shape, _ = blocks(held, batches)
     table, bag, many = starts([held[r] for r in here]), starts(batches), sum(held)
-    schedule = options.schedule(memory, embedding_kernel, tiles=tiles, slice=options.sliced(tiles))
-    made = options.made(memory, NAME, schedule, f"{dtype}")
+    schedule = options.schedule(memory, embedding_kernel, tiles=tiles, slice=options.tiles_per_signal(tiles))
+    made = options.kernel_instance(memory, NAME, schedule, f"{dtype}")
 
     def detail(rank: int, program: int, event: TilePut | TileRead) -> Sequence[int] | None:
         (first, end), (left, right) = event.box
@@ -85,7 +85,7 @@ def embedding_prepared(
 
     key = (tuple(held), tuple(batches), dim)
     size = max(1, *batches) * many * dim * dtype.itemsize
-    call = made.known(key, lambda: made.call(embedding_kernel, shape, {"result": size}, detail))
+    call = made.cached_call(key, lambda: made.call(embedding_kernel, shape, {"result": size}, detail))
     where = torch.tensor([t.data_ptr() for t in tables] or [0], dtype=torch.int64, device=memory.device)
     like = torch.zeros(1, dtype=dtype, device=memory.device)
     scale = torch.zeros(1, device=memory.device) if weights is None else weights
@@ -97,7 +97,7 @@ def embedding_prepared(
     return made, call, (like, where, indices, offsets, scale, dim, batch), constants, places
 
 
-def _checked(
+def _check_bags(
     memory: TileMemory,
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,

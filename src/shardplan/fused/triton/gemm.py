@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, optional, shown
-from shardplan.fused.operators.asked import even, splits, starts
+from shardplan.fused.operators.asked import splits, starts, tile_sizes
 from shardplan.fused.tiles.events import TileBox, TilePut, TileRead
 from shardplan.fused.tiles.shapes import BlockShape
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
-from shardplan.fused.triton.memory import TileMemory, interpreted
+from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.options import KernelOptions
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def gemm_blocks(counts: Counts, columns: int, scatter: int, parts: tuple[int, ..
             [(((own[s][d], own[s][d + 1]), whole), ((there[d][s], there[d][s + 1]), whole)) for d in ranks]
             for s in ranks
         ]
-    rows, cols = starts([c[0] for c in counts]), starts(parts or even(columns, len(counts)))
+    rows, cols = starts([c[0] for c in counts]), starts(parts or tile_sizes(columns, len(counts)))
     return [
         [
             (((0, counts[s][0]), (cols[d], cols[d + 1])), ((rows[s], rows[s + 1]), (0, cols[d + 1] - cols[d])))
@@ -96,14 +96,14 @@ def gemm_prepared(
     options = options or KernelOptions()
     held = tuple(tuple(int(n) for n in c) for c in counts)
     cut = None if parts is None else tuple(splits(f"{NAME}: parts", parts, memory.ranks, b.shape[-1]) or ())
-    blocks = _checked(memory, a, b, held, scatter, activation, cut)
+    blocks = _check_gemm(memory, a, b, held, scatter, activation, cut)
     columns, here = b.shape[2], range(memory.rank0, memory.rank0 + memory.here)
     units = [[_units(own, block) for own, _ in row] for row in blocks]
     tiles = max(1, *(rows * cols for each in units for rows, cols in each))
     if varying:
         tiles = 1 << (tiles - 1).bit_length()  # few schedules, and so few counters, whatever data decide
-    schedule = options.schedule(memory, gemm_kernel, tiles=tiles, slice=options.sliced(tiles))
-    made = options.made(memory, NAME, schedule, f"{a.dtype}")
+    schedule = options.schedule(memory, gemm_kernel, tiles=tiles, slice=options.tiles_per_signal(tiles))
+    made = options.kernel_instance(memory, NAME, schedule, f"{a.dtype}")
     first = starts([sum(held[r]) if scatter == 0 else held[r][0] for r in here])
     lengths = [max(there[1][1] for _, there in (row[d] for row in blocks)) for d in range(memory.ranks)]
     heights = [max(row[d][1][0][1] for row in blocks) for d in range(memory.ranks)]
@@ -114,7 +114,7 @@ def gemm_prepared(
         if isinstance(event, TileRead) or unit == end:
             return None
         own, there = blocks[rank][event.to]
-        i, j = swizzled(unit - shape.boxes[rank][event.to][0][0], *units[rank][event.to])
+        i, j = swizzle_tile(unit - shape.boxes[rank][event.to][0][0], *units[rank][event.to])
         m, n = i * block[0], j * block[1]
         base = first[rank - memory.rank0] + own[0][0]
         rows = base + m, min(base + m + block[0], first[rank - memory.rank0] + own[0][1])
@@ -123,11 +123,11 @@ def gemm_prepared(
 
     size = max(h * n for h, n in zip(heights, lengths, strict=True)) * a.dtype.itemsize
     key = (held, scatter, tuple(b.shape), block, cut)
-    call = made.known(key, lambda: made.call(gemm_kernel, shape, {"result": size}, detail, varying), varying)
+    call = made.cached_call(key, lambda: made.call(gemm_kernel, shape, {"result": size}, detail, varying), varying)
     even16 = all(n % 16 == 0 for n in (*lengths, columns, a.shape[1], *(own[1][0] for row in blocks for own, _ in row)))
     constants = {"block_m": block[0], "block_n": block[1], "block_k": block[2], "biased": bias is not None}
     constants |= {"activation": ACTIVATIONS.index(activation), "aligned": even16}
-    constants["upcast"] = interpreted(gemm_kernel) and a.dtype == torch.bfloat16
+    constants["upcast"] = is_interpreted(gemm_kernel) and a.dtype == torch.bfloat16
     constants |= options.launch(memory, gemm_kernel)
     some = torch.zeros(1, dtype=a.dtype, device=a.device) if bias is None else bias
     constants["stamped"] = False
@@ -136,7 +136,7 @@ def gemm_prepared(
     return made, call, ((a, b, some, stamps, a.shape[1], columns), constants, places)
 
 
-def _checked(
+def _check_gemm(
     memory: TileMemory,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -165,10 +165,10 @@ def _units(box: TileBox, block: tuple[int, int, int]) -> tuple[int, int]:
     return -(-(m1 - m0) // block[0]), -(-(n1 - n0) // block[1])
 
 
-def swizzled(unit: int, rows: int, columns: int) -> tuple[int, int]:
+def swizzle_tile(unit: int, rows: int, columns: int) -> tuple[int, int]:
     """Return the row and column of a tile: `GROUP` rows at a time, column after column.
 
-    >>> [swizzled(k, 2, 2) for k in range(4)]
+    >>> [swizzle_tile(k, 2, 2) for k in range(4)]
     [(0, 0), (1, 0), (0, 1), (1, 1)]
     """
     group, rest = divmod(unit, GROUP * columns)

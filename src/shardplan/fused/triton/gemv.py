@@ -11,7 +11,7 @@ from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.shapes import RowShape
 from shardplan.fused.triton.gemv_kernel import gemv_kernel
 from shardplan.fused.triton.launches import KernelCall
-from shardplan.fused.triton.memory import TileMemory, interpreted
+from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.options import KernelOptions
 from shardplan.fused.triton.rows import Detail
 
@@ -55,13 +55,13 @@ def gemv_prepared(
     """Return the instance, the call, the kernel's arguments and constants, and where results come: [here, M, C]."""
     torch = optional("torch", "torch")
     options = options or KernelOptions()
-    _checked(memory, a, x, shots)
+    _check_gemv(memory, a, x, shots)
     height, wide = a[0].shape[0], x[0].shape[1]
     flat = a[0].reshape(-1) if len(a) == 1 else torch.cat([each.reshape(-1) for each in a])
     vectors = torch.cat([each.t().reshape(-1) for each in x])
     depths = [each.shape[1] for each in a]
     operands = list(zip(starts([d * height for d in depths]), starts([d * wide for d in depths]), depths, strict=False))
-    alone = memory.here > 1 and interpreted(gemv_kernel) and shots == 1  # one program a rank sums what has come
+    alone = memory.here > 1 and is_interpreted(gemv_kernel) and shots == 1  # one program a rank sums what has come
     programs = 1 if alone else options.programs
     schedule = options.schedule(
         memory,
@@ -71,7 +71,7 @@ def gemv_prepared(
         shots=shots,
         waits="last_program" if shots == 1 else "owner",
     )
-    made = options.made(memory, NAME, schedule, f"{a[0].dtype}")
+    made = options.kernel_instance(memory, NAME, schedule, f"{a[0].dtype}")
     shape = RowShape(height)
     key = (tuple(depths), height, wide)
 
@@ -85,7 +85,7 @@ def gemv_prepared(
         detail = say(memory, operands[: memory.here], height, wide, schedule.tiles)
         return made.call(gemv_kernel, shape, size, detail)
 
-    call = made.known(key, fresh)
+    call = made.cached_call(key, fresh)
     parts = torch.empty((memory.here, height, wide), dtype=torch.float32, device=memory.device)
     out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
     constants = {"ranks": memory.ranks, "wide": wide, "block_m": block[0], "block_k": block[1]}
@@ -139,7 +139,7 @@ def two_shot(memory: TileMemory, operands: Sequence[Operand], height: int, wide:
     return detail
 
 
-def _checked(memory: TileMemory, a: Sequence[torch.Tensor], x: Sequence[torch.Tensor], shots: int) -> None:
+def _check_gemv(memory: TileMemory, a: Sequence[torch.Tensor], x: Sequence[torch.Tensor], shots: int) -> None:
     if len(a) != memory.here or len(x) != memory.here or shots not in (1, 2):
         said = f"{len(a)} and {len(x)} operands, {shown(shots)} shots"
         raise TypingError(f"{NAME}: {said}; legal are {memory.here} of each, 1 or 2 shots")

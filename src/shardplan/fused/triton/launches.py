@@ -12,8 +12,8 @@ from shardplan.fused.tiles.checker import TileMode, check
 from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import TileShape
-from shardplan.fused.triton.memory import TileMemory, interpreted
-from shardplan.fused.triton.rows import LINE, Detail, TileMissed, TileRows, TileSpot, compiled
+from shardplan.fused.triton.memory import TileMemory, is_interpreted
+from shardplan.fused.triton.rows import LINE, Detail, TileMissed, TileRows, TileSpot, compile_launches
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class FusedKernel:
         memory, schedule = self.memory, self.schedule
         protocol = schedule.protocol(memory.ranks, shape)
         if not (varying and self.proved):
-            check(protocol, self.modes(interpreted(kernel)))
+            check(protocol, self.modes(is_interpreted(kernel)))
             self.proved = True
         if self.flags < 0:
             programs = max(1, protocol.programs)
@@ -90,11 +90,11 @@ class FusedKernel:
 
         ranks = range(memory.rank0, memory.rank0 + memory.here)
         where = self.flags, self.slices, self.state + RECORD
-        launches, missed = compiled(protocol, ranks, self.spots, *where, detail or boxes, memory.device)
+        launches, missed = compile_launches(protocol, ranks, self.spots, *where, detail or boxes, memory.device)
         slots = {name: buffer.slots for name, buffer in protocol.buffers.items()}
         return KernelCall(launches, missed, dict(self.spots), slots)
 
-    def known(self, key: Any, make: Callable[[], KernelCall], varying: bool = False) -> KernelCall:
+    def cached_call(self, key: Any, make: Callable[[], KernelCall], varying: bool = False) -> KernelCall:
         """Return the call under a key, made where there is none; with `varying` it is not kept."""
         found = self.calls.get(key) or make()
         if not varying:
@@ -122,7 +122,7 @@ class FusedKernel:
             )
         if memory.heap is not None:
             memory.heap.header.check(self.op)
-        polls = min(2**31 - 1, int(self.seconds * POLLS[interpreted(kernel)]))
+        polls = min(2**31 - 1, int(self.seconds * POLLS[is_interpreted(kernel)]))
         self.started = time.monotonic()
         found: list[Any] = []
         for rows, begin, programs in call.launches:
@@ -165,7 +165,7 @@ class FusedKernel:
 Kept = dict[Any, Any]
 
 
-def kept(memory: TileMemory, key: Any, make: Callable[[], Any]) -> Any:
+def cache_on_heap(memory: TileMemory, key: Any, make: Callable[[], Any]) -> Any:
     """Return what a heap keeps under a key, made where there is none; virtual memory keeps its own."""
     found: Kept = memory.heap.kept if memory.heap is not None else memory.kept
     if key not in found:

@@ -58,7 +58,7 @@ class TileMemory:
             raw = torch.zeros(nbytes + 2 * ALIGN, dtype=torch.uint8, device=device)
             skip = -raw.data_ptr() % ALIGN
             parts.append(raw[skip : skip + nbytes + ALIGN])
-        return cls(parts, 0, ranks, counted(nbytes + ALIGN))
+        return cls(parts, 0, ranks, bump_allocator(nbytes + ALIGN))
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor on a rank's heap."""
@@ -69,10 +69,10 @@ class TileMemory:
         return self.parts[rank][offset : offset + nbytes].view(dtype).view(tuple(shape))
 
 
-def counted(nbytes: int) -> Callable[[int, str], int]:
+def bump_allocator(nbytes: int) -> Callable[[int, str], int]:
     """Return what reserves bytes one after another, from `ALIGN` on, in heaps of so many.
 
-    >>> alloc = counted(1024)
+    >>> alloc = bump_allocator(1024)
     >>> alloc(10, "a"), alloc(500, "b")
     (256, 512)
     """
@@ -88,6 +88,6 @@ def counted(nbytes: int) -> Callable[[int, str], int]:
     return alloc
 
 
-def interpreted(kernel: Any) -> bool:
+def is_interpreted(kernel: Any) -> bool:
     """Return whether Triton's interpreter runs a kernel, because TRITON_INTERPRET was set when it was imported."""
     return "Interpret" in type(kernel).__name__

@@ -44,8 +44,8 @@ def move(
         tuple(tuple((rows, (a * wide, b * wide)) for rows, (a, b) in row) for row in shape.boxes),
     )
     tiles = options.programs  # of a destination: one a program
-    schedule = options.schedule(memory, move_kernel, tiles=tiles, slice=options.sliced(tiles))
-    made = options.made(memory, op, schedule, f"{g.dtype}")
+    schedule = options.schedule(memory, move_kernel, tiles=tiles, slice=options.tiles_per_signal(tiles))
+    made = options.kernel_instance(memory, op, schedule, f"{g.dtype}")
     key = (shape, tuple(boxes), tuple(g.shape))
 
     def detail(rank: int, program: int, event: TilePut | TileRead) -> Sequence[int] | None:
@@ -57,7 +57,7 @@ def move(
         return first, end, left, right, flat.extents[event.to][1], row + ahead, column * wide
 
     size = max(rows * columns for rows, columns in flat.extents) * g.dtype.itemsize
-    call = made.known(key, lambda: made.call(move_kernel, flat, {"result": size}, detail, varying), varying)
+    call = made.cached_call(key, lambda: made.call(move_kernel, flat, {"result": size}, detail, varying), varying)
     length = g.shape[1] * wide
     edges = [length, *(columns for _, columns in flat.extents), *(a * wide for _, (a, _) in boxes)]
     edges += [n for _, columns in flat.boxes[memory.rank0] for n in columns]

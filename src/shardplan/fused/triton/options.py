@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.triton.launches import FusedKernel, kept
-from shardplan.fused.triton.memory import TileMemory, interpreted
+from shardplan.fused.triton.launches import FusedKernel, cache_on_heap
+from shardplan.fused.triton.memory import TileMemory, is_interpreted
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class KernelOptions:
     warps: int = 4
     stages: int = 3
 
-    def sliced(self, tiles: int) -> int:
+    def tiles_per_signal(self, tiles: int) -> int:
         """Return how many of a destination's tiles signal together.
 
         >>> KernelOptions(slice=4).sliced(3), KernelOptions(signals=2).sliced(5)
@@ -39,20 +39,20 @@ class KernelOptions:
 
         Virtual ranks in the interpreter are one sequence of programs, so that only a second launch may wait.
         """
-        if memory.here > 1 and interpreted(kernel):
+        if memory.here > 1 and is_interpreted(kernel):
             fields["waits"] = "second_launch"
         all_fields: dict[str, Any] = {"order": self.order, "programs": self.programs} | fields
         return TileSchedule(**all_fields)
 
-    def made(self, memory: TileMemory, op: str, schedule: TileSchedule, kind: str) -> FusedKernel:
+    def kernel_instance(self, memory: TileMemory, op: str, schedule: TileSchedule, kind: str) -> FusedKernel:
         """Return the operator's instance on this memory, new where there is none."""
-        found = kept(memory, f"triton {op} {schedule} {kind}", lambda: FusedKernel(memory, op, schedule))
+        found = cache_on_heap(memory, f"triton {op} {schedule} {kind}", lambda: FusedKernel(memory, op, schedule))
         found.seconds = self.seconds
         return found
 
     def launch(self, memory: TileMemory, kernel: Any) -> dict[str, Any]:
         """Return Triton's own options: of ranks in one launch on a GPU all programs must run at once."""
-        if interpreted(kernel):
+        if is_interpreted(kernel):
             return {}
         more = {"launch_cooperative_grid": True} if memory.here > 1 else {}
         return {"num_warps": self.warps, "num_stages": self.stages, **more}

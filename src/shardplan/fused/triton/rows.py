@@ -55,7 +55,7 @@ class TileRows(NamedTuple):
     programs: int
 
 
-def compiled(
+def compile_launches(
     protocol: TileProtocol,
     ranks: Sequence[int],
     spots: Mapping[str, TileSpot],

@@ -17,7 +17,7 @@ from shardplan.fused.triton.embedding import embedding_bag_all_to_all
 from shardplan.fused.triton.gemm import gemm_all_to_all
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.gemv import gemv_all_reduce
-from shardplan.fused.triton.memory import TileMemory, interpreted
+from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.move import move
 from shardplan.fused.triton.options import KernelOptions
 
@@ -39,8 +39,8 @@ class TritonKernels:
     def __init__(self, heap: SymmetricHeap) -> None:
         """Stand on a heap; raises `BackendError` for one between nodes, or where the interpreter does not fit it."""
         self.heap, self.memory = heap, TileMemory.of(heap)
-        if interpreted(gemm_kernel) != (heap.device == "cpu"):
-            text = "set, which interprets them" if interpreted(gemm_kernel) else "not set"
+        if is_interpreted(gemm_kernel) != (heap.device == "cpu"):
+            text = "set, which interprets them" if is_interpreted(gemm_kernel) else "not set"
             legal = "memory of CPUs with it, set before the first import, of GPUs without"
             said = f"symmetric heap {heap.name}: kernels of Triton on {heap.device}, TRITON_INTERPRET is {text}"
             raise BackendError(f"{said}; legal is {legal}")
@@ -54,7 +54,7 @@ class TritonKernels:
         return KernelOptions(self.programs, asked.order, signals=asked.tiles, seconds=asked.seconds)
 
     @contextmanager
-    def _told(self, op: str) -> Generator[None]:
+    def _propagate_errors(self, op: str) -> Generator[None]:
         """What fails here the others hear."""
         if self.heap.tally is not None:
             raise BackendError(f"{op}: counted with kernels of Triton; legal is a heap that kernels of CPUs serve")
@@ -63,7 +63,7 @@ class TritonKernels:
         try:
             yield
         except BaseException as error:
-            self.heap.header.ended(op, error)
+            self.heap.header.propagate_error(op, error)
             raise
 
     def gemm(
@@ -81,14 +81,14 @@ class TritonKernels:
         """Return the result of `gemm_all_to_all`; a destination is signalled `asked.tiles` times, of 0 at each tile."""
         parts = columns if scatter else None
         given = (counts, scatter, activation, self.block, self._options(asked), parts, varying)
-        with self._told("gemm_all_to_all"):
+        with self._propagate_errors("gemm_all_to_all"):
             mine = None if bias is None else bias.contiguous()
             return gemm_all_to_all(self.memory, a.contiguous(), b.contiguous()[None], mine, *given)[0]
 
     def gemv(self, asked: Asked, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
         """Return the result of `gemv_all_reduce`, [M, C]."""
         options = replace(self._options(asked), signals=0)
-        with self._told("gemv_all_reduce"):
+        with self._propagate_errors("gemv_all_reduce"):
             return gemv_all_reduce(self.memory, [a.contiguous()], [x], shots, self.vector, asked.tiles, options)[0]
 
     def bags(
@@ -104,7 +104,7 @@ class TritonKernels:
         options = replace(self._options(asked), signals=asked.tiles or 1)
         operands = (call.tables, call.indices, call.offsets, call.weights)
         given = (held, batches, dim, call.mode, max(self.programs, asked.tiles), 16, options, dtype)
-        with self._told("embedding_bag_all_to_all"):
+        with self._propagate_errors("embedding_bag_all_to_all"):
             return embedding_bag_all_to_all(self.memory, *operands, *given)[0]
 
     def move(
@@ -112,5 +112,5 @@ class TritonKernels:
     ) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         options = replace(self._options(asked), signals=1)
-        with self._told(op):
+        with self._propagate_errors(op):
             return move(self.memory, op, shape, g, boxes, options, varying=varying)

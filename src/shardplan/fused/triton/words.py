@@ -76,7 +76,7 @@ def stamp(where, on: tl.constexpr):
 
 
 @triton.jit
-def short(seen, want):
+def is_count_below(seen, want):
     """Return whether a count that wraps at 32 bits is below what is wanted, int64 that does not."""
     return ((seen.to(tl.int64) - want) & 0xFFFFFFFF) >= 0x80000000
 
@@ -89,7 +89,7 @@ def wait(count, want, polls, failed):
     """
     seen = tl.atomic_add(count, 0, sem="acquire", scope="sys")
     n = 0
-    while short(seen, want) & (n < polls):
+    while is_count_below(seen, want) & (n < polls):
         seen = tl.atomic_add(count, 0, sem="acquire", scope="sys")
         n += 1
         if n % LOOK == 0:
@@ -127,7 +127,7 @@ def turn(table, row, state, rank, epoch, polls):
         count = word(table, rank, tl.load(row + 2))
         want = tl.load(row + 3) + tl.load(row + 4) * epoch
         seen = wait(count, want, polls, word(table, rank, 0))
-        if short(seen, want):
+        if is_count_below(seen, want):
             ok = 0
             _note(word(table, rank, state), tl.load(row + 7), seen)
     else:

@@ -11,7 +11,7 @@ from shardplan.core.dtypes import itemsize
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.regions import RefitRegions
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def whole_of(weights: Weights) -> Weights:
         return weights
     axes = {axis for _, found in weights.table.meshes for axis in found}
     given = {name: value for name, value in weights.given if isinstance(value, int) and name not in axes}
-    return made(weights.table, dict(weights.config), {**given, **dict.fromkeys(axes, 1)}, None, weights.dtype)
+    return make_weights(weights.table, dict(weights.config), {**given, **dict.fromkeys(axes, 1)}, None, weights.dtype)
 
 
 def held_boxes(weights: Weights) -> dict[int, list[ShardBox]]:
@@ -58,13 +58,13 @@ def held_boxes(weights: Weights) -> dict[int, list[ShardBox]]:
     waiting: list[tuple[int, int, str, tuple[int, ...], str]] = []
     for rank in weights.devices:
         every = plan.regions(rank)
-        found = every.where(every.target == rank)
-        found = found.where(np.argsort(found.target_parameter, kind="stable"))
+        found = every.select_regions(every.target == rank)
+        found = found.select_regions(np.argsort(found.target_parameter, kind="stable"))
         ends = np.searchsorted(found.target_parameter, np.arange(len(weights.parameters(rank)) + 1))
         for number, (name, shape, dtype) in enumerate(weights.parameters(rank)):
             if not math.prod(shape):
                 continue
-            mine = found.where(np.arange(ends[number], ends[number + 1]))
+            mine = found.select_regions(np.arange(ends[number], ends[number + 1]))
             if not len(mine):
                 waiting.append((rank, number, name, shape, dtype))
                 continue
@@ -75,15 +75,17 @@ def held_boxes(weights: Weights) -> dict[int, list[ShardBox]]:
                     f"form = 'distributed' for {weights.table.name or 'the table'}: {name} of rank {rank} is no box of "
                     f"{own}; legal are devices and ranks, or a table whose cuts are the last thing done to a dim"
                 )
-            _hold(holders, rank, ShardBox(number, own, shape, dtype, shapes[own], at, _within(shape, shapes[own], at)))
+            _hold(
+                holders, rank, ShardBox(number, own, shape, dtype, shapes[own], at, _clip_shape(shape, shapes[own], at))
+            )
             reach[own] = max(reach[own], at[0] + shape[0] if at else 0)
     for rank, number, name, shape, dtype in waiting:
         at = (reach.get(name, 0), *(0 for _ in shape[1:]))
         if name in shapes and at[0] < shapes[name][0]:
-            box = ShardBox(number, name, shape, dtype, shapes[name], at, _within(shape, shapes[name], at))
+            box = ShardBox(number, name, shape, dtype, shapes[name], at, _clip_shape(shape, shapes[name], at))
             _hold(holders, rank, box)
             reach[name] += shape[0]
-    return _written(weights, shapes, holders)
+    return _assign_writers(weights, shapes, holders)
 
 
 def _hold(
@@ -93,7 +95,7 @@ def _hold(
         holders.setdefault((box.name, box.offsets, box.sizes), []).append((rank, box))
 
 
-def _within(shape: tuple[int, ...], whole: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]:
+def _clip_shape(shape: tuple[int, ...], whole: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(min(n, w - o), 0) for n, w, o in zip(shape, whole, at, strict=True))
 
 
@@ -117,7 +119,7 @@ def _offsets(found: RefitRegions, shape: tuple[int, ...], whole: tuple[int, ...]
     return tuple(int(d[0]) for d in apart) if all(len(d) == 1 and d[0] >= 0 for d in apart) else None
 
 
-def _written(
+def _assign_writers(
     weights: Weights,
     shapes: dict[str, tuple[int, ...]],
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, ShardBox]]],

@@ -51,7 +51,7 @@ class CheckpointDifference:
     def __str__(self) -> str:
         """Return one line."""
         head = f"{place_text(self.place)}: " if self.place is not None else ""
-        return f"{head}{_said(self.rank, self.name, self.index, self.value)}; " + _said(
+        return f"{head}{_describe_element(self.rank, self.name, self.index, self.value)}; " + _describe_element(
             self.other_rank, self.other_name, self.other_index, self.other_value
         )
 
@@ -70,7 +70,7 @@ class CheckpointsCompared:
         return self.difference is None
 
 
-def _said(rank: int, name: str, index: tuple[int, ...] | None, value: str) -> str:
+def _describe_element(rank: int, name: str, index: tuple[int, ...] | None, value: str) -> str:
     at = "" if index is None else f"[{', '.join(map(str, index))}]"
     return f"rank {rank} {name}{at} {'=' if index is not None else 'is'} {value}"
 
@@ -123,21 +123,21 @@ def diff(
             b, a, weights=other, other=weights, rank=rank, memory_limit=limit, ignore=ignored, drop=drop, differ=differ,
             compare_replicas=compare_replicas, progress=progress,
         )  # fmt: skip
-        return CheckpointsCompared(found.parameters, found.elements, _turned(found.difference))
+        return CheckpointsCompared(found.parameters, found.elements, _swap_sides(found.difference))
     if all(live):
         raise LayoutError("diff of two live models; legal is a checkpoint on one side, or both")
     if rank is not None and not live[0]:
         raise LayoutError(f"rank = {shown(rank)} with two checkpoints; legal with a live model")
-    second = _known(Path(b), other)
+    second = _resolve_weights(Path(b), other)
     if live[0]:
         first, own = live_rank(weights, rank)
         with open_checkpoint(b, _devices(second), ignored) as theirs:
-            second = theirs.side(second or _as(first, theirs) or _whole(theirs, b))
+            second = theirs.side(second or _as(first, theirs) or _unsharded_weights(theirs, b))
             theirs.check(second, ignored)
             plan, mine = _plan(second, first, patterns, differ), live_side(a, first, own)
             copies = compare_replicas and own == first.devices[0]  # one of the live ranks looks at the other side's
-            return _compared(plan, mine, theirs, (own,), limit, copies, progress)
-    first = _known(Path(a), weights)
+            return _compare_checkpoints(plan, mine, theirs, (own,), limit, copies, progress)
+    first = _resolve_weights(Path(a), weights)
     with (
         open_checkpoint(a, _devices(first), ignored) as mine,
         open_checkpoint(b, _devices(second), ignored) as theirs,
@@ -145,12 +145,15 @@ def diff(
         if first is None and second is None and (apart := _names_differ(mine, theirs)) is not None:
             return CheckpointsCompared(0, 0, apart)
         # one that says nothing is stored as the other, where that is of whole tensors
-        first, second = first or _as(second, mine) or _whole(mine, a), second or _as(first, theirs) or _whole(theirs, b)
+        first, second = (
+            first or _as(second, mine) or _unsharded_weights(mine, a),
+            second or _as(first, theirs) or _unsharded_weights(theirs, b),
+        )
         first, second = mine.side(first), theirs.side(second)
         mine.check(first, ignored)
         theirs.check(second, ignored)
         plan = _plan(second, first, patterns, differ)
-        return _compared(plan, mine, theirs, first.devices, limit, compare_replicas, progress)
+        return _compare_checkpoints(plan, mine, theirs, first.devices, limit, compare_replicas, progress)
 
 
 def _plan(theirs: Weights, mine: Weights, patterns: tuple[str, ...], differ: str | Iterable[str]) -> RefitPlan:
@@ -167,7 +170,7 @@ def _plan(theirs: Weights, mine: Weights, patterns: tuple[str, ...], differ: str
     return refit(theirs, mine, only=[t for t in mine.tensors if t not in chosen], differ=differ)
 
 
-def _turned(found: CheckpointDifference | None) -> CheckpointDifference | None:
+def _swap_sides(found: CheckpointDifference | None) -> CheckpointDifference | None:
     """Return a difference as the other side sees it."""
     if found is None:
         return None
@@ -180,7 +183,7 @@ def _devices(weights: Weights | None) -> int:
     return 1 if weights is None else len(weights.devices)
 
 
-def _known(path: Path, weights: Weights | None) -> Weights | None:
+def _resolve_weights(path: Path, weights: Weights | None) -> Weights | None:
     return recorded_weights(path) if weights is None else weights
 
 
@@ -188,17 +191,17 @@ def _as(weights: Weights | None, held: OpenCheckpoint) -> Weights | None:
     return weights if weights is not None and len(weights.devices) == len(held.places) == 1 else None
 
 
-def _whole(held: OpenCheckpoint, path: str | Path) -> Weights:
+def _unsharded_weights(held: OpenCheckpoint, path: str | Path) -> Weights:
     if len(held.places) > 1:
         raise LayoutError(f"{line(path)} is sharded ({held.form}) and says not how; legal is to say its table")
-    return layout_weights(None, {name: (tuple(t.shape), t.dtype_name) for name, t in held.first.items()})
+    return layout_weights(None, {name: (tuple(t.shape), t.dtype_name) for name, t in held.first_tensors.items()})
 
 
 def _names_differ(mine: OpenCheckpoint, theirs: OpenCheckpoint) -> CheckpointDifference | None:
     """Return the first name that only one has, or whose shape or dtype differs."""
     if len(mine.places) > 1 or len(theirs.places) > 1:
         return None
-    a, b = mine.first, theirs.first
+    a, b = mine.first_tensors, theirs.first_tensors
     for name in sorted({*a, *b}):
         said = [f"{t.dtype_name}{list(t.shape)}" if (t := x.get(name)) is not None else "absent" for x in (a, b)]
         if said[0] != said[1]:
@@ -206,7 +209,7 @@ def _names_differ(mine: OpenCheckpoint, theirs: OpenCheckpoint) -> CheckpointDif
     return None
 
 
-def _compared(
+def _compare_checkpoints(
     plan: RefitPlan,
     mine: OpenCheckpoint,
     theirs: OpenCheckpoint,
@@ -232,7 +235,7 @@ def _compared(
     for rank in ranks:
         legal = plan.target.parameters(rank)
         every = plan.regions(rank)
-        pieces = PiecesOf(every.where(every.target == rank))
+        pieces = PiecesOf(every.select_regions(every.target == rank))
         sizes = [(k, int(np.prod(s, dtype=np.int64)), numpy_dtype(d).itemsize) for k, (_, s, d) in enumerate(legal)]
         for parts, used in windows(sizes, size):
             for part in parts:
@@ -241,9 +244,9 @@ def _compared(
                 width = numpy_dtype(dtype).itemsize
                 span = slice(part.at, part.at + (part.hi - part.lo) * width)
                 mine.tensor(plan.target.place(rank), name).read_into(memoryview(ours[span]), part.lo)  # pyright: ignore
-                if (at := _first(ours[span], other[span], width, pieces, part)) is not None:
+                if (at := _first_difference(ours[span], other[span], width, pieces, part)) is not None:
                     values = [str(x[span].view(numpy_dtype(dtype))[at - part.lo]) for x in (ours, other)]
-                    where = _where(plan, pieces, part, at)
+                    where = _locate_element(plan, pieces, part, at)
                     index = tuple(int(i) for i in np.unravel_index(at, shape)) if shape else ()
                     place = logical_place(plan.target, rank, part.parameter, at)
                     found = CheckpointDifference(rank, name, index, values[0], *where, values[1], place)
@@ -256,20 +259,22 @@ def _compared(
     return CheckpointsCompared(parameters, elements, None)
 
 
-def _first(ours: np.ndarray, other: np.ndarray, width: int, pieces: PiecesOf, part: WindowPart) -> int | None:
+def _first_difference(
+    ours: np.ndarray, other: np.ndarray, width: int, pieces: PiecesOf, part: WindowPart
+) -> int | None:
     """Return the first element, of the parameter, whose bytes differ; what is padding is not compared."""
     if np.array_equal(ours, other):
         return None
     apart = (ours.reshape(-1, width) != other.reshape(-1, width)).any(axis=1)
     for k in np.flatnonzero(apart).tolist():
-        if any(True for _ in pieces.within(WindowPart(part.parameter, part.lo + k, part.lo + k + 1, 0))):
+        if any(True for _ in pieces.pieces_within(WindowPart(part.parameter, part.lo + k, part.lo + k + 1, 0))):
             return part.lo + k
     return None
 
 
-def _where(plan: RefitPlan, pieces: PiecesOf, part: WindowPart, at: int) -> tuple[int, str, tuple[int, ...]]:
+def _locate_element(plan: RefitPlan, pieces: PiecesOf, part: WindowPart, at: int) -> tuple[int, str, tuple[int, ...]]:
     """Return rank, name and index at the other side of an element."""
-    k, _, _, _, s_at, _ = next(pieces.within(WindowPart(part.parameter, at, at + 1, 0)))
+    k, _, _, _, s_at, _ = next(pieces.pieces_within(WindowPart(part.parameter, at, at + 1, 0)))
     rank = int(pieces.regions.source[k])
     name = names_of(plan.source, rank)[int(pieces.regions.source_parameter[k])]
     shape: Any = plan.source.shape(name, rank)

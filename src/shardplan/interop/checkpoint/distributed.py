@@ -24,7 +24,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import LayoutError, ParseError, line, optional, shown
 from shardplan.interop.checkpoint.folders import ADMITTED, SavedPlace, saved_tensors
-from shardplan.interop.checkpoint.pickled import PickledCall, pickled
+from shardplan.interop.checkpoint.pickled import PickledCall, read_pickle
 
 # zipfile has no error of its own for much of what can be wrong with an archive
 _UNSAID = OSError, ValueError, RuntimeError, EOFError, OverflowError, struct.error, zlib.error, zipfile.BadZipFile
@@ -63,7 +63,11 @@ class DistributedTensor:
         self._name, self._shape, self._dtype = name, shape, dtype_name
         self.chunks = sorted(chunks, key=lambda c: c.offsets)
         total = sum(math.prod(c.sizes) for c in chunks)
-        if total != math.prod(shape) or not all(_inside(c, shape) for c in chunks) or _overlap(self.chunks, name):
+        if (
+            total != math.prod(shape)
+            or not all(_is_within_shape(c, shape) for c in chunks)
+            or _overlap(self.chunks, name)
+        ):
             raise ParseError(
                 f"tensor {name!r} of shape {shape} has chunks of {total} elements that do not cover it once; legal are "
                 "chunks that do"
@@ -90,11 +94,11 @@ class DistributedTensor:
         out = np.frombuffer(target, dtype=np.uint8)
         stop = start + len(target) // width
         for chunk in self.chunks:
-            for at, own, count in _shared(self.shape, chunk, start, stop):
+            for at, own, count in _overlap_runs(self.shape, chunk, start, stop):
                 _pread(chunk.path, out[(at - start) * width : (at - start + count) * width], chunk.begin + own * width)
 
 
-def _inside(chunk: DistributedChunk, shape: tuple[int, ...]) -> bool:
+def _is_within_shape(chunk: DistributedChunk, shape: tuple[int, ...]) -> bool:
     ends = zip(chunk.offsets, chunk.sizes, shape, strict=False)
     return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(o + n <= whole for o, n, whole in ends)
 
@@ -122,7 +126,7 @@ def _overlap(chunks: list[DistributedChunk], name: str) -> bool:
     return False
 
 
-def _shared(shape: tuple[int, ...], chunk: DistributedChunk, start: int, stop: int) -> list[tuple[int, int, int]]:
+def _overlap_runs(shape: tuple[int, ...], chunk: DistributedChunk, start: int, stop: int) -> list[tuple[int, int, int]]:
     """Return what a chunk has of the flat interval: flat start, start within the chunk, elements."""
     split = len(shape)  # dims from here on are whole in the chunk, so that it is contiguous from one before
     while split and chunk.sizes[split - 1] == shape[split - 1]:
@@ -265,7 +269,7 @@ def _contiguous(archive: zipfile.ZipFile, sizes: tuple[int, ...], where: str) ->
         said = 0 if entry is None else entry.file_size
         raise ParseError(f"{where} says {said} bytes of its tensor; legal is one tensor")
     try:
-        said = pickled(archive.read(entry), _OF_ARCHIVES, persistent=True)
+        said = read_pickle(archive.read(entry), _OF_ARCHIVES, persistent=True)
     except ParseError as error:
         raise ParseError(f"{where}: {line(error)}") from None
     while isinstance(said, PickledCall) and (said.of.module, said.of.name) in _WRAPPED and said.arguments:

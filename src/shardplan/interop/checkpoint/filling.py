@@ -78,7 +78,7 @@ def fill_part(
 ) -> None:
     """Fill a part of a parameter within a buffer; padding is zero."""
     into = buffer[part.at : part.at + (part.hi - part.lo) * dtype.itemsize].view(dtype)
-    mine = list(pieces.within(part))
+    mine = list(pieces.pieces_within(part))
     if sum(int(np.prod(sizes)) for _, sizes, *_ in mine) < part.hi - part.lo:
         into[...] = 0
     r = pieces.regions

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ParseError, line, optional, shown
-from shardplan.interop.checkpoint.pickled import PickledCall, PickledName, PickledRows, pickled
+from shardplan.interop.checkpoint.pickled import PickledCall, PickledName, PickledRows, read_pickle
 
 METADATA = ".metadata"
 MOST_BYTES = 2**30  # some six million chunks
@@ -72,16 +72,16 @@ def saved_tensors(folder: Path) -> Saved:
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
             raise ParseError(f"it has {size} bytes; legal are {MOST_BYTES}")
-        said = pickled(path.read_bytes(), ADMITTED)
+        said = read_pickle(path.read_bytes(), ADMITTED)
     except (OSError, ParseError) as error:
         raise ParseError(f"{line(path)}: {line(error)}") from None
     try:
-        return _saved(said)
+        return _parse_metadata(said)
     except ParseError as error:
         raise ParseError(f"{line(path)} has {line(error)}; legal is what torch writes there") from None
 
 
-def _saved(said: Any) -> Saved:
+def _parse_metadata(said: Any) -> Saved:
     top = _fields(said, (_OF, "Metadata"))
     tensors: dict[str, SavedTensor] = {}
     for name, found in _rows(top.get("state_dict_metadata")):
@@ -105,7 +105,7 @@ def _saved(said: Any) -> Saved:
         if not isinstance(file, str) or not isinstance(fqn, str):
             raise ParseError(f"no file for {shown(fqn) if isinstance(fqn, str) else 'a tensor without a name'}")
         done = tuple(t for t in transforms if isinstance(t, str)) if isinstance(transforms, list | tuple) else ()
-        place = SavedPlace(file, _whole(info.get("offset")), _whole(info.get("length")), done)
+        place = SavedPlace(file, _parse_size(info.get("offset")), _parse_size(info.get("length")), done)
         places[fqn, () if offset is None else _sizes(offset)] = place
     return tensors, places
 
@@ -134,7 +134,7 @@ def _rows(value: Any, texts: bool = True) -> Iterator[tuple[Any, Any]]:
         yield key, found
 
 
-def _whole(value: Any) -> int:
+def _parse_size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
         raise ParseError(f"a size or a place of {shown(value) if type(value) is int else type(value).__name__}")
     return value
@@ -146,7 +146,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
         (value,) = value.arguments
     if not isinstance(value, tuple | list):
         raise ParseError(f"a {type(value).__name__} where a torch.Size must be")
-    return tuple(map(_whole, value))
+    return tuple(map(_parse_size, value))
 
 
 def metadata_bytes(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardplan.movement.weights.reference import converted
+from shardplan.movement.weights.reference import convert_values
 
 READ, COPY = 1 / 6e9, 1 / 6e9  # seconds a byte, of a core that reads cached pages, and that copies
 CALL = 3e-6  # seconds of a read, beside its bytes
@@ -69,7 +69,7 @@ class WindowGather:
         levels = sorted(
             ((n, s, t) for n, s, t in zip(sizes, *strides, strict=True) if n > 1), key=lambda x: (-x[1], -x[2])
         )
-        self._fill(into, tensor, _joined(levels), at, plus)
+        self._fill(into, tensor, _merge_levels(levels), at, plus)
 
     def _fill(
         self, into: np.ndarray, tensor: StoredTensor, levels: list[tuple[int, int, int]], at: tuple[int, int], plus: int
@@ -118,7 +118,7 @@ class WindowGather:
             wide_values, wide_place = _widest(values, place)
             wide_place[...] = wide_values
         else:
-            place[...] = converted(values, into.dtype, plus)
+            place[...] = convert_values(values, into.dtype, plus)
 
     def read(self, tensor: StoredTensor, target: memoryview, start: int) -> None:
         """Read, and count."""
@@ -126,7 +126,7 @@ class WindowGather:
         tensor.read_into(target, start)
 
 
-def _joined(levels: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _merge_levels(levels: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Join levels where one goes on where the next ends, at both ends."""
     out: list[tuple[int, int, int]] = []
     for count, s, t in levels:

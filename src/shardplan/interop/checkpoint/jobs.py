@@ -15,7 +15,7 @@ from shardplan.core.dtypes import itemsize
 from shardplan.errors import Infeasible
 from shardplan.hardware.units import format_bytes
 from shardplan.interop.checkpoint.needs import needed_parts
-from shardplan.interop.checkpoint.sharing import ProcessShare, dealt
+from shardplan.interop.checkpoint.sharing import ProcessShare, assign_by_size
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
 from shardplan.interop.checkpoint.targets import TargetFile, form_of, target_files
 from shardplan.interop.checkpoint.windows import PiecesOf
@@ -87,7 +87,7 @@ class CheckpointJob:
         if rank not in self.kept:
             self.kept.clear()
             found = self.plan.regions(rank)
-            self.kept[rank] = PiecesOf(found.where(found.target == rank))
+            self.kept[rank] = PiecesOf(found.select_regions(found.target == rank))
         return self.kept[rank]
 
     def needs(self, file: TargetFile) -> tuple[str, ...]:
@@ -139,5 +139,5 @@ def job_of(
     needed = -(-max(f.nbytes for f in files) // 8) * 8
     window = min((limit - beside) // buffers, LARGEST_WINDOW, needed) // 8 * 8
     window = max(window, largest)
-    owners = tuple(dealt([f.nbytes for f in files], share.count))
+    owners = tuple(assign_by_size([f.nbytes for f in files], share.count))
     return CheckpointJob(plan, held, into, form, files, window, beside + buffers * window, least, share, owners, {})

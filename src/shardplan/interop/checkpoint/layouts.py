@@ -20,7 +20,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, line, shown
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 Tensors = Mapping[str, tuple[tuple[int, ...], str]]
 """Whole shape and dtype by name."""
@@ -77,7 +77,7 @@ def layout_weights(path: Path | None, tensors: Tensors) -> Weights:
         "parameters": parameters,
     }
     where = "the checkpoint" if path is None else str(line(path))
-    return made(WeightTable.of(data, where), {}, {}, None, "f32")
+    return make_weights(WeightTable.of(data, where), {}, {}, None, "f32")
 
 
 def _read(path: Path) -> tuple[dict[str, int], dict[str, str]]:

@@ -12,7 +12,7 @@ from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart
 from shardplan.movement.weights.logical import LogicalDim
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.table import WeightTable
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 _PLAIN = re.compile(r"d(\d+)_\d+\Z")  # an atom of a tensor that has no table; see `layouts`
 LogicalPlace = tuple[str, tuple[tuple[str, int], ...]]
@@ -31,18 +31,18 @@ def logical_place(weights: Weights, rank: int, number: int, at: int) -> LogicalP
         found = plan.regions(rank)
     except ShardplanError:
         return None
-    pieces = PiecesOf(found.where(found.target == rank))
-    hit = next(pieces.within(WindowPart(number, at, at + 1, 0)), None)
+    pieces = PiecesOf(found.select_regions(found.target == rank))
+    hit = next(pieces.pieces_within(WindowPart(number, at, at + 1, 0)), None)
     if hit is None:
         return None
     row, _, _, _, flat, _ = hit
     name, _, numbers = whole.names(whole.devices[0])[int(pieces.regions.source_parameter[row])].partition(".")
     tensor = weights.tensors[name]
     inside = iter(
-        np.unravel_index(flat, [n for n, d in zip(tensor.extents, tensor.dims, strict=True) if not _named(d)])
+        np.unravel_index(flat, [n for n, d in zip(tensor.extents, tensor.dims, strict=True) if not _is_in_name(d)])
     )
     named = iter(map(int, filter(None, numbers.split("."))))
-    index = [next(named) if _named(d) else int(next(inside)) for d in tensor.dims]
+    index = [next(named) if _is_in_name(d) else int(next(inside)) for d in tensor.dims]
     out: list[tuple[str, int]] = []
     for dim, i in zip(tensor.dims, index, strict=True):
         sizes = [weights.sizing[a] for a in dim.atoms]
@@ -64,7 +64,7 @@ def place_text(place: LogicalPlace) -> str:
     return f"{name}[{', '.join(f'{atom}={i}' if atom else str(i) for atom, i in index)}]"
 
 
-def _named(dim: LogicalDim) -> bool:
+def _is_in_name(dim: LogicalDim) -> bool:
     """Whether a dim stands in the name where tensors are stored one by one: one with a range."""
     return bool(dim.first or dim.stop or dim.step)
 
@@ -77,9 +77,9 @@ def _one_by_one(weights: Weights) -> Weights:
         for name in family.tensors:
             if all(p["name"].partition(".")[0] != name for p in parameters):
                 found = weights.tensors[name].dims
-                dims = ["1" if not d.atoms else f"({' '.join(d.atoms)})" for d in found if not _named(d)]
-                path = "".join(f".{{{d.atoms[0]}}}" for d in found if _named(d))
-                holes |= {d.atoms[0]: d.atoms[0] for d in found if _named(d)}
+                dims = ["1" if not d.atoms else f"({' '.join(d.atoms)})" for d in found if not _is_in_name(d)]
+                path = "".join(f".{{{d.atoms[0]}}}" for d in found if _is_in_name(d))
+                holes |= {d.atoms[0]: d.atoms[0] for d in found if _is_in_name(d)}
                 parameters.append({"name": name + path, "is": f"{name} = {', '.join(dims)}", "dtype": family.dtype})
     table = weights.table
     of: dict[str, Any] = {"tensors": dict(table.tensors)}
@@ -93,4 +93,4 @@ def _one_by_one(weights: Weights) -> Weights:
         "holes": holes,
         "parameters": parameters,
     }
-    return made(WeightTable.of(data, "the logical tensors"), dict(weights.config), {}, None, weights.dtype)
+    return make_weights(WeightTable.of(data, "the logical tensors"), dict(weights.config), {}, None, weights.dtype)

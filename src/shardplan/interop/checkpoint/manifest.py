@@ -13,7 +13,7 @@ import msgspec
 from shardplan.core.decoding import decode_json, read_bytes
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line, shown
 from shardplan.interop.checkpoint.output import checksum_of
-from shardplan.interop.checkpoint.sharing import ProcessShare, dealt, notes_of
+from shardplan.interop.checkpoint.sharing import ProcessShare, assign_by_size, notes_of
 from shardplan.plans.plan_file import write_atomic
 
 MANIFEST = "shardplan.json"
@@ -79,7 +79,7 @@ class CheckpointManifest:
         except OSError:
             return False
 
-    def finished(self, name: str, beat: Beat = None) -> bool:
+    def is_file_finished(self, name: str, beat: Beat = None) -> bool:
         """Whether a file is finished: it is read again, and its checksum compared; see `checksum_of`."""
         said = self.files.get(name)
         if said is None or not self.stands(name):
@@ -88,7 +88,7 @@ class CheckpointManifest:
 
     def verify(self, share: ProcessShare = ALONE, beat: Beat = None) -> None:
         """Read a process's share of the files again; raises `ParseError` where one is not what was recorded."""
-        owners = dealt([said["bytes"] for said in self.files.values()], share.count)
+        owners = assign_by_size([said["bytes"] for said in self.files.values()], share.count)
         for (name, said), owner in zip(self.files.items(), owners, strict=True):
             if owner != share.number:
                 continue
@@ -100,7 +100,7 @@ class CheckpointManifest:
                 )
 
 
-def resumed(folder: Path, request: str, form: str, weights: str) -> CheckpointManifest:
+def resume_manifest(folder: Path, request: str, form: str, weights: str) -> CheckpointManifest:
     """Return the manifest to go on with: what a killed run of the same request finished, or a new one.
 
     Raises `LayoutError` where the folder holds anything else.
@@ -130,7 +130,7 @@ def resumed(folder: Path, request: str, form: str, weights: str) -> CheckpointMa
     return manifest
 
 
-def unfinished(folder: Path) -> bool:
+def has_unfinished_run(folder: Path) -> bool:
     """Whether a folder is the destination of a run that has not ended."""
     found = CheckpointManifest.of(folder)
     return bool(notes_of(folder)) if found is None else not found.complete

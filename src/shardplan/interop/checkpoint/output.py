@@ -63,7 +63,7 @@ class OutputFile:
         try:
             self._fd = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
         self._thread = threading.Thread(target=self._write, name="shardplan-writer", daemon=True)
         self._thread.start()
 
@@ -79,7 +79,7 @@ class OutputFile:
     def put(self, data: Any, of: np.ndarray | None = None) -> None:
         """Write bytes after those before; `of` is the buffer that they lie in, which is free again afterwards."""
         if self._error is not None:
-            raise self._failed(self._error)
+            raise self._write_error(self._error)
         self._size += len(data)
         self._full.put((of, data))
 
@@ -91,7 +91,7 @@ class OutputFile:
         self._full.put(None)
         self._thread.join()
         if self._error is not None:
-            raise self._failed(self._error)
+            raise self._write_error(self._error)
         try:
             os.fsync(self._fd)
             if hasattr(os, "posix_fadvise"):  # what is read again then comes from the disk
@@ -107,7 +107,7 @@ class OutputFile:
             os.replace(self.partial, self.path)
             sync_folder(self.path.parent)
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
         return wanted
 
     def __enter__(self) -> Self:
@@ -138,7 +138,7 @@ class OutputFile:
             if of is not None:
                 self._free.put(of)
 
-    def _failed(self, error: OSError) -> ShardplanError:
+    def _write_error(self, error: OSError) -> ShardplanError:
         return ShardplanError(f"cannot write {line(self.path)}: {error.strerror or error}")
 
 

@@ -47,7 +47,7 @@ class PickledCall:
     state: Any = None
 
 
-def pickled(data: bytes, admitted: Admitted, persistent: bool = False) -> Any:
+def read_pickle(data: bytes, admitted: Admitted, persistent: bool = False) -> Any:
     """Return what a pickle says, as data.
 
     Args:
@@ -59,9 +59,9 @@ def pickled(data: bytes, admitted: Admitted, persistent: bool = False) -> Any:
         ParseError: another name or instruction, one that takes what is not there, or more values than its bytes allow.
 
     >>> import pickle
-    >>> pickled(pickle.dumps(("w", [1, 2.5, None])), ())
+    >>> read_pickle(pickle.dumps(("w", [1, 2.5, None])), ())
     ('w', [1, 2.5, None])
-    >>> pickled(pickle.dumps(print), ())
+    >>> read_pickle(pickle.dumps(print), ())
     Traceback (most recent call last):
         ...
     shardplan.errors.ParseError: the pickle names builtins.print at byte 31; legal is what torch writes there
@@ -125,12 +125,12 @@ class _Reading:
             raise self.fail("has more values than its bytes allow", f"one in {_BYTES_OF_VALUE} bytes")
         self.stack.append(value)
 
-    def marked(self) -> list[Any]:
+    def pop_mark(self) -> list[Any]:
         """Take everything from the last mark on."""
         found, self.stack = self.stack, self.below.pop()
         return found
 
-    def taken(self, count: int) -> tuple[Any, ...]:
+    def pop_values(self, count: int) -> tuple[Any, ...]:
         """Take so many of the last values."""
         if len(self.stack) < count:
             raise IndexError
@@ -138,7 +138,7 @@ class _Reading:
         del self.stack[-count:]
         return found
 
-    def last(self, kind: type) -> Any:
+    def peek_value(self, kind: type) -> Any:
         """Look at the last value, of a kind."""
         value = self.stack[-1]
         if type(value) is not kind:
@@ -167,24 +167,24 @@ class _Reading:
         self.push(self.take(self.number(form)).decode())
 
     def append(self) -> None:
-        (value,) = self.taken(1)
-        self.last(list).append(value)
+        (value,) = self.pop_values(1)
+        self.peek_value(list).append(value)
 
     def extend(self) -> None:
-        values = self.marked()
-        self.last(list).extend(values)
+        values = self.pop_mark()
+        self.peek_value(list).extend(values)
 
     def row(self) -> None:
-        key, value = self.taken(2)
-        self.last(PickledRows).rows.append((key, value))
+        key, value = self.pop_values(2)
+        self.peek_value(PickledRows).rows.append((key, value))
 
     def rows(self) -> None:
-        values = self.marked()
+        values = self.pop_mark()
         if len(values) % 2:
             raise IndexError
-        self.last(PickledRows).rows.extend(zip(values[::2], values[1::2], strict=True))
+        self.peek_value(PickledRows).rows.extend(zip(values[::2], values[1::2], strict=True))
 
-    def named(self, module: Any, name: Any) -> None:
+    def push_name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.fail("names what is no text", "the name of a module, and one in it")
         if (module, name) not in self.admitted:
@@ -199,18 +199,18 @@ class _Reading:
                 raise self.fail(f"has a name of more than {_MOST_NAME} bytes", "a shorter one")
             lines.append(self.take(end - self.at).decode())
             self.at += 1
-        self.named(*lines)
+        self.push_name(*lines)
 
     def call(self) -> None:
-        arguments = self.last(tuple)
-        self.taken(1)
-        of = self.last(PickledName)
-        self.taken(1)
+        arguments = self.peek_value(tuple)
+        self.pop_values(1)
+        of = self.peek_value(PickledName)
+        self.pop_values(1)
         self.make(PickledCall(of, arguments))
 
     def state(self) -> None:
-        (state,) = self.taken(1)
-        made = self.last(PickledCall)
+        (state,) = self.pop_values(1)
+        made = self.peek_value(PickledCall)
         if made.state is not None:
             raise self.fail("gives an instance two states", "one")
         made.state = state
@@ -244,10 +244,10 @@ _STEPS: dict[int, Callable[[_Reading], None]] = {
     0x89: lambda r: r.push(False),
     ord("("): _Reading.mark,
     ord(")"): lambda r: r.push(()),
-    ord("t"): lambda r: r.make(tuple(r.marked())),
-    0x85: lambda r: r.make(r.taken(1)),
-    0x86: lambda r: r.make(r.taken(2)),
-    0x87: lambda r: r.make(r.taken(3)),
+    ord("t"): lambda r: r.make(tuple(r.pop_mark())),
+    0x85: lambda r: r.make(r.pop_values(1)),
+    0x86: lambda r: r.make(r.pop_values(2)),
+    0x87: lambda r: r.make(r.pop_values(3)),
     ord("]"): lambda r: r.make([]),
     ord("a"): _Reading.append,
     ord("e"): _Reading.extend,
@@ -255,7 +255,7 @@ _STEPS: dict[int, Callable[[_Reading], None]] = {
     ord("s"): _Reading.row,
     ord("u"): _Reading.rows,
     ord("c"): _Reading.name_in_lines,
-    0x93: lambda r: r.named(*r.taken(2)),
+    0x93: lambda r: r.push_name(*r.pop_values(2)),
     0x81: _Reading.call,
     ord("R"): _Reading.call,
     ord("b"): _Reading.state,

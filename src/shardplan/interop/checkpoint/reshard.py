@@ -17,7 +17,7 @@ from shardplan.interop.checkpoint.folders import METADATA, metadata_bytes
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.jobs import CheckpointJob, Progress, Reshared, ResharedFile, job_of
 from shardplan.interop.checkpoint.layouts import layout_weights
-from shardplan.interop.checkpoint.manifest import CheckpointManifest, resumed, unfinished
+from shardplan.interop.checkpoint.manifest import CheckpointManifest, has_unfinished_run, resume_manifest
 from shardplan.interop.checkpoint.output import OutputFile, sync_folder
 from shardplan.interop.checkpoint.replicas import compare_copies
 from shardplan.interop.checkpoint.sharing import ProcessMeeting, ProcessShare, launched_share, note_path, notes_of
@@ -105,7 +105,7 @@ def reshard(
     place, into = Path(source), Path(destination)
     if place.resolve() == into.resolve():
         raise LayoutError(f"source and destination are both {line(into)}; legal is another folder")
-    if place.is_dir() and unfinished(place):
+    if place.is_dir() and has_unfinished_run(place):
         raise ParseError(f"the source {line(place)} is of a reshard that has not ended; legal is to end it first")
     if not timeout > 0:
         raise LayoutError(f"timeout = {timeout}; legal are seconds above 0")
@@ -149,11 +149,11 @@ def sides_of(
                 raise LayoutError(
                     f"{line(place)} is sharded; legal is a source that reshard wrote, or a plain checkpoint"
                 )
-            whole = {name: (tuple(t.shape), t.dtype_name) for name, t in held.first.items()}
+            whole = {name: (tuple(t.shape), t.dtype_name) for name, t in held.first_tensors.items()}
         first = layout_weights(None if file is None else Path(file), whole)
     if second is None:
         assert wanted is not None
-        tensors = {f.entry.name: (_whole(first, k), f.dtype) for k, f in enumerate(first.families)}
+        tensors = {f.entry.name: (_global_shape(first, k), f.dtype) for k, f in enumerate(first.families)}
         second = layout_weights(Path(wanted), tensors)
     return first, second
 
@@ -164,7 +164,7 @@ def recorded_weights(place: Path) -> Weights | None:
     return None if recorded is None else Weights.parse(recorded.weights)
 
 
-def _whole(weights: Weights, family: int) -> tuple[int, ...]:
+def _global_shape(weights: Weights, family: int) -> tuple[int, ...]:
     """Return the whole shape of what is stored under one name."""
     found = weights.families[family]
     if len(found.tensors) != 1 or found.names:
@@ -178,7 +178,7 @@ def _whole(weights: Weights, family: int) -> tuple[int, ...]:
 
 def _run(job: CheckpointJob, held: CheckpointManifest | None, work: ReshardWork) -> tuple[list[ResharedFile], int]:
     """Write every file of this process that is not finished, and close when all have; returns files and bytes read."""
-    manifest = resumed(job.destination, job.request(), job.form, str(job.plan.target))
+    manifest = resume_manifest(job.destination, job.request(), job.form, str(job.plan.target))
     together = ProcessMeeting(job.destination, job.share, manifest.request, work.timeout)
     try:
         if held is not None:
@@ -189,7 +189,7 @@ def _run(job: CheckpointJob, held: CheckpointManifest | None, work: ReshardWork)
             compare_copies(job.plan, job.held, own, gather, together.beat)
         together.note.verified = True
         together.save()
-        while not manifest.complete and (late := together.late("verified")):
+        while not manifest.complete and (late := together.late_processes("verified")):
             together.wait(late)
         written = _write(job, manifest, gather, together, work.progress)
         together.note.complete = True
@@ -230,7 +230,7 @@ def _write(
 
     for file in job.mine:
         path = job.destination / file.name
-        if manifest.finished(file.name, together.beat):
+        if manifest.is_file_finished(file.name, together.beat):
             done += file.nbytes
             together.note.files[file.name] = manifest.files[file.name]
             continue
@@ -252,7 +252,7 @@ def _close(job: CheckpointJob, manifest: CheckpointManifest, together: ProcessMe
     """Wait until every process has written its part; the first one then writes what says that all is there."""
     first = job.share.number == 0
     while True:
-        late = [] if manifest.complete else together.late("complete")
+        late = [] if manifest.complete else together.late_processes("complete")
         for note in notes_of(job.destination).values() if job.share.count > 1 else ():
             manifest.files |= note.files
         missing = [k for k, f in enumerate(job.files) if not manifest.stands(f.name)]

@@ -60,10 +60,10 @@ def launched_share(environment: Mapping[str, str]) -> ProcessShare:
     return ProcessShare()
 
 
-def dealt(sizes: Sequence[int], count: int) -> list[int]:
+def assign_by_size(sizes: Sequence[int], count: int) -> list[int]:
     """Return whose each of some sizes is, the largest first, to who has least: a function of its arguments alone.
 
-    >>> dealt([5, 3, 3, 1], 2)
+    >>> assign_by_size([5, 3, 3, 1], 2)
     [0, 1, 1, 0]
     """
     load, out = [0] * count, [0] * len(sizes)
@@ -153,7 +153,7 @@ class ProcessMeeting:
         if self.share.count > 1:
             note_path(self.folder, self.share.number).unlink(missing_ok=True)
 
-    def late(self, how_far: str) -> list[int]:
+    def late_processes(self, how_far: str) -> list[int]:
         """Return the processes whose notes do not say `verified`, or `complete`, of this request."""
         self._look()
         out: list[int] = []

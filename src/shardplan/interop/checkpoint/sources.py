@@ -79,7 +79,7 @@ class OpenCheckpoint:
         self.opened: list[Checkpoint] = []
 
     @property
-    def first(self) -> Mapping[str, StoredTensor]:
+    def first_tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors of the first place."""
         return next(iter(self.places))
 
@@ -149,7 +149,7 @@ def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] =
     """
     path = Path(path)
     if path.is_file():
-        return _opened(path, "one file", [[path]])
+        return _open_files(path, "one file", [[path]])
     if not path.is_dir():
         raise ParseError(f"{line(path)}: there is no such file or folder; legal is a checkpoint")
     if (path / METADATA).is_file():
@@ -172,26 +172,26 @@ def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] =
     every = [sorted(p.glob("*.safetensors")) for _, p in folders]
     if empty := [p for (_, p), found in zip(folders, every, strict=True) if not found]:
         raise ParseError(f"{line(empty[0])} holds no safetensors file; legal is one in each")
-    return _opened(path, "a folder a rank", every)
+    return _open_files(path, "a folder a rank", every)
 
 
 def _of_files(path: Path, files: list[Path], devices: int) -> OpenCheckpoint:
     if (path / INDEX).is_file():
-        return _opened(path, "files with an index", [_indexed(path)])
+        return _open_files(path, "files with an index", [_indexed_files(path)])
     ranks = [(int(m.group(1)), f) for f in files if (m := _VLLM.match(f.name))]
     if len(ranks) == len(files):
         by_rank = [[f for r, f in ranks if r == rank] for rank in sorted({r for r, _ in ranks})]
-        return _opened(path, "files a rank", by_rank)
+        return _open_files(path, "files a rank", by_rank)
     shards = [m for f in files if (m := _SHARD.match(f.name))]
     counts = {int(m.group(3)) for m in shards}
     if devices > 1 and len(shards) == len(files) and counts == {len(files)}:
-        return _opened(path, "a file a device", [[f] for f in files])
+        return _open_files(path, "a file a device", [[f] for f in files])
     if len(shards) == len(files) and counts != {len(files)}:
         raise ParseError(f"{line(path)} has {len(files)} files of {max(counts)}; legal are all of them")
-    return _opened(path, "files without an index" if len(files) > 1 else "one file", [files])
+    return _open_files(path, "files without an index" if len(files) > 1 else "one file", [files])
 
 
-def _indexed(path: Path) -> list[Path]:
+def _indexed_files(path: Path) -> list[Path]:
     try:
         where = decode_json(read_bytes(path / INDEX), _Index).weight_map
     except ParseError as error:
@@ -206,7 +206,7 @@ def _indexed(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def _opened(path: Path, form: str, places: list[list[Path]]) -> OpenCheckpoint:
+def _open_files(path: Path, form: str, places: list[list[Path]]) -> OpenCheckpoint:
     out = OpenCheckpoint(path, form, [], [f for files in places for f in files])
     found: list[dict[str, FileTensor]] = []
     try:

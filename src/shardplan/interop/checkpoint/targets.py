@@ -74,20 +74,20 @@ def target_files(weights: Weights, form: str, largest: int = LARGEST_FILE) -> li
             r: f"rank-{k:05d}/model.safetensors" if form == "ranks" else f"model-{k + 1:05d}-of-{count:05d}.safetensors"
             for k, r in enumerate(weights.devices)
         }
-        return [TargetFile(named[r], r, _ordered(every[r])) for r in weights.devices]
+        return [TargetFile(named[r], r, _sort_by_alignment(every[r])) for r in weights.devices]
     if form == "distributed":
-        return _chunked(weights, largest)
+        return _distributed_files(weights, largest)
     (rank,) = weights.devices
     groups = _groups([(math.prod(p[2]) * itemsize(p[3]), p) for p in every[rank]], largest)
     if len(groups) == 1:
-        return [TargetFile("model.safetensors", rank, _ordered(groups[0]))]
+        return [TargetFile("model.safetensors", rank, _sort_by_alignment(groups[0]))]
     return [
-        TargetFile(f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors", rank, _ordered(g))
+        TargetFile(f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors", rank, _sort_by_alignment(g))
         for k, g in enumerate(groups)
     ]
 
 
-def _chunked(weights: Weights, largest: int) -> list[TargetFile]:
+def _distributed_files(weights: Weights, largest: int) -> list[TargetFile]:
     """Return the files of a folder of torch.distributed.checkpoint: some of every device."""
     out: list[TargetFile] = []
     for place, boxes in enumerate(held_boxes(weights).values()):
@@ -111,7 +111,7 @@ def _groups(sized: list[tuple[int, T]], largest: int) -> list[list[T]]:
     return [g for g in groups if g]
 
 
-def _ordered(
+def _sort_by_alignment(
     parameters: list[tuple[int, str, tuple[int, ...], str]],
 ) -> tuple[tuple[int, str, tuple[int, ...], str], ...]:
     return tuple(sorted(parameters, key=lambda p: -itemsize(p[3])))  # so that each is aligned

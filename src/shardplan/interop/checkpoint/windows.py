@@ -52,11 +52,11 @@ class PiecesOf:
     def __init__(self, regions: RefitRegions) -> None:
         """Sort by parameter."""
         order = np.argsort(regions.target_parameter, kind="stable")
-        self.regions = regions.where(order)
+        self.regions = regions.select_regions(order)
         self.first = self.regions.target_offset
         self.reach = self.first + ((self.regions.sizes - 1) * self.regions.target_strides).sum(axis=1)
 
-    def within(self, part: WindowPart) -> Iterator[Piece]:
+    def pieces_within(self, part: WindowPart) -> Iterator[Piece]:
         """Yield what of the regions lies in a part of a parameter."""
         number = self.regions.target_parameter
         low = int(np.searchsorted(number, part.parameter))
@@ -66,7 +66,7 @@ class PiecesOf:
         for k in (low + np.flatnonzero(met)).tolist():
             s, t = tuple(r.source_strides[k].tolist()), tuple(r.target_strides[k].tolist())
             s_at, t_at = int(r.source_offset[k]), int(r.target_offset[k])
-            for at, sizes in clipped(tuple(r.sizes[k].tolist()), t, t_at, part.lo, part.hi):
+            for at, sizes in clip_block(tuple(r.sizes[k].tolist()), t, t_at, part.lo, part.hi):
                 yield (
                     k,
                     sizes,
@@ -77,12 +77,12 @@ class PiecesOf:
                 )
 
 
-def clipped(
+def clip_block(
     sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, lo: int, hi: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield the parts (start, sizes) of a strided block whose elements lie in [lo, hi).
 
-    >>> list(clipped((3, 4), (10, 1), 0, 2, 22))
+    >>> list(clip_block((3, 4), (10, 1), 0, 2, 22))
     [((1, 0), (1, 4)), ((0, 2), (1, 2)), ((2, 0), (1, 2))]
     """
     reach = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
@@ -102,5 +102,5 @@ def clipped(
     one = tuple(1 if k == d else n for k, n in enumerate(sizes))
     within = range(first, last + 1) if first <= last else range(low, low)
     for i in (*range(low, within.start), *range(within.stop, high + 1)):
-        for at, part in clipped(one, strides, offset + i * step, lo, hi):
+        for at, part in clip_block(one, strides, offset + i * step, lo, hi):
             yield tuple(i if k == d else x for k, x in enumerate(at)), part

@@ -57,14 +57,14 @@ def _tuple(names: tuple[str, ...]) -> str:
     return str(names).replace("'", '"')
 
 
-def _declared(r: Recipe) -> dict[str, str]:
+def _template_fields(r: Recipe) -> dict[str, str]:
     sizes = ", ".join(map(str, r.sizes))
     return {"names": _tuple(r.names), "ids": ids_text(r.ranks), "sizes": sizes, "differs": _tuple(r.differs)}
 
 
 TEMPLATE = Template(
     MODULE,
-    _declared,
+    _template_fields,
     size="flat.size",
     turn="transpose",
     group=lambda move: _tuple(move.axes) if len(move.axes) > 1 else f'"{"".join(move.axes)}"',

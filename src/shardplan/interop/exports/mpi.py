@@ -17,7 +17,7 @@ from shardplan.errors import BackendError
 from shardplan.execution.mpi.world import start
 from shardplan.hardware.placement import Placement
 from shardplan.interop.exports.recipe import Recipe, recipe
-from shardplan.interop.exports.template import Template, ids_text, pasted
+from shardplan.interop.exports.template import Template, ids_text, source_after_docstring
 
 MODULE = '''"""A reduction with MPI, exported by shardplan. Ranks are those of the world.
 
@@ -38,16 +38,16 @@ $groups}
 
 
 def reduce_payload(payload: np.ndarray, groups: dict[str, Any]) -> np.ndarray:
-    x = padded(payload, $cells).reshape($chunks)
+    x = pad_payload(payload, $cells).reshape($chunks)
 $moves    return x.reshape(-1)$cut
 '''
 
 
-def _declared(r: Recipe) -> dict[str, str]:
+def _template_fields(r: Recipe) -> dict[str, str]:
     at, ids = r.names.index, ids_text(r.ranks)
     groups = {move.label: ([at(x) for x in move.axes], [at(x) for x in move.masters]) for move in r.moves}
     return {
-        "calls": pasted("mpi_calls.py"),
+        "calls": source_after_docstring("mpi_calls.py"),
         "sizes": str(list(r.sizes)),
         "names": ", ".join(r.names),
         "ranks": f"list({ids})" if ids.startswith("range") else ids,
@@ -55,7 +55,9 @@ def _declared(r: Recipe) -> dict[str, str]:
     }
 
 
-TEMPLATE = Template(MODULE, _declared, size="payload.size", turn="transpose", zeros="np.zeros(({shape}), x.dtype)")
+TEMPLATE = Template(
+    MODULE, _template_fields, size="payload.size", turn="transpose", zeros="np.zeros(({shape}), x.dtype)"
+)
 
 
 class MpiReduction:
@@ -91,7 +93,7 @@ class MpiReduction:
         """
         return self.reduce_payload(payload, self.groups)
 
-    def free(self) -> None:
+    def free_communicators(self) -> None:
         """Free the communicators; every rank of the world calls it, and the object is of no use after."""
         for group in self.groups.values():
             group.Free()
@@ -117,7 +119,7 @@ def mpi_text(program: Program, placement: Placement | None = None) -> str:
     >>> text = mpi_text(Program({"0": t}, [Step(AllReduce(("data",)), ("0",), ("1",))], ("1",)))
     >>> print(text[text.index("def reduce_payload"):])
     def reduce_payload(payload: np.ndarray, groups: dict[str, Any]) -> np.ndarray:
-        x = padded(payload, 4).reshape(4, -1)
+        x = pad_payload(payload, 4).reshape(4, -1)
         # all_reduce over data: f32[4, 5]
         x = all_reduce(x, groups["data"])
         return x.reshape(-1)[: payload.size]

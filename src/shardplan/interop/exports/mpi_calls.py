@@ -78,7 +78,7 @@ def all_gather(part: np.ndarray, group: Any) -> np.ndarray:
     return out
 
 
-def padded(payload: np.ndarray, chunks: int) -> np.ndarray:
+def pad_payload(payload: np.ndarray, chunks: int) -> np.ndarray:
     """Return a flat copy of the payload, with zeros up to a multiple of the chunks."""
     rows = -(-payload.size // chunks)
     x = np.zeros(chunks * rows, payload.dtype)

@@ -176,7 +176,7 @@ class _MscclRun:
         if step.kind in SENDS:
             out.append((value, clock.copy(), step.count - c))
 
-    def ordered(self, n: int, location: _Location, what: str, other: tuple[int, int]) -> None:
+    def check_order(self, n: int, location: _Location, what: str, other: tuple[int, int]) -> None:
         """Refuse an access of block n that its clock does not put after an earlier one: (block, its tick)."""
         who, tick = other
         if self.clocks[n][who] < tick:
@@ -194,14 +194,14 @@ class _MscclRun:
             )
         access = self.seen.setdefault(location, _Access(None, {}))
         if access.write is not None:
-            self.ordered(n, location, "reads", access.write)
+            self.check_order(n, location, "reads", access.write)
         access.reads[n] = int(self.clocks[n][n])
         return self.values[location]
 
     def write(self, n: int, location: _Location, value: np.ndarray) -> None:
         access = self.seen.setdefault(location, _Access(None, {}))
         for other in (*access.reads.items(), *([access.write] if access.write else [])):
-            self.ordered(n, location, "writes", other)
+            self.check_order(n, location, "writes", other)
         self.seen[location] = _Access((n, int(self.clocks[n][n])), {})
         self.values[location] = value
 

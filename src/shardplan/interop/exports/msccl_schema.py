@@ -119,11 +119,11 @@ ngpus, coll, inplace, outofplace, minBytes, maxBytes
     _one_of("algo", "coll", a["coll"], COLLECTIVES)
     for flag in ("inplace", "outofplace"):
         _one_of("algo", flag, a[flag], (0, 1))
-    _within("algo", "nchannels", a["nchannels"], 1, MOST_CHANNELS)
-    _within("algo", "nchunksperloop", a["nchunksperloop"], 1, None)
-    _within("algo", "minBytes", a["minBytes"], 0, None)
+    _check_range("algo", "nchannels", a["nchannels"], 1, MOST_CHANNELS)
+    _check_range("algo", "nchunksperloop", a["nchunksperloop"], 1, None)
+    _check_range("algo", "minBytes", a["minBytes"], 0, None)
     if a["maxBytes"]:  # 0 is no limit
-        _within("algo", "maxBytes", a["maxBytes"], a["minBytes"], None)
+        _check_range("algo", "maxBytes", a["maxBytes"], a["minBytes"], None)
     gpus: dict[int, Gpu] = {}
     for child in _children(root, "algo", "gpu"):
         number, gpu = _gpu(child, a)
@@ -181,7 +181,7 @@ def _one_of(where: str, name: str, value: object, legal: tuple[object, ...]) -> 
         raise ParseError(f"{where}: {name}={value!r}; legal are {', '.join(map(str, legal))}")
 
 
-def _within(where: str, name: str, value: int, low: int, high: int | None) -> None:
+def _check_range(where: str, name: str, value: int, low: int, high: int | None) -> None:
     if value < low or (high is not None and value > high):
         raise ParseError(f"{where}: {name}={value}; legal are {low} {'and more' if high is None else f'to {high}'}")
 
@@ -192,7 +192,7 @@ def _gpu(element: Tree.Element, algo: dict[str, Any]) -> tuple[int, Gpu]:
     where = f"gpu {number}"
     chunks = {name: a[f"{name}_chunks"] for name in BUFFERS}
     for name, count in chunks.items():
-        _within(where, f"{name}_chunks", count, 0, None)
+        _check_range(where, f"{name}_chunks", count, 0, None)
     if max(chunks["i"], chunks["o"]) > algo["nchunksperloop"]:
         raise ParseError(
             f"{where}: {max(chunks['i'], chunks['o'])} chunks of input or output, but nchunksperloop is "
@@ -205,10 +205,10 @@ def _gpu(element: Tree.Element, algo: dict[str, Any]) -> tuple[int, Gpu]:
         if b["id"] != len(blocks) or b["id"] >= MOST_BLOCKS:
             raise ParseError(f"{here}: legal is the id {len(blocks)}, the next one, below {MOST_BLOCKS}")
         for peer in ("send", "recv"):
-            _within(here, peer, b[peer], -1, algo["ngpus"] - 1)
+            _check_range(here, peer, b[peer], -1, algo["ngpus"] - 1)
             if b[peer] == number:
                 raise ParseError(f"{here}: {peer}={number} is the GPU itself; legal is another, or -1")
-        _within(here, "chan", b["chan"], 0, algo["nchannels"] - 1)
+        _check_range(here, "chan", b["chan"], 0, algo["nchannels"] - 1)
         blocks.append(_block(child, here, b, chunks))
     _waits(where, blocks)
     return number, Gpu(chunks, tuple(blocks))
@@ -228,11 +228,11 @@ def _block(element: Tree.Element, where: str, b: dict[str, Any], chunks: dict[st
             raise ParseError(f"{here}: {kind} sends, but the thread block has no send peer")
         if kind in RECEIVES and b["recv"] < 0:
             raise ParseError(f"{here}: {kind} receives, but the thread block has no recv peer")
-        _within(here, "cnt", s["cnt"], 0 if kind == "nop" else 1, MOST_COUNT)
+        _check_range(here, "cnt", s["cnt"], 0 if kind == "nop" else 1, MOST_COUNT)
         for end, kinds in (("src", READS), ("dst", WRITES)):
             _one_of(here, f"{end}buf", s[f"{end}buf"], BUFFERS)
             if kind in kinds:
-                _within(here, f"{end}off", s[f"{end}off"], 0, chunks[s[f"{end}buf"]] - s["cnt"])
+                _check_range(here, f"{end}off", s[f"{end}off"], 0, chunks[s[f"{end}buf"]] - s["cnt"])
         if (s["depid"] < 0) != (s["deps"] < 0) or min(s["depid"], s["deps"]) < -1:
             raise ParseError(
                 f"{here}: depid={s['depid']} and deps={s['deps']}; legal are both -1, or a block and a step"

@@ -57,12 +57,12 @@ class RecipeStep:
         return self.turn == tuple(range(len(self.turn)))
 
     @property
-    def turned(self) -> Shape:
+    def members_first_shape(self) -> Shape:
         """The shape with the members' dims in front."""
         return tuple(self.split[k] for k in self.turn)
 
     @property
-    def back(self) -> Shape:
+    def inverse_turn(self) -> Shape:
         """The permutation that undoes `turn`."""
         return tuple(self.turn.index(k) for k in range(len(self.turn)))
 
@@ -155,8 +155,8 @@ def recipe(program: Program, placement: Placement | None = None) -> Recipe:
     if program.outputs != (value,):
         raise BackendError(f"export: the output is %{program.outputs[0]}; legal is the last value, %{value}")
     mesh = program.input_types[0].mesh
-    reduced = _named(factors, mesh.expand(program.input_types[0].layout.partial))
-    used = _named(factors, mesh.expand(program.output_types[0].layout.used))
+    reduced = _factor_names(factors, mesh.expand(program.input_types[0].layout.partial))
+    used = _factor_names(factors, mesh.expand(program.output_types[0].layout.used))
     return Recipe(
         program,
         tuple((name, math.prod(mesh.atoms[a].size for a in atoms)) for name, atoms in factors.items()),
@@ -216,7 +216,7 @@ def _factors(program: Program) -> Factors:
     return parts
 
 
-def _named(factors: Factors, atoms: tuple[int, ...]) -> tuple[str, ...]:
+def _factor_names(factors: Factors, atoms: tuple[int, ...]) -> tuple[str, ...]:
     """Return the factors that make up a run of atoms, in order."""
     names: list[str] = []
     while atoms:
@@ -237,11 +237,11 @@ def _moves(number: int, op: object, t: TensorType, u: TensorType, factors: Facto
         )
     if not isinstance(op, AllGather | Broadcast) and op.reduction != "sum":
         raise BackendError(f"{where}: the reduction is {op.reduction}; legal is sum")
-    axes = _named(factors, mesh.expand(op.axes))
+    axes = _factor_names(factors, mesh.expand(op.axes))
     if not axes:
         return []
     size = math.prod(mesh.span(a).size for a in axes)
-    masters = _named(factors, mesh.expand((u if isinstance(op, Broadcast) else t).layout.root))
+    masters = _factor_names(factors, mesh.expand((u if isinstance(op, Broadcast) else t).layout.root))
     reduces, spreads = not isinstance(op, AllGather | Broadcast), isinstance(op, AllReduce | AllGather | Broadcast)
     move = RecipeStep(number, op.kind, axes, size, masters, u.local_shape()[:-1], str(u), reduces, spreads)
     if not isinstance(op, ReduceScatter | AllGather):
@@ -259,7 +259,7 @@ def _cut(
     at: dict[str, int] = {}
     rest: list[int] = []
     for d, n in enumerate(shape):
-        for name in _named(factors, mesh.expand(found.get(d, ()))):
+        for name in _factor_names(factors, mesh.expand(found.get(d, ()))):
             at[name] = len(split)
             split.append(mesh.span(name).size)
             n //= mesh.span(name).size

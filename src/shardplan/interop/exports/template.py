@@ -78,14 +78,14 @@ class Template:
         end = f"reshape({shape_text(move.result)})"
         if not move.turn:
             return call.splitlines()
-        split, turn = (move.split, move.turn) if move.reduces else (move.turned, move.back)
+        split, turn = (move.split, move.turn) if move.reduces else (move.members_first_shape, move.inverse_turn)
         turned = "" if move.straight else f".reshape({shape_text(split)}).{self.turn}({turn_text(turn)})"
         if move.reduces:
             return [f"parts = x{turned}.reshape({move.size}, -1)", f"x = {call}.{end}"]
         return [f"parts = {call}", f"x = parts{turned}.{end}"]
 
 
-def pasted(name: str) -> str:
+def source_after_docstring(name: str) -> str:
     """Return the source of a file beside this one after its docstring."""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     return "\n".join(text.splitlines()[ast.parse(text).body[1].lineno - 1 :])

@@ -13,7 +13,7 @@ from shardplan.core.program import Program
 from shardplan.errors import BackendError, optional
 from shardplan.hardware.placement import Placement
 from shardplan.interop.exports.recipe import Recipe, recipe
-from shardplan.interop.exports.template import Template, pasted
+from shardplan.interop.exports.template import Template, source_after_docstring
 
 if TYPE_CHECKING:
     import torch
@@ -35,22 +35,22 @@ $groups}
 
 
 def reduce_payload(payload: torch.Tensor, groups: dict[str, Group]) -> torch.Tensor:
-    x = padded(payload, $cells).reshape($chunks)
+    x = pad_payload(payload, $cells).reshape($chunks)
 $moves    return x.reshape(-1)$cut
 '''
 
 
-def _declared(r: Recipe) -> dict[str, str]:
+def _template_fields(r: Recipe) -> dict[str, str]:
     groups: dict[str, str] = {}  # moves over the same groups share them
     for move in r.moves:
         groups[move.label] = "".join(f"        {ranks},\n" for ranks in r.groups(move))
     rows = (f'    "{label}": [\n{ranks}    ],\n' for label, ranks in groups.items())
-    return {"calls": pasted("torch_calls.py"), "groups": "".join(rows)}
+    return {"calls": source_after_docstring("torch_calls.py"), "groups": "".join(rows)}
 
 
 TEMPLATE = Template(
     MODULE,
-    _declared,
+    _template_fields,
     size="payload.numel()",
     turn="permute",
     zeros="x.new_zeros({shape})",
@@ -117,7 +117,7 @@ def torch_text(program: Program, placement: Placement | None = None) -> str:
     >>> text = torch_text(Program({"0": t}, [Step(AllReduce(("data",)), ("0",), ("1",))], ("1",)))
     >>> print(text[text.index("def reduce_payload"):])
     def reduce_payload(payload: torch.Tensor, groups: dict[str, Group]) -> torch.Tensor:
-        x = padded(payload, 4).reshape(4, -1)
+        x = pad_payload(payload, 4).reshape(4, -1)
         # all_reduce over data: f32[4, 5]
         x = all_reduce(x, groups["data"])
         return x.reshape(-1)[: payload.numel()]

@@ -59,7 +59,7 @@ def reduce_scatter(parts: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum `parts` [members, n]; member k gets the k-th."""
     scatter = _call("reduce_scatter_single", "reduce_scatter_tensor")
     out = torch.empty_like(parts[0])
-    scatter(out, _picked(parts, group[2]).reshape(-1), group=group[0])
+    scatter(out, _reorder_rows(parts, group[2]).reshape(-1), group=group[0])
     return out
 
 
@@ -68,7 +68,7 @@ def all_gather(part: torch.Tensor, group: Group) -> torch.Tensor:
     gather = _call("all_gather_single", "all_gather_into_tensor")
     out = part.new_empty(len(group[1]) * part.numel())
     gather(out, part.reshape(-1), group=group[0])
-    return _picked(out.reshape(len(group[1]), -1), [group[2].index(k) for k in range(len(group[1]))])
+    return _reorder_rows(out.reshape(len(group[1]), -1), [group[2].index(k) for k in range(len(group[1]))])
 
 
 def _call(name: str, older: str) -> Any:
@@ -76,11 +76,11 @@ def _call(name: str, older: str) -> Any:
     return getattr(dist, name, None) or getattr(dist, older)
 
 
-def _picked(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
+def _reorder_rows(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
     return rows if order == sorted(order) else rows[order]
 
 
-def padded(payload: torch.Tensor, chunks: int) -> torch.Tensor:
+def pad_payload(payload: torch.Tensor, chunks: int) -> torch.Tensor:
     """Return a flat copy of the payload, with zeros up to a multiple of the chunks."""
     rows = -(-payload.numel() // chunks)
     x = payload.new_zeros(chunks * rows)

@@ -25,16 +25,16 @@ from shardplan.core import border
 from shardplan.errors import ShardplanError, shown
 from shardplan.interop.hlo_trace import HloTrace
 from shardplan.interop.importers import jaxpr, onnx, torch_export
-from shardplan.interop.importers.flat import Flattened, Names, model_of, settled
+from shardplan.interop.importers.flat import Flattened, Names, model_of, write_until_stable
 from shardplan.interop.importers.writer import FlatWriter
 from shardplan.strategy.model import Model
 from shardplan.strategy.training import OPTIMIZERS
 
 _READERS: dict[str, Callable[[str], Any]] = {".onnx": onnx.read_onnx, ".pt2": torch_export.read_export}
 _SOURCES: tuple[tuple[str, Callable[[object], bool], Callable[[Any, Collection[str], FlatWriter], Flattened]], ...] = (
-    ("an ExportedProgram", torch_export.is_export, torch_export.flattened),
-    ("a closed jaxpr", jaxpr.is_jaxpr, jaxpr.flattened),
-    ("an ONNX model", onnx.is_onnx, onnx.flattened),
+    ("an ExportedProgram", torch_export.is_export, torch_export.flatten_source),
+    ("a closed jaxpr", jaxpr.is_jaxpr, jaxpr.flatten_source),
+    ("an ONNX model", onnx.is_onnx, onnx.flatten_source),
 )
 _TRACE = ".hlo"
 _ENDINGS = f"paths that end in {', '.join((*_READERS, _TRACE))}"
@@ -98,7 +98,7 @@ def load(
         name, source = path.stem, read(str(path))
     for _, fits, write in _SOURCES:
         if fits(source):
-            found = settled(partial(write, source, tuple(names or ())), opaque, training)
+            found = write_until_stable(partial(write, source, tuple(names or ())), opaque, training)
             return model_of(name, found, names, training, optimizer, settings)
     legal = ", ".join(kind for kind, _, _ in _SOURCES)
     raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and {_ENDINGS}")

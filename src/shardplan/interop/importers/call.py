@@ -40,11 +40,11 @@ class Operation(NamedTuple):
         """Of the first result."""
         return self.shapes[0]
 
-    def each(self, expression: str, *values: Any, dtype: str = "") -> Seen:
+    def write_elementwise(self, expression: str, *values: Any, dtype: str = "") -> Seen:
         """An expression of a, b, c, ... in which numbers take the place of their letters."""
         kind = dtype or self.dtype
         views, text = list[Seen](), expression
-        given = [self.inlined(v, kind) for v in values]
+        given = [self.inline_constant(v, kind) for v in values]
         chosen = expression.startswith("where({a},")
         if chosen and isinstance(given[0], Seen) and not any(isinstance(v, Seen) for v in given[1:]):
             given[1] = self.w.constant(given[1], kind)  # a condition alone is of no dtype
@@ -62,9 +62,9 @@ class Operation(NamedTuple):
         if not views:
             value = eval_number(text)
             return self.w.constant(int(value) if numpy_dtype(kind).kind in "iu" else value, kind)
-        return self.w.each(text, *views)
+        return self.w.write_elementwise(text, *views)
 
-    def inlined(self, value: Any, kind: str) -> Any:
+    def inline_constant(self, value: Any, kind: str) -> Any:
         """A value, or what a constant without dims is as a number."""
         found = self.w.scalar(value, kind) if isinstance(value, Seen) else None
         return value if found is None else found
@@ -76,7 +76,8 @@ class Operation(NamedTuple):
         whole = any(isinstance(v, float) and not v.is_integer() for v in (x, y))
         kind = "i32" if kind == "bool" else "f32" if whole and numpy_dtype(kind).kind in "iu" else kind
         return self.w.cast(
-            self.each(f"where({{a}} {sign} {{b}}, 1, 0)", *_numeric(self.w, kind, x, y), dtype=kind), "bool"
+            self.write_elementwise(f"where({{a}} {sign} {{b}}, 1, 0)", *_numeric(self.w, kind, x, y), dtype=kind),
+            "bool",
         )
 
 
@@ -126,7 +127,9 @@ class Unknown:
             raise TypingError(f"{self.source} has operations {said}:\n" + "\n".join(lines))
 
 
-def handled(call: Operation, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any) -> Any:
+def handle_operation(
+    call: Operation, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any
+) -> Any:
     """What a call makes, by the table; an op that is not known is `opaque`, or noted."""
     handler = table.get(call.name)
     if call.shapes and all(0 in shape for shape in call.shapes):
@@ -148,10 +151,10 @@ def handled(call: Operation, table: Mapping[str, Handler], unknown: Unknown, pla
         made = [call.w.constant(0, kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
     else:
         call.w.opaques += 1
-        names = [call.w.whole(v).name for v in views]
+        names = [call.w.materialize_view(v).name for v in views]
         rest = "".join(f" {x}" for x in flat([args, list(kwargs.values())]) if isinstance(x, bool | int | float | str))
         op = Opaque(call.name + rest, call.kinds, call.shapes)
-        made = [call.w.plain(n) for n in call.w.draft.every(op, *names)]
+        made = [call.w.view_value(n) for n in call.w.draft.every(op, *names)]
     return made[0] if len(made) == 1 else tuple(made)
 
 

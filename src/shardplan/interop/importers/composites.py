@@ -30,7 +30,7 @@ def linear(w: FlatWriter, x: Seen, weight: Seen, bias: Seen | None = None) -> Se
     """Times a weight `[out in]`, plus a bias."""
     lead = [f"d{d}" for d in range(len(x.dims) - 1)]
     y = w.einsum([[*lead, "i"], ["o", "i"]], [*lead, "o"], x, weight)
-    return y if bias is None else w.each("a + b", y, bias)
+    return y if bias is None else w.write_elementwise("a + b", y, bias)
 
 
 def matmul(w: FlatWriter, x: Seen, y: Seen) -> Seen:
@@ -45,36 +45,39 @@ def matmul(w: FlatWriter, x: Seen, y: Seen) -> Seen:
 
 def softmax(w: FlatWriter, x: Seen, dim: int) -> Seen:
     """Along a dim."""
-    x = w.joined(x, dim % len(x.dims))
+    x = w.merge_dim(x, dim % len(x.dims))
     return Seen(w.draft(Softmax(x.dims[dim][0].axis), x.name), x.dims)
 
 
 def gelu(w: FlatWriter, x: Seen, *, tanh: bool) -> Seen:
     """By the error function, or by its approximation with a tanh."""
-    return w.each("gelu(a)" if tanh else GELU_EXACT, x)
+    return w.write_elementwise("gelu(a)" if tanh else GELU_EXACT, x)
 
 
-def filled(w: FlatWriter, value: float, dtype: str, n: int) -> str:
+def fill_vector(w: FlatWriter, value: float, dtype: str, n: int) -> str:
     """A vector of one value."""
     return w.draft(Constant(value, dtype, (n,), Layout(((),)), ONE))
 
 
 def layer_norm(w: FlatWriter, x: Seen, gain: Seen | None, bias: Seen | None, eps: float) -> Seen:
     """Over the last dim."""
-    x, name = w.last(x)
+    x, name = w.move_dim_last(x)
     n, dtype = x.shape[-1], w.dtype(x)
-    gains = (w.whole(v).name if v is not None else filled(w, one, dtype, n) for v, one in ((gain, 1.0), (bias, 0.0)))
-    return _normed(Seen(w.draft(LayerNorm(eps), name, *gains), x.dims))
+    gains = (
+        w.materialize_view(v).name if v is not None else fill_vector(w, one, dtype, n)
+        for v, one in ((gain, 1.0), (bias, 0.0))
+    )
+    return _forget_origins(Seen(w.draft(LayerNorm(eps), name, *gains), x.dims))
 
 
 def rms_norm(w: FlatWriter, x: Seen, gain: Seen | None, eps: float) -> Seen:
     """Over the last dim."""
-    x, name = w.last(x)
-    by = w.whole(gain).name if gain is not None else filled(w, 1.0, w.dtype(x), x.shape[-1])
-    return _normed(Seen(w.draft(RmsNorm(eps), name, by), x.dims))
+    x, name = w.move_dim_last(x)
+    by = w.materialize_view(gain).name if gain is not None else fill_vector(w, 1.0, w.dtype(x), x.shape[-1])
+    return _forget_origins(Seen(w.draft(RmsNorm(eps), name, by), x.dims))
 
 
-def _normed(x: Seen) -> Seen:
+def _forget_origins(x: Seen) -> Seen:
     """What was normalised is no longer what a parameter made."""
     return Seen(x.name, (*x.dims[:-1], tuple(a._replace(origins=frozenset()) for a in x.dims[-1])))
 
@@ -90,25 +93,25 @@ def attention(
         raise NotImplementedError(f"scale={by}; legal is a finite number other than 0")
     if k.shape[1] != q.shape[1]:
         k, v = (repeated_heads(x, q.shape[1] // x.shape[1]) for x in (k, v))
-    q, k, v = w.alike([x.tidy for x in (q, k, v)], [1, 1, 1])
-    if any(x.held != y.held for x, y in zip(k.dims[1], v.dims[1], strict=True)):
-        k, v = (w.joined(x, 1) for x in (k, v))
-        q, k, v = w.alike([q, k, v], [1, 1, 1])
+    q, k, v = w.align_cuts([x.tidy for x in (q, k, v)], [1, 1, 1])
+    if any(x.has_axis != y.has_axis for x, y in zip(k.dims[1], v.dims[1], strict=True)):
+        k, v = (w.merge_dim(x, 1) for x in (k, v))
+        q, k, v = w.align_cuts([q, k, v], [1, 1, 1])
     if mask is not None:
-        return _masked(w, q, k, v, by, mask)
-    groups = tuple(a.held for a in k.dims[1])
+        return _masked_attention(w, q, k, v, by, mask)
+    groups = tuple(a.has_axis for a in k.dims[1])
     if groups != tuple(sorted(groups, reverse=True)):  # repeated before the heads, not behind them
-        k, v = (w.joined(x, 1) for x in (k, v))
-        q, k, v = w.alike([q, k, v], [1, 1, 1])
-        groups = tuple(a.held for a in k.dims[1])
+        k, v = (w.merge_dim(x, 1) for x in (k, v))
+        q, k, v = w.align_cuts([q, k, v], [1, 1, 1])
+        groups = tuple(a.has_axis for a in k.dims[1])
     many = sum(groups)
     kept, ratio = q.dims[1][:many], q.dims[1][many:]
-    names = [w.laid(q, [q.dims[0], q.dims[2], kept, ratio, q.dims[3]])]
-    names += [w.laid(x, [x.dims[0], x.dims[2], x.dims[1][:many], x.dims[3]]) for x in (k, v)]
+    names = [w.materialize_groups(q, [q.dims[0], q.dims[2], kept, ratio, q.dims[3]])]
+    names += [w.materialize_groups(x, [x.dims[0], x.dims[2], x.dims[1][:many], x.dims[3]]) for x in (k, v)]
     for name, dims in zip(names, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
         w.mean(name, "batch", "sequence", *dims, "head")
     out = w.draft(Attention(causal, 0.0 if stands_for(by, q.shape[-1] ** -0.5, w.dtype(q)) else by), *names)
-    b, s, g, r, e = w.plain(out).dims
+    b, s, g, r, e = w.view_value(out).dims
     return Seen(out, (b, (*g, *r), s, e))
 
 
@@ -117,13 +120,13 @@ def repeated_heads(x: Seen, times: int) -> Seen:
     return Seen(x.name, (x.dims[0], (*x.dims[1], Strand(times, -1)), *x.dims[2:])) if times > 1 else x
 
 
-def _masked(w: FlatWriter, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
+def _masked_attention(w: FlatWriter, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
     scores = w.einsum([["b", "h", "s", "d"], ["b", "h", "t", "d"]], ["b", "h", "s", "t"], q, k)
-    scores = w.each(f"a * {scale!r}", scores)
+    scores = w.write_elementwise(f"a * {scale!r}", scores)
     if w.dtype(mask) == "bool":
-        scores = w.each(f"where(a, b, {MASKED})", mask, scores)
+        scores = w.write_elementwise(f"where(a, b, {MASKED})", mask, scores)
     else:
-        scores = w.each("a + b", scores, mask)
+        scores = w.write_elementwise("a + b", scores, mask)
     return w.einsum([["b", "h", "s", "t"], ["b", "h", "t", "d"]], ["b", "h", "s", "d"], softmax(w, scores, -1), v)
 
 
@@ -132,21 +135,21 @@ def cross_entropy(w: FlatWriter, logits: Seen, targets: Seen) -> Seen:
     logits, targets = logits.tidy, targets.tidy
     for d in range(len(targets.dims)):
         if size_of(logits.dims[d]) > 1:
-            logits, targets = w.alike([logits, targets], [d, d])
-    logits, name = w.last(logits)
+            logits, targets = w.align_cuts([logits, targets], [d, d])
+    logits, name = w.move_dim_last(logits)
     places = {(d, k): a for d, g in enumerate(logits.dims[:-1]) for k, a in enumerate(g)}
     order = sorted(places, key=lambda p: places[p].axis)
     axes = [(targets.dims[d][k],) if k < len(targets.dims[d]) else () for d, k in order]
-    ids = w.laid(targets, axes)
+    ids = w.materialize_groups(targets, axes)
     w.mean(name, *(None for _ in order), "vocab")
     return Seen(w.draft(CrossEntropy(), name, ids), logits.dims[:-1])
 
 
 def rows(w: FlatWriter, table: Seen, ids: Seen) -> Seen:
     """Rows of a table by ids."""
-    table = w.joined(table, 0)
+    table = w.merge_dim(table, 0)
     atoms = [a for g in table.dims[1:] for a in g]
-    name = w.laid(table, [table.dims[0], *((a,) for a in atoms)])
+    name = w.materialize_groups(table, [table.dims[0], *((a,) for a in atoms)])
     shift = w.draft.types[ids.name].ndim
     place = {a: shift + k for k, a in enumerate(atoms)}
     if len(table.dims) == 2 and len(atoms) == 1:
@@ -169,8 +172,8 @@ def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
     origins = frozenset(o._replace(parts=n // size) for o in atoms[0].origins if o.parts == 1)
     if len(atoms) > 1 or n % size or start % size:
         origins = frozenset()
-    if start % minor or stop % minor or not atoms[0].held:
-        v, minor = w.joined(v, dim), 1
+    if start % minor or stop % minor or not atoms[0].has_axis:
+        v, minor = w.merge_dim(v, dim), 1
         atoms = list(v.dims[dim])
     at, ndim = atoms[0].axis, w.draft.types[v.name].ndim
     shape = w.draft.types[v.name].shape
@@ -186,15 +189,15 @@ def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
 def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
     """After one another along a dim; those without elements add nothing."""
     dim %= len(views[0].dims)
-    found = [w.joined(v.tidy, dim) for v in views if v.size]
+    found = [w.merge_dim(v.tidy, dim) for v in views if v.size]
     if len(found) < 2:
         return found[0] if found else views[0]
     for d in range(len(found[0].dims)):
         if d != dim and size_of(found[0].dims[d]) > 1:
-            found = w.alike(found, [d] * len(found))
+            found = w.align_cuts(found, [d] * len(found))
     first = {(d, k): a for d, g in enumerate(found[0].dims) for k, a in enumerate(g)}
-    order = sorted(first, key=lambda p: (first[p].held, first[p].axis))
-    names = [w.laid(v, [(v.dims[d][k],) if k < len(v.dims[d]) else () for d, k in order]) for v in found]
+    order = sorted(first, key=lambda p: (first[p].has_axis, first[p].axis))
+    names = [w.materialize_groups(v, [(v.dims[d][k],) if k < len(v.dims[d]) else () for d, k in order]) for v in found]
     place = {p: at for at, p in enumerate(order)}
     name = w.draft(Concat(place[dim, 0]), *names)
     total = sum(v.shape[dim] for v in found)

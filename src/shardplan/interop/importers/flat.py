@@ -45,7 +45,7 @@ class Flattened(NamedTuple):
     constants: Mapping[str, Any]
 
 
-def settled(write: Callable[[FlatWriter], Flattened], opaque: bool, training: bool) -> Flattened:
+def write_until_stable(write: Callable[[FlatWriter], Flattened], opaque: bool, training: bool) -> Flattened:
     """Write until no step asks for other factors of a parameter."""
     cuts: dict[tuple[str, int], tuple[int, ...]] = {}
     while True:
@@ -91,7 +91,7 @@ def model_of(
 def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
     """The flat program, and what its outputs are called."""
     w = flat.writer
-    outputs = [w.whole(v).name for v in flat.outputs]
+    outputs = [w.materialize_view(v).name for v in flat.outputs]
     types = w.draft.types
     losses = [o for o in outputs if not types[o].shape and numpy_dtype(types[o].dtype).kind in "fV"]
     if training and len(losses) != 1:
@@ -147,11 +147,11 @@ def _tables(flat: Flattened) -> Iterator[tuple[str, tuple[str | None, ...]]]:
 
 def _stack_name(names: tuple[str, ...]) -> str:
     """What the names of its rows have in common: `h.0.w`, `h.1.w` are `h.w`."""
-    found = _numbered(names)
+    found = _layer_pattern(names)
     return ".".join(p for p in found[0].split(".") if p != "{layer}") or names[0] if found else names[0]
 
 
-def _numbered(names: Sequence[str]) -> tuple[str, int] | None:
+def _layer_pattern(names: Sequence[str]) -> tuple[str, int] | None:
     """The pattern of names that count on in one place, and the first number."""
     parts = [n.split(".") for n in names]
     if len({len(p) for p in parts}) > 1:
@@ -219,7 +219,7 @@ def _parameter(program: Program, key: str, names: tuple[str, ...], held: Sequenc
     stored = " ".join(groups)
     if not stacked:
         return Parameter(pairs, held[0].file, stored)
-    found = _numbered([h.file for h in held])
+    found = _layer_pattern([h.file for h in held])
     if found is not None:
         return Parameter(pairs, found[0], stored, first=found[1])
     return Parameter(pairs, "{layer}", stored, rows=tuple(h.file for h in held))

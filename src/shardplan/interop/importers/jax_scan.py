@@ -22,12 +22,12 @@ from shardplan.interop.importers.views import Group, Seen, Strand
 from shardplan.interop.importers.writer import FlatWriter
 
 
-def scanned(
+def write_scan(
     w: FlatWriter, params: Mapping[str, Any], args: list[Any], write: Callable[[FlatWriter, list[Any]], list[Any]]
 ) -> list[Seen]:
     """Write a scan; `write` writes its body on values and returns the results."""
     consts, carried = params["num_consts"], params["num_carry"]
-    inner, tag = w.inside(), f"run.{next(w.numbers)}"
+    inner, tag = w.begin_body(), f"run.{next(w.numbers)}"
     kinds = [(short_name(v.aval.dtype), tuple(map(int, v.aval.shape))) for v in params["jaxpr"].jaxpr.invars]
     outer: list[list[str]] = [[], [], []]  # carried, the same, rows
     given: list[list[tuple[str, TensorType]]] = [[], [], []]
@@ -40,7 +40,7 @@ def scanned(
             continue
         seen = value if isinstance(value, Seen) else w.constant(value, dtype, shape)
         if part == 0:
-            outside = w.whole(w.cast(seen, dtype)).name
+            outside = w.materialize_view(w.cast(seen, dtype)).name
             t, dims = w.draft.types[outside], tuple((Strand(n, d),) for d, n in enumerate(shape))
         elif part == 1:
             outside, t, dims = seen.name, w.draft.types[seen.name], seen.dims
@@ -56,16 +56,16 @@ def scanned(
     w.opaques += inner.opaques
     body = _body(w, inner, [pair for side in given for pair in side], outputs, tag)
     op = Repeat(params["length"], body, len(outer[0]), len(outer[2]), bool(params["reverse"]))
-    return [w.plain(r) for r in w.draft.every(op, *(n for side in outer for n in side))]
+    return [w.view_value(r) for r in w.draft.every(op, *(n for side in outer for n in side))]
 
 
 def _rows(w: FlatWriter, v: Seen) -> tuple[str, tuple[Group, ...]]:
     """A value whose first dim is ours too, and what a row of it shows."""
-    v = w.joined(v, 0)
-    (first,), rest = v.dims[0], sorted((a for g in v.dims[1:] for a in g if a.held), key=lambda a: a.axis)
-    name = w.laid(v, [(first,), *((a,) for a in rest)])
+    v = w.merge_dim(v, 0)
+    (first,), rest = v.dims[0], sorted((a for g in v.dims[1:] for a in g if a.has_axis), key=lambda a: a.axis)
+    name = w.materialize_groups(v, [(first,), *((a,) for a in rest)])
     place = {a.axis: k for k, a in enumerate(rest)}
-    return name, tuple(tuple(a._replace(axis=place[a.axis]) if a.held else a for a in g) for g in v.dims[1:])
+    return name, tuple(tuple(a._replace(axis=place[a.axis]) if a.has_axis else a for a in g) for g in v.dims[1:])
 
 
 def _results(inner: FlatWriter, found: list[Any], params: Mapping[str, Any]) -> list[str]:
@@ -74,7 +74,7 @@ def _results(inner: FlatWriter, found: list[Any], params: Mapping[str, Any]) -> 
     for value, var in zip(found, params["jaxpr"].jaxpr.outvars, strict=True):
         dtype, shape = short_name(var.aval.dtype), tuple(map(int, var.aval.shape))
         seen = value if isinstance(value, Seen) else inner.constant(np.asarray(value).item(), dtype, shape)
-        names.append(inner.whole(inner.cast(seen, dtype)).name)
+        names.append(inner.materialize_view(inner.cast(seen, dtype)).name)
     return names
 
 

@@ -19,10 +19,10 @@ _COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
 
 
 def _expression(text: str) -> Handler:
-    return lambda c, *values, **_: c.each(text, *values)
+    return lambda c, *values, **_: c.write_elementwise(text, *values)
 
 
-def _compared(sign: str) -> Handler:
+def _compare_handler(sign: str) -> Handler:
     def handler(c: Operation, x: Any, y: Any, **_: Any) -> Any:
         if isinstance(x, Seen) or isinstance(y, Seen):
             return c.compare(sign, x, y)
@@ -31,7 +31,7 @@ def _compared(sign: str) -> Handler:
     return handler
 
 
-def _same(c: Operation, x: Seen, **_: Any) -> Seen:
+def _pass_through(c: Operation, x: Seen, **_: Any) -> Seen:
     return x
 
 
@@ -39,24 +39,24 @@ def _view(c: Operation, x: Any) -> Seen:
     return x if isinstance(x, Seen) else c.w.constant(x, c.dtype)
 
 
-def _least(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
+def _write_maximum(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
     """A maximum; of minus infinity it is the other."""
     for one, other in ((x, y), (y, x)):
         if not isinstance(one, Seen) and one == -math.inf:
             return other
-    return c.each("maximum({a}, {b})", x, y)
+    return c.write_elementwise("maximum({a}, {b})", x, y)
 
 
 def _power(c: Operation, x: Seen, y: int, **_: Any) -> Seen:
-    return c.each("{a} * {a}", x) if y == 2 else c.each("{a} ** {b}", x, y)
+    return c.write_elementwise("{a} * {a}", x) if y == 2 else c.write_elementwise("{a} ** {b}", x, y)
 
 
-def _chosen(c: Operation, which: Any, *cases: Any, **_: Any) -> Any:
+def _select_case(c: Operation, which: Any, *cases: Any, **_: Any) -> Any:
     if not isinstance(which, Seen):
         return cases[int(which)]
     if len(cases) != 2 or c.w.dtype(which) != "bool":
         raise NotImplementedError("of several cases")
-    return c.each("where({a}, {b}, {c})", which, cases[1], cases[0])
+    return c.write_elementwise("where({a}, {b}, {c})", which, cases[1], cases[0])
 
 
 def _logical(text: str) -> Handler:
@@ -64,13 +64,13 @@ def _logical(text: str) -> Handler:
         if c.dtype != "bool":
             raise NotImplementedError(f"of {c.dtype}")
         numbers = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in values]
-        return c.w.cast(c.each(text, *numbers, dtype="i32"), "bool")
+        return c.w.cast(c.write_elementwise(text, *numbers, dtype="i32"), "bool")
 
     return handler
 
 
-def _reduced(kind: str) -> Handler:
-    return lambda c, x, axes, **_: c.w.reduced(x, [int(d) for d in axes], kind, False)
+def _reduce_handler(kind: str) -> Handler:
+    return lambda c, x, axes, **_: c.w.reduce_view(x, [int(d) for d in axes], kind, False)
 
 
 def _broadcast(c: Operation, x: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any) -> Seen:
@@ -82,7 +82,7 @@ def _broadcast(c: Operation, x: Any, shape: Sequence[int], broadcast_dimensions:
     return Seen(x.name, tuple(dims))
 
 
-def _sliced(c: Operation, x: Seen, start_indices: Any, limit_indices: Any, strides: Any, **_: Any) -> Seen:
+def _slice_dims(c: Operation, x: Seen, start_indices: Any, limit_indices: Any, strides: Any, **_: Any) -> Seen:
     if strides is not None and set(strides) != {1}:
         raise NotImplementedError("with strides")
     for d, (a, b) in enumerate(zip(start_indices, limit_indices, strict=True)):
@@ -114,25 +114,25 @@ def _rows(c: Operation, table: Seen, ids: Seen, dimension_numbers: Any, slice_si
     whole = tuple(slice_sizes) == (1, *table.shape[1:]) and tuple(d.offset_dims) == tuple(range(ndim - width, ndim))
     if not whole or tuple(d.collapsed_slice_dims) != (0,) or tuple(d.start_index_map) != (0,):
         raise NotImplementedError("of other than rows of a table")
-    return ours.rows(c.w, table, ids.without([-1]))
+    return ours.rows(c.w, table, ids.squeeze_dims([-1]))
 
 
 def _count(c: Operation, dimension: int, **_: Any) -> Seen:
     n = c.shape[dimension]
     found = c.w.count(n, c.dtype)
-    return Seen(found.name, tuple(found.dims[0] if d == dimension else () for d in range(len(c.shape)))).repeated(
+    return Seen(found.name, tuple(found.dims[0] if d == dimension else () for d in range(len(c.shape)))).broadcast_dims(
         c.shape
     )
 
 
-def _constrained(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
+def _pin_sharding(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
     """A value that is pinned: to the axes of each dim of ours, of several those of the major one."""
     said = [() if s is None else (s,) if isinstance(s, str) else s for s in sharding.spec]
     if not all(isinstance(names, tuple) for names in said):
         raise NotImplementedError("of dims that it leaves open")
     x = x.tidy
-    if any(names and group and not group[0].held for group, names in zip(x.dims, said, strict=False)):
-        x = c.w.whole(x)
+    if any(names and group and not group[0].has_axis for group, names in zip(x.dims, said, strict=False)):
+        x = c.w.materialize_view(x)
     axes: list[tuple[str, ...]] = [()] * c.w.draft.types[x.name].ndim
     for group, names in zip(x.dims, said, strict=False):
         if names and group:
@@ -145,7 +145,7 @@ _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
     **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
-    **{name: _compared(sign) for name, sign in _SIGNS.items()},
+    **{name: _compare_handler(sign) for name, sign in _SIGNS.items()},
     "erfc": _expression("1 - erf({a})"),
     "logistic": _expression("sigmoid({a})"),
     "neg": _expression("-{a}"),
@@ -154,36 +154,40 @@ TABLE: dict[str, Handler] = {
     "sub": _expression("{a} - {b}"),
     "mul": _expression("{a} * {b}"),
     "div": _expression("{a} / {b}"),
-    "max": _least,
+    "max": _write_maximum,
     "min": _expression("minimum({a}, {b})"),
-    "pow": lambda c, x, y, **_: c.each("exp({b} * log({a}))" if isinstance(y, Seen) else "{a} ** {b}", x, y),
+    "pow": lambda c, x, y, **_: c.write_elementwise(
+        "exp({b} * log({a}))" if isinstance(y, Seen) else "{a} ** {b}", x, y
+    ),
     "square": _expression("{a} * {a}"),
     "integer_pow": _power,
-    "select_n": _chosen,
+    "select_n": _select_case,
     "and": _logical("{a} * {b}"),
     "or": _logical("maximum({a}, {b})"),
     "not": _logical("1 - {a}"),
-    "reduce_sum": _reduced("sum"),
-    "reduce_max": _reduced("max"),
-    "reduce_min": _reduced("min"),
+    "reduce_sum": _reduce_handler("sum"),
+    "reduce_max": _reduce_handler("max"),
+    "reduce_min": _reduce_handler("min"),
     "dot_general": _product,
     "gather": _rows,
     "iota": _count,
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda c, x, **_: c.w.reshaped(_view(c, x), c.shape),
-    "transpose": lambda c, x, permutation: x.permuted([int(d) for d in permutation]),
-    "squeeze": lambda c, x, dimensions: x.without(dimensions),
-    "expand_dims": lambda c, x, **_: c.w.reshaped(_view(c, x), c.shape),
-    "slice": _sliced,
+    "reshape": lambda c, x, **_: c.w.reshape_view(_view(c, x), c.shape),
+    "transpose": lambda c, x, permutation: x.permute_dims([int(d) for d in permutation]),
+    "squeeze": lambda c, x, dimensions: x.squeeze_dims(dimensions),
+    "expand_dims": lambda c, x, **_: c.w.reshape_view(_view(c, x), c.shape),
+    "slice": _slice_dims,
     "split": _split,
     "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),
     "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, Seen) else x,
-    "sharding_constraint": _constrained,
-    "stop_gradient": lambda c, x, **_: c.w.stopped(x) if isinstance(x, Seen) else x,
-    "clamp": lambda c, low, x, high: c.each("minimum(maximum({a}, {b}), {c})", x, low, high),
+    "sharding_constraint": _pin_sharding,
+    "stop_gradient": lambda c, x, **_: c.w.stop_gradient(x) if isinstance(x, Seen) else x,
+    "clamp": lambda c, low, x, high: c.write_elementwise("minimum(maximum({a}, {b}), {c})", x, low, high),
     "log1p": _expression("log(1 + {a})"),
     "expm1": _expression("exp({a}) - 1"),
     "sign": _expression("where({a} > 0, 1, where({a} < 0, -1, 0))"),
-    "is_finite": lambda c, x: c.compare("<=", c.each("abs({a})", x, dtype=c.w.dtype(x)), _LARGEST[c.w.dtype(x)]),
-    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), _same),
+    "is_finite": lambda c, x: c.compare(
+        "<=", c.write_elementwise("abs({a})", x, dtype=c.w.dtype(x)), _LARGEST[c.w.dtype(x)]
+    ),
+    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), _pass_through),
 }

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
-from shardplan.interop.importers.call import Operation, Unknown, handled
+from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
-from shardplan.interop.importers.jax_scan import scanned
+from shardplan.interop.importers.jax_scan import write_scan
 from shardplan.interop.importers.jax_table import TABLE
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter
@@ -28,7 +28,7 @@ def is_jaxpr(source: object) -> bool:
     return type(source).__name__ == "ClosedJaxpr"
 
 
-def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
+def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the equations."""
     unknown = Unknown("the jaxpr", w.opaque)
     constants: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
         place = _place(eqn) or outside
         made: Any
         if name == "scan" and body is not None and not any(np.ndim(x) for x in body.consts):
-            made = scanned(w, eqn.params, args, partial(_inside, body, unknown, place))
+            made = write_scan(w, eqn.params, args, partial(_write_scan_body, body, unknown, place))
         elif body is not None and name not in ("scan", "while", "cond"):
             inner = body.jaxpr if hasattr(body, "jaxpr") else body
             given = dict(zip(inner.invars, args, strict=True)) | dict(
@@ -85,13 +85,13 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
         else:
             kinds = tuple(short_name(x.aval.dtype) for x in eqn.outvars)
             call = Operation(w, name, kinds, tuple(tuple(int(n) for n in x.aval.shape) for x in eqn.outvars))
-            found = handled(call, TABLE, unknown, place, args, eqn.params)
+            found = handle_operation(call, TABLE, unknown, place, args, eqn.params)
             made = found if eqn.primitive.multiple_results and not isinstance(found, Seen) else [found]
         values |= zip(eqn.outvars, made, strict=True)
     return [value(x) for x in jaxpr.outvars]
 
 
-def _inside(body: Any, unknown: Unknown, place: str, w: FlatWriter, args: list[Any]) -> list[Any]:
+def _write_scan_body(body: Any, unknown: Unknown, place: str, w: FlatWriter, args: list[Any]) -> list[Any]:
     """Write the body of a scan."""
     given = dict(zip(body.jaxpr.invars, args, strict=True))
     given |= zip(body.jaxpr.constvars, (_number(x) for x in body.consts), strict=True)

@@ -14,7 +14,7 @@ import numpy as np
 from shardplan.core.decoding import read_bytes
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line, optional, shown
-from shardplan.interop.importers.call import Operation, Unknown, handled
+from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.onnx_table import TABLE, array_of
 from shardplan.interop.importers.views import Seen
@@ -38,7 +38,7 @@ def is_onnx(source: object) -> bool:
     return type(source).__name__ == "ModelProto"
 
 
-def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
+def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the nodes."""
     onnx: Any = optional("onnx", "onnx")
     versions = [o.version for o in source.opset_import if o.domain in ("", "ai.onnx")]
@@ -69,15 +69,15 @@ def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
         attributes = {a.name: _attribute(onnx, a, place) for a in node.attribute}
         if "to" in attributes:
             attributes["to"] = _kind(onnx, attributes["to"])
-        args = [_given(values, name, place) for name in node.input]
+        args = [_operand_value(values, name, place) for name in node.input]
         kinds = tuple(w.dtype(v) for v in args if isinstance(v, Seen))[:1] or ("f32",)
         name = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
         call = Operation(w, name, kinds, ((),), (versions[0], len(node.output)))
-        made = handled(call, TABLE, unknown, place, args, attributes)
+        made = handle_operation(call, TABLE, unknown, place, args, attributes)
         outs = made if isinstance(made, list) else [made]
         values |= zip(node.output, outs, strict=False)
     unknown.check()
-    outputs = [_given(values, x.name, "the graph's output") for x in source.graph.output]
+    outputs = [_operand_value(values, x.name, "the graph's output") for x in source.graph.output]
     outputs = [v if isinstance(v, Seen) else array_of(w, v) for v in outputs]
     return Flattened(w, data, outputs, w.constants)
 
@@ -115,7 +115,7 @@ def _attribute(onnx: Any, a: Any, place: str) -> Any:
         raise ParseError(f"load: {line(place)}: the attribute {shown(a.name)}: {line(error)}") from None
 
 
-def _given(values: dict[str, Any], name: str, place: str) -> Any:
+def _operand_value(values: dict[str, Any], name: str, place: str) -> Any:
     """What a node takes by name."""
     if name not in values:
         raise ParseError(f"load: {line(place)} takes {shown(name)}, which no input and no node before it gives")

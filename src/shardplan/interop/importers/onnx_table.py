@@ -28,7 +28,7 @@ def array_of(w: FlatWriter, x: Any, dtype: str = "") -> Seen:
         return w.constant(x.flat[0].item(), kind, x.shape)
     flat = x.reshape([n for n in x.shape if n > 1])
     if flat.ndim == 1 and x.dtype.kind in "iu" and np.array_equal(flat, np.arange(len(flat))):
-        return w.reshaped(w.count(len(flat), kind), x.shape)
+        return w.reshape_view(w.count(len(flat), kind), x.shape)
     if flat.ndim == 2:
         seen = np.tri(*flat.shape, dtype=bool)
         inside, outside = np.unique(flat[seen]), np.unique(flat[~seen])
@@ -36,20 +36,20 @@ def array_of(w: FlatWriter, x: Any, dtype: str = "") -> Seen:
             rows, columns = (w.count(n, "i32") for n in flat.shape)
             if x.dtype.kind in "biu":
                 ends = (str(int(inside[0])), str(int(outside[0])))
-                found = w.each(f"where(a >= b, {ends[0]}, {ends[1]})", rows.with_one(1), columns)
-                return w.reshaped(w.cast(found, kind), x.shape)
-            held = w.cast(w.each("where(a >= b, 1, 0)", rows.with_one(1), columns), "bool")
+                found = w.write_elementwise(f"where(a >= b, {ends[0]}, {ends[1]})", rows.with_one(1), columns)
+                return w.reshape_view(w.cast(found, kind), x.shape)
+            held = w.cast(w.write_elementwise("where(a >= b, 1, 0)", rows.with_one(1), columns), "bool")
             ends = (number(inside[0], kind), number(outside[0], kind))
-            found = w.each(f"where(a, b + {ends[0]}, {ends[1]})", held, w.constant(0, kind))
-            return w.reshaped(found, x.shape)
-    return w.known(x.astype(numpy_dtype(kind)))
+            found = w.write_elementwise(f"where(a, b + {ends[0]}, {ends[1]})", held, w.constant(0, kind))
+            return w.reshape_view(found, x.shape)
+    return w.declare_constant(x.astype(numpy_dtype(kind)))
 
 
 def _view(c: Operation, x: Any, dtype: str = "") -> Seen:
     return x if isinstance(x, Seen) else array_of(c.w, x, dtype or c.dtype)
 
 
-def _each(expression: str, numpy: Callable[..., Any], *, boolean: bool = False) -> Handler:
+def _elementwise_handler(expression: str, numpy: Callable[..., Any], *, boolean: bool = False) -> Handler:
     def handler(c: Operation, *values: Any, **_: Any) -> Any:
         if not any(isinstance(v, Seen) for v in values):
             return numpy(*values)
@@ -58,8 +58,8 @@ def _each(expression: str, numpy: Callable[..., Any], *, boolean: bool = False) 
         given = [_view(c, v, kind) if isinstance(v, np.ndarray) else v for v in given]
         if boolean:
             given = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in given]
-            return c.w.cast(c.each(expression, *given, dtype="i32"), "bool")
-        return c.each(expression, *given, dtype=kind)
+            return c.w.cast(c.write_elementwise(expression, *given, dtype="i32"), "bool")
+        return c.write_elementwise(expression, *given, dtype=kind)
 
     return handler
 
@@ -76,16 +76,16 @@ def _power(c: Operation, x: Any, y: Any) -> Any:
     if isinstance(y, Seen):
         base = x if isinstance(x, Seen) else _scalar(x)
         base = array_of(c.w, base) if isinstance(base, np.ndarray) else base
-        return c.each("exp({b} * log({a}))", base, y, dtype=c.w.dtype(y))
+        return c.write_elementwise("exp({b} * log({a}))", base, y, dtype=c.w.dtype(y))
     if not isinstance(x, Seen):
         return np.power(x, y)
     power = _scalar(y)
     if isinstance(power, float) and power.is_integer():
         power = int(power)
-    return c.each("{a} * {a}", x) if power == 2 else c.each("{a} ** {b}", x, power)
+    return c.write_elementwise("{a} * {a}", x) if power == 2 else c.write_elementwise("{a} ** {b}", x, power)
 
 
-def _compared(sign: str, numpy: Callable[..., Any]) -> Handler:
+def _compare_handler(sign: str, numpy: Callable[..., Any]) -> Handler:
     def handler(c: Operation, x: Any, y: Any) -> Any:
         if not isinstance(x, Seen) and not isinstance(y, Seen):
             return numpy(x, y)
@@ -96,13 +96,13 @@ def _compared(sign: str, numpy: Callable[..., Any]) -> Handler:
     return handler
 
 
-def _where(c: Operation, condition: Any, x: Any, y: Any) -> Any:
+def _write_where(c: Operation, condition: Any, x: Any, y: Any) -> Any:
     if not any(isinstance(v, Seen) for v in (condition, x, y)):
         return np.where(condition, x, y)
     kinds = [c.w.dtype(v) if isinstance(v, Seen) else short_name(np.asarray(v).dtype) for v in (x, y)]
     given = [v if isinstance(v, Seen) else _scalar(v) for v in (x, y)]
     given = [array_of(c.w, v) if isinstance(v, np.ndarray) else v for v in given]
-    return c.each("where({a}, {b}, {c})", _view(c, condition, "bool"), *given, dtype=kinds[0])
+    return c.write_elementwise("where({a}, {b}, {c})", _view(c, condition, "bool"), *given, dtype=kinds[0])
 
 
 def _matmul(c: Operation, x: Any, y: Any) -> Seen:
@@ -114,17 +114,17 @@ def _gemm(
 ) -> Seen:
     if (alpha, beta) != (1.0, 1.0):
         raise NotImplementedError("with factors")
-    x, y = (v.transposed(0, 1) if turn else v for v, turn in ((x, turned.get("transA")), (y, turned.get("transB"))))
+    x, y = (v.transpose_dims(0, 1) if turn else v for v, turn in ((x, turned.get("transA")), (y, turned.get("transB"))))
     found = ours.matmul(c.w, x, y)
-    return found if bias is None else c.w.each("a + b", found, _view(c, bias))
+    return found if bias is None else c.w.write_elementwise("a + b", found, _view(c, bias))
 
 
-def _reduced(kind: str) -> Handler:
+def _reduce_handler(kind: str) -> Handler:
     def handler(c: Operation, x: Any, axes: Any = None, *, keepdims: int = 1, **more: Any) -> Any:
         axes = more.get("axes") if axes is None else [int(d) for d in np.asarray(axes).ravel()]
         if not isinstance(x, Seen):
             return getattr(np, kind)(x, axis=tuple(axes) if axes is not None else None, keepdims=bool(keepdims))
-        return c.w.reduced(x, range(len(x.dims)) if axes is None else axes, kind, bool(keepdims))
+        return c.w.reduce_view(x, range(len(x.dims)) if axes is None else axes, kind, bool(keepdims))
 
     return handler
 
@@ -155,26 +155,26 @@ def _reshape(c: Operation, x: Any, shape: Any, *, allowzero: int = 0) -> Any:
     sizes = [int(n) for n in np.asarray(shape)]
     if not allowzero:
         sizes = [x.shape[d] if n == 0 else n for d, n in enumerate(sizes)]
-    return c.w.reshaped(x, sizes) if isinstance(x, Seen) else np.reshape(x, sizes)
+    return c.w.reshape_view(x, sizes) if isinstance(x, Seen) else np.reshape(x, sizes)
 
 
 def _flatten(c: Operation, x: Seen, *, axis: int = 1) -> Seen:
-    return c.w.reshaped(x, [int(np.prod(x.shape[:axis])), -1])
+    return c.w.reshape_view(x, [int(np.prod(x.shape[:axis])), -1])
 
 
 def _transpose(c: Operation, x: Any, *, perm: Sequence[int] | None = None) -> Any:
     order = list(perm) if perm is not None else list(range(x.ndim if not isinstance(x, Seen) else len(x.dims)))[::-1]
-    return x.permuted(order) if isinstance(x, Seen) else np.transpose(x, order)
+    return x.permute_dims(order) if isinstance(x, Seen) else np.transpose(x, order)
 
 
-def _squeezed(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
+def _squeeze_dims(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
     dims = more.get("axes") if axes is None else [int(d) for d in np.asarray(axes).ravel()]
     if isinstance(x, Seen):
-        return x.without(range(len(x.dims)) if dims is None else dims)
+        return x.squeeze_dims(range(len(x.dims)) if dims is None else dims)
     return np.squeeze(x, None if dims is None else tuple(dims))
 
 
-def _unsqueezed(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
+def _unsqueeze_dims(c: Operation, x: Any, axes: Any = None, **more: Any) -> Any:
     dims = more["axes"] if axes is None else [int(d) for d in np.asarray(axes).ravel()]
     if not isinstance(x, Seen):
         return np.expand_dims(x, tuple(dims))
@@ -218,7 +218,7 @@ def _gather(c: Operation, x: Any, ids: Any, *, axis: int = 0) -> Any:
     places = np.asarray(ids)
     if places.ndim == 0:
         at = int(places) % x.shape[axis]
-        return ours.part(c.w, x, axis, at, at + 1).without([axis])
+        return ours.part(c.w, x, axis, at, at + 1).squeeze_dims([axis])
     first = int(places.flat[0])
     if places.ndim == 1 and np.array_equal(places, first + np.arange(places.size)):
         return ours.part(c.w, x, axis, first, first + places.size)
@@ -254,14 +254,14 @@ def _cast(c: Operation, x: Any, *, to: str, **_: Any) -> Any:
 
 def _expand(c: Operation, x: Any, shape: Any) -> Any:
     sizes = np.broadcast_shapes(x.shape, tuple(int(n) for n in shape))
-    return x.repeated(sizes) if isinstance(x, Seen) else np.broadcast_to(x, sizes)
+    return x.broadcast_dims(sizes) if isinstance(x, Seen) else np.broadcast_to(x, sizes)
 
 
 def _constant(c: Operation, **attributes: Any) -> Any:
     return np.asarray(next(iter(attributes.values())))
 
 
-def _filled(c: Operation, shape: Any, *, value: Any = None) -> Any:
+def _fill_shape(c: Operation, shape: Any, *, value: Any = None) -> Any:
     return np.full([int(n) for n in shape], np.float32(0) if value is None else np.asarray(value).ravel()[0])
 
 
@@ -278,7 +278,7 @@ def _einsum(c: Operation, *views: Any, equation: str) -> Seen:
     return c.w.einsum([list(s) for s in left.split(",")], list(right), *(_view(c, v) for v in views))
 
 
-def _same(c: Operation, x: Any, *_: Any, **__: Any) -> Any:
+def _pass_through(c: Operation, x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 
@@ -289,35 +289,35 @@ def _sigmoid(x: Any) -> Any:
 _FUNCTIONS = {"Exp": "exp", "Log": "log", "Sqrt": "sqrt", "Tanh": "tanh", "Sin": "sin", "Cos": "cos", "Abs": "abs"}
 
 TABLE: dict[str, Handler] = {
-    **{name: _each(f"{f}({{a}})", getattr(np, f)) for name, f in _FUNCTIONS.items()},
-    "Relu": _each("relu({a})", lambda x: np.maximum(x, 0)),
-    "Sigmoid": _each("sigmoid({a})", _sigmoid),
-    "Erf": _each("erf({a})", erf),
-    "Neg": _each("-{a}", np.negative),
-    "Reciprocal": _each("1 / {a}", np.reciprocal),
-    "Add": _each("{a} + {b}", np.add),
-    "Sub": _each("{a} - {b}", np.subtract),
-    "Mul": _each("{a} * {b}", np.multiply),
-    "Div": _each("{a} / {b}", lambda x, y: x // y if np.asarray(x).dtype.kind in "iu" else x / y),
-    "Max": _each("maximum({a}, {b})", np.maximum),
-    "Min": _each("minimum({a}, {b})", np.minimum),
+    **{name: _elementwise_handler(f"{f}({{a}})", getattr(np, f)) for name, f in _FUNCTIONS.items()},
+    "Relu": _elementwise_handler("relu({a})", lambda x: np.maximum(x, 0)),
+    "Sigmoid": _elementwise_handler("sigmoid({a})", _sigmoid),
+    "Erf": _elementwise_handler("erf({a})", erf),
+    "Neg": _elementwise_handler("-{a}", np.negative),
+    "Reciprocal": _elementwise_handler("1 / {a}", np.reciprocal),
+    "Add": _elementwise_handler("{a} + {b}", np.add),
+    "Sub": _elementwise_handler("{a} - {b}", np.subtract),
+    "Mul": _elementwise_handler("{a} * {b}", np.multiply),
+    "Div": _elementwise_handler("{a} / {b}", lambda x, y: x // y if np.asarray(x).dtype.kind in "iu" else x / y),
+    "Max": _elementwise_handler("maximum({a}, {b})", np.maximum),
+    "Min": _elementwise_handler("minimum({a}, {b})", np.minimum),
     "Pow": _power,
-    "Equal": _compared("==", np.equal),
-    "Less": _compared("<", np.less),
-    "LessOrEqual": _compared("<=", np.less_equal),
-    "Greater": _compared(">", np.greater),
-    "GreaterOrEqual": _compared(">=", np.greater_equal),
-    "And": _each("{a} * {b}", np.logical_and, boolean=True),
-    "Or": _each("maximum({a}, {b})", np.logical_or, boolean=True),
-    "Not": _each("1 - {a}", np.logical_not, boolean=True),
-    "Where": _where,
+    "Equal": _compare_handler("==", np.equal),
+    "Less": _compare_handler("<", np.less),
+    "LessOrEqual": _compare_handler("<=", np.less_equal),
+    "Greater": _compare_handler(">", np.greater),
+    "GreaterOrEqual": _compare_handler(">=", np.greater_equal),
+    "And": _elementwise_handler("{a} * {b}", np.logical_and, boolean=True),
+    "Or": _elementwise_handler("maximum({a}, {b})", np.logical_or, boolean=True),
+    "Not": _elementwise_handler("1 - {a}", np.logical_not, boolean=True),
+    "Where": _write_where,
     "MatMul": _matmul,
     "Gemm": _gemm,
     "Einsum": _einsum,
-    "ReduceMean": _reduced("mean"),
-    "ReduceSum": _reduced("sum"),
-    "ReduceMax": _reduced("max"),
-    "ReduceMin": _reduced("min"),
+    "ReduceMean": _reduce_handler("mean"),
+    "ReduceSum": _reduce_handler("sum"),
+    "ReduceMax": _reduce_handler("max"),
+    "ReduceMin": _reduce_handler("min"),
     "Softmax": _softmax,
     "LayerNormalization": _layer_norm,
     "RMSNormalization": _rms_norm,
@@ -325,8 +325,8 @@ TABLE: dict[str, Handler] = {
     "Reshape": _reshape,
     "Flatten": _flatten,
     "Transpose": _transpose,
-    "Squeeze": _squeezed,
-    "Unsqueeze": _unsqueezed,
+    "Squeeze": _squeeze_dims,
+    "Unsqueeze": _unsqueeze_dims,
     "Slice": _slice,
     "Gather": _gather,
     "Concat": _concat,
@@ -335,9 +335,9 @@ TABLE: dict[str, Handler] = {
     "Cast": _cast,
     "Expand": _expand,
     "Constant": _constant,
-    "ConstantOfShape": _filled,
+    "ConstantOfShape": _fill_shape,
     "Range": lambda c, a, b, s: np.arange(np.asarray(a).item(), np.asarray(b).item(), np.asarray(s).item()),
     "Trilu": _triangle,
-    "Identity": _same,
-    "Dropout": _same,
+    "Identity": _pass_through,
+    "Dropout": _pass_through,
 }

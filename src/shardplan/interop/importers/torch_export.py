@@ -12,7 +12,7 @@ from typing import Any
 
 from shardplan.core.dtypes import short_name
 from shardplan.errors import TypingError, optional, shown
-from shardplan.interop.importers.call import Operation, Unknown, handled
+from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.torch_table import TABLE
 from shardplan.interop.importers.views import Seen
@@ -34,16 +34,16 @@ def is_export(source: object) -> bool:
     return kind.__module__.startswith("torch.export") and kind.__name__ == "ExportedProgram"
 
 
-def flattened(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
+def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the steps of an export."""
     unknown = Unknown("the export", w.opaque)
-    values, constants = _given(source, w)
+    values, constants = _bind_placeholders(source, w)
     outputs = list[Any]()
     _graph(w, source.graph_module, source.graph, values, unknown, outputs)
     unknown.check()
     for module in source.graph_module.modules():
         if hasattr(module, "graph"):
-            _unchanged(module.graph)
+            _refuse_in_place(module.graph)
     specs = source.graph_signature.output_specs
     for spec in specs:
         if spec.kind.name.endswith("MUTATION"):
@@ -61,7 +61,7 @@ def _type(fake: Any) -> tuple[str, tuple[int, ...]]:
     return short_name(str(fake.dtype).removeprefix("torch.")), tuple(int(n) for n in fake.shape)
 
 
-def _given(source: Any, w: FlatWriter) -> tuple[dict[Any, Any], dict[str, Any]]:
+def _bind_placeholders(source: Any, w: FlatWriter) -> tuple[dict[Any, Any], dict[str, Any]]:
     """Inputs by their nodes, and the values of those that are constants."""
     values: dict[Any, Any] = {}
     constants: dict[str, Any] = {}
@@ -124,18 +124,18 @@ def _graph(
             )
             args, kwargs = value(list(node.args)), {k: value(v) for k, v in node.kwargs.items()}
             if any(name.endswith(region) for region in _INLINED):
-                values[node] = _inlined(w, args, unknown)
+                values[node] = _inline_region(w, args, unknown)
                 continue
             fakes = node.meta.get("val")
             found = [f for f in (fakes if isinstance(fakes, (list, tuple)) else [fakes]) if hasattr(f, "shape")]
-            _sized(node, found)
+            _refuse_dynamic_sizes(node, found)
             kinds, shapes = zip(*(_type(f) for f in found), strict=True) if found else ((), ())
             call = Operation(w, name, tuple(kinds), tuple(shapes))
-            made = handled(call, TABLE, unknown, _place(node), args, kwargs)
+            made = handle_operation(call, TABLE, unknown, _place(node), args, kwargs)
             values[node] = [made] if isinstance(fakes, (list, tuple)) and isinstance(made, Seen) else made
 
 
-def _unchanged(graph: Any) -> None:
+def _refuse_in_place(graph: Any) -> None:
     """Refuse an operation in place that changes what is given, or what another name has that is read later."""
     places = {node: k for k, node in enumerate(graph.nodes)}
     roots: dict[Any, Any] = {}  # of each value the first one whose elements it shares
@@ -165,7 +165,7 @@ def _unchanged(graph: Any) -> None:
                                   f"({_place(node)}); legal is a new value")  # fmt: skip
 
 
-def _sized(node: Any, found: list[Any]) -> None:
+def _refuse_dynamic_sizes(node: Any, found: list[Any]) -> None:
     """Refuse a result whose sizes hang on values."""
     for n in (n for fake in found for n in fake.shape):
         if not isinstance(n, int) and not n.node.has_hint():
@@ -184,14 +184,14 @@ def _attribute(module: Any, target: str) -> Any:
     return module
 
 
-def _inlined(w: FlatWriter, args: list[Any], unknown: Unknown) -> list[Any]:
+def _inline_region(w: FlatWriter, args: list[Any], unknown: Unknown) -> list[Any]:
     """The region of an op that runs a graph."""
     at = next(k for k, a in enumerate(args) if hasattr(a, "graph") and hasattr(a.graph, "nodes"))
     inner, outputs = args[at], list[Any]()
     given = [n for n in inner.graph.nodes if n.op == "placeholder"]
     _graph(w, inner, inner.graph, dict(zip(given, args[at + 1 :], strict=True)), unknown, outputs)
     # Without gradients: what is made there is a constant to those outside.
-    return [w.stopped(v) if args[0] is False and isinstance(v, Seen) else v for v in outputs]
+    return [w.stop_gradient(v) if args[0] is False and isinstance(v, Seen) else v for v in outputs]
 
 
 def _place(node: Any) -> str:

@@ -11,34 +11,34 @@ from shardplan.interop.importers.views import Seen
 
 
 def _expression(text: str) -> Handler:
-    return lambda c, *values, **_: c.each(text, *values)
+    return lambda c, *values, **_: c.write_elementwise(text, *values)
 
 
-def _scaled(sign: str) -> Handler:
+def _scaled_sum_handler(sign: str) -> Handler:
     def handler(c: Operation, x: Any, y: Any, alpha: Any = 1) -> Seen:
-        return c.each(f"{{a}} {sign} {{b}}" if alpha == 1 else f"{{a}} {sign} {{c}} * {{b}}", x, y, alpha)
+        return c.write_elementwise(f"{{a}} {sign} {{b}}" if alpha == 1 else f"{{a}} {sign} {{c}} * {{b}}", x, y, alpha)
 
     return handler
 
 
-def _compared(sign: str) -> Handler:
+def _compare_handler(sign: str) -> Handler:
     return lambda c, x, y: c.compare(sign, x, y)
 
 
-def _same(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
+def _pass_through(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
     return x
 
 
 def _power(c: Operation, x: Any, y: Any) -> Seen:
     if isinstance(y, Seen):
-        return c.each("exp({b} * log({a}))", x, y)
-    return c.each("{a} * {a}", x) if y == 2 else c.each("{a} ** {b}", x, y)
+        return c.write_elementwise("exp({b} * log({a}))", x, y)
+    return c.write_elementwise("{a} * {a}", x) if y == 2 else c.write_elementwise("{a} ** {b}", x, y)
 
 
 def _clamp(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
     x = c.w.cast(x, c.dtype)
-    x = x if low is None else c.each("maximum({a}, {b})", x, low)
-    return x if high is None else c.each("minimum({a}, {b})", x, high)
+    x = x if low is None else c.write_elementwise("maximum({a}, {b})", x, low)
+    return x if high is None else c.write_elementwise("minimum({a}, {b})", x, high)
 
 
 def _gelu(c: Operation, x: Seen, approximate: str = "none") -> Seen:
@@ -50,7 +50,7 @@ def _norm(c: Operation, x: Seen, order: Any = 2, dims: Any = None, keep: bool = 
         raise NotImplementedError("of another order than 2")
     every = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
     x = c.w.cast(x, c.dtype)
-    return c.each("sqrt({a})", c.w.reduced(c.each("{a} * {a}", x), every, "sum", keep))
+    return c.write_elementwise("sqrt({a})", c.w.reduce_view(c.write_elementwise("{a} * {a}", x), every, "sum", keep))
 
 
 def _dropout(c: Operation, x: Seen, p: float, train: bool) -> Seen:
@@ -59,12 +59,12 @@ def _dropout(c: Operation, x: Seen, p: float, train: bool) -> Seen:
     return x
 
 
-def _where(c: Operation, condition: Seen, x: Any, y: Any) -> Seen:
-    return c.each("where({a}, {b}, {c})", condition, x, y)
+def _write_where(c: Operation, condition: Seen, x: Any, y: Any) -> Seen:
+    return c.write_elementwise("where({a}, {b}, {c})", condition, x, y)
 
 
-def _filled(c: Operation, x: Seen, mask: Seen, value: Any) -> Seen:
-    return c.each("where({a}, {b}, {c})", mask, value, x)
+def _masked_fill(c: Operation, x: Seen, mask: Seen, value: Any) -> Seen:
+    return c.write_elementwise("where({a}, {b}, {c})", mask, value, x)
 
 
 def _logical(text: str) -> Handler:
@@ -72,16 +72,16 @@ def _logical(text: str) -> Handler:
         if c.dtype != "bool":
             raise NotImplementedError(f"of {c.dtype}")
         numbers = [c.w.cast(v, "i32") for v in values]
-        return c.w.cast(c.each(text, *numbers, dtype="i32"), "bool")
+        return c.w.cast(c.write_elementwise(text, *numbers, dtype="i32"), "bool")
 
     return handler
 
 
-def _reduced(kind: str) -> Handler:
+def _reduce_handler(kind: str) -> Handler:
     def handler(c: Operation, x: Seen, dims: Any = None, keep: bool = False, dtype: Any = None) -> Seen:
         every = range(len(x.dims)) if dims is None or dims == [] else dims
         x = c.w.cast(x, c.dtype) if kind in ("sum", "mean") else x
-        return c.w.reduced(x, [every] if isinstance(every, int) else every, kind, keep)
+        return c.w.reduce_view(x, [every] if isinstance(every, int) else every, kind, keep)
 
     return handler
 
@@ -104,9 +104,9 @@ def _rms_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, eps
 
 def _log_softmax(c: Operation, x: Seen, dim: int, dtype: Any = None) -> Seen:
     x = c.w.cast(x, c.dtype)
-    top = c.w.reduced(x, [dim], "max", True)
-    total = c.w.reduced(c.each("exp({a} - {b})", x, top), [dim], "sum", True)
-    return c.each("{a} - {b} - log({c})", x, top, total)
+    top = c.w.reduce_view(x, [dim], "max", True)
+    total = c.w.reduce_view(c.write_elementwise("exp({a} - {b})", x, top), [dim], "sum", True)
+    return c.write_elementwise("{a} - {b} - log({c})", x, top, total)
 
 
 def _attention(c: Operation, q: Seen, k: Seen, v: Seen, mask: Any = None, dropout: float = 0.0, causal: bool = False,
@@ -121,10 +121,10 @@ def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, red
     if weight is not None or smoothing:
         raise NotImplementedError("with weights or smoothing")
     if len(targets.dims) > 1:
-        x = x.permuted([0, *range(2, len(x.dims)), 1])
+        x = x.permute_dims([0, *range(2, len(x.dims)), 1])
     losses = ours.cross_entropy(c.w, x, targets)
     kind = ("", "mean", "sum")[reduction]
-    return c.w.reduced(losses, range(len(losses.dims)), kind, False) if kind else losses
+    return c.w.reduce_view(losses, range(len(losses.dims)), kind, False) if kind else losses
 
 
 def _slice(c: Operation, x: Seen, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Seen:
@@ -136,13 +136,13 @@ def _slice(c: Operation, x: Seen, dim: int = 0, start: Any = None, stop: Any = N
     if first >= step or last != n or n % step:
         raise NotImplementedError("a step that leaves a rest")
     dim %= len(x.dims)
-    split = c.w.reshaped(x, [*x.shape[:dim], n // step, step, *x.shape[dim + 1 :]])
-    return ours.part(c.w, split, dim + 1, first, first + 1).without([dim + 1])
+    split = c.w.reshape_view(x, [*x.shape[:dim], n // step, step, *x.shape[dim + 1 :]])
+    return ours.part(c.w, split, dim + 1, first, first + 1).squeeze_dims([dim + 1])
 
 
 def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
     at %= x.shape[dim]
-    return ours.part(c.w, x, dim, at, at + 1).without([dim])
+    return ours.part(c.w, x, dim, at, at + 1).squeeze_dims([dim])
 
 
 def _split(c: Operation, x: Seen, sizes: Any, dim: int = 0) -> list[Seen]:
@@ -158,7 +158,7 @@ def _chunk(c: Operation, x: Seen, count: int, dim: int = 0) -> list[Seen]:
 
 def _squeeze(c: Operation, x: Seen, dims: Any = None) -> Seen:
     every = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
-    return x.without(every)
+    return x.squeeze_dims(every)
 
 
 def _stack(c: Operation, views: Sequence[Seen], dim: int = 0) -> Seen:
@@ -176,13 +176,13 @@ def _einsum(c: Operation, spec: str, views: Sequence[Seen], path: Any = None) ->
 def _addmm(c: Operation, bias: Seen, x: Seen, y: Seen, beta: Any = 1, alpha: Any = 1) -> Seen:
     if (beta, alpha) != (1, 1):
         raise NotImplementedError("with factors")
-    return c.w.each("a + b", ours.matmul(c.w, x, y), bias)
+    return c.w.write_elementwise("a + b", ours.matmul(c.w, x, y), bias)
 
 
 def _arange(c: Operation, *numbers: Any, **_: Any) -> Seen:
     start, step = (0, 1) if len(numbers) < 2 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
     count = c.w.count(c.shape[0], c.dtype)
-    return count if (start, step) == (0, 1) else c.each("{a} * {b} + {c}", count, step, start)
+    return count if (start, step) == (0, 1) else c.write_elementwise("{a} * {b} + {c}", count, step, start)
 
 
 def _constant(value: float) -> Handler:
@@ -197,8 +197,10 @@ def _triangle(sign: str) -> Handler:
     def handler(c: Operation, x: Seen, diagonal: int = 0) -> Seen:
         rows, columns = (c.w.count(n, "i32") for n in x.shape[-2:])
         kind = "i32" if c.dtype == "bool" else c.dtype
-        mask = c.each(f"where({{a}} + {{b}} {sign} {{c}}, 1, 0)", rows.with_one(1), diagonal, columns, dtype="i32")
-        kept = c.each("{a} * {b}", c.w.cast(x, kind), c.w.cast(mask, kind), dtype=kind)
+        mask = c.write_elementwise(
+            f"where({{a}} + {{b}} {sign} {{c}}, 1, 0)", rows.with_one(1), diagonal, columns, dtype="i32"
+        )
+        kept = c.write_elementwise("{a} * {b}", c.w.cast(x, kind), c.w.cast(mask, kind), dtype=kind)
         return c.w.cast(kept, c.dtype)
 
     return handler
@@ -213,15 +215,15 @@ _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
     **{f"aten.{name}.default": _expression(f"{name}({{a}})") for name in _FUNCTIONS},
-    **{f"aten.{name}.{kind}": _compared(sign) for name, sign in _SIGNS.items() for kind in ("Tensor", "Scalar")},
-    **{f"aten.{n}.{k}": _scaled(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
-    **{f"aten.{n}_.{k}": _scaled(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
+    **{f"aten.{name}.{kind}": _compare_handler(sign) for name, sign in _SIGNS.items() for kind in ("Tensor", "Scalar")},
+    **{f"aten.{n}.{k}": _scaled_sum_handler(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
+    **{f"aten.{n}_.{k}": _scaled_sum_handler(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
     **{f"aten.{n}{i}.{k}": _expression(f"{{a}} {s} {{b}}") for n, s in (("mul", "*"), ("div", "/"))
        for k in ("Tensor", "Scalar") for i in ("", "_")},
     "aten.rsub.Scalar": _expression("{b} - {a}"),
     "aten.neg.default": _expression("-{a}"),
     "aten.reciprocal.default": _expression("1 / {a}"),
-    "aten.square.default": lambda c, x: c.each("{a} * {a}", x),
+    "aten.square.default": lambda c, x: c.write_elementwise("{a} * {a}", x),
     "aten.pow.Tensor_Scalar": _power,
     "aten.pow.Tensor_Tensor": _power,
     "aten.pow.Scalar": _power,
@@ -231,23 +233,23 @@ TABLE: dict[str, Handler] = {
     "aten.clamp_min.default": _clamp,
     "aten.linalg_vector_norm.default": _norm,
     "aten.gelu.default": _gelu,
-    "aten.where.self": _where,
-    "aten.where.ScalarSelf": _where,
-    "aten.where.ScalarOther": _where,
-    "aten.masked_fill.Scalar": _filled,
-    "aten.masked_fill.Tensor": _filled,
+    "aten.where.self": _write_where,
+    "aten.where.ScalarSelf": _write_where,
+    "aten.where.ScalarOther": _write_where,
+    "aten.masked_fill.Scalar": _masked_fill,
+    "aten.masked_fill.Tensor": _masked_fill,
     "aten.logical_and.default": _logical("{a} * {b}"),
     "aten.bitwise_and.Tensor": _logical("{a} * {b}"),
     "aten.logical_or.default": _logical("maximum({a}, {b})"),
     "aten.bitwise_or.Tensor": _logical("maximum({a}, {b})"),
     "aten.logical_not.default": _logical("1 - {a}"),
     "aten.bitwise_not.default": _logical("1 - {a}"),
-    "aten.mean.dim": _reduced("mean"),
-    "aten.mean.default": _reduced("mean"),
-    "aten.sum.dim_IntList": _reduced("sum"),
-    "aten.sum.default": _reduced("sum"),
-    "aten.amax.default": _reduced("max"),
-    "aten.amin.default": _reduced("min"),
+    "aten.mean.dim": _reduce_handler("mean"),
+    "aten.mean.default": _reduce_handler("mean"),
+    "aten.sum.dim_IntList": _reduce_handler("sum"),
+    "aten.sum.default": _reduce_handler("sum"),
+    "aten.amax.default": _reduce_handler("max"),
+    "aten.amin.default": _reduce_handler("min"),
     "aten.linear.default": lambda c, *views: ours.linear(c.w, *views),
     "aten.matmul.default": lambda c, x, y: ours.matmul(c.w, x, y),
     "aten.mm.default": lambda c, x, y: ours.matmul(c.w, x, y),
@@ -263,20 +265,20 @@ TABLE: dict[str, Handler] = {
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.embedding.default": lambda c, table, ids, *_: ours.rows(c.w, table, ids),
     "aten.dropout.default": _dropout,
-    "aten.view.default": lambda c, x, _: c.w.reshaped(x, c.shape),
-    "aten.reshape.default": lambda c, x, _: c.w.reshaped(x, c.shape),
-    "aten._unsafe_view.default": lambda c, x, _: c.w.reshaped(x, c.shape),
-    "aten.flatten.using_ints": lambda c, x, *_: c.w.reshaped(x, c.shape),
-    "aten.unflatten.int": lambda c, x, *_: c.w.reshaped(x, c.shape),
-    "aten.transpose.int": lambda c, x, a, b: x.transposed(a, b),
-    "aten.t.default": lambda c, x: x.permuted(range(len(x.dims))[::-1]),
-    "aten.permute.default": lambda c, x, order: x.permuted(order),
+    "aten.view.default": lambda c, x, _: c.w.reshape_view(x, c.shape),
+    "aten.reshape.default": lambda c, x, _: c.w.reshape_view(x, c.shape),
+    "aten._unsafe_view.default": lambda c, x, _: c.w.reshape_view(x, c.shape),
+    "aten.flatten.using_ints": lambda c, x, *_: c.w.reshape_view(x, c.shape),
+    "aten.unflatten.int": lambda c, x, *_: c.w.reshape_view(x, c.shape),
+    "aten.transpose.int": lambda c, x, a, b: x.transpose_dims(a, b),
+    "aten.t.default": lambda c, x: x.permute_dims(range(len(x.dims))[::-1]),
+    "aten.permute.default": lambda c, x, order: x.permute_dims(order),
     "aten.unsqueeze.default": lambda c, x, dim: x.with_one(dim),
     "aten.squeeze.default": _squeeze,
     "aten.squeeze.dim": _squeeze,
     "aten.squeeze.dims": _squeeze,
-    "aten.expand.default": lambda c, x, _: x.repeated(c.shape),
-    "aten.expand_as.default": lambda c, x, _: x.repeated(c.shape),
+    "aten.expand.default": lambda c, x, _: x.broadcast_dims(c.shape),
+    "aten.expand_as.default": lambda c, x, _: x.broadcast_dims(c.shape),
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
     "aten.split.Tensor": _split,
@@ -301,7 +303,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default",
                      "aten._to_copy.default", "aten.float.default"), _to),
     **dict.fromkeys(("aten.contiguous.default", "aten.clone.default", "aten.alias.default",
-                     "aten.lift_fresh_copy.default"), _same),
-    **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), lambda c, x: c.w.stopped(x)),
+                     "aten.lift_fresh_copy.default"), _pass_through),
+    **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), lambda c, x: c.w.stop_gradient(x)),
     "aten._assert_tensor_metadata.default": lambda c, *_, **__: None,
 }  # fmt: skip

@@ -30,7 +30,7 @@ class Strand(NamedTuple):
     origins: frozenset[Descent] = frozenset()
 
     @property
-    def held(self) -> bool:
+    def has_axis(self) -> bool:
         """Whether our value has it."""
         return self.axis != BROADCAST
 
@@ -65,35 +65,35 @@ class Seen(NamedTuple):
         dims = (tuple(a for a in g if a.size > 1) if size_of(g) > 1 else g[:1] for g in self.dims)
         return Seen(self.name, tuple(dims))
 
-    def permuted(self, order: Iterable[int]) -> Seen:
+    def permute_dims(self, order: Iterable[int]) -> Seen:
         """Its dims in another order."""
         return Seen(self.name, tuple(self.dims[d] for d in order))
 
-    def transposed(self, x: int, y: int) -> Seen:
+    def transpose_dims(self, x: int, y: int) -> Seen:
         """Two dims in each other's place."""
         order = list(range(len(self.dims)))
         order[x], order[y] = order[y], order[x]
-        return self.permuted(order)
+        return self.permute_dims(order)
 
     def with_one(self, at: int) -> Seen:
         """One more dim, of size 1."""
         d = at % (len(self.dims) + 1)
         return Seen(self.name, (*self.dims[:d], (), *self.dims[d:]))
 
-    def without(self, dims: Iterable[int]) -> Seen:
+    def squeeze_dims(self, dims: Iterable[int]) -> Seen:
         """Without some dims of size 1."""
         gone = {d % len(self.dims) for d in dims} if self.dims else set[int]()
         kept = (g for d, g in enumerate(self.dims) if d not in gone or size_of(g) > 1)
         return Seen(self.name, tuple(kept))
 
-    def repeated(self, shape: Sequence[int]) -> Seen:
+    def broadcast_dims(self, shape: Sequence[int]) -> Seen:
         """Repeated along dims of size 1, and along new ones before all others; -1 keeps a size."""
         new = len(shape) - len(self.dims)
         dims = (*((),) * new, *self.dims)
         return Seen(
             self.name,
             tuple(
-                g if n in (-1, size_of(g)) else (*(a for a in g if a.held), Strand(n, BROADCAST))
+                g if n in (-1, size_of(g)) else (*(a for a in g if a.has_axis), Strand(n, BROADCAST))
                 for g, n in zip(dims, shape, strict=True)
             ),
         )

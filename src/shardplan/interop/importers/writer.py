@@ -59,13 +59,13 @@ class FlatWriter:
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
         self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
-    def inside(self) -> FlatWriter:
+    def begin_body(self) -> FlatWriter:
         """Begin a body, whose parameters, and what is asked of them, are those of this writer."""
         inner = FlatWriter(self.cuts, self.opaque, self.training)
         inner.parameters, inner.wanted, inner.numbers = self.parameters, self.wanted, self.numbers
         return inner
 
-    def stopped(self, v: Seen) -> Seen:
+    def stop_gradient(self, v: Seen) -> Seen:
         """The same value, through which no gradient goes; itself where there are no gradients."""
         return Seen(self.draft(Elementwise("a"), v.name, stopped=(0,)), v.dims) if self.training else v
 
@@ -75,7 +75,7 @@ class FlatWriter:
         self.inputs[name] = Seen(name, tuple((Strand(n, d),) for d, n in enumerate(shape)))
         return self.inputs[name]
 
-    def known(self, array: np.ndarray) -> Seen:
+    def declare_constant(self, array: np.ndarray) -> Seen:
         """Declare an input whose value the source has; once, however often the source has it."""
         for name, held in self.constants.items():
             if held.dtype == array.dtype and held.shape == array.shape and held.tobytes() == array.tobytes():
@@ -108,15 +108,15 @@ class FlatWriter:
 
     def step(self, op: Op, *names: str) -> Seen:
         """Write a step on values as they are; all dims of its result are plain."""
-        return self.plain(self.draft(op, *names))
+        return self.view_value(self.draft(op, *names))
 
-    def plain(self, name: str) -> Seen:
+    def view_value(self, name: str) -> Seen:
         """A value as it is."""
         return Seen(name, tuple((Strand(n, d),) for d, n in enumerate(self.draft.types[name].shape)))
 
     # Laying out.
 
-    def laid(self, v: Seen, axes: Sequence[Group]) -> str:
+    def materialize_groups(self, v: Seen, axes: Sequence[Group]) -> str:
         """The name of a value with a dim for each group of atoms, in this order.
 
         It is written anew each time: what one layer has laid out for itself, the next one must not read.
@@ -125,7 +125,7 @@ class FlatWriter:
         flat = [a for group in axes for a in group]
         if any(not a.size for a in flat):
             raise TypingError(f"a value of the shape {list(v.shape)} has no elements; legal are dims of 1 and more")
-        order = [a.axis for a in flat if a.held]
+        order = [a.axis for a in flat if a.has_axis]
         ndim = self.draft.types[name].ndim
         if len(order) < ndim:  # dims of size 1 that nobody sees
             before = " ".join(f"d{d}" if d in order else f"d{d}=1" for d in range(ndim))
@@ -134,9 +134,9 @@ class FlatWriter:
             letters = {d: ascii_letters[k] for k, d in enumerate(sorted(order))}
             name = self.draft(Einsum(f"{''.join(letters.values())}->{''.join(letters[d] for d in order)}"), name)
         words = [f"d{k}" for k in range(len(flat))]
-        if any(not a.held for a in flat):
-            new = (w if a.held else f"{w}={a.size}" for w, a in zip(words, flat, strict=True))
-            before = (w for w, a in zip(words, flat, strict=True) if a.held)
+        if any(not a.has_axis for a in flat):
+            new = (w if a.has_axis else f"{w}={a.size}" for w, a in zip(words, flat, strict=True))
+            before = (w for w, a in zip(words, flat, strict=True) if a.has_axis)
             name = self.draft(Expand(f"{' '.join(before)} -> {' '.join(new)}"), name)
         if any(len(group) != 1 for group in axes):
             after, k = list[str](), 0
@@ -147,20 +147,20 @@ class FlatWriter:
             name = self.draft(Reshape(f"{' '.join(words)} -> {' '.join(after)}"), name)
         return name
 
-    def whole(self, v: Seen) -> Seen:
+    def materialize_view(self, v: Seen) -> Seen:
         """A value whose dims are those that the source sees."""
-        return self.plain(self.laid(v, v.dims))
+        return self.view_value(self.materialize_groups(v, v.dims))
 
-    def joined(self, v: Seen, dim: int) -> Seen:
+    def merge_dim(self, v: Seen, dim: int) -> Seen:
         """A value with one dim of ours for a dim that the source sees."""
-        if len(v.dims[dim]) == 1 and v.dims[dim][0].held:
+        if len(v.dims[dim]) == 1 and v.dims[dim][0].has_axis:
             return v
-        axes = [(a,) for d, g in enumerate(v.dims) for a in g if a.held and d != dim]
-        at = sum(a.held for g in v.dims[:dim] for a in g)
-        name = self.laid(v, [*axes[:at], v.dims[dim], *axes[at:]])
+        axes = [(a,) for d, g in enumerate(v.dims) for a in g if a.has_axis and d != dim]
+        at = sum(a.has_axis for g in v.dims[:dim] for a in g)
+        name = self.materialize_groups(v, [*axes[:at], v.dims[dim], *axes[at:]])
         places = {a: k + (k >= at) for k, (a,) in enumerate(axes)}
         dims = tuple(
-            (Strand(size_of(g), at),) if d == dim else tuple(a._replace(axis=places[a]) if a.held else a for a in g)
+            (Strand(size_of(g), at),) if d == dim else tuple(a._replace(axis=places[a]) if a.has_axis else a for a in g)
             for d, g in enumerate(v.dims)
         )
         return Seen(name, dims)
@@ -182,7 +182,7 @@ class FlatWriter:
         atom = v.dims[dim][k]
         self.want(atom, sizes)
         more = len(sizes) - 1
-        if not atom.held:
+        if not atom.has_axis:
             new = tuple(Strand(n, BROADCAST) for n in sizes)
             name = v.name
         else:
@@ -194,7 +194,7 @@ class FlatWriter:
             name = self.draft(Reshape(f"{before} -> {after}"), v.name)
 
         def moved(a: Strand) -> Strand:
-            return a._replace(axis=a.axis + more) if atom.held and a.axis > atom.axis else a
+            return a._replace(axis=a.axis + more) if atom.has_axis and a.axis > atom.axis else a
 
         dims = tuple(
             tuple(x for j, a in enumerate(g) for x in (new if (d, j) == (dim, k) else (moved(a),)))
@@ -209,23 +209,23 @@ class FlatWriter:
             new = sizes if o.parts == 1 else (o.parts, *sizes)
             self.wanted.setdefault((o.file, o.dim), (*held[: o.factor], *new, *held[o.factor + 1 :]))
 
-    def alike(self, views: Sequence[Seen], places: Sequence[int | None]) -> list[Seen]:
+    def align_cuts(self, views: Sequence[Seen], places: Sequence[int | None]) -> list[Seen]:
         """Views of which one dim each, of one size, is cut alike."""
         found = list(views)
         at = [(k, d) for k, d in enumerate(places) if d is not None]
         sizes = refinement([a.size for a in found[k].dims[d]] for k, d in at)
         for k, d in at:
             v = found[k]
-            found[k] = self.joined(v, d) if sizes is None else self.cut(v, d, sizes)
+            found[k] = self.merge_dim(v, d) if sizes is None else self.cut(v, d, sizes)
         return found
 
-    def reshaped(self, v: Seen, shape: Sequence[int]) -> Seen:
+    def reshape_view(self, v: Seen, shape: Sequence[int]) -> Seen:
         """The elements in another shape; -1 is what is left."""
         rest = math.prod(n for n in shape if n != -1)
         target = [v.size // rest if n == -1 else n for n in shape]
         flat = Seen(v.name, (v.atoms,))
         sizes = refinement([[a.size for a in v.atoms], target])
-        flat = self.joined(flat, 0) if sizes is None else self.cut(flat, 0, sizes)
+        flat = self.merge_dim(flat, 0) if sizes is None else self.cut(flat, 0, sizes)
         flat = self.cut(flat, 0, refinement([[a.size for a in flat.atoms], target]) or ())
         atoms, dims = [*flat.atoms], list[Group]()
         for n in target:
@@ -261,7 +261,7 @@ class FlatWriter:
         value = finite(value, dtype)
         name = self.draft(Constant(value, dtype, (), Layout(()), ONE))
         self.scalars[name] = value
-        return Seen(name, ()).repeated(shape) if shape else Seen(name, ())
+        return Seen(name, ()).broadcast_dims(shape) if shape else Seen(name, ())
 
     def empty(self, dtype: str, shape: Sequence[int]) -> Seen:
         """A value without elements: a view that no step may read."""
@@ -271,20 +271,20 @@ class FlatWriter:
         """Write 0, 1, 2, ..."""
         return self.step(Iota(dtype, (n,), 0, Layout(((),)), ONE))
 
-    def each(self, expression: str, *views: Seen) -> Seen:
+    def write_elementwise(self, expression: str, *views: Seen) -> Seen:
         """An expression of every element, with numpy's broadcasting."""
         ndim = max(len(v.dims) for v in views)
         found = [Seen(v.name, (*((),) * (ndim - len(v.dims)), *v.tidy.dims)) for v in views]
         for d in range(ndim):
             large = [d if size_of(v.dims[d]) > 1 else None for v in found]
             if sum(x is not None for x in large) > 1:
-                found = self.alike(found, large)
-        lead = max(found, key=lambda v: math.prod(a.size for a in v.atoms if a.held))
+                found = self.align_cuts(found, large)
+        lead = max(found, key=lambda v: math.prod(a.size for a in v.atoms if a.has_axis))
         ways = [found[0].dims[d] for d in range(ndim)]
         for v in found:
             ways = [max(w, g, key=lambda x: (size_of(x), len(x))) for g, w in zip(v.dims, ways, strict=True)]
         # A place of the result is a dim that the source sees and an atom of it.
-        holds = [{(d, k): a for d, g in enumerate(v.dims) for k, a in enumerate(g) if a.held} for v in found]
+        holds = [{(d, k): a for d, g in enumerate(v.dims) for k, a in enumerate(g) if a.has_axis} for v in found]
         mine = holds[next(k for k, v in enumerate(found) if v is lead)]
         order = sorted((p for p in mine if mine[p].size > 1 or size_of(ways[p[0]]) == 1), key=lambda p: mine[p].axis)
         every = {p for held in holds for p in held if held[p].size > 1 or size_of(ways[p[0]]) == 1}
@@ -294,7 +294,7 @@ class FlatWriter:
             axes = [(held[p],) if p in held else () for p in order]
             while axes and not axes[0]:
                 axes = axes[1:]
-            names.append(self.laid(v, axes))
+            names.append(self.materialize_groups(v, axes))
         name = self.draft(Elementwise(expression), *names)
         axis = {p: k for k, p in enumerate(order)}
         dims = tuple(
@@ -314,22 +314,22 @@ class FlatWriter:
             at = [s.index(label) if label in s else None for s in sides]
             large = [d if d is not None and size_of(v.dims[d]) > 1 else None for v, d in zip(found, at, strict=True)]
             if sum(x is not None for x in large) > 1:
-                found = self.alike(found, large)
+                found = self.align_cuts(found, large)
             for k, d in enumerate(large):
                 v = found[k]
-                if d is None or all(a.held for a in v.dims[d]):
+                if d is None or all(a.has_axis for a in v.dims[d]):
                     continue
                 others = [j for j, e in enumerate(large) if e is not None and j != k]
-                if not any(all(a.held for a in found[j].dims[large[j] or 0]) for j in others):
-                    found[k] = self.joined(v, d)
+                if not any(all(a.has_axis for a in found[j].dims[large[j] or 0]) for j in others):
+                    found[k] = self.merge_dim(v, d)
         letters: dict[tuple[str, int], str] = {}
         specs, names = list[str](), list[str]()
         origins: dict[tuple[str, int], Strand] = {}
         for v, side in zip(found, sides, strict=True):
             held = [(a, (label, k)) for label, g in zip(side, v.dims, strict=True) for k, a in enumerate(g)
-                    if a.held]  # fmt: skip
+                    if a.has_axis]  # fmt: skip
             held.sort(key=lambda pair: pair[0].axis)
-            names.append(self.laid(v, [(a,) for a, _ in held]))
+            names.append(self.materialize_groups(v, [(a,) for a, _ in held]))
             for a, p in held:
                 letters.setdefault(p, ascii_letters[len(letters)])
                 origins[p] = a._replace(origins=origins.get(p, a).origins | a.origins)
@@ -340,29 +340,29 @@ class FlatWriter:
         dims = tuple(tuple(origins[p]._replace(axis=place[p]) for p in kept if p[0] == label) for label in out)
         return Seen(name, dims)
 
-    def reduced(self, v: Seen, dims: Iterable[int], kind: str, keep: bool) -> Seen:
+    def reduce_view(self, v: Seen, dims: Iterable[int], kind: str, keep: bool) -> Seen:
         """Reduce some dims."""
         gone = {d % len(v.dims) for d in dims}
         for d in gone:
-            v = self.joined(v, d) if not all(a.held for a in v.dims[d]) else v
+            v = self.merge_dim(v, d) if not all(a.has_axis for a in v.dims[d]) else v
         axes = tuple(a.axis for d in gone for a in v.dims[d])
         name = self.draft(ReduceDims(axes, kind), v.name) if axes else v.name
-        left = sorted(a.axis for d, g in enumerate(v.dims) for a in g if a.held and d not in gone)
+        left = sorted(a.axis for d, g in enumerate(v.dims) for a in g if a.has_axis and d not in gone)
         ndim = self.draft.types[v.name].ndim
         left = [k for k in range(ndim) if k not in axes]
         place = {axis: k for k, axis in enumerate(left)}
         groups = tuple(
-            () if d in gone else tuple(a._replace(axis=place[a.axis]) if a.held else a for a in g)
+            () if d in gone else tuple(a._replace(axis=place[a.axis]) if a.has_axis else a for a in g)
             for d, g in enumerate(v.dims) if keep or d not in gone
         )  # fmt: skip
         return Seen(name, groups)
 
-    def last(self, v: Seen, dim: int = -1) -> tuple[Seen, str]:
+    def move_dim_last(self, v: Seen, dim: int = -1) -> tuple[Seen, str]:
         """A value with a dim that the source sees as our last one, and its name."""
-        v = self.joined(v, dim % len(v.dims))
+        v = self.merge_dim(v, dim % len(v.dims))
         (atom,) = v.dims[dim]
-        rest = sorted((a for a in v.atoms if a.held and a != atom), key=lambda a: a.axis)
-        name = self.laid(v, [*((a,) for a in rest), (atom,)])
+        rest = sorted((a for a in v.atoms if a.has_axis and a != atom), key=lambda a: a.axis)
+        name = self.materialize_groups(v, [*((a,) for a in rest), (atom,)])
         place = {a: k for k, a in enumerate((*rest, atom))}
-        dims = tuple(tuple(a._replace(axis=place[a]) if a.held else a for a in g) for g in v.dims)
+        dims = tuple(tuple(a._replace(axis=place[a]) if a.has_axis else a for a in g) for g in v.dims)
         return Seen(name, dims), name

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardplan.hardware.units import limit_of
 from shardplan.interop.jax.leaves import leaves_of, move_all
-from shardplan.interop.jax.outside import outside
+from shardplan.interop.jax.outside import reshard_array
 
 
 def reshard(
@@ -61,8 +61,8 @@ def reshard(
     (('x',), True)
     """
     limit = limit_of("memory limit", memory_limit)
-    if donate is False and may_alias is None and _plain(type(array)) and _is_sharding(type(sharding)):
-        return outside(array, sharding, limit)
+    if donate is False and may_alias is None and _is_plain_array(type(array)) and _is_sharding(type(sharding)):
+        return reshard_array(array, sharding, limit)
     import jax  # pyright: ignore[reportMissingImports]
 
     leaves, tree = leaves_of(array, sharding, source, donate, may_alias)
@@ -73,7 +73,7 @@ def reshard(
 
 
 @cache
-def _plain(kind: type) -> bool:
+def _is_plain_array(kind: type) -> bool:
     """Whether these are arrays of numbers on devices."""
     from jax._src.array import ArrayImpl  # pyright: ignore[reportMissingImports]
 

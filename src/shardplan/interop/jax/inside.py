@@ -19,7 +19,7 @@ from shardplan.interop.jax.types import mesh_of, spec_of, type_of
 MOST_FUNCTIONS = 1024  # mapped programs that are remembered: JAX keeps what it traced for as long as a function lives
 
 
-def inside(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
+def reshard_traced(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
     """Return a traced array under another sharding; `source` is the sharding that it has, None if unknown.
 
     Raises as `reshard`; `memory_limit` is in bytes.
@@ -35,7 +35,7 @@ def inside(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
         return _on_sub_axes(x, source, sharding, memory_limit)
     for end in (source, sharding):
         if end.mesh.shape_tuple != own.shape_tuple:
-            why = "the array's own" if typed(own) else "the one that is set"
+            why = "the array's own" if is_fully_explicit(own) else "the one that is set"
             raise BackendError(
                 f"reshard: {end.spec} is on the mesh {mesh_of(end.mesh)}, but inside jit JAX takes one mesh only, "
                 f"{why}: {mesh_of(own)}; reshard to another mesh outside jit"
@@ -83,7 +83,7 @@ def own_mesh(x: Any) -> Any:
     return mesh if mesh.explicit_axes or mesh.manual_axes else jax.sharding.get_abstract_mesh()
 
 
-def typed(mesh: Any) -> bool:
+def is_fully_explicit(mesh: Any) -> bool:
     """Return whether types on a mesh carry whole shardings."""
     return bool(mesh.explicit_axes) and not mesh.auto_axes
 
@@ -135,7 +135,7 @@ def _on_sub_axes(x: Any, source: Any, sharding: Any, memory_limit: int | None) -
         if s.mesh != t.mesh:
             raise _unmet("no mesh refines both", source, sharding)
         if not same(s, t):
-            x = mapped(plan_of(s, t, memory_limit).program)(x)
+            x = map_program(plan_of(s, t, memory_limit).program)(x)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
@@ -149,7 +149,7 @@ def _over_own_axes(x: Any, own: Any, source: Any, sharding: Any, memory_limit: i
             *zip(*((n, a) for a, n in own.shape_tuple if a not in own.manual_axes), strict=True)
         )
     s, t = (type_of(x.shape, jax.NamedSharding(home, end.spec), carrier(x.dtype)) for end in (source, sharding))
-    return x if same(s, t) else mapped(plan_of(s, t, memory_limit).program, own)(x)
+    return x if same(s, t) else map_program(plan_of(s, t, memory_limit).program, own)(x)
 
 
 def _unmet(why: str, source: Any, sharding: Any) -> BackendError:
@@ -160,7 +160,7 @@ def _unmet(why: str, source: Any, sharding: Any) -> BackendError:
 
 
 @lru_cache(maxsize=MOST_FUNCTIONS)
-def mapped(program: Program, home: Any = None, header: bool = False) -> Any:
+def map_program(program: Program, home: Any = None, header: bool = False) -> Any:
     """Return a program of one array as a function: mapped over `home`, the caller's own mesh, or over one of sub-axes.
 
     With a `header` the devices first make sure that all run it (`execution.jax.header`).

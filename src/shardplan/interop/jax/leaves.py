@@ -8,8 +8,8 @@ from typing import Any
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax.outside import JaxMove, move_together, outside
-from shardplan.interop.jax.primitive import moved
+from shardplan.interop.jax.outside import JaxMove, move_together, reshard_array
+from shardplan.interop.jax.primitive import bind_reshard
 from shardplan.interop.jax.types import type_of
 
 
@@ -25,18 +25,18 @@ class Leaf:
     form: Any = None  # a `Format`, where a layout of memory is said
 
     @property
-    def traced(self) -> bool:
+    def is_traced(self) -> bool:
         """Whether it stands for an array in a function that JAX transforms or compiles."""
         from jax.core import Tracer  # pyright: ignore[reportMissingImports]
 
         return isinstance(self.x, Tracer)
 
     @property
-    def placed(self) -> bool:
+    def is_placed(self) -> bool:
         """Whether it is an array on devices."""
         import jax  # pyright: ignore[reportMissingImports]
 
-        return isinstance(self.x, jax.Array) and not self.traced
+        return isinstance(self.x, jax.Array) and not self.is_traced
 
     @property
     def key(self) -> bool:
@@ -49,7 +49,7 @@ class Leaf:
     @property
     def stays(self) -> bool:
         """Whether the array is already what is asked for."""
-        return self.placed and (self.sharding is None or (self.x.sharding == self.sharding and self.x.committed))
+        return self.is_placed and (self.sharding is None or (self.x.sharding == self.sharding and self.x.committed))
 
 
 def leaves_of(x: Any, sharding: Any, source: Any, donate: Any, may_alias: Any) -> tuple[list[Leaf], Any]:
@@ -58,11 +58,11 @@ def leaves_of(x: Any, sharding: Any, source: Any, donate: Any, may_alias: Any) -
 
     found, tree = jax.tree.flatten(x)
     asked = {"sharding": sharding, "source": source, "donate": donate, "may_alias": may_alias}
-    each = [_each(name, prefix, x) for name, prefix in asked.items()]
+    each = [_broadcast_prefix(name, prefix, x) for name, prefix in asked.items()]
     return [_leaf(*row) for row in zip(found, *each, strict=True)], tree
 
 
-def _each(name: str, prefix: Any, tree: Any) -> list[Any]:
+def _broadcast_prefix(name: str, prefix: Any, tree: Any) -> list[Any]:
     """What a prefix of a pytree says of every leaf."""
     import jax  # pyright: ignore[reportMissingImports]
 
@@ -122,40 +122,40 @@ def move_all(leaves: Sequence[Leaf], memory_limit: int | None) -> list[Any]:
     first: dict[Any, int] = {}
     same = [first.setdefault(_identity(leaf, k), k) for k, leaf in enumerate(leaves)]
     chosen = {k: leaves[k] for k in first.values()}
-    found = _alone(chosen) if memory_limit is None else _within(chosen, memory_limit)
-    return [_finished(leaves[k], found[k]) for k in same]
+    found = _reshard_each(chosen) if memory_limit is None else _reshard_within_limit(chosen, memory_limit)
+    return [_finish_leaf(leaves[k], found[k]) for k in same]
 
 
 def _identity(leaf: Leaf, number: int) -> Any:
-    if not leaf.placed:
+    if not leaf.is_placed:
         return number
     return id(leaf.x), leaf.sharding, leaf.form, leaf.donate, leaf.may_alias
 
 
-def _alone(leaves: dict[int, Leaf]) -> dict[int, Any]:
+def _reshard_each(leaves: dict[int, Leaf]) -> dict[int, Any]:
     """Each by itself."""
-    return {k: _one(leaf, None) for k, leaf in leaves.items()}
+    return {k: _reshard_leaf(leaf, None) for k, leaf in leaves.items()}
 
 
-def _one(leaf: Leaf, memory_limit: int | None) -> Any:
+def _reshard_leaf(leaf: Leaf, memory_limit: int | None) -> Any:
     import jax  # pyright: ignore[reportMissingImports]
 
-    if leaf.traced:
+    if leaf.is_traced:
         if leaf.donate:
             raise BackendError("reshard: donate=True of an array that is traced; legal is donate_argnums of jax.jit")
         if leaf.sharding is None:
             return leaf.x
-        return _rewrapped(leaf, moved(_raw(leaf), leaf.sharding, leaf.source, memory_limit))
+        return _rewrap_keys(leaf, bind_reshard(_raw(leaf), leaf.sharding, leaf.source, memory_limit))
     if leaf.stays:
         return leaf.x
-    if leaf.placed:
-        return _rewrapped(leaf, outside(_raw(leaf), leaf.sharding, memory_limit, leaf.donate))
+    if leaf.is_placed:
+        return _rewrap_keys(leaf, reshard_array(_raw(leaf), leaf.sharding, memory_limit, leaf.donate))
     return jax.device_put(leaf.x, leaf.sharding, donate=leaf.donate, may_alias=leaf.may_alias)
 
 
-def _within(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
+def _reshard_within_limit(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
     """All under one limit: what is placed from the host comes last, and is room that the moves do not have."""
-    traced = [leaf for leaf in leaves.values() if leaf.traced]
+    traced = [leaf for leaf in leaves.values() if leaf.is_traced]
     if traced and len(leaves) > 1:
         raise BackendError(
             f"reshard: memory_limit={memory_limit} over {len(leaves)} arrays of which {len(traced)} are traced; legal "
@@ -168,8 +168,8 @@ def _within(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
             f"legal is its sharding here, and jax.device_put to the layout then"
         )
     if traced:
-        return {k: _one(leaf, memory_limit) for k, leaf in leaves.items()}
-    placed = {k: leaf for k, leaf in leaves.items() if leaf.placed and leaf.x.size}
+        return {k: _reshard_leaf(leaf, memory_limit) for k, leaf in leaves.items()}
+    placed = {k: leaf for k, leaf in leaves.items() if leaf.is_placed and leaf.x.size}
     host = {k: leaf for k, leaf in leaves.items() if k not in placed}  # nothing moves, also of an empty array
     room = memory_limit - sum(map(_host_bytes, host.values()))
     if room < (1 if placed else 0):
@@ -178,12 +178,12 @@ def _within(leaves: dict[int, Leaf], memory_limit: int) -> dict[int, Any]:
             memory_limit - room,
         )
     if len(placed) == 1:
-        found = {k: _one(leaf, room) for k, leaf in placed.items()}
+        found = {k: _reshard_leaf(leaf, room) for k, leaf in placed.items()}
     else:
         moves = [JaxMove(_raw(leaf), leaf.sharding or leaf.x.sharding, leaf.donate) for leaf in placed.values()]
         found = dict(zip(placed, move_together(moves, room) if moves else [], strict=True))
-        found = {k: leaf.x if leaf.stays else _rewrapped(leaf, found[k]) for k, leaf in placed.items()}
-    return found | {k: _one(leaf, None) for k, leaf in host.items()}
+        found = {k: leaf.x if leaf.stays else _rewrap_keys(leaf, found[k]) for k, leaf in placed.items()}
+    return found | {k: _reshard_leaf(leaf, None) for k, leaf in host.items()}
 
 
 def _host_bytes(leaf: Leaf) -> int:
@@ -203,20 +203,20 @@ def _raw(leaf: Leaf) -> Any:
     return jax.random.key_data(leaf.x) if leaf.key else leaf.x
 
 
-def _rewrapped(leaf: Leaf, found: Any) -> Any:
+def _rewrap_keys(leaf: Leaf, found: Any) -> Any:
     """The array of keys whose data were moved; of another array what was moved."""
     import jax  # pyright: ignore[reportMissingImports]
 
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf.x)) if leaf.key else found
 
 
-def _finished(leaf: Leaf, found: Any) -> Any:
+def _finish_leaf(leaf: Leaf, found: Any) -> Any:
     """The result in the layout asked for, and a copy where it may not share memory."""
     import jax  # pyright: ignore[reportMissingImports]
 
     if leaf.form is not None and leaf.form.layout is not None:
         return jax.device_put(found, leaf.form)
-    if leaf.may_alias is False and leaf.placed and _pointers(leaf.x) & _pointers(found):
+    if leaf.may_alias is False and leaf.is_placed and _pointers(leaf.x) & _pointers(found):
         return jax.device_put(found, found.sharding, may_alias=False)
     return found
 

@@ -17,10 +17,10 @@ from shardplan.core.program import Program
 from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import agree, processes_of, refusing
 from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
-from shardplan.execution.jax.executables import alone, at_once, compile_for
+from shardplan.execution.jax.executables import at_once, compile_for, program_context
 from shardplan.execution.jax.run import check, run_placed
 from shardplan.execution.run import TIMEOUT
-from shardplan.interop.jax.inside import mapped
+from shardplan.interop.jax.inside import map_program
 from shardplan.interop.jax.plans import MOST_PLANS, check_ends, ends, program_within
 
 SMALL_BYTES = 2**16  # of the global array; see the module
@@ -36,20 +36,20 @@ class JaxMove:
     donate: bool = False
 
 
-def outside(array: Any, sharding: Any, memory_limit: int | None = None, donate: bool = False) -> Any:
+def reshard_array(array: Any, sharding: Any, memory_limit: int | None = None, donate: bool = False) -> Any:
     """Return one array under another sharding, with exactly that sharding; `array` itself where it has it."""
     import jax  # pyright: ignore[reportMissingImports]
 
     source = array.sharding
     if source == sharding and array.committed:
         return array
-    way = _way(array.shape, array.dtype, source, sharding, memory_limit, donate)
+    way = _choose_way(array.shape, array.dtype, source, sharding, memory_limit, donate)
     if way is None:
         return jax.device_put(array, sharding, donate=donate)
     if not way.direct or (donate and memory_limit is not None):
         return _on_shards([JaxMove(array, sharding, donate)], way.program, memory_limit)[0]
     key = way, array.dtype
-    executable = EXECUTABLES.get(key, lambda: _compiled(way, array.dtype))
+    executable = EXECUTABLES.get(key, lambda: _compile_way(way, array.dtype))
     with at_once():
         found = executable(array)
     if donate:
@@ -61,12 +61,12 @@ def move_together(moves: Sequence[JaxMove], memory_limit: int) -> list[Any]:
     """Return several arrays under other shardings, by one plan within one limit on their sum."""
     devices = [d.id for m in moves for end in (m.array.sharding, m.sharding) for d in end.device_set]
     with refusing(devices):
-        program = _together(moves, memory_limit)
+        program = _joint_program(moves, memory_limit)
     agree(program, TIMEOUT)
     return _on_shards(moves, program, memory_limit)
 
 
-def _together(moves: Sequence[JaxMove], memory_limit: int) -> Program:
+def _joint_program(moves: Sequence[JaxMove], memory_limit: int) -> Program:
     """The program of several moves within one limit, planned and checked."""
     sources, targets = zip(*(ends(m.array.shape, m.array.dtype, m.array.sharding, m.sharding) for m in moves),
                            strict=True)  # fmt: skip
@@ -87,7 +87,7 @@ class Way:
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _way(
+def _choose_way(
     shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any, memory_limit: int | None, donate: bool
 ) -> Way | None:
     """The way, planned, checked and agreed upon; None for `jax.device_put`."""
@@ -107,7 +107,7 @@ def _planned_way(
     if 0 in shape:
         return None
     s, t = ends(shape, dtype, source, sharding)
-    if memory_limit is None and s.nbytes <= SMALL_BYTES and _here(source) and _here(sharding):
+    if memory_limit is None and s.nbytes <= SMALL_BYTES and _is_local_cpu(source) and _is_local_cpu(sharding):
         return None
     program = program_within((s,), (t,), memory_limit, (not donate,))
     if not program.steps:
@@ -127,7 +127,7 @@ def _check_concrete(sharding: Any) -> None:
         )
 
 
-def _here(sharding: Any) -> bool:
+def _is_local_cpu(sharding: Any) -> bool:
     """Whether all devices are CPUs of this process."""
     return sharding.is_fully_addressable and all(d.platform == "cpu" for d in sharding.device_set)
 
@@ -138,21 +138,21 @@ def _explicit(sharding: Any) -> bool:
     return mesh is not None and not mesh.are_all_axes_auto
 
 
-def _compiled(way: Way, dtype: Any) -> tuple[Any, int]:
+def _compile_way(way: Way, dtype: Any) -> tuple[Any, int]:
     """What runs a direct way, and the bytes that it takes, for the cache of executables."""
     import jax  # pyright: ignore[reportMissingImports]
 
     several = len(processes_of(way.program.devices)) > 1
 
     def function(x: Any) -> Any:
-        return mapped(way.program, header=several)(x)
+        return map_program(way.program, header=several)(x)
 
     # JAX keeps what it compiled for as long as the function lives: a new one goes with its executable.
     shape = jax.ShapeDtypeStruct(way.shape, dtype, sharding=way.source)
-    with alone(way.program):
+    with program_context(way.program):
         move = jax.jit(function, in_shardings=way.source, out_shardings=way.sharding)
     try:
-        executable, call = compile_for(move, [shape], lambda: alone(way.program))
+        executable, call = compile_for(move, [shape], lambda: program_context(way.program))
     except jax.errors.JaxRuntimeError as error:  # the platform's XLA lacks a collective for this dtype, say
         raise BackendError(f"reshard: no executable on {jax.default_backend()}: {error}") from error
     return call, code_bytes(executable)

@@ -38,13 +38,13 @@ def program_within(sources: Types, targets: Types, memory_limit: int | None, kep
     try:
         program = _plan(sources, targets, memory_limit, kept).program
     except Infeasible as error:
-        if error.least_bytes is None or error.least_bytes == _least(sources, targets):
+        if error.least_bytes is None or error.least_bytes == _least_limit(sources, targets):
             raise  # to donate would not help
         raise _too_much(sources, targets, memory_limit, error.least_bytes) from None
     return Program(program.inputs, program.steps, program.outputs[: len(targets)])
 
 
-def _least(sources: Types, targets: Types) -> int | None:
+def _least_limit(sources: Types, targets: Types) -> int | None:
     """The least limit that works where nothing is kept."""
     try:
         return _plan(sources, targets, 1).certificate.workspace_bytes

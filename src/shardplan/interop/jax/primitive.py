@@ -10,17 +10,17 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shardplan.interop.jax.inside import inside, own_mesh, part_of, typed, unsaid
+from shardplan.interop.jax.inside import is_fully_explicit, own_mesh, part_of, reshard_traced, unsaid
 
 
-def moved(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
+def bind_reshard(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
     """Return a tracer's array under another sharding; `source` is needed inside `jit` in auto mode."""
     own = own_mesh(x)
-    before: Any = _held(x)
+    before: Any = _known_sharding(x)
     if before is None and source is None and own.explicit_axes:  # its gradient would have another type
         raise unsaid(x)
     x, before = _on_mesh(x, source), before or source
-    if typed(own) and before.spec == sharding.spec and before.mesh.shape_tuple == sharding.mesh.shape_tuple:
+    if is_fully_explicit(own) and before.spec == sharding.spec and before.mesh.shape_tuple == sharding.mesh.shape_tuple:
         return x
     return primitive().bind(x, source=before, sharding=sharding, memory_limit=memory_limit)
 
@@ -31,14 +31,16 @@ def _on_mesh(x: Any, sharding: Any) -> Any:
     from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
     from jax.core import Tracer  # pyright: ignore[reportMissingImports]
 
-    traced = _held(x) is None if isinstance(x, Tracer) else not trace_state_clean()  # then a constant of what is traced
+    traced = (
+        _known_sharding(x) is None if isinstance(x, Tracer) else not trace_state_clean()
+    )  # then a constant of what is traced
     mesh = getattr(sharding, "mesh", None)
     if not traced or not own_mesh(x).empty or mesh is None or not mesh.are_all_axes_auto:
         return x
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _held(x: Any) -> Any:
+def _known_sharding(x: Any) -> Any:
     """The sharding of the array behind a tracer, as the traced function sees it; None where there is none (in jit)."""
     import jax  # pyright: ignore[reportMissingImports]
     from jax.core import Tracer  # pyright: ignore[reportMissingImports]
@@ -46,15 +48,15 @@ def _held(x: Any) -> Any:
     if not isinstance(x, Tracer):
         return x.sharding
     if hasattr(x, "primal"):
-        return _held(getattr(x, "primal"))  # noqa: B009
+        return _known_sharding(getattr(x, "primal"))  # noqa: B009
     if hasattr(x, "batch_dim"):
-        before, at = _held(getattr(x, "val")), getattr(x, "batch_dim")  # noqa: B009
-        return before if before is None or at is None else _without(before, at)
+        before, at = _known_sharding(getattr(x, "val")), getattr(x, "batch_dim")  # noqa: B009
+        return before if before is None or at is None else _drop_dim(before, at)
     own = jax.typeof(x).sharding
-    return own if typed(own.mesh) else None
+    return own if is_fully_explicit(own.mesh) else None
 
 
-def _without(sharding: Any, at: int) -> Any:
+def _drop_dim(sharding: Any, at: int) -> Any:
     """A sharding less the dim `at`."""
     spec = list(getattr(sharding, "spec", ()))
     return sharding.update(spec=type(sharding.spec)(*spec[:at], *spec[at + 1 :])) if spec else sharding
@@ -78,9 +80,9 @@ def primitive() -> Any:
 
     @p.def_impl
     def _run(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
-        from shardplan.interop.jax.outside import outside
+        from shardplan.interop.jax.outside import reshard_array
 
-        return outside(x, sharding, memory_limit)
+        return reshard_array(x, sharding, memory_limit)
 
     @p.def_abstract_eval
     def _typed(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
@@ -105,7 +107,7 @@ def primitive() -> Any:
         return p.bind(x, source=source, sharding=sharding, memory_limit=memory_limit), at
 
     def lowered(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
-        return inside(x, sharding, source, memory_limit)
+        return reshard_traced(x, sharding, source, memory_limit)
 
     ad.deflinear2(p, back)
     batching.fancy_primitive_batchers[p] = batched

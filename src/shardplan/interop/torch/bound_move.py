@@ -33,7 +33,7 @@ class BoundMove:
         It is in bytes a device, None without one; `topology` is as of `redistribute`.
         """
         self.ends = ends
-        self.moving = _planned(ends, rank, limit, topology)
+        self.moving = _plan_bound_move(ends, rank, limit, topology)
         self.ranks, self.device = self.moving.ranks, rank
         self.name, self.texts = self.moving.name, self.moving.texts
         self.result_shape = self.moving.result_shape
@@ -43,21 +43,21 @@ class BoundMove:
         }
         self.digest = hashlib.sha256(f"{self.moving.digest} {ends.text}".encode()).hexdigest()
 
-    def masked(self, local: torch.Tensor) -> torch.Tensor:
+    def apply_masks(self, local: torch.Tensor) -> torch.Tensor:
         """Apply the masks of the source, see `Ends.masked`; a shard of another shape is left for `launch` to refuse."""
         need = self.needs[self.input_name]
-        return self.ends.masked(local) if need is not None and local.shape == need.shape else local
+        return self.ends.apply_masks(local) if need is not None and local.shape == need.shape else local
 
     def drive(self, values: dict[str, torch.Tensor], wire: TorchWire, watch: TorchWatch, record: Any = None) -> Running:
         """Move; see `TorchExecutable.drive`."""
-        values[self.moving.input_name] = self.ends.before(values.pop(self.input_name))
+        values[self.moving.input_name] = self.ends.prepare_shard(values.pop(self.input_name))
         results = yield from self.moving.drive(values, wire, watch, record)
         moved = results[0]
         del results  # under a limit the source is among them
-        return [self.ends.after(moved)]
+        return [self.ends.finish_shard(moved)]
 
 
-def _planned(ends: Ends, rank: int, limit: int | None, topology: Any) -> TorchExecutable | BoxMove:
+def _plan_bound_move(ends: Ends, rank: int, limit: int | None, topology: Any) -> TorchExecutable | BoxMove:
     """Plan what moves; what the caller holds beside it, and what is made after it, counts within `limit`."""
     sizes = [_largest(spec, t) for spec, t in zip((ends.source, ends.target), ends.types or (None, None), strict=True)]
     beside = sizes[0] * ends.given.itemsize if ends.copies else 0

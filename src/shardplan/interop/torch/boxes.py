@@ -26,7 +26,7 @@ from shardplan.execution.lower import View, box_elements, view_of
 from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.torch.dtypes import short_name_of
 from shardplan.execution.torch.faults import TorchWatch
-from shardplan.execution.torch.pack import at
+from shardplan.execution.torch.pack import view_at
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.layout import Holding, Run, holdings, reduction_of
@@ -113,19 +113,19 @@ class BoxMove:
         watch.begin_step(len(self.texts) - 1)
         out = torch.empty(self.result_shape, dtype=x.dtype, device=x.device)
         stages = [wire.empty(t.elements, x.dtype) for t in self.receives]
-        packed = [_packed(x, t, wire) for t in self.sends]
+        packed = [_pack_message(x, t, wire) for t in self.sends]
         ins, outs = wire.post(
             [(t.peer, y) for t, y in zip(self.receives, stages, strict=True)],
             [(t.peer, y) for t, y in zip(self.sends, packed, strict=True)],
         )
         for a, b in self.copies:
-            at(out, b).copy_(at(x, a))
+            view_at(out, b).copy_(view_at(x, a))
         yield  # one message to and from each peer is under way, and what stays is copied; next they are waited for
         wire.wait(ins)
         for t, y in zip(self.receives, stages, strict=True):
             start = 0
             for v in t.views:
-                at(out, v).copy_(y[start : start + v.elements].view(v.size))
+                view_at(out, v).copy_(y[start : start + v.elements].view(v.size))
                 start += v.elements
         wire.wait(outs)
         return [out]
@@ -174,11 +174,11 @@ def _reduction(
     return mine, least
 
 
-def _packed(x: torch.Tensor, traffic: _Traffic, wire: TorchWire) -> torch.Tensor:
+def _pack_message(x: torch.Tensor, traffic: _Traffic, wire: TorchWire) -> torch.Tensor:
     """Return the parts for a peer, one after another; nothing but the message itself is allocated."""
     out, start = wire.empty(traffic.elements, x.dtype), 0
     for v in traffic.views:
-        out[start : start + v.elements].view(v.size).copy_(at(x, v))
+        out[start : start + v.elements].view(v.size).copy_(view_at(x, v))
         start += v.elements
     return out
 
@@ -216,12 +216,12 @@ def _take(held: Holding, sender: int, piece: Piece, out: list[Taken]) -> list[Pi
             theirs = tuple((a - h[0] + h[1], b - h[0] + h[1]) for (a, b), h in zip(spans, runs, strict=True))
             own = tuple((a - w[0] + w[1], b - w[0] + w[1]) for (a, b), w in zip(spans, want, strict=True))
             out.append((sender, theirs, own))
-            rest += _around(want, spans)
+            rest += _remaining_pieces(want, spans)
         missing = rest
     return missing
 
 
-def _around(want: Piece, taken: list[tuple[int, int]]) -> list[Piece]:
+def _remaining_pieces(want: Piece, taken: list[tuple[int, int]]) -> list[Piece]:
     """What is left of a piece around the part that was taken, as disjoint pieces."""
     out: list[Piece] = []
     here = list(want)

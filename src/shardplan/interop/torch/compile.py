@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from shardplan.errors import LayoutError
 from shardplan.interop.torch.layout import respec
-from shardplan.interop.torch.moves import Options, TorchMove, between, gradient_of, ran, target_of, wrapped
+from shardplan.interop.torch.moves import Options, TorchMove, gradient_of, move_between, run_move, target_of, wrap_shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +35,7 @@ _keys: dict[int, str] = {}  # by the identity of a move, which the table keeps a
 _topologies: list[Any] = []  # by the number that a node has for each
 
 
-def traced(
+def trace_move(
     dtensor: DTensor,
     placements: Sequence[Placement],
     device_mesh: DeviceMesh | None,
@@ -49,14 +49,14 @@ def traced(
     Raises what that raises; torch wraps it in an error of its own.
     """
     limit, topology, timeout = options
-    chosen = -1 if topology is None else _numbered(topology)
+    chosen = -1 if topology is None else _topology_number(topology)
     order = None if shard_order is None else tuple((d, tuple(dims)) for d, dims in shard_order)
     dtypes = forward_dtype, backward_dtype
     return _node(dtensor, tuple(placements), device_mesh, order, dtypes, limit, chosen, timeout)
 
 
 @torch.compiler.assume_constant_result
-def _numbered(topology: Any) -> int:
+def _topology_number(topology: Any) -> int:
     """Return the number of a topology in a list, since it cannot be an argument of a node itself."""
     if topology not in _topologies:
         _topologies.append(topology)
@@ -79,9 +79,9 @@ def _node(
     if not isinstance(given, DTensor):
         raise LayoutError("redistribute takes a DTensor, not a Tensor; legal is what DTensor.from_local makes of it")
     options = (None if limit is None else int(limit), None if chosen < 0 else _topologies[chosen], float(timeout))
-    spec = _known(dtensor)
+    spec = _concrete_spec(dtensor)
     _guard_global_sizes(dtensor)
-    move = _planned(spec, target_of(spec, placements, mesh, order, dtypes[0]), None, options)
+    move = _plan_traced_move(spec, target_of(spec, placements, mesh, order, dtypes[0]), None, options)
     return dtensor if move is None else _Traced.apply(dtensor, spec, move, dtypes[1])
 
 
@@ -92,21 +92,21 @@ class _Traced(torch.autograd.Function):
     def forward(ctx: Any, dtensor: DTensor, spec: DTensorSpec, move: TorchMove, dtype: Any) -> DTensor:  # pyright: ignore
         ctx.spec, ctx.options, ctx.dtype = spec, move.options, dtype
         ctx.set_materialize_grads(False)
-        local = move.bound.masked(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
-        local = torch.ops.shardplan.move(local, _entered(move))  # pyright: ignore
-        return wrapped(local, move, dtensor.requires_grad)
+        local = move.bound.apply_masks(dtensor._local_tensor)  # pyright: ignore[reportPrivateUsage]
+        local = torch.ops.shardplan.move(local, _move_key(move))  # pyright: ignore
+        return wrap_shard(local, move, dtensor.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 4  # one an argument of `forward`
         travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
-        spec = _known(grad)
-        move = _planned(spec, gradient_of(ctx.spec, spec), travels, ctx.options)
+        spec = _concrete_spec(grad)
+        move = _plan_traced_move(spec, gradient_of(ctx.spec, spec), travels, ctx.options)
         return grad if move is None else _Traced.apply(grad, spec, move, travels), None, None, None
 
 
-def _known(dtensor: DTensor) -> DTensorSpec:
+def _concrete_spec(dtensor: DTensor) -> DTensorSpec:
     """Return the tensor's spec with sizes that are numbers: reading a symbol guards the graph to its value."""
     spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
     meta = spec.tensor_meta
@@ -135,14 +135,14 @@ def _guard_global_sizes(dtensor: DTensor) -> None:
                     install_guard(size.make_guard(GuardBuilder.EQUALS_MATCH))
 
 
-def _planned(
+def _plan_traced_move(
     source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: Options
 ) -> TorchMove | None:
     with _disable_current_modes():  # planning reads real tensors: the ranks of the mesh
-        return between(source, target, travels, options)
+        return move_between(source, target, travels, options)
 
 
-def _entered(move: TorchMove) -> str:
+def _move_key(move: TorchMove) -> str:
     """Return the key of a move in the table: readable in a graph, the same in every run of the same calls."""
     found = _keys.get(id(move))
     if found is None:
@@ -154,7 +154,7 @@ def _entered(move: TorchMove) -> str:
 @torch.library.custom_op("shardplan::move", mutates_args=())
 def _run(local: torch.Tensor, key: str) -> torch.Tensor:
     """Run a move of the table on the local tensor."""
-    result = ran(local, _table[key], False)
+    result = run_move(local, _table[key], False)
     return result.clone() if result is local else result  # an op's result is no alias
 
 

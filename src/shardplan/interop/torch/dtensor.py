@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.execution.run import TIMEOUT
-from shardplan.interop.torch.moves import Options, TorchMove, between, gradient_of, moved, planned, wrapped
+from shardplan.interop.torch.moves import (
+    Options,
+    TorchMove,
+    gradient_of,
+    move_between,
+    move_shard,
+    plan_dtensor_move,
+    wrap_shard,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,14 +74,14 @@ def redistribute(
     """
     options = memory_limit, topology, timeout
     if torch.compiler.is_compiling():
-        from shardplan.interop.torch.compile import traced
+        from shardplan.interop.torch.compile import trace_move
 
-        return traced(dtensor, placements, device_mesh, shard_order, forward_dtype, backward_dtype, options)
-    move = planned(dtensor, placements, device_mesh, shard_order, forward_dtype, options)
-    return _applied(dtensor, move, async_op, options, backward_dtype)
+        return trace_move(dtensor, placements, device_mesh, shard_order, forward_dtype, backward_dtype, options)
+    move = plan_dtensor_move(dtensor, placements, device_mesh, shard_order, forward_dtype, options)
+    return _apply_move(dtensor, move, async_op, options, backward_dtype)
 
 
-def _applied(
+def _apply_move(
     dtensor: DTensor, move: TorchMove | None, async_op: bool, options: Options, backward_dtype: torch.dtype | None
 ) -> DTensor:
     """Return the DTensor after a move, differentiable where a gradient is asked for."""
@@ -81,7 +89,7 @@ def _applied(
         return _Redistribute.apply(dtensor, move, async_op, options, backward_dtype)  # pyright: ignore
     if move is None:
         return dtensor
-    return wrapped(moved(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
+    return wrap_shard(move_shard(dtensor._local_tensor, move, async_op), move, False)  # pyright: ignore[reportPrivateUsage]
 
 
 class _Redistribute(torch.autograd.Function):
@@ -102,7 +110,7 @@ class _Redistribute(torch.autograd.Function):
         local = dtensor._local_tensor  # pyright: ignore[reportPrivateUsage]
         if move is None:
             return DTensor(local, dtensor._spec, requires_grad=dtensor.requires_grad)  # pyright: ignore
-        return wrapped(moved(local, move, async_op), move, dtensor.requires_grad)
+        return wrap_shard(move_shard(local, move, async_op), move, dtensor.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -111,5 +119,5 @@ class _Redistribute(torch.autograd.Function):
             return (None,) * 5  # one an argument of `forward`
         travels = ctx.spec.tensor_meta.dtype if ctx.dtype is None else ctx.dtype
         have = grad._spec  # pyright: ignore[reportPrivateUsage]
-        move = between(have, gradient_of(ctx.spec, have), travels, ctx.options)
-        return _applied(grad, move, ctx.async_op, ctx.options, travels), None, None, None, None
+        move = move_between(have, gradient_of(ctx.spec, have), travels, ctx.options)
+        return _apply_move(grad, move, ctx.async_op, ctx.options, travels), None, None, None, None

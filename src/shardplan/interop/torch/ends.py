@@ -26,7 +26,7 @@ from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import carrier_of, identity_of, short_name_of
-from shardplan.interop.torch.layout import apart, check_known, reduction_of, respec, text_of, type_of
+from shardplan.interop.torch.layout import check_known, reduction_of, respec, text_of, type_at_coordinate, type_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,7 +95,7 @@ class Ends:
         stays_partial = [k for k, p in enumerate(source.placements) if isinstance(p, Partial) and k not in ends]
         coordinate = source.mesh.get_coordinate()
         if coordinate is not None and 0 < len(stays_partial) < source.mesh.ndim:
-            types = tuple(None if t is None else apart(t, stays_partial, coordinate) for t in types)
+            types = tuple(None if t is None else type_at_coordinate(t, stays_partial, coordinate) for t in types)
         averaged = [source.mesh.size(k) for k, p in ends.items() if p.reduce_op == "avg"]
         masking = tuple((k, p) for k, p in begins.items() if isinstance(p, _MaskPartial))
         divided, blank = _partition({k: p for k, p in begins.items() if (k, p) not in masking}, target, dtype)
@@ -135,7 +135,7 @@ class Ends:
         """Whether the move starts from a copy of the shard, so that the caller's own lies beside it."""
         return self.given != self.travels or self.spares or self.power is not None or not _dense(self.source)
 
-    def masked(self, local: torch.Tensor) -> torch.Tensor:
+    def apply_masks(self, local: torch.Tensor) -> torch.Tensor:
         """Put zeros where another rank has the value, in place where DTensor does so, and forget the mask."""
         if self.masks and self.spares:
             local = local.clone()
@@ -146,7 +146,7 @@ class Ends:
             p.mask_buffer.release_mask()
         return local
 
-    def before(self, local: torch.Tensor) -> torch.Tensor:
+    def prepare_shard(self, local: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard as the move takes it: contiguous, in the dtype of the messages."""
         given = local
         if local.dtype != self.travels:
@@ -165,7 +165,7 @@ class Ends:
         """Whether the move makes a tensor, which may be written to; where nothing moves it gives the source itself."""
         return self.types is None or not same(*self.types)
 
-    def after(self, moved: torch.Tensor) -> torch.Tensor:
+    def finish_shard(self, moved: torch.Tensor) -> torch.Tensor:
         """Return the shard of the target, given what the move left on this rank."""
         fresh = self.fresh
         if moved.dtype != self.travels:

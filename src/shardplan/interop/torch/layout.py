@@ -84,7 +84,7 @@ def check_known(placement: Any, k: int) -> None:
         raise LayoutError(f"placement {k} is {placement!r}; legal are Shard(dim), Replicate() and Partial(op)")
 
 
-def ordered(shard_order: Any, placements: Placements) -> ShardOrder | None:
+def parse_shard_order(shard_order: Any, placements: Placements) -> ShardOrder | None:
     """Return an order of sharding as DTensor's specs have it, or raise `LayoutError` unless it is one of `placements`.
 
     `shard_order` has, for every sharded dim, the mesh dims that cut it, the first one first, as a `ShardOrderEntry` or
@@ -144,7 +144,7 @@ def type_of(spec: DTensorSpec) -> TensorType | None:
     return TensorType(short_name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
 
 
-def apart(t: TensorType, kept: Sequence[int], coordinate: Sequence[int]) -> TensorType:
+def type_at_coordinate(t: TensorType, kept: Sequence[int], coordinate: Sequence[int]) -> TensorType:
     """Return the type on the devices that share this coordinate on the mesh dims `kept`, over which it stays partial.
 
     DTensor moves the addends of each coordinate by themselves. A plan over the whole mesh may combine them and make the
@@ -186,7 +186,7 @@ def reduction_of(p: Partial, dtype: torch.dtype) -> str:
     Raises `LayoutError` where the placement has no such reduction, or the dtype has it not.
     """
     kind = p.reduce_op
-    if not _understood(p) or kind not in (*REDUCTIONS, "avg"):
+    if not _is_supported_partial(p) or kind not in (*REDUCTIONS, "avg"):
         legal = ", ".join(f"Partial({r})" for r in (*REDUCTIONS, "avg"))
         raise LayoutError(f"{p!r} is not supported; legal are {legal}")
     if dtype != carrier_of(dtype):
@@ -204,7 +204,7 @@ def reduction_of(p: Partial, dtype: torch.dtype) -> str:
     raise LayoutError(f"{p!r} is not defined for {dtype}; {legal}")
 
 
-def _understood(p: Partial) -> bool:
+def _is_supported_partial(p: Partial) -> bool:
     """Whether the placement is reduced and made as one of DTensor's own, and not in a way that its class adds."""
     return any(
         all(getattr(type(p), name) is getattr(kind, name) for name in MEANINGS)

@@ -15,11 +15,11 @@ from torch.distributed.tensor.placement_types import Placement
 from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running, finish
 from shardplan.execution.torch.refusal import refuse, refusing
-from shardplan.execution.torch.run import agreed, launch
+from shardplan.execution.torch.run import has_agreed, launch
 from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends, ranks_of
-from shardplan.interop.torch.layout import normal, ordered, respec
-from shardplan.interop.torch.under_way import later, settle, under_way, waited
+from shardplan.interop.torch.layout import normal, parse_shard_order, respec
+from shardplan.interop.torch.under_way import settle, start_move, under_way, wait_for_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +56,7 @@ class TorchMove:
     def start(self, local: torch.Tensor) -> Running:
         """Start the move of this rank's shard; the result is the generator's value, in a list."""
         values, kind = {self.bound.input_name: local}, self.target.mesh.device_type
-        if not agreed(self.bound, values, kind):
+        if not has_agreed(self.bound, values, kind):
             settle()  # comparing programs waits for all ranks, and some may wait for those moves
         return launch(self.bound, values, self.timeout, kind=kind)
 
@@ -67,7 +67,7 @@ Options = tuple[int | None, Any, float]  # memory limit in bytes, topology, time
 _moves: dict[Any, TorchMove | None] = {}
 
 
-def planned(
+def plan_dtensor_move(
     dtensor: DTensor,
     placements: Sequence[Placement],
     device_mesh: DeviceMesh | None,
@@ -91,7 +91,7 @@ def planned(
     spec = dtensor._spec  # pyright: ignore[reportPrivateUsage]
     with refusing(ranks_of(spec.mesh, spec.mesh if device_mesh is None else device_mesh), NAME):
         target = target_of(spec, placements, device_mesh, shard_order, dtype)
-    move = between(spec, target, None, options)
+    move = move_between(spec, target, None, options)
     with contextlib.suppress(TypeError):  # an order of lists: read anew at every call
         _moves[key] = move
     return move
@@ -109,14 +109,14 @@ def target_of(
         raise LayoutError("the DTensor's spec has no global shape")
     mesh = spec.mesh if device_mesh is None else device_mesh
     wanted = normal(placements, spec.ndim, mesh)
-    order = ordered(shard_order, wanted)
+    order = parse_shard_order(shard_order, wanted)
     meta = spec.tensor_meta if dtype is None else spec.tensor_meta._replace(dtype=dtype)
     if order is None and mesh == spec.mesh and wanted == spec.placements:
         return respec(spec, wanted, meta)
     return DTensorSpec(mesh, wanted, tensor_meta=meta, shard_order=order)  # pyright: ignore[reportArgumentType]
 
 
-def between(
+def move_between(
     source: DTensorSpec, target: DTensorSpec, travels: torch.dtype | None, options: Options
 ) -> TorchMove | None:
     """Return the move from a spec to another, or None when nothing changes."""
@@ -129,34 +129,34 @@ def between(
     return _moves[key]
 
 
-def moved(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:
+def move_shard(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:
     """Return this rank's shard after the move; with `async_op`, a tensor that waits for it on first use."""
     if type(local) is not torch.Tensor:
-        local = waited(local)
+        local = wait_for_tensor(local)
     if local.requires_grad:
         local = local.detach()
     try:
-        local = move.bound.masked(local)
+        local = move.bound.apply_masks(local)
     except LayoutError as error:
         refuse(move.bound.ranks, NAME, error)
         raise
-    return ran(local, move, async_op)
+    return run_move(local, move, async_op)
 
 
-def ran(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:
-    """Return this rank's shard after the move of a plain tensor that is masked already; see `moved`."""
+def run_move(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tensor:
+    """Return this rank's shard after the move of a plain tensor that is masked already; see `move_shard`."""
     if not move.inside:
         return local.to(move.bound.ends.result)
     running = move.start(local)
     if async_op:
-        return later(running, move.bound.result_shape, move.bound.ends.result, local.device)
+        return start_move(running, move.bound.result_shape, move.bound.ends.result, local.device)
     if under_way:
         settle()
     (result,) = finish(running)
     return result
 
 
-def wrapped(local: torch.Tensor, move: TorchMove, requires_grad: bool) -> DTensor:
+def wrap_shard(local: torch.Tensor, move: TorchMove, requires_grad: bool) -> DTensor:
     """Return the DTensor of a shard after the move."""
     return DTensor(local, move.target, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
 

@@ -130,14 +130,14 @@ class Later(AsyncCollectiveTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def waited(local: torch.Tensor) -> torch.Tensor:
+def wait_for_tensor(local: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor of a local tensor, waiting for it if it is the result of an async operation."""
     if isinstance(local, AsyncCollectiveTensor):
         return local.trigger_wait()
     return local
 
 
-def later(running: Running, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def start_move(running: Running, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Start a move, and return its one result, of this shape and dtype on this device, before it is there.
 
     It is the result itself if the move needed no waiting, else an `AsyncCollectiveTensor` that waits on first use and

@@ -10,14 +10,14 @@ from fractions import Fraction
 from typing import Any
 
 from shardplan.errors import LayoutError, shown
-from shardplan.movement.weights.arithmetic import evaluated, names_in
+from shardplan.movement.weights.arithmetic import evaluate_arithmetic, names_in
 from shardplan.movement.weights.weights import Weights
 
 
 def said_of(side: Weights, field: str, text: str) -> Any:
     """Return what a side's config says of a field, None where it does not."""
     try:
-        value = evaluated(text, side.sizing.look)
+        value = evaluate_arithmetic(text, side.sizing.look)
     except LayoutError:
         return None
     whole = value.denominator == 1 if isinstance(value, Fraction) else isinstance(value, float) and value.is_integer()

@@ -37,24 +37,24 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {"ceil": math.ceil, "floor": 
 _LEGAL = "numbers, names, + - * / //, comparisons, not, and, or, x if c else y, ceil, floor, min and max"
 
 
-def evaluated(text: str, lookup: Lookup) -> Any:
+def evaluate_arithmetic(text: str, lookup: Lookup) -> Any:
     """Return the value of an expression; `lookup` gives a name's value, None where there is none.
 
     Raises `ParseError` for what is no arithmetic, and `LayoutError` for a name that is missing where it is needed.
 
-    >>> evaluated("head_dim or hidden / heads", {"hidden": 64, "heads": 4}.get)
+    >>> evaluate_arithmetic("head_dim or hidden / heads", {"hidden": 64, "heads": 4}.get)
     Fraction(16, 1)
     """
-    return _value(_parsed(text), text, lookup)
+    return _value(_parse_arithmetic(text), text, lookup)
 
 
-def whole(text: str | int, lookup: Lookup, what: str) -> int:
+def evaluate_whole_number(text: str | int, lookup: Lookup, what: str) -> int:
     """Return the value of an expression that must be a whole number of at least 0; raises `LayoutError`.
 
-    >>> whole("ceil(v / 4) * 4 - v", {"v": 10}.get, "pad")
+    >>> evaluate_whole_number("ceil(v / 4) * 4 - v", {"v": 10}.get, "pad")
     2
     """
-    value = text if isinstance(text, int) else evaluated(text, lookup)
+    value = text if isinstance(text, int) else evaluate_arithmetic(text, lookup)
     if isinstance(value, bool) or not isinstance(value, int | Fraction) or value != int(value) or value < 0:
         said = shown(float(value)) if isinstance(value, Fraction) else shown(value)
         where = ", ".join(f"{name} = {shown(lookup(name))}" for name in names_in(str(text)))
@@ -65,12 +65,16 @@ def whole(text: str | int, lookup: Lookup, what: str) -> int:
 
 def names_in(text: str) -> tuple[str, ...]:
     """Return the names whose values an expression is made of, each once; raises `ParseError`."""
-    found = [node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name) and node.id not in _FUNCTIONS]
+    found = [
+        node.id
+        for node in ast.walk(_parse_arithmetic(text))
+        if isinstance(node, ast.Name) and node.id not in _FUNCTIONS
+    ]
     return tuple(dict.fromkeys(found))
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str) -> ast.expr:
+def _parse_arithmetic(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -26,14 +26,14 @@ class WeightsMismatch(LayoutError):
         said: list[str] = []
         for kind, names in (("missing", missing), ("additional", additional)):
             if names:
-                said.append(f"{len(names)} {kind} ({_some(names)})")
+                said.append(f"{len(names)} {kind} ({_list_names(names)})")
         if misshapen:
             several = [f"{name} is {list(shape)}, legal is {list(legal)}" for name, shape, legal in misshapen]
-            said.append(f"{len(misshapen)} misshapen ({_some(several)})")
+            said.append(f"{len(misshapen)} misshapen ({_list_names(several)})")
         super().__init__(f"{where}: {'; '.join(said)}")
 
 
-def _some(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
 

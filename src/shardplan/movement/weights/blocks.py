@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.arithmetic import whole
-from shardplan.movement.weights.contents import joined
+from shardplan.movement.weights.arithmetic import evaluate_whole_number
+from shardplan.movement.weights.contents import merge_intervals
 from shardplan.movement.weights.family import StoredFamily
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 _MOST_DEGREE = 4096  # degrees further than this from the one that was asked for are not looked at
 
@@ -49,7 +49,7 @@ def _cut_inside(weights: Weights) -> Iterator[tuple[str, tuple[str, ...]]]:
     for scale, tensor, blocks in weights.table.scales:
         if scale not in weights.tensors or tensor not in weights.tensors:
             continue
-        sizes = [whole(b, weights.sizing.look, f"a block of {tensor}") for b in blocks]
+        sizes = [evaluate_whole_number(b, weights.sizing.look, f"a block of {tensor}") for b in blocks]
         if len(sizes) != len(weights.tensors[tensor].dims):
             raise LayoutError(f"{scale} says blocks of {len(sizes)} dims of {tensor}; legal is a size for each")
         holders = [f for f in weights.families if scale in f.tensors]
@@ -74,19 +74,20 @@ def _of_family(
                 if mine != scales:
                     axes = tuple(dict.fromkeys(runs.axes + other.axes))
                     yield (
-                        f"{family.entry.name} = {family}: a device has {_said(mine)} of {logical.dims[d]} of {tensor}, "
-                        f"and {holder.entry.name} = {holder} has scales of {_said(scales)}, in blocks of {size}",
+                        f"{family.entry.name} = {family}: a device has {_format_intervals(mine)} of {logical.dims[d]} "
+                        f"of {tensor}, and {holder.entry.name} = {holder} has scales of {_format_intervals(scales)}, "
+                        f"in blocks of {size}",
                         axes,
                     )
                     return
 
 
 def _intervals(start: np.ndarray, length: np.ndarray, size: int, most: int) -> list[tuple[int, int]]:
-    low, high = joined(start * size, np.minimum((start + length) * size, most))
+    low, high = merge_intervals(start * size, np.minimum((start + length) * size, most))
     return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
-def _said(intervals: list[tuple[int, int]]) -> str:
+def _format_intervals(intervals: list[tuple[int, int]]) -> str:
     return ", ".join(f"{a}:{b}" for a, b in intervals[:2]) + (", ..." if len(intervals) > 2 else "") or "nothing"
 
 
@@ -111,7 +112,7 @@ def _nearest(weights: Weights, axes: tuple[str, ...]) -> str:
 def _legal(weights: Weights, axis: str, degree: int) -> bool:
     given = dict(weights.given) | {axis: degree}
     try:
-        other = made(weights.table, dict(weights.config), given, None, weights.dtype)
+        other = make_weights(weights.table, dict(weights.config), given, None, weights.dtype)
         return not any(True for _ in _cut_inside(other))
     except LayoutError:
         return False

@@ -51,15 +51,17 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     more = {k: v for k, v in said.items() if k not in ("rope_theta", "rope_type", "type") and v is not None}
     if kind == PLAIN and not any(isinstance(v, Mapping) for v in more.values()):  # of kinds of layers, each its own
         more = {}
-    text = " ".join([str(kind), *(f"{k}={json.dumps(_short(more[k]), sort_keys=True)}" for k in sorted(more))])
+    text = " ".join(
+        [str(kind), *(f"{k}={json.dumps(_normalize_numbers(more[k]), sort_keys=True)}" for k in sorted(more))]
+    )
     return {"rope_theta": said.get("rope_theta") if base is None else base, "rope_scaling": text}
 
 
-def _short(value: Any) -> Any:
+def _normalize_numbers(value: Any) -> Any:
     """A value with whole numbers as such: 8.0 is 8."""
     if isinstance(value, Mapping):
-        return {str(k): _short(v) for k, v in value.items()}
+        return {str(k): _normalize_numbers(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_short(v) for v in value]
+        return [_normalize_numbers(v) for v in value]
     whole = isinstance(value, float) and value.is_integer()
     return int(value) if whole else value if isinstance(value, str | int | float | bool) else str(value)

@@ -62,7 +62,7 @@ def meet(a: np.ndarray, a_stop: np.ndarray, b: np.ndarray, b_stop: np.ndarray) -
     return ia, ib
 
 
-def joined(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def merge_intervals(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return intervals as the fewest that hold the same indices, ascending."""
     order = np.argsort(start, kind="stable")
     start, stop = start[order], stop[order]
@@ -81,7 +81,7 @@ def contents_of(runs: DimRuns, legal: np.ndarray) -> DimContents:
     intervals: list[tuple[np.ndarray, np.ndarray]] = []
     for c in np.flatnonzero(legal):
         rows = runs.rows(int(c))
-        start, stop = joined(runs.start[rows], runs.start[rows] + runs.length[rows])
+        start, stop = merge_intervals(runs.start[rows], runs.start[rows] + runs.length[rows])
         if not len(start):
             continue
         key = (start.tobytes(), stop.tobytes())
@@ -108,7 +108,7 @@ def cells_of(runs: DimRuns, legal: np.ndarray) -> DimCells:
     # Pieces with the same owners are one cell: owners are compared by two sums of mixed numbers.
     mark = np.zeros((max(len(cuts) - 1, 0), 2), dtype=np.uint64)
     for k in range(2):
-        np.add.at(mark[:, k], pairs[:, 0], _mixed(pairs[:, 1], k))
+        np.add.at(mark[:, k], pairs[:, 0], _hash_values(pairs[:, 1], k))
     kept = np.unique(pairs[:, 0])
     _, first_of, cell = np.unique(mark[kept], axis=0, return_index=True, return_inverse=True)
     cell = cell.reshape(-1)
@@ -127,7 +127,7 @@ def cells_of(runs: DimRuns, legal: np.ndarray) -> DimCells:
     return DimCells(start, stop, cell, owned, len(first_of))
 
 
-def _mixed(values: np.ndarray, seed: int) -> np.ndarray:
+def _hash_values(values: np.ndarray, seed: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         x = (values.astype(np.uint64) + np.uint64(1 + seed * 7919)) * np.uint64(_MIX[0])
         x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX[1])
@@ -146,9 +146,9 @@ def overlap_of(contents: DimContents, cells: DimCells) -> DimOverlap:
     return DimOverlap(code // max(cells.count, 1), code % max(cells.count, 1), total)
 
 
-def uncovered(contents: DimContents, cells: DimCells) -> int | None:
+def find_uncovered_index(contents: DimContents, cells: DimCells) -> int | None:
     """Return the first index of any content that no cell has, None where each has an owner."""
-    start, stop = joined(cells.start, cells.stop)
+    start, stop = merge_intervals(cells.start, cells.stop)
     place = np.searchsorted(stop, contents.start, side="right")
     for a, b, k in zip(contents.start.tolist(), contents.stop.tolist(), place.tolist(), strict=True):
         if k >= len(start) or start[k] > a:

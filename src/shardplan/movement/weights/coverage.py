@@ -8,7 +8,7 @@ target's hold. That every local element is one logical element, or padding, is c
 from __future__ import annotations
 
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.contents import DimCells, DimContents, uncovered
+from shardplan.movement.weights.contents import DimCells, DimContents, find_uncovered_index
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import family_cells
 from shardplan.movement.weights.weights import Weights
@@ -22,7 +22,7 @@ def check_owners(source: Weights, target: Weights) -> None:
     """
     stored = {t for f in source.families for t in f.tensors}
     for tensor, other, _ in target.table.same:
-        if {tensor, other} <= stored and target.sizing.same(tensor) != tensor:
+        if {tensor, other} <= stored and target.sizing.resolve_alias(tensor) != tensor:
             a, b = (next(f for f in source.families if t in f.tensors) for t in (tensor, other))
             c = next((f for f in target.families if other in f.tensors), None)
             raise LayoutError(
@@ -74,7 +74,7 @@ def covering(
     refusals: list[str] = []
     for k in owners:
         cells = family_cells(source.families[k], tensor)
-        element = [uncovered(c, s) for c, s in zip(contents, cells, strict=True)]
+        element = [find_uncovered_index(c, s) for c, s in zip(contents, cells, strict=True)]
         if all(e is None for e in element):
             return k, cells
         first: list[int] = []

@@ -38,32 +38,36 @@ def intervals(cut: FormCut, n: int, owners: int, index: int, tables: Mapping[str
     small, more = divmod(n, owners)
     match cut.rule:
         case "even" | "shared":
-            return _even(cut, n, owners, index, what)
+            return _cut_evenly(cut, n, owners, index, what)
         case "ceil":
             chunk = -(-n // owners)
-            return _one(min(index * chunk, n), min(index * chunk + chunk, n))
+            return _make_interval(min(index * chunk, n), min(index * chunk + chunk, n))
         case "first":
             start = index * small + min(index, more)
-            return _one(start, start + small + (index < more))
+            return _make_interval(start, start + small + (index < more))
         case "last":
             start = index * small + max(index - (owners - more), 0)
-            return _one(start, start + small + (index >= owners - more))
+            return _make_interval(start, start + small + (index >= owners - more))
         case "robin":
-            return tuple((i, i + 1) for i in range(index, n, owners)) if owners > 1 else _one(0, n)
+            return tuple((i, i + 1) for i in range(index, n, owners)) if owners > 1 else _make_interval(0, n)
         case name:
             table = tables.get(name)
-            return _even(cut, n, owners, index, what) if table is None else _tabled(name, table, n, owners, index, what)
+            return (
+                _cut_evenly(cut, n, owners, index, what)
+                if table is None
+                else _cut_by_table(name, table, n, owners, index, what)
+            )
 
 
-def _one(start: int, stop: int) -> Intervals:
+def _make_interval(start: int, stop: int) -> Intervals:
     return ((start, stop),) if stop > start else ()
 
 
-def _even(cut: FormCut, n: int, owners: int, index: int, what: str) -> Intervals:
+def _cut_evenly(cut: FormCut, n: int, owners: int, index: int, what: str) -> Intervals:
     if n % owners == 0:
-        return _one(index * (n // owners), (index + 1) * (n // owners))
+        return _make_interval(index * (n // owners), (index + 1) * (n // owners))
     if cut.rule == SHARED and n and owners % n == 0:
-        return _one(index * n // owners, index * n // owners + 1)
+        return _make_interval(index * n // owners, index * n // owners + 1)
     if cut.rule == SHARED:
         legal = "a number of pieces that divides it, or a multiple of it"
     elif cut.rule == EVEN:
@@ -73,7 +77,7 @@ def _even(cut: FormCut, n: int, owners: int, index: int, what: str) -> Intervals
     raise LayoutError(f"{what} of {n} cannot be cut {cut} into {owners} equal pieces; legal is {legal}")
 
 
-def _tabled(name: str, table: OwnerTable, n: int, owners: int, index: int, what: str) -> Intervals:
+def _cut_by_table(name: str, table: OwnerTable, n: int, owners: int, index: int, what: str) -> Intervals:
     if len(table) != owners:
         raise LayoutError(
             f"{name} has {len(table)} entries, and {what} is cut into {owners}; legal is one for each piece"
@@ -93,7 +97,7 @@ def _tabled(name: str, table: OwnerTable, n: int, owners: int, index: int, what:
             raise LayoutError(
                 f"{name} counts {sum(counts)} in all, and {what} has {n}; legal are counts that add up to it"
             )
-        return _one(sum(counts[:index]), sum(counts[: index + 1]))
+        return _make_interval(sum(counts[:index]), sum(counts[: index + 1]))
     wrong = [i for i in held if not 0 <= i < n]
     if wrong:
         raise LayoutError(f"{name} gives {what} {wrong[0]} to piece {index}; legal are 0 to {n - 1}")

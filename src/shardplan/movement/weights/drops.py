@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from shardplan.errors import LayoutError, shown
-from shardplan.movement.weights.contents import joined
+from shardplan.movement.weights.contents import merge_intervals
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import legal_coordinates
 from shardplan.movement.weights.weights import Weights
@@ -89,7 +89,7 @@ def _box(family: StoredFamily, tensor: str) -> Box:
     box: Box = []
     for runs in family.tensors[tensor]:
         there = legal_coordinates(family, runs)[np.repeat(np.arange(runs.coordinates), np.diff(runs.ptr))]
-        box.append(joined(runs.start[there], (runs.start + runs.length)[there]))
+        box.append(merge_intervals(runs.start[there], (runs.start + runs.length)[there]))
     return box
 
 

@@ -30,11 +30,11 @@ from shardplan.movement.weights.lowered import (
     Rows,
     coordinates,
     digit_weights,
-    expanded,
+    expand_digits,
     run_rows,
     table_of,
 )
-from shardplan.movement.weights.pieces import HeldPiece, Scenery, held
+from shardplan.movement.weights.pieces import HeldPiece, Scenery, local_pieces
 from shardplan.movement.weights.table import TableParameter
 
 
@@ -84,7 +84,7 @@ class StoredFamily:
         for dim in self.names:
             values = dim.values[int(self.coordinate(dim.axes)[place])]
             chosen = [old | dict(zip(dim.fields, new, strict=True)) for old in chosen for new in values]
-        return [self.entry.named(values) for values in chosen]
+        return [self.entry.fill_name(values) for values in chosen]
 
     def __str__(self) -> str:
         """Return the expression, as messages show it."""
@@ -125,14 +125,14 @@ class _Family:
         every = {**self.axes, **self.terms.numbers}
         return Scenery(self.terms.sizes, every, self.terms.tables, at)
 
-    def held(self, dim: int, at: Mapping[str, int]) -> tuple[int, tuple[HeldPiece, ...]]:
+    def held_pieces(self, dim: int, at: Mapping[str, int]) -> tuple[int, tuple[HeldPiece, ...]]:
         """What is held of a storage dim, remembered."""
         factors = self.entry.form.dims[dim]
         own = {a: at[a] for a in axes_of(factors)}
         key = (dim, tuple(own.items()))
         if key not in self.scenes:
             try:
-                self.scenes[key] = held(factors, self.scenery(own))
+                self.scenes[key] = local_pieces(factors, self.scenery(own))
             except LayoutError as error:
                 raise self.fail(str(error)) from None
             size, pieces = self.scenes[key]
@@ -185,7 +185,7 @@ def lower(
     sizes: list[DimSizes] = []
     for d, factors in enumerate(entry.form.dims):
         own = axes_of(factors)
-        found = [family.held(d, at)[0] for at in coordinates(own, axes)]
+        found = [family.held_pieces(d, at)[0] for at in coordinates(own, axes)]
         if max(found) > MOST_ELEMENTS:
             raise family.fail(f"dim {d} has {max(found)} elements on a device; legal are {MOST_ELEMENTS} at most")
         sizes.append(DimSizes(own, np.array(found, dtype=np.int64)))
@@ -308,7 +308,7 @@ def _dim_runs(
     for at in coordinates(axes, family.axes):
         places = _hole_places(family, hole, numbers, fields, weights, at, literals) if hole else None
         values.append(tuple(p.fields for p in places or ()))
-        mine = [(d, _mine(family.held(d, at)[1], tensor.name)) for d in storage]
+        mine = [(d, _mine(family.held_pieces(d, at)[1], tensor.name)) for d in storage]
         boxes = (box for _, pieces in mine for piece in pieces for box in piece.digits)
         strange = next((box.atom for box in boxes if box.count > 1 and box.atom not in weights.weights), None)
         if strange is not None:
@@ -364,10 +364,10 @@ def _hole_places(
         if any(literals.get(k, v) != v for k, v in number.items()):
             continue
         try:
-            _, pieces = held(hole, family.scenery({**at, **number}))
+            _, pieces = local_pieces(hole, family.scenery({**at, **number}))
         except LayoutError as error:
             raise family.fail(str(error)) from None
-        for local, digits in enumerate(expanded(pieces)):
+        for local, digits in enumerate(expand_digits(pieces)):
             value = sum(v * weights.weights[atom] for atom, v in digits.items())
             if value not in weights.legal or any(literals.get(k, v) != v for k, v in digits.items()):
                 continue

@@ -148,7 +148,7 @@ def parse_product(text: str) -> tuple[FormFactor, ...]:
 
 @lru_cache(maxsize=4096)  # the same expressions stand in every table of a family
 def _parse_form(text: str) -> StoredForm:
-    return _FormReader(text).stored()
+    return _FormReader(text).read_stored_form()
 
 
 class _FormReader:
@@ -173,7 +173,7 @@ class _FormReader:
         place = self.tokens[self.at][2] if self.at < len(self.tokens) else len(self.text)
         return ParseError(message, self.text, place)
 
-    def ahead(self, sign: str, further: int = 0) -> bool:
+    def has_sign_ahead(self, sign: str, further: int = 0) -> bool:
         """Say whether a sign comes next, or `further` tokens later."""
         k = self.at + further
         return k < len(self.tokens) and self.tokens[k][:2] == ("sign", sign)
@@ -184,7 +184,7 @@ class _FormReader:
 
     def take(self, sign: str) -> bool:
         """Take a sign if it comes next."""
-        found = self.ahead(sign)
+        found = self.has_sign_ahead(sign)
         self.at += found
         return found
 
@@ -195,10 +195,10 @@ class _FormReader:
         self.at += 1
         return self.tokens[self.at - 1][1]
 
-    def stored(self) -> StoredForm:
+    def read_stored_form(self) -> StoredForm:
         """Take the whole text."""
         tensor = None
-        if self.kind() == "name" and self.ahead("=", 1):
+        if self.kind() == "name" and self.has_sign_ahead("=", 1):
             tensor = self.name("a tensor")
             self.at += 1
         dims = [self.dim()]
@@ -223,7 +223,7 @@ class _FormReader:
         if depth > _MOST_NESTED:
             raise self.fail(f"parentheses are nested more than {_MOST_NESTED} deep")
         found: list[FormFactor] = []
-        while self.kind() == "name" or self.ahead("("):
+        while self.kind() == "name" or self.has_sign_ahead("("):
             item: str | tuple[FormAlternative, ...]
             if self.take("("):
                 several = [self.alternative(depth)]
@@ -243,7 +243,7 @@ class _FormReader:
     def alternative(self, depth: int) -> FormAlternative:
         """Take one addend of a sum."""
         if self.kind() == "number":
-            if self.tokens[self.at][1] != "0" or not self.ahead(":", 1):
+            if self.tokens[self.at][1] != "0" or not self.has_sign_ahead(":", 1):
                 raise self.fail("a number here begins padding; legal is '0: size'")
             self.at += 2
             if self.kind() not in ("name", "number"):
@@ -251,7 +251,7 @@ class _FormReader:
             self.at += 1
             return FormAlternative(None, (), self.tokens[self.at - 1][1])
         tensor = None
-        if self.kind() == "name" and self.ahead(":", 1):
+        if self.kind() == "name" and self.has_sign_ahead(":", 1):
             tensor = self.name("a tensor")
             self.at += 1
         return FormAlternative(tensor, self.factors(depth + 1))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.movement.weights.contents import DimContents, joined
+from shardplan.movement.weights.contents import DimContents, merge_intervals
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import FamilyMove, OwnerGroups
 from shardplan.plans.bounds import capacity, most_over, summed_capacity
@@ -60,7 +60,7 @@ def demand_of(
 
 
 def _disjoint(contents: DimContents) -> bool:
-    start, stop = joined(contents.start, contents.stop)
+    start, stop = merge_intervals(contents.start, contents.stop)
     return int((contents.stop - contents.start).sum()) == int((stop - start).sum())
 
 
@@ -117,10 +117,10 @@ def _at_level(demands: Sequence[RefitDemand], devices: np.ndarray, unit: np.ndar
     for own in leave.values():
         for key, size in own.items():
             total[key] = total.get(key, 0) + size
-    return sum(enter.values(), np.zeros(count)), _together(total)
+    return sum(enter.values(), np.zeros(count)), _owner_set_bytes(total)
 
 
-def _together(total: Mapping[bytes, int]) -> Leaving:
+def _owner_set_bytes(total: Mapping[bytes, int]) -> Leaving:
     """The bytes that sets of owners have between them: each with the sets that lie in it, and all."""
     known = [(frozenset(np.frombuffer(key, dtype=np.int64).tolist()), size) for key, size in total.items()]
     sets: Leaving = []

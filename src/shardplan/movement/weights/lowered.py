@@ -108,7 +108,7 @@ def run_rows(
     for pieces in product(*(pieces for _, pieces in held)):
         memory += _piece_rows(digits, ndim, [d for d, _ in held], pieces)
     if places is None:
-        return _merged(memory, ndim)
+        return _merge_runs(memory, ndim)
     rows: Rows = []
     whole = len(memory) == 1 and memory[0][1] == 1
     for number, place in enumerate(places):
@@ -150,7 +150,7 @@ def _piece_rows(digits: DimDigits, ndim: int, dims: Sequence[int], pieces: Seque
     return rows
 
 
-def _merged(rows: Rows, ndim: int) -> Rows:
+def _merge_runs(rows: Rows, ndim: int) -> Rows:
     """The runs with neighbours that go on joined: the same step, and where the one before ends."""
     out: Rows = []
     for row in rows:
@@ -186,7 +186,7 @@ def digit_weights(tensor: LogicalTensor, dim: int, digits: Sequence[tuple[str, i
     return DimDigits(tensor.sizes[dim], weights, tensor.ranges[dim])
 
 
-def expanded(pieces: Sequence[HeldPiece]) -> list[dict[str, int]]:
+def expand_digits(pieces: Sequence[HeldPiece]) -> list[dict[str, int]]:
     """Return the value of every digit at every local position, in order: for dims that stand in a name."""
     found: list[tuple[int, dict[str, int]]] = []
     for piece in pieces:

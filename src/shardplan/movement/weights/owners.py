@@ -260,10 +260,10 @@ def _shares(
             passed.append(inside)
             combos, to, by = combos[~served], to[~served], by[~served]
         out += spread(combos, to, by, length, size, turn)
-    return _sorted(out), _sorted(passed)
+    return _sort_shares(out), _sort_shares(passed)
 
 
-def _sorted(out: list[Shares]) -> Shares:
+def _sort_shares(out: list[Shares]) -> Shares:
     """Shares together, in order of the combinations."""
     if not out:
         return tuple(np.zeros(0, dtype=np.int64) for _ in range(7))  # pyright: ignore[reportReturnType]

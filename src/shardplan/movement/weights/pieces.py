@@ -92,7 +92,7 @@ class _HeldIntervals:
 _HeldNode = _HeldAtom | _HeldSum | _HeldProduct | _HeldIntervals
 
 
-def held(factors: tuple[FormFactor, ...], scenery: Scenery) -> tuple[int, tuple[HeldPiece, ...]]:
+def local_pieces(factors: tuple[FormFactor, ...], scenery: Scenery) -> tuple[int, tuple[HeldPiece, ...]]:
     """Return the local size of a dim for one device, and its pieces, in local order; raises `LayoutError`."""
     node = _product(factors, scenery)
     return node.size, tuple(_pieces(node, 0, node.size))
@@ -146,7 +146,7 @@ def _pieces(node: _HeldNode, start: int, stop: int) -> list[HeldPiece]:
             for first, end in found:
                 a, b = max(start, before), min(stop, before + end - first)
                 moved = a - before + first
-                out += _shifted(_pieces(inner, moved, moved + b - a), a - start)
+                out += _shift_pieces(_pieces(inner, moved, moved + b - a), a - start)
                 before += end - first
             return out
         case _HeldProduct(nodes, _):
@@ -161,7 +161,7 @@ def _of_sum(parts: tuple[tuple[str | None, _HeldNode | None, int], ...], start: 
         if b > a and inner is None:
             out.append(HeldPiece(a - start, (DigitBox("", 0, b - a, 1),), None, True))
         elif b > a and inner is not None:
-            for piece in _shifted(_pieces(inner, a - before, b - before), a - start):
+            for piece in _shift_pieces(_pieces(inner, a - before, b - before), a - start):
                 named = piece.tensor or tensor
                 out.append(HeldPiece(piece.base, piece.digits, named, piece.padding))
         before += size
@@ -192,18 +192,18 @@ def _of_product(nodes: tuple[_HeldNode, ...], start: int, stop: int) -> list[Hel
         lower = _pieces(minor, *box)
         for upper in _pieces(major, value, value + values):
             for piece in lower:
-                out.append(_joined(upper, piece, inner, position - start))
+                out.append(_combine_pieces(upper, piece, inner, position - start))
         position = end
     return out
 
 
-def _joined(upper: HeldPiece, lower: HeldPiece, inner: int, shift: int) -> HeldPiece:
+def _combine_pieces(upper: HeldPiece, lower: HeldPiece, inner: int, shift: int) -> HeldPiece:
     major = tuple(DigitBox(d.atom, d.first, d.count, d.weight * inner) for d in upper.digits)
     tensor, padding = upper.tensor or lower.tensor, upper.padding or lower.padding
     return HeldPiece(shift + upper.base * inner + lower.base, major + lower.digits, tensor, padding)
 
 
-def _shifted(pieces: list[HeldPiece], by: int) -> list[HeldPiece]:
+def _shift_pieces(pieces: list[HeldPiece], by: int) -> list[HeldPiece]:
     if not by:
         return pieces
     return [HeldPiece(p.base + by, p.digits, p.tensor, p.padding) for p in pieces]

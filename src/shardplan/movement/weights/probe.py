@@ -69,19 +69,19 @@ def probe(source: Weights, load: Callable[[Named], Mapping[int, Named]], target:
     Raises:
         LayoutError: a source of several devices, or parameters that are missing, additional or misshapen.
     """
-    numbers, total = numbered(source)
+    numbers, total = number_elements(source)
     (rank,) = source.devices
-    sides = widened(source), widened(target)
+    sides = widen_dtypes(source), widen_dtypes(target)
     plan = refit(*sides, drop=[left.tensor for left in left_out(*sides)])  # a loader need not take all
     found = digits_loaded(source, load, target.devices, target.check)
     said: dict[int, dict[str, np.ndarray]] = {}
     for unit, digit in _digits(numbers, total):
         for r, named in plan.apply({rank: digit}).items():
             _add(said.setdefault(r, {}), named, unit)
-    return _compared(target, found, said, numbers)
+    return _compare_loaded(target, found, said, numbers)
 
 
-def numbered(source: Weights) -> tuple[dict[str, np.ndarray], int]:
+def number_elements(source: Weights) -> tuple[dict[str, np.ndarray], int]:
     """Return a number for every element of a checkpoint, by name, from 1 on, and one more than the largest.
 
     0 is what is not loaded: padding. Raises `LayoutError` for a source of several devices.
@@ -108,7 +108,7 @@ def digits_loaded(
 
     Raises `LayoutError` for ranks of which the loader gave nothing, and what `check` raises.
     """
-    numbers, total = numbered(source)
+    numbers, total = number_elements(source)
     ranks = list(ranks)
     out: dict[int, dict[str, np.ndarray]] = {r: {} for r in ranks}
     for unit, digit in _digits(numbers, total):
@@ -129,7 +129,7 @@ def _digits(numbers: Mapping[str, np.ndarray], total: int) -> Iterator[tuple[int
         unit *= BASE
 
 
-def widened(side: Weights, dtype: str = "f32") -> Weights:
+def widen_dtypes(side: Weights, dtype: str = "f32") -> Weights:
     """Return a side with every element in a dtype that holds what is loaded: f8 would round a digit."""
     entries = tuple(replace(p, dtype="") for p in side.table.parameters)
     table = replace(side.table, dtypes=(), parameters=entries)
@@ -142,7 +142,7 @@ def _add(into: dict[str, np.ndarray], made: Named, unit: int) -> None:
         into[name] = into[name] + values if name in into else values
 
 
-def _compared(
+def _compare_loaded(
     target: Weights,
     found: dict[int, dict[str, np.ndarray]],
     said: dict[int, dict[str, np.ndarray]],

@@ -45,7 +45,7 @@ class Refitting(Protocol):
         ...
 
 
-def converted(values: np.ndarray, dtype: np.dtype[Any], plus: int) -> np.ndarray:
+def convert_values(values: np.ndarray, dtype: np.dtype[Any], plus: int) -> np.ndarray:
     """Return values in a dtype, with a constant added in f32 or wider, and rounded once."""
     if plus:
         wide = np.result_type(np.float32, values.dtype) if values.dtype.kind == "f" else np.dtype(np.float32)
@@ -53,13 +53,13 @@ def converted(values: np.ndarray, dtype: np.dtype[Any], plus: int) -> np.ndarray
     return values if values.dtype == dtype else values.astype(dtype)
 
 
-def strided(array: np.ndarray, offset: int, sizes: np.ndarray, strides: np.ndarray) -> np.ndarray:
+def region_view(array: np.ndarray, offset: int, sizes: np.ndarray, strides: np.ndarray) -> np.ndarray:
     """Return a view of a contiguous array: a region's elements from an offset."""
     flat = array.reshape(-1)[offset:]
     return np.lib.stride_tricks.as_strided(flat, tuple(sizes.tolist()), tuple((strides * array.itemsize).tolist()))
 
 
-def moved(
+def apply_refit(
     plan: Refitting, arrays: Mapping[int, Mapping[str, Any]], look: Callable[[Mapping[int, list[np.ndarray]]], None]
 ) -> dict[int, dict[str, np.ndarray]]:
     """Return the target's parameters by rank and name; see `RefitPlan.apply`. `look` sees the source's before."""
@@ -75,7 +75,7 @@ def moved(
         legal = plan.target.parameters(rank)
         made = [np.zeros(shape, numpy_dtype(dtype)) for _, shape, dtype in legal]
         found = plan.regions(rank)
-        copied(plan, found.where(found.target == rank), held, made)
+        copy_regions(plan, found.select_regions(found.target == rank), held, made)
         filled[rank] = made
         out[rank] = {name: array for (name, _, _), array in zip(legal, made, strict=True)}
     for rank in plan.target.devices if plan.relays else ():
@@ -88,17 +88,19 @@ def passed_on(found: RefitRegions, rank: int, filled: Mapping[int, list[np.ndarr
     for k in np.flatnonzero(found.target == rank).tolist():
         source = filled[int(found.source[k])][int(found.source_parameter[k])]
         target = filled[rank][int(found.target_parameter[k])]
-        values = strided(source, int(found.source_offset[k]), found.sizes[k], found.source_strides[k])
-        strided(target, int(found.target_offset[k]), found.sizes[k], found.target_strides[k])[...] = values
+        values = region_view(source, int(found.source_offset[k]), found.sizes[k], found.source_strides[k])
+        region_view(target, int(found.target_offset[k]), found.sizes[k], found.target_strides[k])[...] = values
 
 
-def copied(plan: Refitting, found: RefitRegions, held: Mapping[int, list[np.ndarray]], made: list[np.ndarray]) -> None:
+def copy_regions(
+    plan: Refitting, found: RefitRegions, held: Mapping[int, list[np.ndarray]], made: list[np.ndarray]
+) -> None:
     """Copy what regions say from the sources' arrays, by rank and number, to one target's."""
     for k in range(len(found)):
         move = plan.moves[int(found.move[k])]
         source = held[int(found.source[k])][int(found.source_parameter[k])]
         target = made[int(found.target_parameter[k])]
         plus = plan.target.families[move.target_family].entry.plus - plan.source.families[move.source_family].entry.plus
-        values = strided(source, int(found.source_offset[k]), found.sizes[k], found.source_strides[k])
-        place = strided(target, int(found.target_offset[k]), found.sizes[k], found.target_strides[k])
-        place[...] = converted(values, target.dtype, -plus)
+        values = region_view(source, int(found.source_offset[k]), found.sizes[k], found.source_strides[k])
+        place = region_view(target, int(found.target_offset[k]), found.sizes[k], found.target_strides[k])
+        place[...] = convert_values(values, target.dtype, -plus)

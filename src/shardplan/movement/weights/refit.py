@@ -27,8 +27,8 @@ from shardplan.movement.weights.coverage import check_owners, covering
 from shardplan.movement.weights.drops import check_drops
 from shardplan.movement.weights.limits import demand_of, least_seconds
 from shardplan.movement.weights.owners import FamilyMove, family_contents, move_of
-from shardplan.movement.weights.reference import moved
-from shardplan.movement.weights.regions import RefitRegions, RegionWriter, written
+from shardplan.movement.weights.reference import apply_refit
+from shardplan.movement.weights.regions import RefitRegions, RegionWriter, write_regions
 from shardplan.movement.weights.replicas import WeightReplicas
 from shardplan.movement.weights.weights import Weights
 from shardplan.plans.pricing import Where, fabric_of, where_of
@@ -77,7 +77,7 @@ class RefitPlan:
         """
         if rank not in self.source.devices and rank not in self.target.devices:
             raise LayoutError(f"rank {shown(rank)} is on neither side; legal are the devices of source and target")
-        return written(self._writer, self.moves, self._ids, (self.source.starts, self.target.starts), rank)
+        return write_regions(self._writer, self.moves, self._ids, (self.source.starts, self.target.starts), rank)
 
     def passed_on(self, rank: int) -> RefitRegions:
         """Return what a rank of the target passes on, and is passed, when it has its own: from target to target.
@@ -88,7 +88,7 @@ class RefitPlan:
             raise LayoutError(f"rank {shown(rank)} is not on the target; legal are its devices")
         writer = RegionWriter(self.target.families, self.target.families)
         ids = (self._ids[1], self._ids[1])
-        return written(writer, self.relays, ids, (self.target.starts, self.target.starts), rank)
+        return write_regions(writer, self.relays, ids, (self.target.starts, self.target.starts), rank)
 
     def runs(self, rank: int) -> Iterator[tuple[int, int, int, int, int, int, int]]:
         """Yield the contiguous runs of a rank's regions, lazily: there can be 100 million.
@@ -112,7 +112,7 @@ class RefitPlan:
         return self._pairs(self.moves, self._ids[0], [self.itemsizes(k)[2] for k in range(len(self.moves))])
 
     @cached_property
-    def relayed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def relay_traffic(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Who passes on how much to whom, inside nodes: ids and bytes as of `traffic`."""
         sizes = [itemsize(self.target.families[m.target_family].dtype) for m in self.relays]
         return self._pairs(self.relays, self._ids[1], sizes)
@@ -153,7 +153,7 @@ class RefitPlan:
 
         What is passed on goes piece by piece behind what comes in, over ways of its own, and counts at the same time.
         """
-        s, t, size = (np.concatenate(both) for both in zip(self.traffic, self.relayed, strict=True))
+        s, t, size = (np.concatenate(both) for both in zip(self.traffic, self.relay_traffic, strict=True))
         fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
         return seconds_on(Messages(s, t, size.astype(np.float64)), fabric) if len(s) else 0.0
 
@@ -187,7 +187,7 @@ class RefitPlan:
         Raises:
             LayoutError: parameters of a source rank that are missing, additional or misshapen; copies that differ.
         """
-        return moved(self, arrays, self.replicas.check if compare_replicas else lambda _: None)
+        return apply_refit(self, arrays, self.replicas.check if compare_replicas else lambda _: None)
 
 
 def _contiguous(found: RefitRegions, k: int) -> Iterator[tuple[int, int, int, int, int, int, int]]:

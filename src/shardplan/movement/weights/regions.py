@@ -73,7 +73,7 @@ class RefitRegions:
         """The elements of every region, int64."""
         return np.prod(self.sizes, axis=1, dtype=np.int64)
 
-    def where(self, chosen: np.ndarray) -> RefitRegions:
+    def select_regions(self, chosen: np.ndarray) -> RefitRegions:
         """Return some of the regions: those that a mask or an array of numbers says, in order."""
         return RefitRegions(*(getattr(self, f.name)[chosen] for f in fields(self)))
 
@@ -186,7 +186,7 @@ def _window(move: FamilyMove, row: int, d: int, part: tuple[int, int, int]) -> t
     return clipped[0][kept], clipped[1][kept]
 
 
-def _apart(rows: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+def _drop_overlaps(rows: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     """The runs of an owner ascending, each index once: the first of those that hold it."""
     order = np.argsort(rows[0], kind="stable")
     rows = tuple(r[order] for r in rows)
@@ -204,7 +204,7 @@ def _apart(rows: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
 def _blocks(
     target: tuple[np.ndarray, ...], source: tuple[np.ndarray, ...], legal: tuple[np.ndarray, np.ndarray]
 ) -> list[DimBlocks]:
-    source = _apart(source)
+    source = _drop_overlaps(source)
     ia, ib = meet(*legal, source[0], source[0] + source[1])
     start = np.maximum(legal[0][ia], source[0][ib])
     stop = np.minimum(legal[1][ia], (source[0] + source[1])[ib])
@@ -227,7 +227,7 @@ def _blocks(
         length, t_step, s_step = np.where(along[at], 1, length[at]), t_step[at], s_step[at]
     t_step, s_step = np.where(length > 1, t_step, 0), np.where(length > 1, s_step, 0)
     table = np.stack([length, t_step, s_step, t_name, s_name, t_at, s_at], axis=1)
-    return _grouped(_progressions(table))
+    return _group_blocks(_progressions(table))
 
 
 def _progressions(table: np.ndarray) -> list[tuple[tuple[Level, ...], tuple[int, ...]]]:
@@ -255,7 +255,7 @@ def _progressions(table: np.ndarray) -> list[tuple[tuple[Level, ...], tuple[int,
     return out
 
 
-def _grouped(found: list[tuple[tuple[Level, ...], tuple[int, ...]]]) -> list[DimBlocks]:
+def _group_blocks(found: list[tuple[tuple[Level, ...], tuple[int, ...]]]) -> list[DimBlocks]:
     by_levels: dict[tuple[Level, ...], list[tuple[int, ...]]] = {}
     for levels, at in found:
         by_levels.setdefault(levels, []).append(at)
@@ -279,7 +279,7 @@ def _fewest(levels: tuple[Level, ...], at: np.ndarray) -> tuple[tuple[Level, ...
     return tuple(merged), at
 
 
-def written(
+def write_regions(
     writer: RegionWriter,
     moves: tuple[FamilyMove, ...],
     ids: tuple[np.ndarray, np.ndarray],

@@ -47,18 +47,18 @@ def fed_once(
         for some, pieces in ((served & small, 1), (served & ~small, parts)):
             if some.any():
                 given = combos[some], to[some], by[some]
-                outside.append(_outside(*given, length, (copies, k, s, pieces), turn))
-                inside.append(_inside(*given[:2], length, (copies, k, pieces), turn))
-    return _joined(outside), _joined(inside), served
+                outside.append(_shares_from_owners(*given, length, (copies, k, s, pieces), turn))
+                inside.append(_shares_between_receivers(*given[:2], length, (copies, k, pieces), turn))
+    return _concatenate_shares(outside), _concatenate_shares(inside), served
 
 
-def _joined(found: list[Shares]) -> Shares:
+def _concatenate_shares(found: list[Shares]) -> Shares:
     none = np.zeros(0, dtype=np.int64)
     columns = zip(*found, strict=True) if found else ((none,) for _ in range(7))
     return tuple(np.concatenate(c) for c in columns)  # pyright: ignore[reportReturnType]
 
 
-def _outside(
+def _shares_from_owners(
     combos: np.ndarray, to: np.ndarray, by: np.ndarray, length: np.ndarray, sizes: tuple[int, int, int, int], turn: int
 ) -> Shares:
     copies, k, s, pieces = sizes
@@ -77,7 +77,9 @@ def _outside(
     return (*flat, cut, first, first + 1, np.full(n * rows, pieces, dtype=np.int64))
 
 
-def _inside(combos: np.ndarray, to: np.ndarray, length: np.ndarray, sizes: tuple[int, int, int], turn: int) -> Shares:
+def _shares_between_receivers(
+    combos: np.ndarray, to: np.ndarray, length: np.ndarray, sizes: tuple[int, int, int], turn: int
+) -> Shares:
     copies, k, pieces = sizes
     n = len(combos)
     holders = k if pieces > 1 else 1

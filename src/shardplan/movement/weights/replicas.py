@@ -17,8 +17,8 @@ from shardplan.errors import LayoutError
 from shardplan.movement.weights.contents import DimContents
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import FamilyMove, copies_of, family_cells, family_contents
-from shardplan.movement.weights.reference import strided
-from shardplan.movement.weights.regions import RefitRegions, RegionWriter, written
+from shardplan.movement.weights.reference import region_view
+from shardplan.movement.weights.regions import RefitRegions, RegionWriter, write_regions
 from shardplan.movement.weights.weights import Weights
 
 
@@ -64,8 +64,8 @@ class WeightReplicas:
     def regions(self, rank: int) -> RefitRegions:
         """Return what a rank holds that another, or itself elsewhere, holds before it: `source` is that one."""
         starts = self.weights.starts
-        found = written(self._writer, self.moves, (self._ids, self._ids), (starts, starts), rank)
-        return found.where(found.target == rank)
+        found = write_regions(self._writer, self.moves, (self._ids, self._ids), (starts, starts), rank)
+        return found.select_regions(found.target == rank)
 
     def check(self, held: Mapping[int, list[np.ndarray]]) -> None:
         """Compare arrays, of every rank in order of its names; raises `LayoutError` with the first that differ."""
@@ -73,7 +73,7 @@ class WeightReplicas:
             found = self.regions(rank)
             for k in range(len(found)):
                 views = [
-                    strided(held[end.rank][end.number], end.offset, found.sizes[k], end.strides)
+                    region_view(held[end.rank][end.number], end.offset, found.sizes[k], end.strides)
                     for end in copy_ends(found, k)
                 ]
                 if (at := first_unlike(*views)) is not None:

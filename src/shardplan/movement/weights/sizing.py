@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.core.dtypes import short_name
 from shardplan.errors import LayoutError, shown
-from shardplan.movement.weights.arithmetic import evaluated, whole
+from shardplan.movement.weights.arithmetic import evaluate_arithmetic, evaluate_whole_number
 from shardplan.movement.weights.cuts import OwnerTable
 from shardplan.movement.weights.family import StoredFamily, Terms, lower
 from shardplan.movement.weights.logical import LogicalTensor, logical_dims
@@ -29,10 +29,12 @@ class TableSizes(Mapping[str, int]):
         self.degrees: dict[str, int] = {}
         for name, default in table.degrees:
             value = given.get(name, default)
-            self.degrees[name] = value if isinstance(value, int) else whole(value, self.look, f"the degree {name}")
+            self.degrees[name] = (
+                value if isinstance(value, int) else evaluate_whole_number(value, self.look, f"the degree {name}")
+            )
             if not 1 <= self.degrees[name] <= MOST_DEVICES:
                 raise LayoutError(f"the degree {name} is {shown(self.degrees[name])}; legal is 1 to {MOST_DEVICES}")
-        self.numbers = {name: whole(text, self.look, name) for name, text in table.numbers}
+        self.numbers = {name: evaluate_whole_number(text, self.look, name) for name, text in table.numbers}
         self.meshes = {name: {a: self._axis(a) for a in axes} for name, axes in table.meshes}
         self.count = 1
         for size in self.meshes[""].values():
@@ -67,7 +69,7 @@ class TableSizes(Mapping[str, int]):
         """The size of an atom."""
         if atom not in self.known:
             self.known[atom] = None
-            self.known[atom] = whole(self.atoms[atom], self.look, atom)
+            self.known[atom] = evaluate_whole_number(self.atoms[atom], self.look, atom)
         found = self.known[atom]
         if found is None:
             raise LayoutError(f"the atom {atom} = {self.atoms[atom]} needs itself; legal is arithmetic over others")
@@ -89,7 +91,7 @@ class TableSizes(Mapping[str, int]):
 
     def holds(self, condition: str) -> bool:
         """Whether a condition holds."""
-        return bool(evaluated(condition, self.look))
+        return bool(evaluate_arithmetic(condition, self.look))
 
     def has(self, parameter: TableParameter) -> bool:
         """Whether a parameter is there under this config."""
@@ -115,17 +117,17 @@ class TableSizes(Mapping[str, int]):
                 size *= self.size(atom)
             sizes.append(size)
             texts_of = (dim.first or "0", dim.stop or str(size), dim.step or "1")
-            first, stop, step = (whole(t, self.look, f"the range of {name}") for t in texts_of)
+            first, stop, step = (evaluate_whole_number(t, self.look, f"the range of {name}") for t in texts_of)
             if step < 1:
                 raise LayoutError(f"{name}: {dim} goes on by {step}; legal is a step of at least 1")
             ranges.append(range(first, stop, step))
         return LogicalTensor(name, dims, tuple(sizes), tuple(ranges))
 
-    def same(self, name: str) -> str:
+    def resolve_alias(self, name: str) -> str:
         """The tensor that a tensor is, where it is another one under this config."""
         for tensor, other, when in self.table.same:
             if tensor == name and (not when or self.holds(when)):
-                return self.same(other)
+                return self.resolve_alias(other)
         return name
 
     def family(self, entry: TableParameter, dtype: str) -> StoredFamily:
@@ -142,7 +144,7 @@ class TableSizes(Mapping[str, int]):
             raise LayoutError(f"{entry.name} joins tensors of {' and '.join(sorted(dtypes))}; legal is one dtype")
         dtype = entry.dtype or next(iter(dtypes), "") or dtype
         found = lower(entry, [self.tensor(t) for t in entry.form.tensors], axes, terms, short_name(dtype))
-        renamed = {self.same(t): runs for t, runs in found.tensors.items()}
+        renamed = {self.resolve_alias(t): runs for t, runs in found.tensors.items()}
         if len(renamed) < len(found.tensors):
             raise LayoutError(f"{entry.name} holds one tensor twice; legal is each once")
         return replace(found, tensors=renamed)

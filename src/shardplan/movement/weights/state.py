@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardplan.errors import LayoutError, shown
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 # How names of state are made of a parameter's: `{state}` is exp_avg, exp_avg_sq or param, `{name}` the parameter's.
 FORMATS: Mapping[str, str] = {
@@ -51,4 +51,4 @@ def optimizer_state(weights: Weights, state: str, form: str = "dtensor", dtype: 
         for p in table.parameters
     )
     other = replace(table, name=f"{table.name} {state}", parameters=named, dtypes=(), scales=())
-    return made(other, dict(weights.config), dict(weights.given), weights.devices, dtype)
+    return make_weights(other, dict(weights.config), dict(weights.given), weights.devices, dtype)

@@ -53,7 +53,7 @@ class TableParameter:
         """What stands in braces in the name, in order."""
         return tuple(dict.fromkeys(_PLACE.findall(self.name)))
 
-    def named(self, values: Mapping[str, int]) -> str:
+    def fill_name(self, values: Mapping[str, int]) -> str:
         """Return the name with its braces filled."""
         return _PLACE.sub(lambda match: str(values[match.group(1)]), self.name)
 
@@ -88,8 +88,8 @@ class WeightTable:
     @staticmethod
     def read(path_or_name: str | Path) -> WeightTable:
         """Read a table by path, or by the name of a shipped one; raises `LayoutError` and `ParseError`."""
-        path = located(path_or_name, "a table of weights")
-        data = _merged(path, "table", 0)
+        path = find_table_file(path_or_name, "a table of weights")
+        data = _read_with_base(path, "table", 0)
         family = data.pop("family", None)
         if family is None and "of" in data:
             return _table(str(line(path)), data)
@@ -97,7 +97,10 @@ class WeightTable:
             raise LayoutError(
                 f"{line(path)}: the table names no family; legal is family = a path, a shipped family, or [of] inside"
             )
-        return _table(str(line(path)), data | {"of": _merged(located(family, "a family", path.parent), "family", 0)})
+        return _table(
+            str(line(path)),
+            data | {"of": _read_with_base(find_table_file(family, "a family", path.parent), "family", 0)},
+        )
 
     @staticmethod
     def of(data: dict[str, Any], where: str) -> WeightTable:
@@ -150,26 +153,26 @@ def toml_value(value: object) -> str:
     return repr(value)
 
 
-def shipped() -> tuple[str, ...]:
+def shipped_tables() -> tuple[str, ...]:
     """Return the names of the shipped tables, sorted."""
     return tuple(sorted(p.stem for p in SHIPPED.glob("*.toml") if not p.stem.endswith(".family")))
 
 
-def located(path_or_name: str | Path, what: str, beside: Path | None = None) -> Path:
+def find_table_file(path_or_name: str | Path, what: str, beside: Path | None = None) -> Path:
     """Return the path of a table or family: as given, beside a file, or shipped; raises `LayoutError`."""
     given = Path(path_or_name)
     if not given.name or "\0" in str(given) or len(given.name.encode()) > _LONGEST_NAME:
-        raise LayoutError(f"{what} {shown(str(path_or_name))} is no path; shipped are {', '.join(shipped())}")
+        raise LayoutError(f"{what} {shown(str(path_or_name))} is no path; shipped are {', '.join(shipped_tables())}")
     named = given if given.suffix == ".toml" else given.with_name(given.name + ".toml")
     for path in ((beside or Path()) / given, (beside or Path()) / named, SHIPPED / named.name):
         if path.is_file() and path.suffix == ".toml":
             return path
     raise LayoutError(
-        f"{what} {shown(str(path_or_name))} is no file and is not shipped; shipped are {', '.join(shipped())}"
+        f"{what} {shown(str(path_or_name))} is no file and is not shipped; shipped are {', '.join(shipped_tables())}"
     )
 
 
-def _merged(path: Path, kind: str, depth: int) -> dict[str, Any]:
+def _read_with_base(path: Path, kind: str, depth: int) -> dict[str, Any]:
     """The data of a file, on that of its base."""
     try:
         data = decode_toml(read_text(path))
@@ -189,9 +192,9 @@ def _merged(path: Path, kind: str, depth: int) -> dict[str, Any]:
         return data
     if depth == _MOST_BASES or not isinstance(base, str):
         raise LayoutError(f"{line(path)}: base = {shown(base)}; legal is a file that does not stand on this one")
-    below = _merged(located(base, "a base", path.parent), kind, depth + 1)
+    below = _read_with_base(find_table_file(base, "a base", path.parent), kind, depth + 1)
     if names:
-        below["parameters"] = _without(below.get("parameters", []), names, f"{line(path)}: without")
+        below["parameters"] = _remove_parameters(below.get("parameters", []), names, f"{line(path)}: without")
     for key, value in data.items():
         old = below.get(key)
         if key == "parameters" and isinstance(old, list):
@@ -206,7 +209,7 @@ def _merged(path: Path, kind: str, depth: int) -> dict[str, Any]:
     return below
 
 
-def _without(parameters: list[Any], names: list[str], where: str) -> list[Any]:
+def _remove_parameters(parameters: list[Any], names: list[str], where: str) -> list[Any]:
     """The parameters of a base less some; raises `LayoutError` for a name that it does not have."""
     known = [p["name"] for p in parameters if isinstance(p, dict) and isinstance(p.get("name"), str)]
     if strange := next((name for name in names if name not in known), None):

@@ -80,7 +80,7 @@ class Weights:
         sizes = model_config(config)
         if dtype is None:
             dtype = next((str(sizes[k]).removeprefix("torch.") for k in _DTYPES if sizes.get(k)), "bf16")
-        return made(table, sizes, degrees, devices, dtype)
+        return make_weights(table, sizes, degrees, devices, dtype)
 
     @staticmethod
     def parse(text: str) -> Weights:
@@ -100,7 +100,7 @@ class Weights:
         if not whole or sum(max(0, stop - start) for start, stop in spans) > _MOST_DEVICES:
             raise ParseError(f"the text of weights: side.devices is {shown(spans)}; {_WRITTEN}")
         devices = [i for start, stop in spans for i in range(start, stop)]
-        return made(
+        return make_weights(
             WeightTable.of(data, "the text of weights"), side["config"], side["degrees"], devices, side["dtype"]
         )
 
@@ -136,7 +136,7 @@ class Weights:
         """The sizes of atoms, degrees and meshes."""
         return TableSizes(self.table, dict(self.config), dict(self.given))
 
-    def asked(self) -> set[str]:
+    def config_keys(self) -> set[str]:
         """Return the keys of the config that the table asks for, and its family for what sides must agree on."""
         _ = self.families
         return self.sizing.used | {name for _, text in self.table.agree for name in names_in(text)}
@@ -211,7 +211,7 @@ class Weights:
         return sum(math.prod(shape) * itemsize(dtype) for _, shape, dtype in self.parameters(rank))
 
 
-def made(
+def make_weights(
     table: WeightTable, config: Mapping[str, Any], given: Mapping[str, Any], devices: Iterable[int] | None, dtype: str
 ) -> Weights:
     """Return weights of a table that is read; as `Weights.load`."""
@@ -228,7 +228,7 @@ def made(
         raise LayoutError(f"{len(found)} devices for a mesh of {sizes.count}; legal is a device for each place")
     mesh = Mesh({a: sizes.degrees[a] for a in table.meshes[0][1]} or {"device": 1}, devices=found)
     probe = Weights(table, _scalars(config, config), tuple(degrees.items()), mesh.devices, short_name(dtype))
-    used = probe.asked()
+    used = probe.config_keys()
     return Weights(table, _scalars(config, used), tuple(sorted(degrees.items())), mesh.devices, short_name(dtype))
 
 

@@ -101,7 +101,7 @@ def chunks(hop: RefitHop, rows: RefitRegions, slot: int) -> list[RefitChunk]:
         last = max(int(np.searchsorted(ends, before + slot, side="right")), first + 1)
         part = np.arange(first, last)
         at = ends[first:last] - taken[first:last] - before
-        out.append(RefitChunk(rows.where(part), at, int(ends[last - 1]) - before))
+        out.append(RefitChunk(rows.select_regions(part), at, int(ends[last - 1]) - before))
         first = last
     return out
 
@@ -120,7 +120,7 @@ def _split(rows: RefitRegions, width: np.ndarray, slot: int) -> RefitRegions:
             number.append(k)
             start.append(at)
             shape.append(part)
-    found, at = rows.where(np.array(number)), np.array(start, dtype=np.int64)
+    found, at = rows.select_regions(np.array(number)), np.array(start, dtype=np.int64)
     return RefitRegions(
         found.source,
         found.target,

@@ -49,7 +49,7 @@ class HopDeltas:
                 self.goes[peer][k].fill_(old != new)
         self._say(wire, list(self.comes.items()), list(self.goes.items()))
 
-    def some(
+    def travelling_messages(
         self, k: int, sends: Sequence[RefitMessage], receives: Sequence[RefitMessage]
     ) -> tuple[list[RefitMessage], list[RefitMessage]]:
         """Return those messages of a round that travel."""

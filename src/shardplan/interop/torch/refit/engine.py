@@ -97,7 +97,7 @@ class TransferEngine:
 
     def finish(self) -> int:
         """Run the engine's own processing on what came, and return the version that may be served from now on."""
-        found = self._some().serve()
+        found = self._any_handle().serve()
         if self._open and self._processing is not None:
             self._processing(self.model)
         self._open = False
@@ -105,7 +105,7 @@ class TransferEngine:
 
     def serve(self) -> int:
         """Return the version; raises `BackendError` before `finish`, and after a transfer that failed."""
-        found = self._some().serve()
+        found = self._any_handle().serve()
         if self._open:
             raise BackendError(f"version {found} is not served: it is not finished; legal is to call finish first")
         return found
@@ -119,7 +119,7 @@ class TransferEngine:
             close_store(self._store)
         self._info = self._store = None
 
-    def _some(self) -> Refit:
+    def _any_handle(self) -> Refit:
         if not self._handles:
             raise BackendError("no weights have come; legal is update_weights first")
         return next(iter(self._handles.values()))

@@ -52,7 +52,7 @@ class RefitMessage:
 
 
 @contextmanager
-def uncollected() -> Generator[None]:
+def pause_gc() -> Generator[None]:
     """Leave garbage for later: collections, which look at every view that is made, would take most of the time."""
     collects = gc.isenabled()
     gc.disable()
@@ -99,7 +99,7 @@ class RefitExchange:
         # A target may hold tensors that were made in inference mode, of which only such views may be written.
         held = [x for side in (self.source, self.target) if side is not None for x in side.locals]
         self.inference = any(x.is_inference() for x in held)
-        with uncollected():
+        with pause_gc():
             for hop in self.hops:
                 hop.bind(self.staging)
         self.local = self._local()
@@ -136,12 +136,14 @@ class HopExchange:
         self.cut: dict[tuple[int, int], list[RefitChunk]] = {}
         for s, t in np.unique(np.stack([found.source, found.target], axis=1), axis=0).tolist():
             if s != t:
-                self.cut[s, t] = chunks(hop, found.where((found.source == s) & (found.target == t)), size[s, t])
-        self.here = found.where((found.source == rank) & (found.target == rank))
+                self.cut[s, t] = chunks(
+                    hop, found.select_regions((found.source == s) & (found.target == t)), size[s, t]
+                )
+        self.here = found.select_regions((found.source == rank) & (found.target == rank))
         self.scratch: torch.Tensor | None = None
-        self.staged = self._staged()
+        self.staged = self._slot_bytes()
 
-    def _staged(self) -> int:
+    def _slot_bytes(self) -> int:
         """The bytes of all slots; a slot is as long as its longest message that is staged."""
         total = 0
         self.begin: dict[tuple[int, int], int] = {}
@@ -169,7 +171,9 @@ class HopExchange:
         copies = RefitCopies()
         moves = self.here.move.tolist()
         plus = {move: self.hop.dtypes(move, True)[2] + self.hop.dtypes(move, False)[2] for move in set(moves)}
-        for into, out_of, move in zip(self._own(self.here, False), self._own(self.here, True), moves, strict=True):
+        for into, out_of, move in zip(
+            self._region_views(self.here, False), self._region_views(self.here, True), moves, strict=True
+        ):
             self._copy(copies, into, out_of, plus[move])
         return copies
 
@@ -190,7 +194,7 @@ class HopExchange:
     def _message(self, staging: torch.Tensor, pair: tuple[int, int], chunk: RefitChunk, sends: bool) -> RefitMessage:
         peer = pair[1] if sends else pair[0]
         if self._straight(chunk, sends):
-            (own,) = self._own(chunk.rows, sends)
+            (own,) = self._region_views(chunk.rows, sends)
             data = torch.as_strided(own, (own.numel(),), (1,), own.storage_offset())
             return RefitMessage(peer, data.view(torch.uint8), RefitCopies())
         start = self.begin[pair]
@@ -203,7 +207,9 @@ class HopExchange:
         sizes = chunk.rows.sizes
         inner = np.ones_like(sizes)  # strides of a region that lies contiguous
         inner[:, :-1] = np.cumprod(sizes[:, :0:-1], axis=1)[:, ::-1]
-        rows = zip(self._own(chunk.rows, sends), moves, chunk.at.tolist(), sizes.tolist(), inner.tolist(), strict=True)
+        rows = zip(
+            self._region_views(chunk.rows, sends), moves, chunk.at.tolist(), sizes.tolist(), inner.tolist(), strict=True
+        )
         for own, move, at, shape, strides in rows:
             wire, plus = travels[move]
             less = len(shape) - own.ndim
@@ -211,7 +217,7 @@ class HopExchange:
             self._copy(copies, *((staged, own) if sends else (own, staged)), plus)
         return RefitMessage(peer, data, copies)
 
-    def _own(self, rows: RefitRegions, sends: bool) -> Iterator[torch.Tensor]:
+    def _region_views(self, rows: RefitRegions, sends: bool) -> Iterator[torch.Tensor]:
         """Yield regions as views of this rank's parameters."""
         flat, begins = self.bound[sends], self.begins[sends]
         columns = (

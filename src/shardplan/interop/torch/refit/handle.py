@@ -18,9 +18,9 @@ from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.refit.commit import RefitCommit
 from shardplan.interop.torch.refit.deltas import HopDeltas
 from shardplan.interop.torch.refit.exchange import RefitExchange
-from shardplan.interop.torch.refit.meeting import RefitMeeting, agreed, close_store, store_of
+from shardplan.interop.torch.refit.meeting import RefitMeeting, check_same_plan, close_store, store_of
 from shardplan.interop.torch.refit.serving import ServedVersion, served_by
-from shardplan.interop.torch.refit.sides import joined
+from shardplan.interop.torch.refit.sides import join_sides
 from shardplan.interop.torch.refit.started import RefitStarted
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
@@ -160,7 +160,7 @@ class Refit:
         """
         place = store_of(store, (*weights.devices, rank), rank, timeout)
         try:
-            plan = joined(weights, side, rank, place, (memory_limit, topology, only), timeout, name, drop, differ)
+            plan = join_sides(weights, side, rank, place, (memory_limit, topology, only), timeout, name, drop, differ)
             found = Refit(
                 plan,
                 model,
@@ -202,7 +202,7 @@ class Refit:
 
     def serve(self) -> int:
         """Return the version; raises `BackendError`, with the reason, where the weights must not be served."""
-        return self._served.served()
+        return self._served.served_version()
 
     @property
     def staging_bytes(self) -> int:
@@ -234,7 +234,7 @@ class Refit:
     def _run(self, version: int | None) -> int:
         try:
             if self._served.torn and self.plan.only is not None:
-                self._served.served()
+                self._served.served_version()
             if self._state is None:
                 self._meet()
             assert self._state is not None
@@ -266,7 +266,7 @@ class Refit:
             self._busy.release()
 
     def _move(self, watch: TorchWatch, wire: TorchWire, everything: bool) -> None:
-        moved = [side.moved() for side in (self.source, self.target) if side is not None]  # each of them looks
+        moved = [side.rebind_moved() for side in (self.source, self.target) if side is not None]  # each of them looks
         if any(moved):
             self._exchange.bind()
         local, step = self._exchange.local, 0
@@ -277,7 +277,7 @@ class Refit:
             for k, (sends, receives) in enumerate(hop.rounds):
                 watch.begin_step(step)
                 if deltas is not None:
-                    sends, receives = deltas.some(k, sends, receives)
+                    sends, receives = deltas.travelling_messages(k, sends, receives)
                 ins, _ = wire.post([(m.peer, m.data) for m in receives], [])
                 outs = []
                 for message in sends:
@@ -312,7 +312,7 @@ class Refit:
             "changed_only": str(bool(self._deltas)),
             "memory limit": str(self.plan.memory_limit),
         }
-        agreed(self._meeting.gather(said), self.said)
+        check_same_plan(self._meeting.gather(said), self.said)
         self._state = self._meeting.state()
         self._state.agreed.add(self._digest)
 

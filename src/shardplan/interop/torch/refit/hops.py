@@ -30,7 +30,7 @@ class RefitHop:
     @property
     def traffic(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Who sends how much to whom: ids and bytes, int64, a row a pair."""
-        return self.plan.relayed if self.inside else self.plan.traffic
+        return self.plan.relay_traffic if self.inside else self.plan.traffic
 
     @property
     def widths(self) -> np.ndarray:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, line, shown
-from shardplan.execution.rank_names import named
+from shardplan.execution.rank_names import name_ranks
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.interop.torch.refit.store import MeetingStore
 
@@ -84,7 +84,7 @@ class RefitMeeting:
                 try:
                     self.store.wait([self._key(f"said/{rank}")], left)
                 except (RuntimeError, dist.DistError):
-                    raise self._late([rank]) from None
+                    raise self._late_error([rank]) from None
                 heard[rank] = json.loads(self.store.get(self._key(f"said/{rank}")))
             return heard
         except (RuntimeError, dist.DistError) as error:
@@ -107,13 +107,13 @@ class RefitMeeting:
                 self.number = mine
                 return
             if time.monotonic() > until:
-                raise self._late(waiting)
+                raise self._late_error(waiting)
             time.sleep(pause)
             pause = min(2 * pause, POLL[1])
 
-    def _late(self, ranks: Sequence[int]) -> TimedOut:
+    def _late_error(self, ranks: Sequence[int]) -> TimedOut:
         return TimedOut(
-            f"{self.name} did not start: {named(ranks)} of {len(self.ranks)} ranks did not arrive within "
+            f"{self.name} did not start: {name_ranks(ranks)} of {len(self.ranks)} ranks did not arrive within "
             f"{self.timeout:g} s"
         )
 
@@ -150,7 +150,7 @@ class RefitMeeting:
             self.place.close_clones()
 
 
-def agreed(heard: Mapping[int, Mapping[str, str]], name: str) -> None:
+def check_same_plan(heard: Mapping[int, Mapping[str, str]], name: str) -> None:
     """Raise `LayoutError` unless all ranks say the same: it names the ranks that differ, and in what."""
     texts = {rank: json.dumps(dict(said), sort_keys=True) for rank, said in heard.items()}
     count = Counter(texts.values())
@@ -163,6 +163,6 @@ def agreed(heard: Mapping[int, Mapping[str, str]], name: str) -> None:
     keys = [key for key in heard[usual] if first.get(key) != heard[usual][key]]
     said = "; ".join(f"its {key} is {first.get(key)}, on rank {usual} it is {heard[usual][key]}" for key in keys)
     raise LayoutError(
-        f"{name}: {named(other)} of {len(heard)} ranks came with another plan: {said}; legal is one plan on all ranks, "
-        "and nothing was sent"
+        f"{name}: {name_ranks(other)} of {len(heard)} ranks came with another plan: {said}; legal is one plan on all "
+        "ranks, and nothing was sent"
     )

@@ -39,7 +39,7 @@ class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
-def received(link: socket.socket) -> bytes:
+def receive_message(link: socket.socket) -> bytes:
     """Return the next message; raises `OSError`, of one that is too long or not whole, too."""
     (size,) = SIZE.unpack(_exactly(link, SIZE.size))
     if size > LONGEST:
@@ -95,11 +95,11 @@ class MeetingServer:
     def _hear(self, link: socket.socket) -> None:
         """Do what a connection asks; one that asks anything else is closed."""
         try:
-            asked = msgspec.msgpack.decode(received(link), type=StoreRequest)
+            asked = msgspec.msgpack.decode(receive_message(link), type=StoreRequest)
             if asked.op == "wait":
                 self._wait(link, asked)
             else:
-                self._answer(link, self._done(asked))
+                self._answer(link, self._answer_request(asked))
         except (OSError, msgspec.MsgspecError, LookupError, ValueError):
             self._close(link)
 
@@ -148,7 +148,7 @@ class MeetingServer:
                 self._answer_wait(link, True)
         return value
 
-    def _done(self, asked: StoreRequest) -> Answer:
+    def _answer_request(self, asked: StoreRequest) -> Answer:
         """Do an operation, with the meaning that it has in torch's `TCPStore`; raises `ValueError` for another."""
         key, found = asked.keys[0], self.values.get(asked.keys[0])
         match asked.op:

@@ -34,7 +34,7 @@ class ServedVersion:
         """Hold a version."""
         self.version, self.torn = version, False
 
-    def served(self) -> int:
+    def served_version(self) -> int:
         """Return the version; raises `BackendError` where there is none."""
         if self.version is None:
             raise BackendError(f"these weights are not served: {self.reason}; legal is to serve after a full refit")

@@ -18,7 +18,7 @@ from shardplan.movement.weights.refit import RefitPlan, refit
 from shardplan.movement.weights.weights import Weights
 
 
-def joined(
+def join_sides(
     weights: Weights,
     side: str,
     rank: int,

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from shardplan.errors import BackendError
 from shardplan.fused.heap.handshake import SECONDS, Listener, connect
-from shardplan.interop.torch.refit.server import SIZE, Answer, MeetingServer, StoreRequest, received
+from shardplan.interop.torch.refit.server import SIZE, Answer, MeetingServer, StoreRequest, receive_message
 
 EVERY = "0.0.0.0", "::"  # what a user names for all addresses of a host
 POLL = 0.02, 0.5  # seconds between two looks for whether it is served: at first, and at the longest
@@ -86,12 +86,12 @@ class MeetingStore(Store):
             try:
                 self._link.settimeout(seconds + SECONDS)
                 self._link.sendall(SIZE.pack(len(raw)) + raw)
-                return msgspec.msgpack.decode(received(self._link), type=Answer)
+                return msgspec.msgpack.decode(receive_message(self._link), type=Answer)
             except (OSError, msgspec.MsgspecError) as error:
                 self._link.close()  # half an answer may be on its way
-                raise self._gone(error) from None
+                raise self._gone_error(error) from None
 
-    def _gone(self, error: Exception) -> Exception:
+    def _gone_error(self, error: Exception) -> Exception:
         return dist.DistNetworkError(f"the meeting at {self.host}:{self.port} is gone: {error}")
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class MeetingStore(Store):
         try:
             made = MeetingStore(self.host, self.port, self._secret, self._seconds, SECONDS)
         except (OSError, BackendError) as error:
-            raise self._gone(error) from None
+            raise self._gone_error(error) from None
         self._clones.append(made)
         return made
 

@@ -49,7 +49,7 @@ class BoundTensors:
         """The tensors themselves, detached, in order of the names."""
         return [b.local for b in self.held]
 
-    def moved(self) -> bool:
+    def rebind_moved(self) -> bool:
         """Bind again where the module holds other tensors, or in other memory, than were bound; whether it did."""
         if all(b.stands() for b in self.held):
             return False
@@ -59,7 +59,7 @@ class BoundTensors:
     def bind(self) -> None:
         """Find every tensor; see `__init__`."""
         legal = self.weights.parameters(self.rank)
-        found = _found(self.model, self.side)
+        found = _tensors_by_name(self.model, self.side)
         names = {name for name, _, _ in legal}
         known = {id(found[name][2]) for name in names if name in found}
         kept = {  # buffers that the table does not name, and other names of tied tensors, are none of its business
@@ -68,10 +68,10 @@ class BoundTensors:
         where = f"rank {self.rank} of {self.weights.table.name or 'the table'}, {self.side}"
         shards = {name: _shard(entry[2]) for name, entry in kept.items()}
         check_named(legal, shards, where, self.weights.table.recomputed)
-        self.held = [_bound(name, kept[name], dtype, where) for name, _, dtype in legal]
+        self.held = [_bind_tensor(name, kept[name], dtype, where) for name, _, dtype in legal]
 
 
-def _bound(name: str, entry: Sequence[Any], dtype: str, where: str) -> BoundTensor:
+def _bind_tensor(name: str, entry: Sequence[Any], dtype: str, where: str) -> BoundTensor:
     holder, key, tensor = entry[:3]
     local = _shard(tensor)
     if local.dtype != torch_dtype(dtype):
@@ -89,7 +89,7 @@ def _shard(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def _found(model: Any, side: str) -> dict[str, tuple[MutableMapping[str, Any], str, torch.Tensor, bool]]:
+def _tensors_by_name(model: Any, side: str) -> dict[str, tuple[MutableMapping[str, Any], str, torch.Tensor, bool]]:
     """Return by name: holder, key, tensor, and whether it may be left out (a buffer)."""
     if isinstance(model, torch.nn.Module):
         return _of_module(model, "")

@@ -38,7 +38,7 @@ from shardplan.interop.torch.state.names import (
     leaves,
     matching,
     name_of,
-    rebuilt,
+    rebuild_state,
     remove,
     within_tuple,
 )
@@ -120,15 +120,15 @@ def redistribute_state(
         "memory_limit": memory_limit, "donate": donate, "layouts": dict(layouts), "device_mesh": device_mesh,
         "topology": topology,
     }  # fmt: skip
-    moving, spare = _agreed(call, state, tensors, asked, problem)
+    moving, spare = _agree_moves(call, state, tensors, asked, problem)
     plan = plan_moves(moving, memory_limit, spare, topology)
     own = {(path, Grid.of(x.device_mesh)) for path, x in tensors.items()}
     had = [[key[0] for key in item.keys if key in own] for item in moving]
     sources = [
-        local_of(tensors[paths[0]]).detach() if paths else call.nothing(item)
+        local_of(tensors[paths[0]]).detach() if paths else call.empty_stand_in(item)
         for item, paths in zip(moving, had, strict=True)
     ]
-    frame = rebuilt(state, {p: None for paths in had for p in paths})
+    frame = rebuild_state(state, {p: None for paths in had for p in paths})
     tensors.clear()
     if donate:
         remove(state, (p for paths in had for p in paths))
@@ -139,7 +139,7 @@ def redistribute_state(
         DTensor(local, item.target, requires_grad=False)  # pyright: ignore[reportCallIssue]
         for item, local in zip(moving, results, strict=True)
     ]
-    out = rebuilt(frame, {p: x for paths, x in zip(had, made, strict=True) for p in paths})
+    out = rebuild_state(frame, {p: x for paths, x in zip(had, made, strict=True) for p in paths})
     for item, paths, x, arrives in zip(moving, had, made, arriving, strict=True):
         for path in item.paths if arrives else ():
             if path not in paths:
@@ -195,7 +195,7 @@ class _Call:
         device = devices[0] if devices else device_among(group_state().libraries, kind)
         return _Call(ranks, rank, device, timeout)
 
-    def joined(self, value: T, join: Callable[[T, T], T], what: str) -> T:
+    def join_values(self, value: T, join: Callable[[T, T], T], what: str) -> T:
         """Return the values of all ranks, joined."""
         if len(self.ranks) == 1:
             return value
@@ -203,13 +203,13 @@ class _Call:
         finish(launch(joining, {"0": torch.empty(0, device=self.device)}, self.timeout))
         return joining.value
 
-    def nothing(self, item: MovedTensor) -> torch.Tensor:
+    def empty_stand_in(self, item: MovedTensor) -> torch.Tensor:
         """Return what stands for a tensor that this rank does not have."""
         assert item.source.tensor_meta is not None
         return torch.empty(0, dtype=item.source.tensor_meta.dtype, device=self.device)
 
 
-def _agreed(
+def _agree_moves(
     call: _Call, state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], problem: LayoutError | None
 ) -> tuple[tuple[MovedTensor, ...], int]:
     """Return what moves, and the bytes that storages take beyond shards: the same on all ranks; or raise on all."""
@@ -219,11 +219,11 @@ def _agreed(
     try:
         if problem is not None:
             raise problem
-        view = _own(state, tensors, asked, texts)
+        view = _local_state_view(state, tensors, asked, texts)
     except Exception as error:  # any: the others wait for what this rank brings
         kind = "" if isinstance(error, ShardplanError) else f"{type(error).__name__}: "
         own, view = error, StateView(texts, error=f"rank {call.rank}: {kind}{error}")
-    view = call.joined(view, StateView.__add__, "what every rank holds")
+    view = call.join_values(view, StateView.__add__, "what every rank holds")
     if own is not None:
         raise own
     view.check(layouts)
@@ -231,11 +231,13 @@ def _agreed(
     copied = copies(moving)
     if copied:
         mine = digests(copied, {path: local_of(x) for path, x in tensors.items()}, call.rank)
-        refuse_unlike(call.joined(mine, same_digests, "digests of copies"))
+        refuse_unlike(call.join_values(mine, same_digests, "digests of copies"))
     return moving, view.surplus
 
 
-def _own(state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], texts: Mapping[str, str]) -> StateView:
+def _local_state_view(
+    state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], texts: Mapping[str, str]
+) -> StateView:
     """Return what this rank brings."""
     layouts, device_mesh, donate = asked["layouts"], asked["device_mesh"], asked["donate"]
     names = {path: name_of(path) for path in tensors}

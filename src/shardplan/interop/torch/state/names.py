@@ -38,19 +38,19 @@ def leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, state
 
 
-def rebuilt(state: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
+def rebuild_state(state: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
     """Return the state with other values at some paths: containers are copied, whatever else they hold is passed on."""
     if isinstance(state, Mapping):
         made: Any = copy.copy(state) if isinstance(state, MutableMapping) else dict(state)  # pyright: ignore
         for key, value in state.items():  # pyright: ignore[reportUnknownVariableType]
-            made[key] = rebuilt(value, new, (*path, key))
+            made[key] = rebuild_state(value, new, (*path, key))
         return made
     if isinstance(state, list):
         made = copy.copy(state)  # pyright: ignore[reportUnknownVariableType]
-        made[:] = [rebuilt(value, new, (*path, k)) for k, value in enumerate(state)]  # pyright: ignore
+        made[:] = [rebuild_state(value, new, (*path, k)) for k, value in enumerate(state)]  # pyright: ignore
         return made
     if isinstance(state, tuple):
-        items = [rebuilt(value, new, (*path, k)) for k, value in enumerate(state)]  # pyright: ignore
+        items = [rebuild_state(value, new, (*path, k)) for k, value in enumerate(state)]  # pyright: ignore
         return type(state)(*items) if hasattr(state, "_fields") else type(state)(items)  # pyright: ignore
     return new.get(path, state)
 
@@ -101,7 +101,7 @@ def matching(layouts: Layouts, names: Iterable[str]) -> dict[str, str]:
     return {pattern: name for pattern, name in found.items() if name is not None}
 
 
-def unmatched(pattern: str, names: Iterable[str], plain: str | None) -> LayoutError:
+def unmatched_error(pattern: str, names: Iterable[str], plain: str | None) -> LayoutError:
     """Return the error of a pattern without a tensor to lay out; `plain` is what it matches that is no DTensor."""
     if plain is not None:
         return LayoutError(f"layouts: {pattern!r} matches no DTensor, only {plain}, which is passed on as it is")

@@ -48,7 +48,7 @@ class Moves:
             values = {move.input_name: sources[k]}
             sources[k] = _NOTHING
             kind = move.ends.target.mesh.device_type
-            (results[k],) = _driven(move, move.ranks, values, timeout, kind)
+            (results[k],) = _run_bound(move, move.ranks, values, timeout, kind)
         if self.batch is not None:
             keys = [name for name, _ in self.batch.inputs]
             values = {name: sources[k].contiguous() for name, k in zip(keys, self.typed, strict=True)}
@@ -56,7 +56,7 @@ class Moves:
             ranks = self.batch.devices
             found = values.values()
             if rank in ranks:
-                found = _driven(executable(self.batch, rank), ranks, values, timeout, self.kind)
+                found = _run_bound(executable(self.batch, rank), ranks, values, timeout, self.kind)
             for k, y in zip(self.typed, found, strict=False):  # kept inputs come after the results
                 results[k] = y
         return results
@@ -65,7 +65,7 @@ class Moves:
 _NOTHING = torch.empty(0)  # stands for a shard that has been moved, or has yet to come
 
 
-def _driven(
+def _run_bound(
     bound: TorchExecutable | BoundMove,
     ranks: Sequence[int],
     values: dict[str, torch.Tensor],
@@ -110,7 +110,7 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
         source = Counter[int]() if limit is None else _bytes(item.source)
         taken = spare + _worst(live - source)
         try:
-            alone.append((k, BoundMove(ends, dist.get_rank(), _left(limit, taken), topology)))
+            alone.append((k, BoundMove(ends, dist.get_rank(), _remaining_limit(limit, taken), topology)))
         except LayoutError as error:
             raise LayoutError(f"{item.name}: {error}") from None
         except Infeasible as error:
@@ -126,13 +126,13 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
     sources, targets = zip(*types.values(), strict=True)
     try:
         keep = [items[k].kept for k in types]
-        plan = plan_kept(sources, targets, topology, _left(limit, taken), keep=keep)
+        plan = plan_kept(sources, targets, topology, _remaining_limit(limit, taken), keep=keep)
     except Infeasible as error:
         raise _with(error, "", taken) from None
     return Moves(tuple(alone), tuple(types), plan.program, items[next(iter(types))].target.mesh.device_type)
 
 
-def _left(limit: int | None, taken: int) -> int | None:
+def _remaining_limit(limit: int | None, taken: int) -> int | None:
     """What is left of a limit: at least 1, within which a plan is refused with the least that works."""
     return None if limit is None else max(1, limit - taken)
 

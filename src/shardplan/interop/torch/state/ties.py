@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.errors import LayoutError
 from shardplan.interop.torch.state.names import Path, name_of
-from shardplan.interop.torch.under_way import waited
+from shardplan.interop.torch.under_way import wait_for_tensor
 
 
 def local_of(x: DTensor) -> torch.Tensor:
     """Return the shard of this rank, waited for."""
-    return waited(x._local_tensor)  # pyright: ignore[reportPrivateUsage]
+    return wait_for_tensor(x._local_tensor)  # pyright: ignore[reportPrivateUsage]
 
 
 def ties(tensors: Mapping[Path, DTensor], moved: Collection[Path]) -> dict[Path, Path | None]:
@@ -94,7 +94,7 @@ def held_elsewhere(tensors: Mapping[Path, DTensor], tied: Mapping[Path, Path | N
     groups: dict[Path, list[torch.Tensor]] = {}
     for path, x in tensors.items():
         groups.setdefault(tied[path] or path, []).append(local_of(x))
-    shared = {first for first, locals_ in groups.items() if _shared(locals_)}
+    shared = {first for first, locals_ in groups.items() if _has_other_users(locals_)}
     return {
         path
         for (path, x), count in zip(tensors.items(), counts, strict=True)
@@ -105,7 +105,7 @@ def held_elsewhere(tensors: Mapping[Path, DTensor], tied: Mapping[Path, Path | N
 _ALONE = sys.getrefcount(object())  # references that the call itself holds
 
 
-def _shared(locals_: Sequence[torch.Tensor]) -> bool:
+def _has_other_users(locals_: Sequence[torch.Tensor]) -> bool:
     """Say whether anything but these tensors, and those that they are views of, refers to their storage."""
     views = {id(x): x for x in locals_}
     bases = {id(b): b for x in views.values() if (b := x._base) is not None}  # pyright: ignore[reportPrivateUsage]

@@ -20,8 +20,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, Shar
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
-from shardplan.execution.rank_names import listed
-from shardplan.interop.torch.state.names import Layouts, Path, name_of, unmatched
+from shardplan.execution.rank_names import format_ranks
+from shardplan.interop.torch.state.names import Layouts, Path, name_of, unmatched_error
 
 MOST_MESHES = 256  # remembered, of all states that were moved
 
@@ -81,7 +81,8 @@ class Source:
 
     def __str__(self) -> str:
         """Say it in a few words."""
-        return f"{', '.join(map(repr, self.placements))} of {tuple(self.meta.shape)} on ranks {listed(self.grid.ranks)}"
+        placements, ranks = ", ".join(map(repr, self.placements)), format_ranks(self.grid.ranks)
+        return f"{placements} of {tuple(self.meta.shape)} on ranks {ranks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class StateView:
                         "legal is one value on every rank"
                     )
             for key, theirs in other.held.items():
-                held[key] = theirs if key not in held else _both(key[0], held[key], theirs)
+                held[key] = theirs if key not in held else _join_held(key[0], held[key], theirs)
         except LayoutError as conflict:
             error = error or str(conflict)
         return StateView(
@@ -131,10 +132,10 @@ class StateView:
             raise LayoutError(self.error)
         for pattern in layouts:
             if pattern not in self.matched:
-                raise unmatched(pattern, (name_of(path) for path, _ in self.held), self.plain.get(pattern))
+                raise unmatched_error(pattern, (name_of(path) for path, _ in self.held), self.plain.get(pattern))
 
 
-def _both(path: Path, a: Held, b: Held) -> Held:
+def _join_held(path: Path, a: Held, b: Held) -> Held:
     """Join what two ranks say of a tensor."""
     if (a.source, a.wanted) != (b.source, b.wanted):
         raise LayoutError(
@@ -194,7 +195,7 @@ def moved_tensors(
                     f"and {held.wanted} for the other; legal is one layout for both"
                 )
         sources = tuple(dict.fromkeys(h.source for h in found))
-        whole = sources[0] if len(sources) == 1 else _stacked(name_of(keys[0][0]), sources)
+        whole = sources[0] if len(sources) == 1 else _stack_copies(name_of(keys[0][0]), sources)
         source = whole.spec(own.get(whole.grid) or whole.grid.mesh())
         target = DTensorSpec(device_mesh or source.mesh, wanted, tensor_meta=whole.meta)
         if len(sources) > 1 or not in_place(source, target):
@@ -207,7 +208,7 @@ def in_place(source: DTensorSpec, target: DTensorSpec) -> bool:
     return (source.mesh, source.placements, source.shard_order) == (target.mesh, target.placements, target.shard_order)
 
 
-def _stacked(name: str, sources: tuple[Source, ...]) -> Source:
+def _stack_copies(name: str, sources: tuple[Source, ...]) -> Source:
     """Return the copies on several meshes as one tensor that is replicated over them."""
     first = sources[0]
     ranks = tuple(r for s in sources for r in s.grid.ranks)

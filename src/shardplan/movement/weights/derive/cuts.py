@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive.wholes import DimLine
 from shardplan.movement.weights.form import RULES, FormAlternative, FormCut, FormFactor
-from shardplan.movement.weights.pieces import Scenery, held
+from shardplan.movement.weights.pieces import Scenery, local_pieces
 
 Factors = tuple[FormFactor, ...]
 _ORDER = ("even", "shared", *(r for r in RULES if r not in ("even", "shared")))
@@ -62,7 +62,7 @@ def said_of(factors: Factors, rank: RankDim, only: str | None) -> tuple[np.ndarr
     `only` is the tensor that a product without names has.
     """
     try:
-        size, pieces = held(factors, rank.scenery)
+        size, pieces = local_pieces(factors, rank.scenery)
     except LayoutError:
         return None
     tensor, index = np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=np.int64)
@@ -123,14 +123,14 @@ def cut_of(factors: Factors, ranks: Sequence[RankDim], axes: Sequence[str], tens
     outer, last = factors[:-1], factors[-1]
     if isinstance(last.item, str):
         return None
-    inside = [_inside(a, outer, ranks, axes) for a in last.item]
+    inside = [_cut_addend(a, outer, ranks, axes) for a in last.item]
     if any(a is None for a in inside):
         return None
     made = (*outer, FormFactor(tuple(a for a in inside if a is not None)))
     return made if fits(made, ranks, None, among=False) else None
 
 
-def _inside(
+def _cut_addend(
     addend: FormAlternative, outer: Factors, ranks: Sequence[RankDim], axes: Sequence[str]
 ) -> FormAlternative | None:
     """An addend with cuts of its own, or without."""

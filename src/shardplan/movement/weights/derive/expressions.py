@@ -29,7 +29,7 @@ def family_form(runs: SeenTrials, k: int, meshes: Sequence[str]) -> tuple[str, S
     """Return which of some meshes a family is on, and its expression; raises `LayoutError` where none fits."""
     if not meshes:
         raise LayoutError("its names are cut over axes that no mesh has together; legal are axes of one mesh")
-    wholes = [_whole(runs, k, d) for d in range(runs.of[k][0].of.array.tensor.ndim)]
+    wholes = [_read_whole_dim(runs, k, d) for d in range(runs.of[k][0].of.array.tensor.ndim)]
     bad = -1
     for mesh in meshes:
         found = [_dim(runs, k, d, mesh, w) for d, w in enumerate(wholes)]
@@ -44,7 +44,7 @@ def family_form(runs: SeenTrials, k: int, meshes: Sequence[str]) -> tuple[str, S
     )
 
 
-def _whole(runs: SeenTrials, k: int, dim: int) -> DimWhole:
+def _read_whole_dim(runs: SeenTrials, k: int, dim: int) -> DimWhole:
     s, array = runs.every[0], runs.of[k][0].of.array
     line = line_of(s, array, dim)
     assert line is not None, "families have elements"
@@ -87,11 +87,11 @@ def _dim(runs: SeenTrials, k: int, dim: int, mesh: str, whole: DimWhole) -> Fact
             text = f"ceil({n} / {unit}) * {unit} - {n}"
             found = _cut(runs, k, dim, mesh, whole, {"pad": text})
             if found is not None and (not by or by in axes_of(found)):
-                return _padded(runs, found, text)
+                return _name_padding_atom(runs, found, text)
     return None
 
 
-def _padded(runs: SeenTrials, factors: Factors, text: str) -> Factors:
+def _name_padding_atom(runs: SeenTrials, factors: Factors, text: str) -> Factors:
     """A dim whose padding has an atom of its own, one for all of that size."""
     known = next((a for a, t in runs.names.sizes.items() if t == text), None)
     taken = {**dict(runs.source.table.atoms), **runs.names.sizes}
@@ -118,11 +118,11 @@ def _cut(runs: SeenTrials, k: int, dim: int, mesh: str, whole: DimWhole, sizes: 
         if line is not None:
             keys.append((t, r, (1, *line.index.tolist(), *(line.tensor.tolist() if summed else ()))))
         found = RankDim(size, line, runs.scenery(t, r, mesh, sizes), *runs.weights(t, whole.along))
-        ranks.append(found if only is None else _alike(found, only))
+        ranks.append(found if only is None else _assign_one_tensor(found, only))
     return cut_of(whole.factors, ranks, runs.differing(keys, mesh), only)
 
 
-def _alike(rank: RankDim, tensor: str) -> RankDim:
+def _assign_one_tensor(rank: RankDim, tensor: str) -> RankDim:
     """A rank's dim with all elements under one tensor: what stands along it is alike for all of a sum elsewhere."""
     if rank.line is None:
         return rank

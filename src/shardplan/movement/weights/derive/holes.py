@@ -12,8 +12,8 @@ from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive.cuts import cuts_over
 from shardplan.movement.weights.derive.trials import SeenArray, SeenTrial
 from shardplan.movement.weights.form import FormFactor, product_text
-from shardplan.movement.weights.lowered import expanded
-from shardplan.movement.weights.pieces import Scenery, held
+from shardplan.movement.weights.lowered import expand_digits
+from shardplan.movement.weights.pieces import Scenery, local_pieces
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -52,12 +52,12 @@ class SeenMember:
     array: SeenArray
 
 
-def inside(seen: SeenTrial, array: SeenArray) -> frozenset[str]:
+def parameter_tensors(seen: SeenTrial, array: SeenArray) -> frozenset[str]:
     """Return the tensors of a parameter."""
     return frozenset(seen.tensors[t] for t in np.unique(array.tensor).tolist() if t >= 0)
 
 
-def fixed(seen: SeenTrial, array: SeenArray) -> dict[str, int]:
+def fixed_atoms(seen: SeenTrial, array: SeenArray) -> dict[str, int]:
     """Return the atoms whose index is one for all elements of a parameter, and that index."""
     out: dict[str, int] = {}
     for tensor in np.unique(array.tensor).tolist():
@@ -75,7 +75,7 @@ def families_of(seen: SeenTrial) -> list[SeenFamily]:
     """Return the families of a trial on one rank; raises `LayoutError` where a dim is in no name and not in memory."""
     groups: dict[tuple[tuple[str, ...], frozenset[str]], list[str]] = {}
     for name, array in seen.held[0].items():
-        key = tuple(_NUMBER.split(name)[::2]), inside(seen, array)
+        key = tuple(_NUMBER.split(name)[::2]), parameter_tensors(seen, array)
         if not key[1]:
             raise LayoutError(f"{name} holds no element of the checkpoint; legal is a parameter that is loaded")
         groups.setdefault(key, []).append(name)
@@ -90,7 +90,7 @@ def _family(seen: SeenTrial, names: Sequence[str], tensors: frozenset[str]) -> S
     """A family with the numbers in which its names differ."""
     found = SeenFamily(names[0], tuple(_NUMBER.split(names[0])), tensors)
     split = [_NUMBER.split(name) for name in names]
-    atoms = [fixed(seen, seen.held[0][name]) for name in names]
+    atoms = [fixed_atoms(seen, seen.held[0][name]) for name in names]
     for k in range(1, len(found.parts), 2):
         if len({parts[k] for parts in split}) == 1:
             continue
@@ -108,7 +108,7 @@ def _family(seen: SeenTrial, names: Sequence[str], tensors: frozenset[str]) -> S
 
 def _single(seen: SeenTrial, found: SeenFamily, names: Sequence[str], before: set[tuple[str, str]]) -> None:
     """Add the numbers that are one in all names, and the index of a dim that is not in memory."""
-    every = [fixed(seen, seen.held[0][name]) for name in names]
+    every = [fixed_atoms(seen, seen.held[0][name]) for name in names]
     sizes = seen.trial.source.sizing
     places = [k for k in range(1, len(found.parts), 2) if k not in found.holes]
     for atom, index in every[0].items():
@@ -127,7 +127,7 @@ def _single(seen: SeenTrial, found: SeenFamily, names: Sequence[str], before: se
 def members(families: Sequence[SeenFamily], seen: SeenTrial, rank: int) -> Iterator[tuple[int, SeenMember]]:
     """Yield the parameters of a rank with the number of their family; raises `LayoutError` where one is of none."""
     for name, array in seen.held[rank].items():
-        own, at = inside(seen, array), fixed(seen, array)
+        own, at = parameter_tensors(seen, array), fixed_atoms(seen, array)
         for k, family in enumerate(families):
             match = family.pattern.match(name)
             if match and own <= family.tensors:
@@ -167,6 +167,6 @@ def _fits(factors: tuple[FormFactor, ...], atom: str, rank: RankHole, ranks: Seq
 def values_of(factors: tuple[FormFactor, ...], atom: str, scenery: Scenery) -> list[int] | None:
     """Return the indices that an expression gives a rank, in its order; None where a cut does not fit."""
     try:
-        return [values[atom] for values in expanded(held(factors, scenery)[1])]
+        return [values[atom] for values in expand_digits(local_pieces(factors, scenery)[1])]
     except LayoutError:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.arithmetic import whole
+from shardplan.movement.weights.arithmetic import evaluate_whole_number
 from shardplan.movement.weights.derive.holes import SeenMember, families_of, members
 from shardplan.movement.weights.derive.trials import SeenTrial
 from shardplan.movement.weights.derive.wholes import AtomNames
@@ -90,14 +90,14 @@ class SeenTrials:
             return out.get(name, axes.get(name, config.get(name, 1)))
 
         for atom, text in {**self.names.sizes, **more}.items():
-            out[atom] = whole(text, look, atom)
+            out[atom] = evaluate_whole_number(text, look, atom)
         return out
 
     def scenery(self, trial: int, rank: int, mesh: str, more: Mapping[str, str]) -> Scenery:
         """Return what an expression is read with on a rank."""
         of = self.every[trial].trial
         own = mesh if mesh in of.meshes else ""
-        axes, at = dict(of.axes(own)), of.at(rank, own)
+        axes, at = dict(of.axes(own)), of.mesh_coordinate(rank, own)
         for s in self.every:  # one rank may say no axes
             for axis in s.trial.axes(mesh) if mesh in ("", *s.trial.meshes) else ():
                 axes.setdefault(axis, 1)
@@ -110,7 +110,7 @@ class SeenTrials:
         for t, s in enumerate(self.every):
             if mesh and mesh not in s.trial.meshes:
                 continue
-            at = {r: s.trial.at(r, mesh) for r in range(s.trial.ranks)}
+            at = {r: s.trial.mesh_coordinate(r, mesh) for r in range(s.trial.ranks)}
             for axis in s.trial.axes(mesh):
                 others: dict[Any, set[Any]] = {}
                 for r, (kind, *said) in ((r, key) for trial, r, key in keys if trial == t):

@@ -12,13 +12,13 @@ from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive.expressions import family_form
 from shardplan.movement.weights.derive.holes import RankHole, hole_of, values_of
 from shardplan.movement.weights.derive.sides import SeenTrials
-from shardplan.movement.weights.derive.trials import LoaderTrial, SeenTrial, seen
+from shardplan.movement.weights.derive.trials import LoaderTrial, SeenTrial, run_trial
 from shardplan.movement.weights.drops import left_out
 from shardplan.movement.weights.form import StoredForm, axes_of, parse_product
-from shardplan.movement.weights.probe import numbered, origin, widened
+from shardplan.movement.weights.probe import number_elements, origin, widen_dtypes
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.table import TableParameter, WeightTable
-from shardplan.movement.weights.weights import made
+from shardplan.movement.weights.weights import make_weights
 
 
 def derived(trials: Sequence[LoaderTrial], name: str = "derived") -> WeightTable:
@@ -38,10 +38,10 @@ def derived(trials: Sequence[LoaderTrial], name: str = "derived") -> WeightTable
     """
     if not trials or trials[0].ranks != 1:
         raise LayoutError("a table is derived from no trial on one rank; legal is one, before those on several")
-    runs = SeenTrials([seen(t) for t in trials])
+    runs = SeenTrials([run_trial(t) for t in trials])
     found = _table(runs, name)
     for s in runs.every:
-        _compared(s, found)
+        _check_trial(s, found)
     return found
 
 
@@ -61,12 +61,14 @@ def _table(runs: SeenTrials, name: str) -> WeightTable:
     entries: list[TableParameter] = []
     for k, family in enumerate(runs.families):
         local = {a: _local(runs, k, a, holes[a], meshes[k]) for a in family.holes.values()}
-        on = () if family.holes else _on(runs, k, meshes[k])
+        on = () if family.holes else _find_axis_ends(runs, k, meshes[k])
         entries.append(TableParameter(family.name(local), forms[k], on, mesh=meshes[k]))
-    return _assembled(runs, entries, holes, name)
+    return _assemble_table(runs, entries, holes, name)
 
 
-def _assembled(runs: SeenTrials, entries: Sequence[TableParameter], holes: Mapping[str, str], name: str) -> WeightTable:
+def _assemble_table(
+    runs: SeenTrials, entries: Sequence[TableParameter], holes: Mapping[str, str], name: str
+) -> WeightTable:
     of = runs.source.table
     axes = {mesh: runs.axes(mesh) for mesh in runs.meshes}
     data: dict[str, Any] = {
@@ -121,13 +123,13 @@ def _local(runs: SeenTrials, k: int, atom: str, hole: str, mesh: str) -> bool:
     return True
 
 
-def _on(runs: SeenTrials, k: int, mesh: str) -> tuple[tuple[str, str | int], ...]:
+def _find_axis_ends(runs: SeenTrials, k: int, mesh: str) -> tuple[tuple[str, str | int], ...]:
     """Where a parameter is that is not on all ranks: at the first or last of an axis."""
     found: list[tuple[str, str | int]] = []
     has = {(m.trial, m.rank) for m in runs.of[k]}
     for axis in runs.differing([(t, r, (0, (t, r) in has)) for t, r in runs.ranks], mesh):
         trials = [(runs.every[t].trial, r) for t, r in has]
-        places = {(t.at(r, mesh)[axis], t.axes(mesh)[axis]) for t, r in trials if axis in t.axes(mesh)}
+        places = {(t.mesh_coordinate(r, mesh)[axis], t.axes(mesh)[axis]) for t, r in trials if axis in t.axes(mesh)}
         if all(at == 0 for at, _ in places):
             found.append((axis, "first"))
         elif all(at == n - 1 for at, n in places):
@@ -138,15 +140,15 @@ def _on(runs: SeenTrials, k: int, mesh: str) -> tuple[tuple[str, str | int], ...
     return tuple(found)
 
 
-def _compared(s: SeenTrial, table: WeightTable) -> None:
+def _check_trial(s: SeenTrial, table: WeightTable) -> None:
     """Raise `LayoutError` unless a table gives what a trial has."""
     source = s.trial.source
-    numbers, _ = numbered(source)
+    numbers, _ = number_elements(source)
     degrees = {**s.trial.mesh, **{a: n for mesh in s.trial.meshes.values() for a, n in mesh.items()}}
-    target = made(table, dict(source.config), degrees, None, "f64")
+    target = make_weights(table, dict(source.config), degrees, None, "f64")
     (rank,) = source.devices
     wide = {n: a.astype(np.float64) for n, a in numbers.items()}
-    whole = widened(source, "f64")
+    whole = widen_dtypes(source, "f64")
     drop = [left.tensor for left in left_out(whole, target)]  # what the loader does not take
     for r, named in refit(whole, target, drop=drop).apply({rank: wide}).items():
         target.check(s.numbers[r], r)

@@ -10,10 +10,10 @@ import numpy as np
 
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.form import StoredForm
-from shardplan.movement.weights.probe import Named, digits_loaded, numbered, widened
+from shardplan.movement.weights.probe import Named, digits_loaded, number_elements, widen_dtypes
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.table import TableParameter
-from shardplan.movement.weights.weights import Weights, made
+from shardplan.movement.weights.weights import Weights, make_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LoaderTrial:
         """Return the axes of a mesh, with sizes."""
         return self.meshes[mesh] if mesh else self.mesh
 
-    def at(self, rank: int, mesh: str) -> dict[str, int]:
+    def mesh_coordinate(self, rank: int, mesh: str) -> dict[str, int]:
         """Return a rank's coordinate on a mesh."""
         axes = self.axes(mesh)
         found = np.unravel_index(rank, tuple(axes.values())) if axes else ()
@@ -67,13 +67,13 @@ class SeenTrial:
         return self.trial.source.tensors[self.tensors[tensor]].sizes
 
 
-def seen(trial: LoaderTrial) -> SeenTrial:
+def run_trial(trial: LoaderTrial) -> SeenTrial:
     """Run a loader on digits of the elements' numbers, and read off where each element went.
 
     Raises `LayoutError` for a source of several devices, ranks that are missing, and values that are no element.
     """
     source = trial.source
-    numbers, total = numbered(source)
+    numbers, total = number_elements(source)
     tensor_of, index_of = np.full(total, -1, dtype=np.int64), np.zeros(total, dtype=np.int64)
     tensors = tuple(source.tensors)
     for k, tensor in enumerate(tensors):
@@ -103,10 +103,10 @@ def _logical(source: Weights, tensor: str, numbers: Named) -> list[tuple[np.ndar
     whole = tuple((d.atoms[0], d.atoms[0]) for d, hole in zip(found.dims, named, strict=True) if hole)
     table = replace(source.table, meshes=(("", ()),), numbers=(), split=(), holes=whole, parameters=(entry,), dtypes=())
     (rank,) = source.devices
-    target = made(table, dict(source.config), {}, [rank], "f64")
+    target = make_weights(table, dict(source.config), {}, [rank], "f64")
     wide = {n: a.astype(np.float64) for n, a in numbers.items()}
     out: list[tuple[np.ndarray, np.ndarray]] = []
-    for given, array in refit(widened(source, "f64"), target, only=tensor).apply({rank: wide})[rank].items():
+    for given, array in refit(widen_dtypes(source, "f64"), target, only=tensor).apply({rank: wide})[rank].items():
         values = iter(map(int, given.split("/")[1:]))
         ranges = [
             np.array([next(values)]) if hole else np.arange(n)
