@@ -1,4 +1,4 @@
-"""Print the functions of shardplan that a command or a script calls, in order of first calls: `docs/walk.md` names some.
+"""Print the functions of shardplan that a command or a script calls, in order of first calls: `docs/walk.md`.
 
     python examples/walk.py redistribute "i32[6@(data,tensor), 6]" "i32[6, 6@tensor]" --mesh data=2,tensor=3
     torchrun --standalone --nproc-per-node 6 examples/walk.py run plan.json --backend torch
@@ -22,7 +22,7 @@ PACKAGE = str(Path(shardplan.cli.__file__).parents[1]) + os.sep
 
 
 def called(arguments: list[str]) -> tuple[int, list[tuple[str, str]]]:
-    """Return the exit status of a command, or 0 of a script, and the file and the qualified name of every function it calls, once."""
+    """Return the exit status, 0 of a script, and the file and the qualified name of every function called, once."""
     found: dict[tuple[str, str], None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
