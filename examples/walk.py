@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 6 examples/walk.py run plan.json --backend torch
     torchrun --standalone --nproc-per-node 4 examples/walk.py examples/job.py
 
-What these print themselves goes to stderr. Under a launcher only rank 0 prints.
+What these print themselves goes to stderr. Under a launcher rank 0 is walked.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 
 import shardplan.cli
 
+FIRST = os.environ.get("RANK", "0") == "0"
 PACKAGE = str(Path(shardplan.cli.__file__).parents[1]) + os.sep
 
 
@@ -33,7 +34,8 @@ def called(arguments: list[str]) -> tuple[int, list[tuple[str, str]]]:
         if code.co_flags & CO_OPTIMIZED and "<" not in code.co_qualname:
             found.setdefault((Path(code.co_filename.removeprefix(PACKAGE)).as_posix(), code.co_qualname))
 
-    sys.setprofile(note)
+    if FIRST:
+        sys.setprofile(note)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             if arguments[0].endswith(".py"):
@@ -48,6 +50,6 @@ def called(arguments: list[str]) -> tuple[int, list[tuple[str, str]]]:
 
 if __name__ == "__main__":
     status, functions = called(sys.argv[1:])
-    if os.environ.get("RANK", "0") == "0":
+    if FIRST:
         print("\n".join(f"{path} {name}" for path, name in functions))
     sys.exit(status)
