@@ -1,5 +1,5 @@
 # The commands a contributor needs. Nothing has to be installed but python3 (3.11 or later, with venv), gcc and make.
-#   make test PYTEST_ARGS="-n 2 tests/core"     make lint     make demo     make docs     make bench
+#   make check     make test PYTEST_ARGS="-n 2 tests/core"     make demo     make docs     make wheel     make bench
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
@@ -21,7 +21,7 @@ BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive 
 	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement reader_faults fused_sequences weights_losses weights_copies planted_by_a_stranger)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test faults docs lint format demo demo-torch bench clean
+.PHONY: help setup check nearest test wheel faults docs lint format demo demo-torch bench clean
 
 help:
 	@sed -n '1,2s/^# *//p' Makefile
@@ -43,8 +43,21 @@ $(DEMO)/.stamp: pyproject.toml Makefile
 
 setup: $(VENV)/.stamp
 
+# While you work: lint, and the tests of core and of what differs from BASE.
+BASE ?= HEAD
+check:
+	@$(MAKE) --no-print-directory setup
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target lint nearest
+
+nearest: $(VENV)/.stamp
+	$(PY) -m pytest -n 1 --turn 8 $$($(PY) -m tests.nearest $(BASE))
+
 test: $(VENV)/.stamp
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The wheel, installed without its sources under every Python that there is, plans, checks and converts there.
+wheel: $(VENV)/.stamp
+	$(PY) -m tests.wheel
 
 # All planted faults, of which `test` has a fifth, another one at another commit.
 faults: $(VENV)/.stamp

@@ -34,9 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     parts = int(config.getoption("--turn"))
-    long = {str(turns.ROOT / "tests" / name) for name in turns.LONG} if parts > 1 else set[str]()
-    by_file = itertools.groupby(items, lambda item: str(item.path))
-    kept = [i for path, own in by_file for i in (turns.share(tuple(own), parts) if path in long else own)]
+    long = [f"tests/{name}" for name in turns.LONG] if parts > 1 else []
+    by_long = itertools.groupby(items, lambda item: next((name for name in long if item.nodeid.startswith(name)), ""))
+    kept = [i for name, own in by_long for i in (turns.share(tuple(own), parts) if name else own)]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept

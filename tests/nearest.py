@@ -1,8 +1,8 @@
 """The tests nearest to what has changed: `python -m tests.nearest [BASE]` prints their files and folders.
 
 Tests mirror the package: of a module they are the files of the mirrored folder, or of the nearest one above it that
-there is, which name the module or begin with its name; those of `core` are always among them. Without BASE, what has
-changed is what is not committed and the last commit.
+there is, which name the module or begin with its name; the laws of `core` are always among them. What has changed is
+what differs from the commit BASE, by default the last one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 PACKAGE = Path("src/shardplan")
-ALWAYS = (Path("tests/core"), Path("tests/test_house.py"), Path("tests/test_surface.py"))
+LAWS = ("layout", "mesh", "tensor", "text", "messages", "reductions", "ops", "accounting", "reference")
+ALWAYS = (*(Path(f"tests/core/test_{name}.py") for name in LAWS), Path("tests/test_surface.py"))
 
 
 def changed_files(base: str) -> list[Path]:
@@ -43,9 +44,8 @@ def nearest_tests(file: Path) -> list[Path]:
 
 def main(base: str) -> None:
     found = [test for file in changed_files(base) for test in nearest_tests(file)]
-    kept = dict.fromkeys((*ALWAYS, *(test for test in found if not test.is_relative_to(ALWAYS[0]))))
-    print(*kept)
+    print(*dict.fromkeys((*ALWAYS, *found)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "HEAD~1")
+    main(sys.argv[1] if len(sys.argv) > 1 else "HEAD")

@@ -9,18 +9,23 @@ from typing import TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
-# Files of many cases, each a case by itself, that take long together.
+# Files of many cases, and one test of many, each a case by itself, that take long together.
 LONG = (
-    "core/test_gradients.py", "execution/test_jobs.py", "execution/test_lab.py", "execution/test_mpi_faults.py",
-    "execution/test_outside_ops.py", "execution/test_torch.py", "execution/test_torch_faults.py",
-    "fused/test_operators.py", "hardware/test_apart.py", "interop/test_checkpoint_dcp.py",
+    "core/test_gradients.py", "execution/test_compute_law.py", "execution/test_jobs.py", "execution/test_lab.py",
+    "execution/test_mpi_faults.py", "execution/test_outside_ops.py", "execution/test_torch.py",
+    "execution/test_torch_faults.py", "execution/test_torch_lowering.py", "fused/test_calls.py",
+    "fused/test_operators.py", "fused/test_triton.py", "hardware/test_apart.py", "interop/test_checkpoint_dcp.py",
     "interop/test_checkpoint_live.py", "interop/test_checkpoint_processes.py", "interop/test_export.py",
-    "interop/test_refit.py", "movement/test_counterexamples.py", "movement/test_laws.py", "movement/test_limits.py",
-    "movement/test_reductions.py", "movement/test_search.py", "movement/test_weights_derived.py",
-    "movement/test_weights_tables.py", "simulation/jobs/test_job_timeline.py", "simulation/jobs/test_sweep.py",
-    "simulation/parity/test_parity.py", "simulation/test_accuracy.py", "simulation/test_events.py",
-    "simulation/test_search.py", "simulation/test_serving.py", "simulation/test_step_physics.py",
-    "strategy/test_job_memory.py", "strategy/test_partition.py", "strategy/test_settle.py",
+    "interop/test_imported_training.py", "interop/test_jax_dropin.py", "interop/test_operators.py",
+    "interop/test_refit.py", "interop/test_refit_hops.py", "interop/test_refit_meeting.py", "interop/test_torch.py",
+    "interop/test_torch_state.py", "models/test_plain_training.py", "movement/test_batch.py",
+    "movement/test_counterexamples.py", "movement/test_laws.py", "movement/test_limits.py",
+    "movement/test_pipelines.py", "movement/test_reductions.py", "movement/test_search.py",
+    "movement/test_weights_derived.py", "movement/test_weights_tables.py", "simulation/jobs/test_job_timeline.py",
+    "simulation/jobs/test_sweep.py", "simulation/parity/test_parity.py", "simulation/test_accuracy.py",
+    "simulation/test_events.py", "simulation/test_memory_agreement.py", "simulation/test_search.py",
+    "simulation/test_serving.py", "simulation/test_step_physics.py", "strategy/test_job_memory.py",
+    "strategy/test_partition.py", "strategy/test_settle.py", "test_planted.py::test_a_planted_fault_is_caught",
 )  # fmt: skip
 
 

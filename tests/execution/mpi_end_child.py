@@ -16,7 +16,7 @@ from mpi4py import MPI  # noqa: E402
 
 import shardplan as sp  # noqa: E402
 
-RANK, ODD, LONG = MPI.COMM_WORLD.Get_rank(), 2, 250.0
+RANK, ODD, LONG = MPI.COMM_WORLD.Get_rank(), 2, 90.0
 
 
 def gather(ranks: list[int]) -> None:

@@ -78,7 +78,7 @@ def pipeline_kinds(
 
     >>> found = pipeline_kinds((8,), "1f1b", 4, 8, 1)
     >>> found.counts.tolist(), found.whole.sum(axis=1).tolist()
-    ([[2.0, 2.0, 2.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]], [1.0, 3.0, 4.0])
+    ([[2.0, 2.0, 2.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]], [4.0, 1.0, 3.0])
     """
     chunks = ranks * interleave
     counts, of_chunk = np.unique(layers_of(runs, chunks), axis=1, return_inverse=True)

@@ -1,0 +1,83 @@
+"""`python -m tests.wheel`: the wheel, built, installed without its sources under every Python that there is, and used.
+
+In an environment of its own and outside of the checkout: a plan is made, checked again and run, topologies are there
+to be priced on, and neither tests nor frameworks come with it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE, TARGET = "f32[16@(data,tensor), 8]", "f32[16, 8@tensor]"
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
+USED = """
+import sys, numpy as np, shardplan as sp
+assert "site-packages" in sp.__file__, sp.__file__
+mesh = sp.Mesh(data=2, tensor=4)
+source, target = (sp.TensorType.parse(text, mesh) for text in ("f32[16@(data,tensor), 8]", "f32[16, 8@tensor]"))
+plan = sp.redistribute(source, target, topology=sp.Topology.load("dgx-h100", nodes=1))
+plan.certificate.check()
+array = np.arange(128, dtype=np.float32).reshape(16, 8)
+shards = sp.run(plan.program, sp.distribute(array, source))
+assert np.array_equal(sp.collect(shards, target), array)
+assert not {"torch", "jax", "pytest"} & sys.modules.keys()
+"""
+COMMANDS = (
+    (
+        "redistribute",
+        "f32[16@(data,tensor), 8]",
+        "f32[16, 8@tensor]",
+        "--mesh",
+        "data=2,tensor=4",
+        "--out",
+        "plan.json",
+    ),
+    ("check", "plan.json"),
+    ("show", "plan.json"),
+    ("audit", "--topology", "dgx-h100", "--nodes", "2", "--mesh", "data=2,tensor=8", "--traffic", "tensor=2GB"),
+)
+
+
+def pythons() -> list[str]:
+    """Return the interpreters of the versions that there are, this one first."""
+    found = [shutil.which(f"python{version}") for version in VERSIONS]
+    return [sys.executable, *(path for path in found if path and not _is_version(path, sys.version_info[:2]))]
+
+
+def _is_version(python: str, version: tuple[int, ...]) -> bool:
+    asked = "import sys; print(*sys.version_info[:2])"
+    said = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=False)
+    return said.returncode != 0 or tuple(map(int, said.stdout.split())) == version
+
+
+def use_wheel(python: str, wheel: Path, folder: Path) -> None:
+    """Install a wheel into a new environment below a folder, and use it there; raises where something fails."""
+    environment = folder / "environment"
+    subprocess.run([python, "-m", "venv", environment], check=True)
+    inside = environment / "bin" / "python"
+    install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel]
+    subprocess.run([inside, *install], cwd=folder, check=True)
+    subprocess.run([inside, "-I", "-c", USED], cwd=folder, check=True)
+    for words in COMMANDS:
+        subprocess.run([environment / "bin" / "shardplan", *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        build = ["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir", name, ROOT]
+        subprocess.run([sys.executable, *build], check=True)
+        (wheel,) = Path(name).glob("*.whl")
+        for number, python in enumerate(pythons()):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            use_wheel(python, wheel, folder)
+            print(f"{wheel.name}: installed without its sources and used under {python}")
+
+
+if __name__ == "__main__":
+    main()
