@@ -1,9 +1,10 @@
-"""Print the functions of shardplan that a command calls, in the order of their first calls: `docs/walk.md` names some.
+"""Print the functions of shardplan that a command or a script calls, in order of first calls: `docs/walk.md`.
 
     python examples/walk.py redistribute "i32[6@(data,tensor), 6]" "i32[6, 6@tensor]" --mesh data=2,tensor=3
     torchrun --standalone --nproc-per-node 6 examples/walk.py run plan.json --backend torch
+    torchrun --standalone --nproc-per-node 4 examples/walk.py examples/job.py
 
-What the command itself prints goes to stderr. Under a launcher only rank 0 prints.
+What these print themselves goes to stderr. Under a launcher rank 0 is walked.
 """
 
 import contextlib
@@ -11,16 +12,18 @@ import os
 import sys
 from inspect import CO_OPTIMIZED
 from pathlib import Path
+from runpy import run_path
 from types import FrameType
 from typing import Any
 
 import shardplan.cli
 
+FIRST = os.environ.get("RANK", "0") == "0"
 PACKAGE = str(Path(shardplan.cli.__file__).parents[1]) + os.sep
 
 
 def called(arguments: list[str]) -> tuple[int, list[tuple[str, str]]]:
-    """Return a command's exit status, and the file and the qualified name of every function it calls, once."""
+    """Return the exit status, 0 of a script, and the file and the qualified name of every function called, once."""
     found: dict[tuple[str, str], None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -31,10 +34,15 @@ def called(arguments: list[str]) -> tuple[int, list[tuple[str, str]]]:
         if code.co_flags & CO_OPTIMIZED and "<" not in code.co_qualname:
             found.setdefault((Path(code.co_filename.removeprefix(PACKAGE)).as_posix(), code.co_qualname))
 
-    sys.setprofile(note)
+    if FIRST:
+        sys.setprofile(note)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            status = shardplan.cli.run_command(arguments)
+            if arguments[0].endswith(".py"):
+                run_path(arguments[0], run_name="__main__")
+                status = 0
+            else:
+                status = shardplan.cli.run_command(arguments)
     finally:
         sys.setprofile(None)
     return status, list(found)
@@ -42,6 +50,6 @@ def called(arguments: list[str]) -> tuple[int, list[tuple[str, str]]]:
 
 if __name__ == "__main__":
     status, functions = called(sys.argv[1:])
-    if os.environ.get("RANK", "0") == "0":
+    if FIRST:
         print("\n".join(f"{path} {name}" for path, name in functions))
     sys.exit(status)

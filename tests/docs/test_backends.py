@@ -10,7 +10,7 @@ from shardplan.execution import run
 from shardplan.execution.run import BACKENDS, PACKAGES
 
 ASKED = set(re.findall(r"\.run\"\)\.(\w+)", Path(run.__file__).read_text(encoding="utf-8")))
-GUIDE = Path(__file__).parents[2] / "docs" / "add-a-backend.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
 def test_the_guide_says_what_is_asked_of_a_backend() -> None:

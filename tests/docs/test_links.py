@@ -66,11 +66,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page.read_text(), page.parent) == []
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    linked = {link.partition("#")[0] for link in LINK.findall((ROOT / "README.md").read_text())}
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
-
-
 @pytest.mark.parametrize(
     "case", [c for page in PAGES for c in failing_commands(page.read_text())], ids=lambda case: f"status {case[0]}"
 )

@@ -26,14 +26,21 @@ def walked(command: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
+def on_ranks(count: int) -> list[str]:
+    """The walk on so many processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", WALK[1]]
+
+
 def test_the_walk(tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
     source, destination = "i32[6@(data,tensor), 6]", "i32[6, 6@tensor]"
     options = ["--mesh", "data=2,tensor=3", "--out", plan]
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "6", WALK[1]]
+    search = ["gpt2", "--on", "dgx-a100", "--nodes", "1", "--batch", "32", "--top", "1"]
     parts = {
         "Planning": walked([*WALK, "redistribute", source, destination, *options]),
-        "Running": walked([*ranks, "run", plan, "--backend", "torch"]),
+        "Running": walked([*on_ranks(6), "run", plan, "--backend", "torch"]),
+        "Searching": walked([*WALK, "plan", *search]),
+        "Training": walked([*on_ranks(4), str(ROOT / "examples" / "job.py")]),
     }
     numbers = [int(number) for number, _, _ in STOP.findall(PAGE)]
     assert numbers == list(range(1, len(numbers) + 1))

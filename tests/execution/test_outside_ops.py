@@ -1,4 +1,4 @@
-"""The package in `examples/outside_ops`, as `docs/add-an-op.md` has it: its ops go through the installed command."""
+"""The package in `examples/outside_ops`, as `docs/extend.md` has it: its ops go through the installed command."""
 
 import os
 import re
@@ -75,7 +75,7 @@ def checksum(text: str) -> str:
 
 
 def test_the_page_shows_the_files_and_they_are_short() -> None:
-    page = (ROOT / "docs" / "add-an-op.md").read_text()
+    page = (ROOT / "docs" / "extend.md").read_text()
     for path in FILES:
         assert f"```python\n{path.read_text()}```" in page
         assert len(path.read_text().splitlines()) <= 40

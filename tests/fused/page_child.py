@@ -1,4 +1,4 @@
-"""The operator of docs/fused-kernels.md on forked ranks, in the interpreter; prints findings as JSON.
+"""The operator of docs/fuse.md on forked ranks, in the interpreter; prints findings as JSON.
 
 Arguments are the file with the page's code, and numbers of ranks.
 """

@@ -1,4 +1,4 @@
-"""The fourth operator, as docs/fused-kernels.md writes it: short, of public names only, right, with gradients."""
+"""The fourth operator, as docs/fuse.md writes it: short, of public names only, right, with gradients."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from tests.fused.forked import run
 
 import shardplan.fused
 
-PAGE = Path(__file__).parents[2] / "docs" / "fused-kernels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "fuse.md"
 CODE = re.search(r"two and on three processes -->\n```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: shardplan[triton]")
 

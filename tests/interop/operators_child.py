@@ -41,8 +41,8 @@ FAULTS = {
 if __name__ == "__main__":
     name = sys.argv.pop(1)
     if name:
-        right, fault = ways.moves.moved, FAULTS[name]
-        ways.moves.moved = lambda *arguments: fault(ways.dist.get_rank(), right(*arguments))
+        right, fault = ways.moves.move_shard, FAULTS[name]
+        ways.moves.move_shard = lambda *arguments: fault(ways.dist.get_rank(), right(*arguments))
         operators.GRACE /= 16  # ranks that wait for one that has failed wait in vain
     operators.database()
     gc.freeze()  # the ranks are forked, and a collection would copy every page they share

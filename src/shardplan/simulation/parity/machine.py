@@ -1,7 +1,7 @@
 """The machine of DistIR's simulator and what it says that an op costs there, its mistakes kept.
 
 Source: microsoft/dist-ir at commit 7cfa1b0, `executor/cost_model.py` and `utils/constants.py`; facts, not code. The
-mistakes are numbered as in `docs/distir.md`.
+mistakes are numbered as in `docs/paper-2111.05426.md`.
 """
 
 from __future__ import annotations
