@@ -110,7 +110,7 @@ def nested_states(here):
     assert type(out["pair"]) is Pair and out["pair"].second == "x" and out["size"] == torch.Size([3])
     assert type(out["size"]) is torch.Size and type(out["ordered"]) is collections.OrderedDict
     assert list(out) == list(state) and list(out["ordered"]) == ["z", "a"]
-    assert state["pair"].first_tensors is w[4] and state["state"]["layers.0.weight"]["exp_avg"] is w[0]  # as it was
+    assert state["pair"].first is w[4] and state["state"]["layers.0.weight"]["exp_avg"] is w[0]  # as it was
     both = {"a.b": w[0], "a": {"b": w[1]}}
     raises(
         LayoutError, "two tensors of the state are called a.b; legal is one name for each",
