@@ -198,7 +198,7 @@ def played(op: Collective, operands: list[list[np.ndarray]], types: list[TensorT
         for sender, receiver in one.pairs:
             size = tuple(one.extent[receiver])
             assert all(n <= most for n, most in zip(size, one.into, strict=True))
-            old, seen = (part(x[one.target][receiver], one.mesh_coordinate[receiver], size) for x in (held, landed))
+            old, seen = (part(x[one.target][receiver], one.at[receiver], size) for x in (held, landed))
             if one.source is None:
                 old[...] = identity(one.fold or "sum", old.dtype)
                 continue
