@@ -175,7 +175,7 @@ def test_no_candidate_is_below_the_bound(ends, longer):
     s, t = (sp.TensorType("bf16", (*x.shape, longer), (*x.layout.dims, ()), x.mesh) for x in ends)
     fabric, ids = Fabric(DGX), sorted({*s.mesh.devices, *t.mesh.devices})
     rules = Rules(1 << 62, fabric=fabric)
-    for program, _ in programs(_ways(s, t, rules), s, t, rules):
+    for program, _ in programs(_ways(s, t, rules), s, t, rules, set()):
         found, bound = priced(program, fabric), seconds_bound([s], [t], fabric, program.meshes)
         assert bound.seconds <= found.seconds * (1 + 1e-9)
         assert bound.transfer <= found.transfer * (1 + 1e-9)
