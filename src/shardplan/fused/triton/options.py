@@ -29,7 +29,7 @@ class KernelOptions:
     def tiles_per_signal(self, tiles: int) -> int:
         """Return how many of a destination's tiles signal together.
 
-        >>> KernelOptions(slice=4).sliced(3), KernelOptions(signals=2).sliced(5)
+        >>> KernelOptions(slice=4).tiles_per_signal(3), KernelOptions(signals=2).tiles_per_signal(5)
         (3, 3)
         """
         return -(-tiles // min(self.signals, tiles)) if self.signals else min(self.slice, tiles)
