@@ -188,18 +188,6 @@ def test_waves_gather_while_the_next_are_sent() -> None:
     assert oracle.unsound(plan.program, destinations) is None
 
 
-def test_a_batch_lies_where_its_largest_tensor_is_cheapest() -> None:
-    """A small gather along one axis, a large one along the other: one placement has the large one inside a node."""
-    levels = Level("node", 2, "switch", 1e9, 0.0), Level("gpu", 4, "switch", 1e11, 0.0)
-    mesh, topology = sp.Mesh(x=2, y=4), sp.Topology("two nodes", levels)
-    moves = ("f32[64@x, 64]", "f32[64, 64]"), ("f32[4096@y, 64]", "f32[4096, 64]")
-    small, large = (sp.redistribute(*ends, topology, mesh=mesh).certificate.where for ends in moves)
-    assert small != large
-    for order in (moves, moves[::-1]):
-        plan = sp.redistribute(*map(list, zip(*order, strict=True)), topology, mesh=mesh)
-        assert plan.certificate.where == large
-
-
 def test_moves_posted_together_come_in_chunks() -> None:
     """Under a limit waves still run side by side: their buffers shrink, where packs alone would wait for each other."""
     sources, destinations = stages("i32[48@ep, 4096]", 8, ep=4, dp=4)

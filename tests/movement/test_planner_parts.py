@@ -26,7 +26,6 @@ from shardplan.movement.placing.place import Ranking
 from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.problem import _neighbours, problem
 from shardplan.movement.redistribution.reduced import reducing, settled
-from shardplan.movement.redistribution.single import best_program, priced_on
 from shardplan.movement.redistribution.space import _meeting
 from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.type_graph import step_state
@@ -75,29 +74,6 @@ def test_a_graph_without_some_axes_is_not_said_to_hold_every_type() -> None:
     small = sp.Mesh(a=2, b=2)
     found = problem(typed("f32[8@a, 8]", small), typed("f32[8, 8@a]", small))
     assert found is not None and len(found.runs) == 2 and found.fine
-
-
-def test_a_mesh_in_an_order_of_its_own_stays_where_it_is() -> None:
-    """Its devices say where every member is: axis b crosses nodes, and no placement may lay it inside one."""
-    topology = within(2, 2)
-    own, plain = sp.Mesh({"a": 2, "b": 2}, devices=[0, 2, 1, 3]), sp.Mesh({"a": 2, "b": 2})
-    types = [[typed(text, mesh) for text in ("f32[4096@b, 4096]", "f32[4096, 4096]")] for mesh in (own, plain)]
-    assert list(priced_on(topology, *types[0])) == [topology]
-    assert list(priced_on(topology, *types[1])) == list(placements(plain, topology))
-    apart = typed("f32[4096@a, 4096]", plain), typed("f32[4096, 4096]", plain)
-    fixed = next(p for p in placements(plain, topology) if p.device_mesh().tolist() in ([[0, 1], [2, 3]], [0, 1, 2, 3]))
-    crossing = sp.redistribute(*apart, fixed).seconds
-    assert sp.redistribute(*types[0], topology).seconds == pytest.approx(crossing)
-    assert crossing > 2 * sp.redistribute(*types[1], topology).seconds
-
-
-def test_of_equal_placements_the_first_is_taken() -> None:
-    mesh, topology = sp.Mesh({"a": 2, "b": 2}), within(2, 2)
-    s, t = typed("f32[64@(a,b)]", mesh), typed("f32[64]", mesh)
-    prices = [best_program(s, t, p, None, False)[0].price for p in placements(mesh, topology)]
-    chosen, where = best_program(s, t, topology, None, False)
-    assert len(prices) > 1 and prices.count(min(prices)) > 1 and chosen.price == min(prices)
-    assert where == list(placements(mesh, topology))[prices.index(min(prices))]
 
 
 def test_what_lies_at_a_root_may_still_be_planned_otherwise() -> None:

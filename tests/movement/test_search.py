@@ -314,16 +314,6 @@ def test_prices_decide_before_programs_are_asked_how_simple_they_are(apart: floa
     assert choice.cheaper(equal, dear) is choice.cheaper(dear, equal) is equal
 
 
-def test_the_best_of_all_placements_is_taken() -> None:
-    """On a topology a default mesh may lie anyhow; the first placement has the gathered axis across nodes."""
-    mesh, topology = sp.Mesh(a=2, b=4), sp.Topology.load("gcp-v100x8", nodes=2)
-    topology = replace(topology, levels=(topology.levels[0], replace(topology.levels[1], size=4)))
-    ends = "f32[65536@b]", "f32[65536]"
-    every = [sp.redistribute(*ends, mesh=mesh, topology=p).seconds for p in sp.placements(mesh, topology)]
-    assert min(every) < every[0]
-    assert sp.redistribute(*ends, mesh=mesh, topology=topology).seconds == min(every)
-
-
 def test_the_direct_exchange_runs_over_the_axes_that_move() -> None:
     mesh = sp.Mesh(a=2, b=2, c=2)
     s, t = (sp.TensorType.parse(x, mesh) for x in ("f32[8@a, 8@b]", "f32[8@b, 8]"))

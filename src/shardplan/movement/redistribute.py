@@ -8,6 +8,7 @@ the topology `nominal`. Plans are deterministic, and cached by request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from shardplan.core import border
@@ -19,6 +20,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
 from shardplan.movement.batches.batch import plan_batch
+from shardplan.movement.better import better_text
 from shardplan.movement.redistribution.single import best_program
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
@@ -38,10 +40,11 @@ def redistribute(
 
     With `mesh` types may be texts; a topology (`"dgx-h100"`), a mesh and `memory_limit` (`"1 GB"`) may be texts too.
     `memory_limit` (bytes) bounds the workspace of every device; without it only shards between steps are bounded, by
-    the larger of source and destination. `portable` admits no exchange over more than half of the devices. With a
-    `Topology` the best placement of a default mesh is taken, with a `Placement` that one; it serves every mesh of the
-    devices that it places. Raises `LayoutError` for types that do not describe one array, `Infeasible` for a limit
-    below `absolute_least_bytes`; from there to `least_bytes` a plan needs more than 64 chunks a step.
+    the larger of source and destination. `portable` admits no exchange over more than half of the devices. Device ids
+    are places on a `Topology`; a `Placement` says where the devices of its mesh lie, whatever axes they have in the
+    types. `plan.better` says what a better placement would take. Raises `LayoutError` for types that do not describe
+    one array, `Infeasible` for a limit below `absolute_least_bytes`; from there to `least_bytes` a plan needs more than
+    64 chunks a step.
     Source: arXiv 2112.01075; `docs/paper-2112.01075.md` says how the search differs.
 
     >>> from shardplan.core.mesh import Mesh
@@ -112,7 +115,11 @@ def _cached_batch(
     keep: tuple[bool, ...],
     even: bool,
 ) -> Plan:
-    return plan_batch(sources, destinations, where, limit, portable, keep, even)
+    def planned(where: Where | None) -> Plan:
+        return plan_batch(sources, destinations, where, limit, portable, keep, even)
+
+    ends = list(zip(sources, destinations, strict=True))
+    return replace(planned(where), _better=lambda: better_text(ends, where, planned))
 
 
 def check_pair(s: TensorType, t: TensorType) -> None:
@@ -132,5 +139,8 @@ def check_pair(s: TensorType, t: TensorType) -> None:
 def _cached(
     s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool, even: bool
 ) -> Plan:
-    chosen, where = best_program(s, t, where, limit, portable, keep, even)
-    return Plan(chosen.program, issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books))
+    def planned(where: Where | None) -> Plan:
+        chosen = best_program(s, t, where, limit, portable, keep, even)
+        return Plan(chosen.program, issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books))
+
+    return replace(planned(where), _better=lambda: better_text([(s, t)], where, planned))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +67,43 @@ def fabric_of(where: Where | None, meshes: Sequence[Mesh]) -> Fabric:
             f"legal ids are 0 to {where.size - 1}"
         )
     return Fabric(where)
+
+
+def occupied_fabric(where: Where, meshes: Sequence[Mesh]) -> Fabric:
+    """Return the fabric of the units between the first device and the last: plans do not know of further ones.
+
+    Errors as of `fabric_of`.
+    """
+    whole = fabric_of(where, meshes)
+    if isinstance(where, Placement):
+        return whole
+    part, start = occupied(where, [device for mesh in meshes for device in mesh.devices])
+    if start:
+        return Fabric(part, np.concatenate([np.full(start, -1), np.arange(part.size)]))
+    return whole if part == where else Fabric(part)
+
+
+def occupied(topology: Topology, devices: Sequence[int]) -> tuple[Topology, int]:
+    """Return the units of a topology from the first of some devices to the last as a topology, and its first device.
+
+    A ring, torus or mesh stays whole: without some of its children its links are others.
+    """
+    levels, start, first, last = list(topology.levels), 0, min(devices, default=0), max(devices, default=0)
+    for j, (level, stride) in enumerate(zip(topology.levels, topology.strides, strict=True)):
+        a, b = (first - start) // stride, (last - start) // stride
+        if level.link not in ("switch", "full") or (level.link == "full" and a == b):
+            break
+        levels[j] = replace(level, size=b - a + 1)
+        start += a * stride
+        if a < b:
+            break
+    size = math.prod(level.size for level in levels)
+    for j, (level, stride) in enumerate(zip(levels, topology.strides, strict=True)):
+        here = range(start // stride, (start + size) // stride)
+        slow = tuple((unit - here.start, factor) for unit, factor in level.degraded if unit in here)
+        ports = tuple((unit - here.start, *rest) for unit, *rest in level.slow_ports if unit in here)
+        levels[j] = replace(level, degraded=slow, slow_ports=ports)
+    return replace(topology, levels=tuple(levels)), start
 
 
 class Priced(NamedTuple):

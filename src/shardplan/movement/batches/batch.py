@@ -28,10 +28,10 @@ from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import TIE, Rules, chain, price, too_little
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.emit import direct, retyping
-from shardplan.movement.redistribution.single import best_program, narrowest, priced_on
+from shardplan.movement.redistribution.single import best_program, narrowest
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
-from shardplan.plans.pricing import Where, fabric_of
+from shardplan.plans.pricing import Where, occupied_fabric
 
 # The room for a pack's largest shards, as parts of the limit and of what the limit leaves above the bound. A pack holds
 # its operands and its results at once, so more than half of the limit cannot serve; beside tensors that fill the bound
@@ -87,13 +87,12 @@ def plan_batch(
     even: bool = False,
 ) -> Plan:
     """Return one plan for all tensors; see `redistribute`."""
-    where = _one_place(sources, destinations, where)
     items = list[BatchItem]()
     for k, (s, t, kept) in enumerate(zip(sources, destinations, keep, strict=True)):
-        chosen, _ = best_program(s, t, where, None, portable, False, even)
+        chosen = best_program(s, t, where, None, portable, False, even)
         ops = tuple(step.op for step in chosen.program.steps)
         items.append(BatchItem(k, s, t, ops, kept))
-    fabric = None if where is None else fabric_of(where, _meshes(sources, destinations))
+    fabric = None if where is None else occupied_fabric(where, _meshes(sources, destinations))
     batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, even, fabric), where)
     program, books = _unlimited(batch) if limit is None else _within(batch, limit)
     return Plan(program, issue(program, sources, destinations, where, limit, False, books))
@@ -333,15 +332,3 @@ def _move(group: Group, devices: tuple[int, ...], most: float) -> OrderedMove:
 
 def _meshes(sources: Sequence[TensorType], destinations: Sequence[TensorType]) -> tuple[Mesh, ...]:
     return tuple(dict.fromkeys(t.mesh for t in (*sources, *destinations)))
-
-
-def _one_place(
-    sources: tuple[TensorType, ...], destinations: tuple[TensorType, ...], where: Where | None
-) -> Where | None:
-    """The best placement for the largest tensor: a batch runs on one placement, and the largest costs most."""
-    if where is None or not sources:
-        return where
-    if len(list(priced_on(where, sources[0], destinations[0]))) == 1:
-        return where
-    largest = max(range(len(sources)), key=lambda k: sources[k].nbytes)
-    return best_program(sources[largest], destinations[largest], where, None, False)[1]

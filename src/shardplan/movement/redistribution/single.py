@@ -1,4 +1,4 @@
-"""The cheapest program of one tensor on the best placement, within a limit; and the least limit that works."""
+"""The cheapest program of one tensor within a limit; and the least limit that works."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from shardplan.core.ops import Exchange, Op, Send
 from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
-from shardplan.hardware.placement import Placement, placements
+from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Fabric, affine
-from shardplan.hardware.topology import Topology
 from shardplan.movement.batches.crossings import crossings
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.redistribution.choice import (
@@ -37,33 +36,16 @@ from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
 from shardplan.movement.redistribution.search import Rates
-from shardplan.plans.pricing import Where, fabric_of
+from shardplan.plans.pricing import Where, occupied_fabric
 
-# A tensor is planned on each, which takes tens of milliseconds, and many axes on many levels have thousands.
-MOST_PLACEMENTS = 64
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # in the order of `Rates`
 
 
-def priced_on(where: Where | None, s: TensorType, t: TensorType) -> Iterator[Where | None]:
-    """Yield what to price a plan on: each placement of a default mesh on a topology of its size, else `where` itself.
-
-    The placements come in the order of `placements`, which a plan's ties go by, and at most `MOST_PLACEMENTS` of them.
-    """
-    mesh = s.mesh
-    if mesh == t.mesh and isinstance(where, Topology) and mesh.devices == tuple(range(where.size)):
-        yield from itertools.islice(placements(mesh, where), MOST_PLACEMENTS)
-    else:
-        yield where
-
-
-def _rules(
-    s: TensorType, t: TensorType, where: Where | None, portable: bool, even: bool
-) -> Iterator[tuple[Rules, Where | None]]:
-    """Yield the rules on each of `priced_on`."""
-    for one in priced_on(where, s, t):
-        fabric = None if one is None else fabric_of(one, (s.mesh, t.mesh))
-        placement = one if isinstance(one, Placement) else None
-        yield Rules(bound_bytes((s,), (t,)), portable, even, fabric, placement), one
+def rules_of(s: TensorType, t: TensorType, where: Where | None, portable: bool, even: bool) -> Rules:
+    """Return the rules of one tensor; device ids are places on a topology."""
+    fabric = None if where is None else occupied_fabric(where, (s.mesh, t.mesh))
+    placement = where if isinstance(where, Placement) else None
+    return Rules(bound_bytes((s,), (t,)), portable, even, fabric, placement)
 
 
 @lru_cache(maxsize=4096)
@@ -75,37 +57,31 @@ def best_program(
     portable: bool,
     keep: bool = False,
     even: bool = False,
-) -> tuple[Chosen, Where | None]:
-    """Return the cheapest program and the placement it was priced on; raises `Infeasible`.
+) -> Chosen:
+    """Return the cheapest program on the devices that the types name; raises `Infeasible`.
 
     Under a limit it is the best without one if that keeps the limit as it is. Else programs are cut into chunks, and of
     those with more than 64 a step one is only taken where none of fewer keeps the limit.
     """
-    best: tuple[Chosen, Where | None] | None = None
+    rules = rules_of(s, t, where, portable, even)
     if limit is None:
-        for rules, one in _rules(s, t, where, portable, even):
-            new = choose(s, t, rules, math.inf if best is None else best[0].price)
-            if new is not None and (best is None or new.price < best[0].price):
-                best = new, one
+        best = choose(s, t, rules)
         if best is None:
             raise _infeasible(s, t, portable)
         return best
-    free, one = best_program(s, t, where, None, portable, False, even)
+    free = best_program(s, t, where, None, portable, False, even)
     program = keeping(free.program, ("0",)) if keep else free.program
     if (books := account(program)).workspace_bytes <= limit:
-        return replace(free, program=program, books=books), one
+        return replace(free, program=program, books=books)
     narrow = _narrow(s, t, where, portable, keep, even)
     most = next((most for most, least in narrow.least if least <= limit), None)
     if most is None:
         raise too_little(f"redistribute {s} to {t}", limit, *(least for _, least in narrow.least))
     fitting = [(cuts, chunks) for cuts in narrow.ways if cuts.workspace(chunks := cuts.chunks(limit, most)) <= limit]
-    cut = [(program, account(program)) for program in (cuts.cut(chunks) for cuts, chunks in fitting)]
-    for rules, one in _rules(s, t, where, portable, even):
-        found: Chosen | None = None
-        for program, books in cut:
-            found = cheaper(found, Chosen(program, books, False, price(program, books, rules)))
-        if found is not None and (best is None or found.price < best[0].price):
-            best = found, one
+    best = None
+    for program in (cuts.cut(chunks) for cuts, chunks in fitting):
+        books = account(program)
+        best = cheaper(best, Chosen(program, books, False, price(program, books, rules)))
     assert best is not None
     return best
 
@@ -119,13 +95,9 @@ class _Narrow(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, keep: bool, even: bool) -> _Narrow:
-    """Return what every limit chooses among.
-
-    The rates are those of the placement that is best without a limit: what a program needs does not depend on it.
-    """
-    free, one = best_program(s, t, where, None, portable, False, even)
-    rules = next(rules for rules, place in _rules(s, t, where, portable, even) if place == one)
-    rules = replace(rules, narrow=True, keep=keep)
+    """Return what every limit chooses among: what a program needs does not depend on the limit."""
+    free = best_program(s, t, where, None, portable, False, even)
+    rules = replace(rules_of(s, t, where, portable, even), narrow=True, keep=keep)
     found = itertools.chain(_ways(s, t, rules), offered(s, t, rules, free))
     ways: list[Cuts] = []
     for program, _ in itertools.chain([(free.program, True)], programs(found, s, t, rules, set())):
@@ -224,7 +196,7 @@ def _rates(p: Problem, fabric: Fabric) -> Rates:
     return out
 
 
-@lru_cache(maxsize=8)  # asked for again on every placement
+@lru_cache(maxsize=8)  # asked for again on every placement, when a better one is looked for
 def _groups(p: Problem) -> list[np.ndarray]:
     """The device ids of the groups over every set of runs but none, [groups, members]."""
     mesh = p.source.mesh
