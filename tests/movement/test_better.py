@@ -100,6 +100,31 @@ def test_the_line_is_the_best_of_all_placements() -> None:
     assert 5 <= said <= 35
 
 
+def test_a_gain_below_the_bound_is_not_said() -> None:
+    """A batch whose largest tensor gains much elsewhere, and the whole little: a small one pays for it there."""
+    levels = Level("node", 2, "switch", 1e9, 0.0), Level("gpu", 4, "switch", 1e11, 0.0)
+    mesh, topology = sp.Mesh(y=4, x=2), sp.Topology("two nodes", levels)
+    for rows in (1100, 1200, 1300, 1500, 2000, 4000):
+        ends = [f"f32[{4 * rows}@y, 64]", "f32[4096@x, 64]"], [f"f32[{4 * rows}, 64]", "f32[4096, 64]"]
+        plan = sp.redistribute(*ends, topology, mesh=mesh)
+        there = min(sp.redistribute(*ends, p, mesh=mesh).seconds for p in sp.placements(mesh, topology))
+        assert bool(plan.better) == (plan.seconds >= GAIN * there), (rows, plan.seconds / there)
+
+
+def test_the_innermost_unit_that_holds_the_axis_is_named() -> None:
+    """It leaves the pods, and the nodes too."""
+    levels = (
+        Level("pod", 2, "switch", 1e9, 1e-6),
+        Level("node", 2, "switch", 1e10, 1e-6),
+        Level("gpu", 2, "switch", 1e11, 1e-6),
+    )
+    topology = sp.Topology("t", levels)
+    plan = sp.redistribute("f32[4096@a, 4096]", "f32[4096, 4096]", topology, mesh="a=2,b=2,c=2")
+    assert "placing a inside one node: a=[1, 1, 2]," in plan.better
+    plan = sp.redistribute("f32[4096@(a,b), 4096]", "f32[4096, 4096]", topology, mesh="a=2,b=2,c=2")
+    assert "placing a inside one " in plan.better
+
+
 def test_the_command_of_the_line_runs() -> None:
     plan = sp.redistribute(*SHARDED, nodes(40), mesh="dp=4,tp=8")
     assert plan.better == (

@@ -41,17 +41,20 @@ def better_text(ends: Ends, where: Where | None, planned: Callable[[Where | None
     assert isinstance(placement, Placement) and isinstance(topology, Topology)
     part, start = occupied(topology, mesh.devices)
     # Of the axes that cross fewer units there, the one of the outermost level, and of those the one of the fewest.
+    there = {axis: np.cumprod(row).tolist() for axis, row in zip(mesh.axes, placement.matrix, strict=True)}
     gained = [
-        (j, int(new), axis)
-        for axis, row in zip(mesh.axes, placement.matrix, strict=True)
-        for j, (old, new) in enumerate(zip(_spans(mesh, axis, part, start), np.cumprod(row), strict=True))
+        (j, new, axis)
+        for axis in mesh.axes
+        for j, (old, new) in enumerate(zip(_spans(mesh, axis, part, start), there[axis], strict=True))
         if new < old
     ]
     how = ""
     if gained:
         j, units, axis = min(gained)
-        name = part.levels[j].name
-        how = f"{axis} inside one {name}: " if units == 1 else f"{axis} on {units} units of level {name}: "
+        names = [level.name for level, n in zip(part.levels, there[axis], strict=True) if n == 1]
+        how = (
+            f"{axis} inside one {names[-1]}: " if units == 1 else f"{axis} on {units} units of {part.levels[j].name}: "
+        )
     asked = _traffic(found.program)
     command = f"--mesh {','.join(f'{a}={n}' for a, n in mesh.shape.items())} --traffic {asked}" if asked else "PLAN"
     return (
