@@ -15,6 +15,7 @@ import shardplan as sp
 from shardplan.cli import app
 from shardplan.hardware.level import Level
 from shardplan.movement.better import GAIN
+from shardplan.plans.pricing import occupied
 
 PRESETS = ("dgx-h100", "dgx-a100", "gcp-v100x8")
 SHARDED = "bf16[53248@tp,16384]{+dp}", "bf16[53248@tp,16384]"
@@ -125,6 +126,25 @@ def test_the_innermost_unit_that_holds_the_axis_is_named() -> None:
     assert "placing a inside one " in plan.better
 
 
+def test_the_units_of_some_devices() -> None:
+    """From the first to the last, slow ones by their number among them; a ring keeps all its children."""
+    slow = replace(nodes(9), levels=(replace(nodes(9).levels[0], degraded=((4, 0.5), (7, 0.25))), nodes(9).levels[1]))
+    part, start = occupied(slow, range(3 * 8, 6 * 8))
+    assert (part.level_sizes, part.levels[0].degraded, start) == ((3, 8), ((1, 0.5),), 24)
+    part, start = occupied(slow, [34, 37])
+    assert (part.level_sizes, part.levels[0].degraded, start) == ((1, 4), ((0, 0.5),), 34)
+    ring = sp.Topology("r", (Level("pod", 4, "switch", 1e9, 0.0), Level("chip", 8, "ring", 1e9, 0.0)))
+    assert occupied(ring, [18, 19])[0].level_sizes == (1, 8) and occupied(ring, [18, 19])[1] == 16
+
+
+def test_the_best_is_not_the_first() -> None:
+    """Columns lie across pods; the first better placement has them inside a pod, the best inside a node."""
+    levels = tuple(Level(name, 2, "switch", b, 1e-6) for name, b in (("pod", 1e9), ("node", 1e10), ("gpu", 1e11)))
+    mesh, topology = sp.Mesh({"a": 2, "b": 2, "c": 2}, devices=[0, 4, 1, 5, 2, 6, 3, 7]), sp.Topology("t", levels)
+    plan = sp.redistribute("f32[4096@c, 4096]", "f32[4096, 4096]", topology, mesh=mesh)
+    assert "placing c inside one node: a=[1, 2, 1], b=[2, 1, 1], c=[1, 1, 2]" in plan.better
+
+
 def test_the_command_of_the_line_runs() -> None:
     plan = sp.redistribute(*SHARDED, nodes(40), mesh="dp=4,tp=8")
     assert plan.better == (
@@ -135,6 +155,8 @@ def test_the_command_of_the_line_runs() -> None:
     assert command[0] == "shardplan"
     done = CliRunner().invoke(app, command[1:])
     assert "946 us" in done.stdout.splitlines()[0] + done.stdout.splitlines()[1], done.stdout
+    later = sp.Mesh({"dp": 4, "tp": 8}, devices=range(16, 48))
+    assert sp.redistribute(*SHARDED, nodes(40), mesh=later).better == plan.better
     small = sp.redistribute(*SHARDED, nodes(40), mesh="dp=2,tp=8")
     assert small.better.endswith("--topology dgx-h100 --nodes 2`")
     own = replace(nodes(4), name="ours")

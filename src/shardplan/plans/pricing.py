@@ -99,7 +99,7 @@ def occupied(topology: Topology, devices: Sequence[int]) -> tuple[Topology, int]
             break
     size = math.prod(level.size for level in levels)
     for j, (level, stride) in enumerate(zip(levels, topology.strides, strict=True)):
-        here = range(start // stride, (start + size) // stride)
+        here = range(start // stride, 1 + (start + size - 1) // stride)
         slow = tuple((unit - here.start, factor) for unit, factor in level.degraded if unit in here)
         ports = tuple((unit - here.start, *rest) for unit, *rest in level.slow_ports if unit in here)
         levels[j] = replace(level, degraded=slow, slow_ports=ports)
