@@ -23,3 +23,14 @@ def rank_groups(order, degrees, wanted):
             ]
         )
     return found
+
+
+def takes(order, degrees):
+    """Whether Megatron's `initialize_model_parallel` gets past its assertions: its two generators, in plain lists."""
+    tp, cp, ep, dp, pp = (degrees.get(n, 1) for n in ("tp", "cp", "ep", "dp", "pp"))
+    world = tp * cp * ep * dp * pp
+    dense = {"tp": tp, "cp": cp, "dp": world // (tp * cp * pp), "pp": pp}
+    expert = {"tp": tp, "ep": ep, "dp": world // (tp * ep * pp), "pp": pp}
+    if not (order.endswith("pp") or pp == 1 or expert["dp"] == dense["dp"]):
+        return False
+    return sorted(rank_groups(order, dense, {"pp"})) == sorted(rank_groups(order, expert, {"pp"}))

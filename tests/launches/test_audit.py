@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from hardware.topologies import any_topology, route, switches, under_library
 from launches.fixes import executed, split_by
-from launches.rank_generator import rank_groups
+from launches.rank_generator import rank_groups, takes
 from launches.systems import linked_systems, placed, plain_groups, renaming, systems
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
@@ -20,6 +22,7 @@ from shardplan.launches.audit import ADVISED, WORTH, audit, leaving_bytes, stock
 from shardplan.launches.fixes import fix, nccl_split, renumbered, strided_text
 from shardplan.launches.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
 from shardplan.launches.launch import Launch
+from shardplan.launches.megatron import takes_order
 from shardplan.launches.verdict import analyse
 from shardplan.movement.placing.traffic import OPS, Demand, demands_of, parse_traffic
 
@@ -117,6 +120,40 @@ def test_megatron_fixes_against_the_rank_generator(case):
                 units.append([len({d // s for d in ids}) for s in launch.topology.strides])
             spans = np.cumprod(best.matrix[launch.mesh.axes.index(axis)]).tolist()
             assert all(u == spans for u in units)
+
+
+def test_megatron_takes_every_order_of_a_fix():
+    """Random meshes with experts, contexts and pipelines, their nodes in order or not, against its two assertions."""
+    rng, found = random.Random(0), Counter()
+    topology = Topology.load("dgx-h100", nodes=4)
+    for _ in range(250):
+        names = rng.sample(("tp", "cp", "ep", "dp", "pp"), rng.randint(2, 5))
+        sizes = dict.fromkeys(names, 1)
+        for _ in range(5):
+            sizes[rng.choice(names)] *= 2
+        nodes = rng.sample(range(4), 4) if rng.random() < 0.3 else range(4)
+        launch = Launch(Mesh(sizes), topology, tuple(8 * node + gpu for node in nodes for gpu in range(8)))
+        order = fix(launch, rng.choice(list(placements(launch.mesh, topology)))).megatron_order
+        found[order is not None] += 1
+        assert order is None or takes(order, sizes), (sizes, order)
+    assert min(found.values()) > 20
+
+
+@given(st.fixed_dictionaries({n: st.sampled_from([1, 2, 3, 4]) for n in ("tp", "cp", "ep", "dp", "pp")}))
+def test_orders_are_taken_where_megatron_asserts_nothing(sizes):
+    for names in itertools.permutations(sizes):
+        assert takes_order("-".join(names), Mesh(sizes)) == takes("-".join(names), sizes), names
+
+
+def test_a_fix_names_the_option_of_megatron():
+    topology = Topology.load("dgx-h100", nodes=4)
+    mesh = Mesh(pp=4, dp=2, tp=4)
+    plain = Launch(mesh, topology, tuple(range(32)))
+    matrices = {"default": ((4, 1), (1, 2), (1, 4)), "option": ((2, 2), (2, 1), (1, 4))}
+    found = {k: fix(plain, Placement(mesh, topology, m)) for k, m in matrices.items()}
+    assert found["default"].megatron.endswith("# Megatron-LM's default")
+    assert found["option"].megatron.endswith("# Megatron-LM's option --use-tp-pp-dp-mapping")
+    assert found["option"].use == "`--use-tp-pp-dp-mapping`"
 
 
 @given(placed())

@@ -19,7 +19,16 @@ from shardplan.errors import ParseError
 from shardplan.hardware.placement import Placement, divisors
 from shardplan.launches.hostfile import host_names, hostfile_text, rankfile_text
 from shardplan.launches.launch import Launch, ring_of
-from shardplan.launches.megatron import DEFAULT, fastest_first, name_of, order_ranks, orders_of
+from shardplan.launches.megatron import (
+    DEFAULT,
+    MAPPING,
+    MAPPING_OPTION,
+    fastest_first,
+    name_of,
+    order_ranks,
+    orders_of,
+    takes_order,
+)
 from shardplan.launches.verdict import analyse
 
 Ints = NDArray[np.int64]
@@ -47,6 +56,13 @@ class Fix:
     rankfile: str  # Open MPI's rankfile, for a program whose ranks have the coordinates they have now
     hostfile: str | None  # the same as a hostfile, None where the order of hosts is not enough
     nccl_tests: tuple[tuple[tuple[str, ...], str], ...]  # by axes the setting that makes nccl-tests run in their groups
+
+    @property
+    def use(self) -> str:
+        """The fix in a few words: an option where Megatron-LM has one, else which text says it."""
+        if self.megatron_order == MAPPING:
+            return f"`{MAPPING_OPTION}`"
+        return "the call for megatron" if self.megatron_order else "the mesh for torch or jax, or the rankfile"
 
     def texts(self) -> dict[str, str]:
         """Return the fix by framework: torch, jax, megatron, mpi and nccl-tests."""
@@ -212,11 +228,13 @@ def _megatron(launch: Launch, placement: Placement) -> tuple[str | None, str, In
     except ParseError as error:
         return None, f"not expressible: {str(error).split(': ', 1)[1]}", None
     for order in _orders(launch, placement):
-        if _gives(launch, order_ranks(mesh, fastest_first(order, mesh)), placement):
+        if takes_order(order, mesh) and _gives(launch, order_ranks(mesh, fastest_first(order, mesh)), placement):
             sizes = {name_of(axis): size for axis, size in mesh.shape.items()}
             degrees = "".join(f"{word}={sizes[name]}, " for name, word in _ARGUMENTS.items() if name in sizes)
-            return order, f'parallel_state.initialize_model_parallel({degrees}order="{order}")', None
-    return None, "not expressible as an order; with the default order use this rankfile", default
+            option = {DEFAULT: "Megatron-LM's default", MAPPING: f"Megatron-LM's option {MAPPING_OPTION}"}.get(order)
+            note = f"  # {option}" if option else "  # no option of Megatron-LM says this order"
+            return order, f'parallel_state.initialize_model_parallel({degrees}order="{order}"){note}', None
+    return None, "not expressible as an order that Megatron takes; with the default order use this rankfile", default
 
 
 def _orders(launch: Launch, placement: Placement) -> Iterator[str]:

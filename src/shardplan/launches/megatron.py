@@ -31,6 +31,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "pp": ("pp", "pipeline", "pipe", "stage"),
 }
 DEFAULT = "-".join(NAMES)
+MAPPING = "tp-cp-ep-pp-dp"  # the order of Megatron-LM's option
+MAPPING_OPTION = "--use-tp-pp-dp-mapping"
 
 
 def name_of(axis: str) -> str | None:
@@ -89,6 +91,28 @@ def order_ranks(mesh: Mesh, fastest: Sequence[str]) -> NDArray[np.int64]:
     slowest = list(reversed(fastest))
     grid = np.arange(mesh.size).reshape([mesh.shape[axis] for axis in slowest])
     return grid.transpose([slowest.index(axis) for axis in mesh.axes])
+
+
+def takes_order(order: str, mesh: Mesh) -> bool:
+    """Say whether Megatron takes an order of a mesh: its pipelines are the same of dense and of expert layers.
+
+    Dense layers know no expert axis: its devices are among their data parallel ones. Expert layers have no context
+    axis: its devices are among theirs. Megatron asserts that an order ends in `pp`, or the two have equal data degrees.
+
+    Source: NVIDIA/Megatron-LM `megatron/core/parallel_state.py`, `initialize_model_parallel`.
+
+    >>> [takes_order("tp-pp-dp", Mesh(dp=4, pp=2)), takes_order("tp-cp-pp-ep-dp", Mesh(dp=16, ep=8, pp=2))]
+    [True, False]
+    """
+    sizes = {name_of(axis): n for axis, n in mesh.shape.items()}
+    tp, cp, ep, dp, pp = (sizes.get(name, 1) for name in NAMES)
+    names = order.split("-")
+    if pp == 1 or names[-1] == "pp":
+        return True
+    before = names[: names.index("pp")]
+    dense, expert = {"tp": tp, "cp": cp, "dp": dp * ep}, {"tp": tp, "ep": ep, "dp": dp * cp}
+    strides = [math.prod(degrees.get(name, 1) for name in before) for degrees in (dense, expert)]
+    return dense["dp"] == expert["dp"] and strides[0] == strides[1]
 
 
 def greedy_matrix(mesh: Mesh, topology: Topology, fastest: Sequence[str]) -> Matrix:
