@@ -162,7 +162,9 @@ def test_audit_and_its_status(capsys, tmp_path):
     more = ("--rank-order", "cyclic", "--traffic", "tensor=2GB,data=100MB")
     status, out, err = call(capsys, *launch, *more, "--svg", path)
     assert (status, err) == (0, "")
-    assert out.startswith("verdict  interleaved")
+    assert out.startswith(
+        "35.05 times the best: `tensor` spans 2 nodes; use the call for megatron\nverdict  interleaved"
+    )
     assert ET.fromstring(path.read_text()).tag.endswith("svg")
     assert call(capsys, *launch, *more, "--fail-above", "2")[0] == 1
     assert call(capsys, *launch, *more, "--fail-above", "100")[0] == 0

@@ -161,6 +161,13 @@ def test_the_command_of_the_line_runs() -> None:
     assert small.better.endswith("--topology dgx-h100 --nodes 2`")
     own = replace(nodes(4), name="ours")
     assert sp.redistribute(*SHARDED, own, mesh="dp=4,tp=8").better.endswith("--topology FILE`")
+    split = "f32[3072]{+a}", "f32[3072]"
+    levels = sp.redistribute(
+        *split, nodes(2), mesh=sp.Mesh({"a": 8, "b": 2}, devices=[*range(0, 16, 2), *range(1, 16, 2)])
+    )
+    assert levels.better == "" or "--mesh a=8,b=2 --traffic a=all_reduce:12288B*1" in levels.better
+    one = sp.redistribute("f32[1]{+a}", "f32[1]", sp.Topology.load("dgx-a100").resize(node=3, gpu=4), mesh="a=12")
+    assert not one.better or "--traffic a=all_reduce:4B*1" in one.better
     mixed = sp.redistribute("f32[48@(a,b), 48]", "f32[48@(b,a), 48]", nodes(2), mesh="a=2,b=8")
     assert not mixed.better or " place PLAN " in mixed.better
 

@@ -46,6 +46,7 @@ def test_examples():
 def test_text_with_a_fix():
     found = audit(range(32), Mesh(tensor=2, data=16), SMALL, {"tensor": 2e9, "data": 1e6})
     lines = audit_text(found, "torch").splitlines()
+    assert lines.pop(0) == "500.18 times the best: `tensor` spans 2 nodes; use the call for megatron"
     assert lines[:3] == [
         "verdict  canonical",
         "matrix   tensor=[2, 1], data=[1, 16]",
@@ -87,6 +88,7 @@ def test_text_with_a_fix():
 def test_text_of_no_placement():
     found = audit(range(48), Mesh(data=16, tensor=3), Topology.load("dgx-a100", nodes=6))
     assert audit_text(found).splitlines() == [
+        "4 of the 16 groups over `tensor` span 2 nodes where a placement has 1",
         "verdict  not a placement",
         "on       dgx-a100: node=6 x gpu=8, 48 devices",
         "why      4 of the 16 groups over `tensor` span 2 nodes where a placement has 1",
@@ -131,10 +133,22 @@ def test_the_grammar_of_units():
     assert (counted(1, "pod"), counted("1 to 2", "switch"), plural("box")) == ("1 pod", "1 to 2 switches", "boxes")
 
 
+def test_the_first_line_is_the_answer():
+    topology = Topology.load("dgx-h100", nodes=4)
+
+    def said(mesh, traffic):
+        return audit_text(audit(range(32), mesh, topology, traffic)).splitlines()[0]
+
+    assert said("data=4,tensor=8", "tensor=2GB") == "well placed"
+    pipelined = said("pp=2,dp=4,tp=4", "pp=2GB, dp=10MB, tp=8GB")
+    assert pipelined.endswith("; use `--use-tp-pp-dp-mapping`") and "times the best: `pp` spans 2 nodes" in pipelined
+    assert said("data=4,tensor=8", None).startswith("no traffic is given")
+
+
 def test_what_runs_behind_compute_is_said():
     """Groups of 16 share a NIC of 8 GB/s: 100 MB each is 200 ms, of which 150 ms are hidden; tensor inside is not."""
     found = audit(range(32), Mesh(data=2, tensor=16), SMALL, "data=100MB behind 150ms, tensor=1GB")
-    lines = audit_text(found).splitlines()
+    lines = audit_text(found).splitlines()[1:]
     assert "100 MB in 200 ms, 50 ms of it not behind compute" in lines[5]
     data, tensor = found.shares
     assert lines[8].startswith("cost     ") and " a step beside 150 ms behind compute, as on the best" in lines[8]

@@ -20,16 +20,16 @@ from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import TopologyError, shown
-from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Matrix, Placement, orders
 from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.cost import Price, checked_algorithm, price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.hardware.units import format_bytes, format_rate, format_seconds
+from shardplan.launches.causes import CostShare, cause_of
 from shardplan.launches.fixes import Fix, fix, renumbered
-from shardplan.launches.launch import Launch, Ring, article, counted, crowding, detour_text, quoted, ring_of, sharing
+from shardplan.launches.launch import Launch, Ring, article, counted, crowding
+from shardplan.launches.megatron import name_of
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
 from shardplan.movement.placing.place import candidates, outermost
@@ -39,6 +39,8 @@ from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 WORTH = 0.01  # relative: seconds closer than this are no difference
+# Tensor parallelism is taken out of a node only for a gain that is left where every price is 20 % off.
+SURE = 1.2 / 0.8
 ADVISED = 0.02  # relative: a gain of less is said, and nobody would start a job anew for it
 
 
@@ -53,19 +55,6 @@ class AxisRow:
 
 
 @dataclass(frozen=True, slots=True)
-class CostShare:
-    """What one demand costs."""
-
-    demand: Demand
-    seconds: float  # that a step waits for it, as launched
-    hidden_seconds: float  # of a step that run behind compute, as launched
-    best_seconds: float  # that a step waits for it on the best matrix
-    algorithm: str  # the library's that is priced, as launched
-    uplink_bytes: tuple[float, ...]  # for each level the bytes that leave its busiest unit in a step
-    port_bytes: tuple[float, ...]  # for each level the bytes that leave by its busiest port or link in a step
-
-
-@dataclass(frozen=True, slots=True)
 class Audit:
     """What an audit found."""
 
@@ -74,7 +63,8 @@ class Audit:
     rows: tuple[AxisRow, ...]  # one for each axis of more than one device, and one for each tuple of axes with traffic
     shares: tuple[CostShare, ...]  # one for each demand; none without traffic
     seconds: float | None  # that a step waits for all demands, as launched; None without traffic
-    # The cheapest placement that keeps axes where they are to stay. Of those within `WORTH` this launch's matrix, then
+    # The cheapest placement that keeps axes where they are to stay, and tensor parallelism in its nodes but for a gain
+    # of `SURE`. Of those within `WORTH` this launch's matrix, then
     # the most local, then one that ranks in row-major order are. Without traffic this launch's matrix, None where it
     # has none.
     best: Placement | None
@@ -87,6 +77,23 @@ class Audit:
     def placement(self) -> Placement | None:
         """The launch as a placement, up to renaming equal units; None where it is none."""
         return _own(self.launch, self.findings)
+
+    @property
+    def answer(self) -> str:
+        """The audit in a line: well placed, or how many times the best it takes, why, and what to use."""
+        why = self.cause.split(": ")[0]
+        use = "" if self.fix is None else f"; use {self.fix.use}"
+        if self.ratio is None:
+            return f"{why}{use}"
+        if self.seconds is None or self.best_seconds is None or (self.fix is None and not self.advised):
+            return "well placed"
+        times = f"{self.ratio:.2f} times the best" if self.advised else "as fast as the best"
+        return f"{times}: {why}{use}"
+
+    @property
+    def advised(self) -> bool:
+        """Whether the best matrix is faster by `ADVISED` or more."""
+        return self.ratio is not None and self.ratio > 1 + ADVISED
 
     @property
     def cause(self) -> str:
@@ -187,6 +194,7 @@ def audit(
     whole = [d.count * p.seconds for d, p in zip(demands, paid, strict=True)]
     waited = [d.exposed(s) for d, s in zip(demands, whole, strict=True)]
     total = sum(waited)
+    fastest, ranking = ranking[0], _steady(launch, ranking, total)
     best = _best(launch, findings, ranking, total)
     shares = tuple(
         CostShare(d, now, all_of - now, then.seconds, p.algorithm, *_busiest(_leaving(p, d, fabric), fabric))
@@ -197,7 +205,7 @@ def audit(
         losing = sorted(shares, key=lambda s: s.best_seconds - s.seconds)
         # One that loses next to nothing is no cause; the worst always is one.
         losing = [s for s in losing if s.seconds - s.best_seconds > best.seconds * WORTH] or losing[:1]
-        causes += tuple(dict.fromkeys(_cause(launch, findings, s, best.placement, algorithm) for s in losing))
+        causes += tuple(dict.fromkeys(cause_of(launch, findings, s, best.placement, algorithm) for s in losing))
         joint = all(len(s.demand.axes) > 1 for s in losing)
         if joint and _own(launch, findings) == best.placement and not findings.felt:
             # What is left are joint axes, whose members come in the order of coordinates, not of devices.
@@ -208,9 +216,14 @@ def audit(
         text = fix(launch, best.placement, together, device)
     if not causes:
         kept_text = "".join(f" that keeps `{axis}` inside {article(level)}" for axis, level in kept[:1])
-        least = next(x for x in (SAME, WORTH, ADVISED) if total <= ranking[0].seconds * (1 + x))
+        least = next((x for x in (SAME, WORTH) if total <= fastest.seconds * (1 + x)), ADVISED)
         worth = "" if least == SAME else f" by {100 * least:g} % or more"
         causes = (f"no matrix{kept_text} is faster for this traffic{worth}",)
+        if total > fastest.seconds * (1 + ADVISED):
+            causes = (
+                f"only a matrix that takes tensor parallelism out of a node is faster, by {total / fastest.seconds:.2f}"
+                f" times, where prices that are 20 % off take {SURE:g}",
+            )
     return Audit(launch, findings, rows, shares, total, best.placement, best.seconds, causes, text, kept)
 
 
@@ -283,6 +296,23 @@ def stock_ranking(
     return ranked(every, demands, "stock", algorithm)
 
 
+def _steady(launch: Launch, ranking: Sequence[Placed], total: float) -> Sequence[Placed]:
+    """The rows that leave tensor parallelism in the nodes where it is, or gain `SURE`; all where that leaves none."""
+    mesh, topology = launch.mesh, launch.topology
+    names = [level.name for level in topology.levels]
+    axes = [k for k, axis in enumerate(mesh.axes) if name_of(axis) == "tp"]
+    if "node" not in names or not axes:
+        return ranking
+    j = names.index("node")
+    now = [int(units_spanned(launch.groups((mesh.axes[k],)), topology)[j].max()) for k in axes]
+    return [
+        row
+        for row in ranking
+        if total > row.seconds * SURE
+        or all(math.prod(row.placement.matrix[k][: j + 1]) <= n for k, n in zip(axes, now, strict=True))
+    ] or ranking
+
+
 def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: float) -> Placed:
     """Of the placements that are as good as the cheapest the launch's own, else the most local one.
 
@@ -335,66 +365,3 @@ def _leaving(paid: Price, demand: Demand, fabric: Fabric) -> list[Floats]:
         else:
             found.append(demand.count * paid.row.share(j < fabric.far) * fabric.sent(j, seconds))
     return found
-
-
-def uplink_word(level: Level, count: int = 1) -> str:
-    """Return what uplinks of a level are called: those of a node are NICs."""
-    several = "s" if count > 1 else ""
-    if level.link != "switch":
-        return f"link{several} of {article(level.name)}"
-    return f"NIC{several}" if level.name in ("node", "host") else f"uplink{several} of {article(level.name)}"
-
-
-def _cause(launch: Launch, findings: Findings, worst: CostShare, best: Placement, algorithm: str) -> str:
-    """Say in one sentence why a demand is slow, where it loses the most."""
-    axes, levels = worst.demand.axes, launch.topology.levels
-    names = quoted(axes)
-    groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)
-    here, there = ([int(c.max()) for c in units_spanned(g, launch.topology)] for g in (groups, target))
-    stray = {s.level for s in findings.strays if set(s.axes) <= set(axes)}
-    rings = ring_of(launch, axes)
-    verb = "spans" if len(axes) == 1 else "together span"
-    for j in _relieved(groups, target, worst.demand, Fabric(launch.topology), algorithm):
-        level = levels[j]
-        if level.name in stray:
-            return findings.reason
-        if here[j] > there[j]:
-            spans = f"{names} {verb} {counted(here[j], level.name)}"
-            n = sharing(groups, launch.topology)[j]
-            if n > 1 and level.uplinks == 1:
-                return f"{spans}: {n} groups share each {uplink_word(level)}"
-            ports = f"{uplink_word(level, level.uplinks)} of {format_rate(level.bandwidth)}"
-            if n > 1:
-                return f"{spans}: {n} groups share {level.uplinks} {ports}; it could span {there[j]}"
-            return f"{spans}, each over {ports}; it could span {there[j]}"
-        if rings.detours[j]:
-            return detour_text(rings, launch.topology, j)
-        busy, idle = (sharing(g, launch.topology)[j] for g in (groups, target))
-        if busy > idle > 0:
-            spans = counted(here[j], level.name)
-            return f"{names} {verb} {spans}: {busy} groups leave each {level.name}, where {idle} could"
-    if findings.felt:
-        return findings.reason
-    return (
-        f"{worst.demand.op} over {names} of {format_bytes(worst.demand.nbytes)} takes "
-        f"{format_seconds(worst.seconds)}, {format_seconds(worst.best_seconds)} on the best matrix"
-    )
-
-
-def _relieved(groups: Ints, target: Ints, demand: Demand, fabric: Fabric, algorithm: str) -> list[int]:
-    """Levels by the seconds of load that other groups take off their busiest wire, the outermost of equals first.
-
-    A level of more load there is no cause, and left out, unless none has less: then latency is all that is lost.
-    """
-    now, then = (
-        [
-            0.0 if seconds is None else float(seconds.max(initial=0.0))
-            for seconds in price(demand_pattern(demand.op, members, demand.nbytes), fabric, algorithm).load
-            or [None] * len(fabric.wires)
-        ]
-        for members in (groups, target)
-    )
-    least = SAME * max([*now, *then])
-    saved = {j: a - b for j, (a, b) in enumerate(zip(now, then, strict=True))}
-    better = [j for j in saved if saved[j] > least]
-    return sorted(better or saved, key=lambda j: (-float(f"{max(saved[j], 0.0):.3g}"), j))

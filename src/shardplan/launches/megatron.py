@@ -21,6 +21,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware.placement import Matrix, Placement
 from shardplan.hardware.topology import Topology
+from shardplan.movement.placing.traffic import PIPELINE
 
 # Megatron's names in its default order, each with the names that an axis of a mesh may bear.
 NAMES: dict[str, tuple[str, ...]] = {
@@ -28,7 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cp": ("cp", "context", "sequence", "seq"),
     "ep": ("ep", "expert"),
     "dp": ("dp", "data"),
-    "pp": ("pp", "pipeline", "pipe", "stage"),
+    "pp": PIPELINE,
 }
 DEFAULT = "-".join(NAMES)
 MAPPING = "tp-cp-ep-pp-dp"  # the order of Megatron-LM's option

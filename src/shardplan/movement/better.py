@@ -55,7 +55,7 @@ def better_text(ends: Ends, where: Where | None, planned: Callable[[Where | None
         how = (
             f"{axis} inside one {names[-1]}: " if units == 1 else f"{axis} on {units} units of {part.levels[j].name}: "
         )
-    asked = _traffic(found.program)
+    asked = _traffic(ends, found.program)
     command = f"--mesh {','.join(f'{a}={n}' for a, n in mesh.shape.items())} --traffic {asked}" if asked else "PLAN"
     return (
         f"better     placing {how}{placement.describe()} would take {format_seconds(found.seconds)}: "
@@ -90,11 +90,21 @@ def _spans(mesh: Mesh, axis: str, part: Topology, start: int) -> list[int]:
     return units_spanned(mesh.ids[mesh.group_places((axis,))] - start, part).max(axis=1).tolist()
 
 
-def _traffic(program: Program) -> str:
-    """What a program communicates as `--traffic`; empty where some of it is no collective over whole axes."""
-    _, demands, others = program_traffic(program)
-    terms = [f"{'+'.join(d.axes)}={d.op}:{d.nbytes:.0f}B*{d.count:g}" for d in demands]
-    return "" if others else ",".join(terms)
+def _traffic(ends: Ends, program: Program) -> str:
+    """What a program communicates as `--traffic`; empty where some of it is no collective over whole axes.
+
+    Of a program that reduces on a mesh of its own it is what the ends ask for.
+    """
+    if len(program.meshes) == 1:
+        _, demands, others = program_traffic(program)
+        terms = [f"{'+'.join(d.axes)}={d.op}:{d.nbytes:.0f}B*{d.count:g}" for d in demands]
+        return "" if others else ",".join(terms)
+    terms: list[str] = []
+    for s, t in ends:
+        if axes := [a for a in s.layout.partial if a not in t.layout.partial and a in s.mesh.axes]:
+            op = "reduce_scatter" if set(axes) & set(t.mesh.axes) & set(t.layout.used) else "all_reduce"
+            terms.append(f"{'+'.join(axes)}={op}:{s.local_bytes()}B*1")
+    return ",".join(terms) or "TRAFFIC"
 
 
 def _named(topology: Topology) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from shardplan.errors import LayoutError
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.launches.audit import WORTH, Audit, uplink_word
+from shardplan.launches.audit import WORTH, Audit
+from shardplan.launches.causes import uplink_word
 from shardplan.launches.launch import article, counted
 from shardplan.launches.verdict import Stray
 from shardplan.report.text import library_object
@@ -29,6 +30,7 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     >>> from shardplan.launches.audit import audit
     >>> topology = Topology.load("gcp-a100x16", nodes=2)
     >>> print(audit_text(audit(range(32), Mesh(data=2, tensor=16), topology)))
+    no traffic is given, so nothing is known to be better than this matrix
     verdict  canonical
     matrix   data=[2, 1], tensor=[1, 16]
     on       gcp-a100x16: node=2 x gpu=16, 32 devices
@@ -42,7 +44,7 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     if framework not in FRAMEWORKS:
         raise LayoutError(f"fix for {framework!r} is unknown; legal: {', '.join(FRAMEWORKS)}")
     launch, findings = found.launch, found.findings
-    lines = [f"verdict  {found.verdict}"]
+    lines = [found.answer, f"verdict  {found.verdict}"]
     if findings.matrix is not None:
         rows = zip(launch.mesh.axes, findings.matrix, strict=True)
         lines.append("matrix   " + ", ".join(f"{axis}={list(row)}" for axis, row in rows))
@@ -141,6 +143,7 @@ def audit_object(found: Audit) -> dict[str, Any]:
     """Return an audit as an object: its keys are the attribute names."""
     findings, text = found.findings, found.fix
     return {
+        "answer": found.answer,
         "verdict": found.verdict,
         "reason": findings.reason or None,
         "matrix": None if findings.matrix is None else [list(row) for row in findings.matrix],

@@ -17,7 +17,8 @@ from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_bytes
-from shardplan.launches.audit import leaving_bytes, uplink_word
+from shardplan.launches.audit import leaving_bytes
+from shardplan.launches.causes import uplink_word
 from shardplan.launches.hostfile import host_level
 from shardplan.launches.launch import Launch, sharing
 from shardplan.launches.verdict import Findings, analyse

@@ -29,6 +29,7 @@ OPS = PRICED  # that traffic may name
 Row = tuple[str, float | str, float] | tuple[str, float | str, float, str]
 Rows = float | str | Sequence[Row]
 Traffic = Mapping[tuple[str, ...], Rows] | Mapping[str, Rows] | Mapping[tuple[str, ...] | str, Rows]
+PIPELINE = ("pp", "pipeline", "pipe", "stage")  # what an axis of stages is called: each sends to the next
 _TERM = re.compile(
     r"\s*(?P<axes>[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*)\s*=\s*(?:(?P<op>[a-z_]+)\s*:)?"
     r"(?P<bytes>[^*:=,]+?)\s*(?:\*\s*(?P<count>\d+(?:\.\d+)?))?(?:\s+behind\s+(?P<behind>[^*:=,]+?))?\s*"
@@ -139,7 +140,8 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[Row]]:
     """Return the traffic that a text says, as the command line takes it; terms over the same axes add up to a list.
 
     The terms `axes=bytes` have commas between them: `data=2GB, tensor=500MB`. Joint axes are joined by `+`, another op
-    than all_reduce stands before the bytes, and a count after: `data+tensor=all_gather:64MB*24`. Last stands what runs
+    than all_reduce (`permute` for an axis called pp, pipeline, pipe or stage) stands before the bytes, and a count
+    after: `data+tensor=all_gather:64MB*24`. Last stands what runs
     behind compute: `data=2GB behind 120ms` of it a step, or `behind 90%` of its own seconds.
 
     Raises `ParseError` where a term is malformed, or its unit or its op unknown; it points at the term.
@@ -158,7 +160,8 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[Row]]:
                 text,
                 start,
             )
-        op = match["op"] or "all_reduce"
+        axes = tuple(axis.strip() for axis in match["axes"].split("+"))
+        op = match["op"] or ("permute" if len(axes) == 1 and axes[0] in PIPELINE else "all_reduce")
         if op not in OPS:
             raise ParseError(f"op {op!r} is unknown; legal: {', '.join(OPS)}", text, start + match.start("op"))
         part = "bytes"
@@ -170,7 +173,6 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[Row]]:
         except ParseError as error:
             reason = str(error).split("\n", 1)[0]
             raise ParseError(reason, text, start + match.start(part)) from None
-        axes = tuple(axis.strip() for axis in match["axes"].split("+"))
         row = op, nbytes, float(match["count"] or 1)
         found.setdefault(axes, []).append(row if match["behind"] is None else (*row, match["behind"]))
         start += len(term) + 1
