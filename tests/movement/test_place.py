@@ -18,7 +18,7 @@ from shardplan.hardware.placement import Placement, count, orders
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.placed import ranked
-from shardplan.movement.placing.traffic import OPS, demands_of, program_traffic
+from shardplan.movement.placing.traffic import OPS, demands_of, parse_traffic, program_traffic
 
 
 def switches(*levels, **options):
@@ -132,6 +132,17 @@ def test_the_best_order_is_the_least_of_all(shape, traffic):
         singly = [ranked([one], demands)[0].seconds for one in orders(row.placement)]
         assert row.seconds == pytest.approx(min(singly), rel=1e-9)
         assert len(singly) == len(set(orders(row.placement)))
+
+
+def test_an_axis_of_stages_sends_to_the_next():
+    """By its name, where no op stands; joint with another it is reduced, as any."""
+    said = {
+        "pp=2GB": "permute",
+        "stage = 2GB*3": "permute",
+        "pp=all_reduce:2GB": "all_reduce",
+        "pp+dp=2GB": "all_reduce",
+    }
+    assert {text: parse_traffic(text).popitem()[1][0][0] for text in said} == said
 
 
 def test_the_order_matters():
