@@ -40,12 +40,7 @@ def reshard_traced(x: Any, sharding: Any, source: Any, memory_limit: int | None)
                 f"reshard: {end.spec} is on the mesh {mesh_of(end.mesh)}, but inside jit JAX takes one mesh only, "
                 f"{why}: {mesh_of(own)}; reshard to another mesh outside jit"
             )
-    said, known = part_of(source.spec, own.explicit_axes), part_of(jax.typeof(x).sharding.spec, own.explicit_axes)
-    if said != known:
-        raise BackendError(
-            f"reshard: source= says {source.spec}, but the array's type is {jax.typeof(x)}; legal is {known} over the "
-            f"Explicit axes {', '.join(own.explicit_axes)}"
-        )
+    check_source(x, own, source)
     for dim in sharding.spec:
         first = next((a for a in dim if a in own.auto_axes), None) if isinstance(dim, tuple) else None
         if first is not None and any(a in own.explicit_axes for a in dim[dim.index(first) :]):
@@ -58,6 +53,18 @@ def reshard_traced(x: Any, sharding: Any, source: Any, memory_limit: int | None)
     if not own.auto_axes:
         return x
     return jax.lax.with_sharding_constraint(x, jax.NamedSharding(own, part_of(sharding.spec, own.auto_axes)))
+
+
+def check_source(x: Any, own: Any, source: Any) -> None:
+    """Raise `BackendError` where `source` says otherwise than an array's type over the Explicit axes of its mesh."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    said, known = part_of(source.spec, own.explicit_axes), part_of(jax.typeof(x).sharding.spec, own.explicit_axes)
+    if said != known:
+        raise BackendError(
+            f"reshard: source= says {source.spec}, but the array's type is {jax.typeof(x)}; legal is {known} over the "
+            f"Explicit axes {', '.join(own.explicit_axes)}"
+        )
 
 
 def unsaid(x: Any) -> BackendError:
