@@ -18,12 +18,14 @@ from execution.jax_child import main
 from shardplan.errors import ShardplanError
 
 PARTS, CASES = 4, 50  # that many in each
-KNOWN = {  # that each of these once went wrong, by what it was
-    1245: "a gradient whose type no operation has seen",
-    1445: "a gradient that is a numpy array, outside jit",
-    1668: "a gradient under jax.checkpoint, outside jit, that a type alone says the end of",
-    38: "a source that is denied by the type, in a gradient",
-}
+KNOWN = (  # each once went wrong
+    {"is": "a gradient whose type no operation has seen", "kind": "EE", "given": "numpy", "stack": ["vjp"]},
+    {"is": "a numpy gradient, outside jit", "kind": "AA", "given": "numpy", "outer": "none", "stack": ["vjp"]},
+    {"is": "an end that a type alone says", "kind": "EE", "given": "uncommitted", "outer": "none",
+     "stack": ["grad", "checkpoint that saves"]},
+    {"is": "a gradient where the type denies the source", "kind": "AE", "given": "numpy", "said": True,
+     "stack": ["grad", "checkpoint that saves"]},
+)  # fmt: skip
 SHAPE = (16, 24)
 Move = Callable[[Any, Any, Any], Any]  # an array, where to, where from
 Function = Callable[[Any], Any]
@@ -95,7 +97,7 @@ def argument(here: Here, kind: str, source: Any, elsewhere: Any) -> Any:
 class Case:
     """One drawn case, which runs with our move or with JAX's."""
 
-    def __init__(self, here: Here, seed: int) -> None:
+    def __init__(self, here: Here, seed: int, **known: Any) -> None:
         rng = random.Random(seed)
         self.here, self.seed = here, seed
         self.kind = rng.choice(["AA", "AA", "AA", "EE", "EE", "EA", "AE"])
@@ -111,15 +113,17 @@ class Case:
         self.last = here.end(self.kind, *rng.choice(specs))
         self.stack = rng.choices(list(here.transforms), k=rng.choice([1, 2, 2, 3]))
         self.bends = rng.random() < 0.5  # else the function is linear
+        self.late = rng.random() < 0.5  # whether its first operation is a move
         self.outer = rng.choice(["jit", "jit", "jit", "none", "compiled", "out"])
         if "shape" in self.given:
             self.outer = "compiled"
         elif self.given in ("key", "captured") and self.outer == "none":
             self.outer = "jit"
+        vars(self).update(known)
 
     def __str__(self) -> str:
         ends = " to ".join(str(e.spec) for e in (self.first, *self.others, self.first, self.last))
-        flags = [n for n in ("manual", "said", "is_set", "bends") if getattr(self, n)]
+        flags = [n for n in ("manual", "said", "is_set", "bends", "late") if getattr(self, n)]
         return f"{self.seed}: {self.kind} {flags} {self.given}, {self.outer} of {self.stack}, {ends}"
 
     @property
@@ -136,8 +140,9 @@ class Case:
         def base(x: Any) -> Any:
             at = self.first
             for end in (*self.others, self.first):
-                x, at = move(x, end, at if self.said else None), end
-                x = jax.numpy.sin(x) if self.bends else x * 2
+                y = jax.numpy.sin(x) if self.bends else x * 2
+                x, at = move(x if self.late else y, end, at if self.said else None), end
+                x = x * 2 if self.late else x
             return x
 
         f: Function = base
@@ -201,27 +206,32 @@ def outcome(case: Case, move: Move) -> tuple[str, Any]:
 
 def known(here: Here) -> Any:
     """Those that once went wrong."""
-    return compared(here, KNOWN)
+    plain = {"manual": False, "said": False, "is_set": True, "bends": False, "late": False, "outer": "jit"}
+
+    def ends(kind: str) -> dict[str, Any]:
+        first, other = here.end(kind, "a", "b"), here.end(kind, "b", "a")
+        return {"first": first, "others": [other], "last": first}
+
+    return compared(Case(here, 0, **plain | ends(case["kind"]) | case) for case in KNOWN)
 
 
 def part(k: int) -> Callable[[Here], Any]:
     """Those that are drawn anew, a part of them."""
 
     def cases(here: Here) -> Any:
-        return compared(here, range(k * CASES, (k + 1) * CASES))
+        return compared(Case(here, seed) for seed in range(k * CASES, (k + 1) * CASES))
 
     cases.__name__ = f"part_{k}"
     return cases
 
 
-def compared(here: Here, seeds: Iterable[int]) -> dict[str, Any]:
+def compared(drawn: Iterable[Case]) -> dict[str, Any]:
     """What went wrong, by case; how many agreed; what we refused, and what JAX refuses itself."""
     from shardplan.interop.jax import reshard
 
     wrong: dict[str, str] = {}
     seen, told, refused = Counter[str](), Counter[str](), Counter[str]()
-    for seed in seeds:
-        case = Case(here, seed)
+    for case in drawn:
         theirs, want = outcome(case, constrain)
         ours, got = outcome(case, reshard)
         seen[f"{theirs} {ours}"] += 1
