@@ -8,13 +8,14 @@ from typing import Any
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
+from shardplan.core.shardings import mesh_of, type_of
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
 from shardplan.execution.jax.bits import carrier, from_bits, to_bits
 from shardplan.execution.jax.executables import jax_mesh, lower_steps
 from shardplan.execution.jax.run import check
 from shardplan.interop.jax.plans import check_ends, ends, plan_of
-from shardplan.interop.jax.types import mesh_of, spec_of, type_of
+from shardplan.interop.jax.types import spec_of
 
 MOST_FUNCTIONS = 1024  # mapped programs that are remembered: JAX keeps what it traced for as long as a function lives
 
