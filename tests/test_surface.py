@@ -68,6 +68,11 @@ DROP_INS = {
     "shardplan.interop.torch.redistribute_state": [
         ("state", "-"), ("layouts", "-"), ("device_mesh", None), ("memory_limit", None),
     ],
+    "shardplan.interop.jax.compare_with_xla": [
+        ("source", "-"), ("sharding", "-"), ("shape", "-"), ("dtype", "-"), ("memory_limit", None),
+    ],
+    "shardplan.interop.jax.plan_of": [("source", "-"), ("destination", "-"), ("memory_limit", None)],
+    "shardplan.interop.jax.type_of": [("array", "-"), ("sharding", "-"), ("dtype", None)],
     "shardplan.interop.jax.reshard": [("array", "-"), ("sharding", "-"), ("source", None)],
 }  # fmt: skip
 PLAN = ("program", "certificate", "seconds", "save", "load")

@@ -372,8 +372,16 @@ def small(here: Ends) -> Any:
         outside._is_local_cpu = known
         return planned == [False, True, True]
 
+    def large() -> bool:
+        """Which moves of a larger array have a plan: in which a device copies once what it gets."""
+        whole, rows, columns = here.sharding(), here.sharding("x"), here.sharding(None, "x")
+        explicit = here.sharding(mesh=here.explicit)
+        moves = ((rows, here.a), (rows, whole), (rows, columns), (here.a, here.far), (explicit, rows))
+        ways = [outside._planned_way((256, 256), np.dtype("f4"), *ends, None, False) for ends in moves]
+        return [way is not None for way in ways] == [True, False, False, False, False]
+
     before = len(outside.EXECUTABLES.keys())
-    kept, outside.SMALL_BYTES = outside.SMALL_BYTES, 2**16
+    outside.LEAVES_TO_HOST = True
     outside._choose_way.cache_clear()
     try:
         return each(
@@ -381,6 +389,7 @@ def small(here: Ends) -> Any:
                 "moved": lambda: differs(reshard(here.put(here.sharding("x")), here.b), here.b),
                 "far": lambda: differs(reshard(here.put(here.sharding("x")), here.far), here.far),
                 "elsewhere": elsewhere,
+                "large": large,
                 "nothing compiled": lambda: len(outside.EXECUTABLES.keys()) == before,
                 "limit": lambda: (
                     differs(reshard(here.put(here.sharding("x")), here.b, memory_limit=10**6), here.b)
@@ -389,7 +398,7 @@ def small(here: Ends) -> Any:
             }
         )
     finally:
-        outside.SMALL_BYTES = kept
+        outside.LEAVES_TO_HOST = False
         outside._choose_way.cache_clear()
 
 
@@ -515,7 +524,7 @@ CHECKS: tuple[Callable[[Ends], Any], ...] = (
 def make() -> tuple[Ends]:
     from shardplan.interop.jax import outside
 
-    outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
+    outside.LEAVES_TO_HOST = False  # what is checked are plans
     return (Ends(),)
 
 

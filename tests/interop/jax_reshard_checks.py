@@ -275,6 +275,50 @@ def types(here: Here) -> Any:
     return {"types": [f"{t} on {t.mesh}" for t in rows], "specs": back}
 
 
+def shardings(here: Here) -> Any:
+    """Plans between `NamedSharding`s, beside those between the types that `type_of` says."""
+    import shardplan as sp
+    from shardplan.core.shardings import types_between
+
+    ends = [here.sharding(*spec) for spec in (("x", "y"), ("y", "x"), (("x", "y"),), (None, ("y", "x")), ())]
+    ends += [here.sharding(*spec, mesh=here.others[name][0]) for name, spec in (("other axes", ("q", "p")),
+                                                                                ("fewer", (None, "w")))]  # fmt: skip
+    wrong, checked = list[str](), 0
+    for a in ends:
+        for b in ends:
+            shape = (48, 24)
+            found, want = sp.redistribute(a, b, shape=shape, dtype="f32"), types_between(shape, "f32", a, b)
+            if found != sp.redistribute(*want):
+                wrong.append(f"{a} to {b}")
+            checked += 1
+    return {"wrong": wrong, "checked": checked}
+
+
+def beside(here: Here) -> Any:
+    """What XLA sends beside ours: the lines, and the bytes beside those that another reader finds."""
+    import jax
+
+    from shardplan.hardware.units import format_bytes
+    from shardplan.interop.jax import compare_with_xla
+
+    start, wrong = here.sharding("x", "y"), list[str]()
+    for spec in (("y", "x"), (), ("x",), (("y", "x"),), (None, ("x", "y"))):
+        end = here.sharding(*spec)
+        shape = jax.ShapeDtypeStruct(ARRAY.shape, ARRAY.dtype, sharding=start)
+        text = jax.jit(lambda x: x, out_shardings=end).lower(shape).compile().as_text()
+        theirs = sum(sum(c.received(8)) for c in parse_hlo(text, 8))
+        line = compare_with_xla(start, end, ARRAY.shape, "f32")
+        if f", {format_bytes(theirs)} by XLA (" not in line:
+            wrong.append(f"{line}, not {theirs}")
+    order = here.sharding("z", mesh=here.others["other order"][0])
+    lines = {
+        "gather": compare_with_xla(start, here.sharding(), ARRAY.shape, "f32"),
+        "swap": compare_with_xla(start, here.sharding("y", "x"), ARRAY.shape, np.float32, "1 MB"),
+        "order": told(lambda: compare_with_xla(start, order, ARRAY.shape, "f32")),
+    }
+    return {"lines": lines, "wrong": wrong}
+
+
 def compiled(here: Here) -> Any:
     """Problems compiled inside jit: the program's collectives and bytes, none over the bound, and right."""
     import jax
@@ -318,14 +362,14 @@ def compiled(here: Here) -> Any:
 
 
 CHECKS: tuple[Callable[[Here], Any], ...] = (
-    outside, dtypes, identity, inside, gradients, errors, types, compiled,
+    outside, dtypes, identity, inside, gradients, errors, types, shardings, beside, compiled,
 )  # fmt: skip
 
 
 def make() -> tuple[Here]:
     from shardplan.interop.jax import outside as moves_outside
 
-    moves_outside.SMALL_BYTES = 0  # the arrays here are small, and what is checked are plans
+    moves_outside.LEAVES_TO_HOST = False  # what is checked are plans
     return (Here(),)
 
 

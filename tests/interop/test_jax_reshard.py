@@ -12,7 +12,7 @@ from execution.jax_child import said
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.interop.jax.plans import plan_of
-from shardplan.interop.jax.types import common_mesh, spec_of
+from shardplan.interop.jax.types import spec_of
 
 pytest.importorskip("jax")
 
@@ -88,6 +88,31 @@ def test_types(seen: dict[str, Any]) -> None:
     ]  # fmt: skip
 
 
+def test_shardings_in_place_of_types(seen: dict[str, Any]) -> None:
+    """`sp.redistribute` between `NamedSharding`s, on one mesh and others, is the plan between their types."""
+    assert seen["shardings"] == {"wrong": [], "checked": 49}
+
+
+COMPARED = {
+    "gather": "f32[48@x, 24@y] to f32[48, 24]: all devices receive 32.3 kB by the plan (all_gather), 32.3 kB by XLA "
+    "(2 all-gather)",
+    "swap": "f32[48@x, 24@y] to f32[48@y, 24@x]: all devices receive 4.61 kB by the plan (all_to_all, permute), 4.61 "
+    "kB by XLA (all-to-all, collective-permute)",
+    "order": "BackendError: compare_with_xla: f32[48@x, 24@y] on the mesh x=2, y=4 and f32[48@z, 24] on z=8 "
+    "devices=[7,6,5,4,3,2,1,0] meet in no jit; legal are shardings of the same devices in the same order, on meshes "
+    "that one mesh refines",
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_xla_sends_beside_ours(seen: dict[str, Any], name: str) -> None:
+    assert seen["beside"]["lines"][name].startswith(COMPARED[name])
+
+
+def test_the_bytes_of_xla_are_those_that_a_peer_reads(seen: dict[str, Any]) -> None:
+    assert seen["beside"]["wrong"] == []
+
+
 # Without eight devices.
 
 
@@ -106,22 +131,6 @@ def test_what_a_partition_spec_cannot_say(text: str, what: str) -> None:
         spec_of(t)
     legal = "legal are whole axes of even dims, and {+axis}"
     assert str(caught.value) == f"{t}: a PartitionSpec cannot say {what}; {legal}"
-
-
-def test_common_meshes() -> None:
-    """Axes of two meshes over one list of devices, as runs of the axes of their common refinement."""
-    found = common_mesh(sp.Mesh(x=2, y=6), sp.Mesh(p=4, q=3))
-    assert found is not None
-    mesh, of_a, of_b = found
-    assert (mesh.shape, of_a, of_b) == (
-        {"c0": 2, "c1": 2, "c2": 3}, {"x": ("c0",), "y": ("c1", "c2")}, {"p": ("c0", "c1"), "q": ("c2",)},
-    )  # fmt: skip
-    assert common_mesh(sp.Mesh(x=2, y=3), sp.Mesh(p=3, q=2)) is None
-    assert common_mesh(sp.Mesh(x=2), sp.Mesh({"x": 2}, devices=[1, 0])) is None
-    same = sp.Mesh(x=2, y=1)
-    assert common_mesh(same, same) == (same, {"x": ("x",), "y": ("y",)}, {"x": ("x",), "y": ("y",)})
-    ones = common_mesh(sp.Mesh(x=2, y=1), sp.Mesh(z=2))
-    assert ones is not None and ones[1] == {"x": ("c0",), "y": ()}
 
 
 def test_plans_are_portable_where_they_can_be() -> None:

@@ -13,12 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta  # noqa: E402
 
+import shardplan as sp  # noqa: E402
 from shardplan import Topology  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
 from shardplan.errors import Infeasible, LayoutError  # noqa: E402
 from shardplan.interop.torch.bound_move import _plan_bound_move  # noqa: E402
 from shardplan.interop.torch.compile import _topologies, _topology_number  # noqa: E402
 from shardplan.interop.torch.ends import Ends  # noqa: E402
+from shardplan.interop.torch.state import plan as state_plan  # noqa: E402
 from shardplan.interop.torch.state.names import rebuild_state, remove  # noqa: E402
 from shardplan.interop.torch.state.ties import ties  # noqa: E402
 from shardplan.interop.torch.state.view import Grid, Held, Source, StateView, moved_tensors  # noqa: E402
@@ -145,3 +147,18 @@ def test_the_shard_that_is_copied_counts_beside_the_move(after: Any, travels: to
     kept = 0 if ends.copies else 64
     copies = plan_kept(*ends.types, memory_limit=least - (64 - kept), keep=not ends.copies)
     assert account(copies.program).workspace_bytes + 64 - kept <= least
+
+
+def test_a_batch_without_a_limit_stages_a_tenth_and_a_constant(monkeypatch):
+    """Or the least that works: then it is what a limit would name."""
+    mesh = sp.Mesh(d=4)
+    many = [tuple(sp.TensorType.parse(x, mesh) for x in ("f32[64@d, 64]", "f32[64, 64@d]"))] * 24
+    tiny = [tuple(sp.TensorType.parse(x, mesh) for x in ("f32[8@d, 4]", "f32[8, 4@d]"))]
+    monkeypatch.setattr(state_plan, "STAGED_BYTES", 0)
+    given = 24 * 4096
+    program = state_plan._plan_batch(many, None, None, [True] * 24)
+    assert account(program).workspace_bytes <= 2.1 * given
+    assert account(sp.redistribute(*zip(*many, strict=True)).program).workspace_bytes > 2.9 * given
+    with pytest.raises(Infeasible) as caught:
+        state_plan._plan_batch(tiny, None, 67, [True])
+    assert account(state_plan._plan_batch(tiny, None, None, [True])).workspace_bytes == caught.value.least_bytes > 67

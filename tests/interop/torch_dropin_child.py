@@ -99,6 +99,23 @@ def async_result_is_dtensors_own_kind(here):
     assert torch.equal(y.to_local(), want) and torch.equal(y.full_tensor(), full)
 
 
+def meta_tensors_have_meta_results(here):
+    """Shapes and specs as on the CPU, uneven and onto another mesh too; nothing is sent: the last rank comes late."""
+    for full, mesh, places, goal, wanted in (
+        (numbers(8, 6), here.line, [S0], None, [S1]), (numbers(7, 5), here.square, [S0, S1], None, [R, S0]),
+        (numbers(8, 6), here.line, [P], here.square, [S0, R]),
+    ):  # fmt: skip
+        x = here.tensor(full, mesh, places)
+        shell = DTensor.from_local(
+            x.to_local().to("meta"), mesh, places, run_check=False, shape=full.shape, stride=full.stride()
+        )
+        y, want = redistribute(shell, wanted, goal), redistribute(x, wanted, goal)
+        assert y._local_tensor.is_meta and y._spec == want._spec and y.to_local().shape == want.to_local().shape
+        assert y.dtype == want.dtype
+    if here.rank == 0:  # alone
+        redistribute(shell, [R, R], here.square)
+
+
 def async_every_way_to_wait(here):
     full = numbers(8, 8)
     want = local_of(full, here.line, [S1], here.rank, None)
@@ -678,6 +695,7 @@ def not_contiguous_and_views(here):
 
 CHECKS = [
     compiled_aot_eager, compiled_inductor, compiled_on_a_topology, compiled_sizes, compiled_errors,
+    meta_tensors_have_meta_results,
     async_result_is_dtensors_own_kind, async_every_way_to_wait, async_waited_in_any_order, async_dropped,
     async_first_move_of_its_kind, async_memory, async_gradient,
     gradients_equal_dtensors, double_backward_equals_dtensors, gradcheck_in_double_precision,

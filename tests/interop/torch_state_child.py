@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch_dropin_child import main, numbers, raises, raises_least, redistribute_state  # noqa: E402
 
 from shardplan.errors import LayoutError  # noqa: E402
+from shardplan.interop.torch.state import plan as state_plan  # noqa: E402
 from shardplan.interop.torch.state.names import leaves  # noqa: E402
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -379,6 +380,28 @@ def limit_counts_what_is_kept(here):
     assert peaks[_plain, False] >= 12 * 64 * 16 * 4 and peaks[_parameters, False] == peaks[_plain, False]
 
 
+def little_is_staged_without_a_limit(here):
+    """Results and a tenth, and what is said beside; where that is too little, the least that works."""
+    was = state_plan.STAGED_BYTES
+    many, one, tiny = [(64, 64 + 4 * (k % 3)) for k in range(30)], [(512, 512)], [(8, 4)]
+    try:
+        for shapes, target, beside in ((many, S1, 2**14), (many, R, 2**14), (one, S1, 2**14), (tiny, S1, 0)):
+            state_plan.STAGED_BYTES = beside
+            state = {f"w{k}": here.tensor(numbers(*n, seed=k), here.line, [S0]) for k, n in enumerate(shapes)}
+            given = sum(x.to_local().nbytes for x in state.values())
+            peak, out = traced(state, lambda x: redistribute_state(x, {"*": [target]}))  # noqa: B023
+            room = given + 1.1 * sum(x.to_local().nbytes for x in out.values()) + beside
+            if shapes is tiny:
+                least = raises_least(lambda: redistribute_state(state, {"*": [target]}, None, given))  # noqa: B023
+                assert room < least, (room, least)
+                room = least
+            assert peak <= room, (shapes, target, given, room, peak)
+            for name, x in state.items():
+                is_full(out[name], x.full_tensor(), here.line, [target])
+    finally:
+        state_plan.STAGED_BYTES = was
+
+
 def limit_holds_over_all_groups(here):
     mesh, dp, _ = squares()
 
@@ -545,7 +568,8 @@ def one_tensor_over_many_meshes(here):
 CHECKS = [
     patterns_that_match_nothing, nested_states, nested_donated, tied_tensors_stay_tied, views_of_one_storage,
     norms_on_a_submesh, copies_that_differ, stages_to_one_mesh, stages_that_stay, only_some_ranks_call,
-    errors_of_one_rank, wrong_shards_are_refused, limit_counts_what_is_kept, limit_holds_over_all_groups,
+    errors_of_one_rank, wrong_shards_are_refused, limit_counts_what_is_kept,
+    little_is_staged_without_a_limit, limit_holds_over_all_groups,
     storages_larger_than_shards_count, donation_that_frees_nothing, fsdp2_and_tensor_parallel,
     one_tensor_over_many_meshes,
 ]  # fmt: skip

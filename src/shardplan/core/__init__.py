@@ -8,6 +8,7 @@ Reading order:
 - `mesh`            `Mesh`: named axes, sub-axes and device ids
 - `layout`          `Layout`: which axes cut which dim, which are partial, which are root
 - `tensor`          `TensorType`: dtype, shape, layout, mesh; boxes; notation
+- `shardings`       JAX's shardings as types, by their attributes alone
 - `holders`         who sends what several devices hold: near holders in turn
 - `messages`        who sends which box to whom, vectorised over devices
 - `pattern`         the communication of one op, as `hardware` prices it

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import tabled
+from shardplan.core.shardings import Sharding, is_sharding, types_between
 from shardplan.core.tensor import TensorType, type_of
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, shown
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
@@ -28,17 +30,20 @@ from shardplan.plans.pricing import Where, where_of
 
 
 def redistribute(
-    src: TensorType | str | Sequence[TensorType | str],
-    dst: TensorType | str | Sequence[TensorType | str],
+    src: TensorType | str | Sharding | Sequence[TensorType | str],
+    dst: TensorType | str | Sharding | Sequence[TensorType | str],
     topology: Topology | Placement | str | None = None,
     memory_limit: float | str | None = None,
     portable: bool = False,
     *,
     mesh: Mesh | str | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: object = None,
 ) -> Plan:
     """Return a certified plan from `src` to `dst`; two lists are a batch and become one plan.
 
-    With `mesh` types may be texts; a topology (`"dgx-h100"`), a mesh and `memory_limit` (`"1 GB"`) may be texts too.
+    Each is a `TensorType`, or both are shardings of JAX, `x.sharding`, of an array of this `shape` and `dtype`. With
+    `mesh` types may be texts; a topology (`"dgx-h100"`), a mesh and `memory_limit` (`"1 GB"`) may be texts too.
     `memory_limit` (bytes) bounds the workspace of every device; without it only shards between steps are bounded, by
     the larger of source and destination. `portable` admits no exchange over more than half of the devices. Device ids
     are places on a `Topology`; a `Placement` says where the devices of its mesh lie, whatever axes they have in the
@@ -55,7 +60,28 @@ def redistribute(
     >>> plan == redistribute("f32[8@x, 8@y]", "f32[8@y, 8@x]", mesh="x=2,y=2")
     True
     """
-    return plan_kept(src, dst, topology, memory_limit, portable, mesh=mesh, keep=False)
+    ends: Any = src, dst
+    if is_sharding(src) or is_sharding(dst) or shape is not None or dtype is not None:
+        ends, mesh = _types_of_shardings(src, dst, mesh, shape, dtype), None
+    return plan_kept(ends[0], ends[1], topology, memory_limit, portable, mesh=mesh, keep=False)
+
+
+def _types_of_shardings(
+    src: object, dst: object, mesh: object, shape: Sequence[int] | None, dtype: object
+) -> tuple[TensorType, TensorType]:
+    """Return the types of two shardings of one array; raises `LayoutError` for what is none, or not wholly said."""
+    if not (is_sharding(src) and is_sharding(dst)):
+        what, end = ("the destination", dst) if is_sharding(src) else ("the source", src)
+        raise LayoutError(
+            f"{what} is {shown(end)}; legal is a sharding at both ends, where one of them or shape= or dtype= is given"
+        )
+    if shape is None or dtype is None or mesh is not None:
+        raise LayoutError(
+            f"shardings with shape={shown(shape)}, dtype={shown(dtype)}, mesh={shown(mesh)}; legal are the shape and "
+            "the dtype of an array, whose mesh the shardings say"
+        )
+    sizes = tuple(border.whole("shape", n) for n in border.items("shape", shape, "sizes"))
+    return types_between(sizes, dtype, src, dst)
 
 
 def plan_kept(

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,20 @@ def program_context(program: Program) -> Generator[None]:
 
 def at_once() -> AbstractContextManager[Any]:
     """A context in which arrays move now, also where a function that is being traced holds them."""
+    is_clean, evaluating = _traces()
+    return _NOTHING if is_clean() else evaluating()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@cache
+def _traces() -> tuple[Callable[[], bool], Callable[[], AbstractContextManager[Any]]]:
+    """What says that nothing is traced, and the context that evaluates where something is: looked up once."""
     import jax  # pyright: ignore[reportMissingImports]
     from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
 
-    return contextlib.nullcontext() if trace_state_clean() else jax.ensure_compile_time_eval()
+    return trace_state_clean, jax.ensure_compile_time_eval
 
 
 def local_devices(ids: Sequence[int]) -> list[Any]:

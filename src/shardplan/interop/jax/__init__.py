@@ -2,20 +2,23 @@
 
 Reading order:
 
-- `types`      shardings as layouts and types, and back
+- `types`      `PartitionSpec`s of types; types of shardings are `core.shardings`
 - `plans`      the plans of moves, kept; how many bytes devices hold during them
 - `outside`    a move outside `jit`, on any meshes and devices
 - `inside`     a move inside `jit`: one `shard_map`
 - `primitive`  the primitive that carries a move through gradients, `vmap` and `jit`
 - `leaves`     pytrees of arrays and shardings, and their moves under one limit
 - `device_put` `reshard`, which calls them
+- `comparison` what a plan sends beside what XLA sends, in a line
 """
 
+from shardplan.core.shardings import type_of
 from shardplan.errors import optional
+from shardplan.interop.jax.comparison import compare_with_xla
 from shardplan.interop.jax.device_put import reshard
 from shardplan.interop.jax.plans import plan_of
-from shardplan.interop.jax.types import spec_of, type_of
+from shardplan.interop.jax.types import spec_of
 
 optional("jax", "jax")
 
-__all__ = ["plan_of", "reshard", "spec_of", "type_of"]
+__all__ = ["compare_with_xla", "plan_of", "reshard", "spec_of", "type_of"]

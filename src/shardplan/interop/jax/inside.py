@@ -8,13 +8,14 @@ from typing import Any
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
+from shardplan.core.shardings import mesh_of, type_of
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import BackendError
 from shardplan.execution.jax.bits import carrier, from_bits, to_bits
 from shardplan.execution.jax.executables import jax_mesh, lower_steps
 from shardplan.execution.jax.run import check
 from shardplan.interop.jax.plans import check_ends, ends, plan_of
-from shardplan.interop.jax.types import mesh_of, spec_of, type_of
+from shardplan.interop.jax.types import spec_of
 
 MOST_FUNCTIONS = 1024  # mapped programs that are remembered: JAX keeps what it traced for as long as a function lives
 
@@ -40,12 +41,7 @@ def reshard_traced(x: Any, sharding: Any, source: Any, memory_limit: int | None)
                 f"reshard: {end.spec} is on the mesh {mesh_of(end.mesh)}, but inside jit JAX takes one mesh only, "
                 f"{why}: {mesh_of(own)}; reshard to another mesh outside jit"
             )
-    said, known = part_of(source.spec, own.explicit_axes), part_of(jax.typeof(x).sharding.spec, own.explicit_axes)
-    if said != known:
-        raise BackendError(
-            f"reshard: source= says {source.spec}, but the array's type is {jax.typeof(x)}; legal is {known} over the "
-            f"Explicit axes {', '.join(own.explicit_axes)}"
-        )
+    check_source(x, own, source)
     for dim in sharding.spec:
         first = next((a for a in dim if a in own.auto_axes), None) if isinstance(dim, tuple) else None
         if first is not None and any(a in own.explicit_axes for a in dim[dim.index(first) :]):
@@ -58,6 +54,18 @@ def reshard_traced(x: Any, sharding: Any, source: Any, memory_limit: int | None)
     if not own.auto_axes:
         return x
     return jax.lax.with_sharding_constraint(x, jax.NamedSharding(own, part_of(sharding.spec, own.auto_axes)))
+
+
+def check_source(x: Any, own: Any, source: Any) -> None:
+    """Raise `BackendError` where `source` says otherwise than an array's type over the Explicit axes of its mesh."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    said, known = part_of(source.spec, own.explicit_axes), part_of(jax.typeof(x).sharding.spec, own.explicit_axes)
+    if said != known:
+        raise BackendError(
+            f"reshard: source= says {source.spec}, but the array's type is {jax.typeof(x)}; legal is {known} over the "
+            f"Explicit axes {', '.join(own.explicit_axes)}"
+        )
 
 
 def unsaid(x: Any) -> BackendError:

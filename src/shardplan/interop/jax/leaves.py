@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan.core.shardings import type_of
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
 from shardplan.interop.jax.outside import JaxMove, move_together, reshard_array
 from shardplan.interop.jax.primitive import bind_reshard
-from shardplan.interop.jax.types import type_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """The move of arrays outside `jit`: one by one, or many as one plan under one limit.
 
 Where both shardings list the same devices in the same order, one executable takes the array and gives the result, as a
-call of `jit` does. Else the plan runs on the array's shards, as `execution.jax.run` runs any program. An array of at
-most `SMALL_BYTES` on CPU devices of this process is handed to `jax.device_put`, where no limit is said: a device's
-memory is the host's there, and to wake a thread for each device takes longer than the copies.
+call of `jit` does. Else the plan runs on the array's shards, as `execution.jax.run` runs any program.
+
+Between CPU devices of this process a device's memory is the host's, and collectives are copies with a thread woken for
+each device. There `jax.device_put`, which cuts one copy of the array, takes less of the processor than any plan whose
+devices meet more than once, and than any of an array of at most `SMALL_BYTES`: it moves these where no limit is said.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from shardplan.execution.run import TIMEOUT
 from shardplan.interop.jax.inside import map_program
 from shardplan.interop.jax.plans import MOST_PLANS, check_ends, ends, program_within
 
+LEAVES_TO_HOST = True  # whether `device_put` moves what it moves best on CPU devices; what checks plans turns it off
 SMALL_BYTES = 2**16  # of the global array; see the module
+ONE_COPY = frozenset({"slice", "permute"})  # steps in which every device copies what it gets once, and stages nothing
 MOST_MARKS = 256  # shardings for which a function that marks weak types is remembered
 
 
@@ -48,8 +52,7 @@ def reshard_array(array: Any, sharding: Any, memory_limit: int | None = None, do
         return jax.device_put(array, sharding, donate=donate)
     if not way.direct or (donate and memory_limit is not None):
         return _on_shards([JaxMove(array, sharding, donate)], way.program, memory_limit)[0]
-    key = way, array.dtype
-    executable = EXECUTABLES.get(key, lambda: _compile_way(way, array.dtype))
+    executable = EXECUTABLES.get(way, lambda: _compile_way(way))
     with at_once():
         found = executable(array)
     if donate:
@@ -75,11 +78,12 @@ def _joint_program(moves: Sequence[JaxMove], memory_limit: int) -> Program:
     return program
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object a key of `_choose_way`, and quickly hashed
 class Way:
     """How arrays of one kind go from one sharding to another."""
 
     shape: tuple[int, ...]  # the global one
+    dtype: Any
     source: Any
     sharding: Any
     program: Program
@@ -107,14 +111,15 @@ def _planned_way(
     if 0 in shape:
         return None
     s, t = ends(shape, dtype, source, sharding)
-    if memory_limit is None and s.nbytes <= SMALL_BYTES and _is_local_cpu(source) and _is_local_cpu(sharding):
+    on_host = LEAVES_TO_HOST and memory_limit is None and _is_local_cpu(source) and _is_local_cpu(sharding)
+    direct = s.mesh == t.mesh and not any(_explicit(x) for x in (source, sharding))
+    if on_host and (s.nbytes <= SMALL_BYTES or not direct):
         return None
     program = program_within((s,), (t,), memory_limit, (not donate,))
-    if not program.steps:
+    if not program.steps or (on_host and not {step.op.name for step in program.steps} <= ONE_COPY):
         return None
     check(program)
-    direct = s.mesh == t.mesh and not any(_explicit(x) for x in (source, sharding))
-    return Way(shape, source, sharding, program, direct)
+    return Way(shape, dtype, source, sharding, program, direct)
 
 
 def _check_concrete(sharding: Any) -> None:
@@ -138,7 +143,7 @@ def _explicit(sharding: Any) -> bool:
     return mesh is not None and not mesh.are_all_axes_auto
 
 
-def _compile_way(way: Way, dtype: Any) -> tuple[Any, int]:
+def _compile_way(way: Way) -> tuple[Any, int]:
     """What runs a direct way, and the bytes that it takes, for the cache of executables."""
     import jax  # pyright: ignore[reportMissingImports]
 
@@ -148,7 +153,7 @@ def _compile_way(way: Way, dtype: Any) -> tuple[Any, int]:
         return map_program(way.program, header=several)(x)
 
     # JAX keeps what it compiled for as long as the function lives: a new one goes with its executable.
-    shape = jax.ShapeDtypeStruct(way.shape, dtype, sharding=way.source)
+    shape = jax.ShapeDtypeStruct(way.shape, way.dtype, sharding=way.source)
     with program_context(way.program):
         move = jax.jit(function, in_shardings=way.source, out_shardings=way.sharding)
     try:

@@ -6,10 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 from shardplan.core.program import Program
+from shardplan.core.shardings import types_between
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax.types import common_mesh, type_of
 from shardplan.movement.redistribute import plan_kept
 from shardplan.plans.plan import Plan
 
@@ -72,16 +72,7 @@ def _plan(sources: Types, targets: Types, limit: int | None, kept: tuple[bool, .
 
 def ends(shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any) -> tuple[TensorType, TensorType]:
     """Return the types of an array under two shardings, on one mesh if there is one that refines theirs."""
-    kind = carrier(dtype)
-    s, t = type_of(shape, source, kind), type_of(shape, sharding, kind)
-    found = common_mesh(s.mesh, t.mesh)
-    if found is None:
-        return s, t
-    mesh, of_s, of_t = found
-    return tuple(
-        TensorType(x.dtype, x.shape, [tuple(c for a in dim for c in names[a]) for dim in x.layout.dims], mesh)
-        for x, names in ((s, of_s), (t, of_t))
-    )  # type: ignore[return-value]
+    return types_between(shape, carrier(dtype), source, sharding)
 
 
 def check_ends(source: Any, sharding: Any) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shardplan.interop.jax.inside import is_fully_explicit, own_mesh, part_of, reshard_traced, unsaid
+from shardplan.interop.jax.inside import check_source, is_fully_explicit, own_mesh, part_of, reshard_traced, unsaid
 
 
 def bind_reshard(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
     """Return a tracer's array under another sharding; `source` is needed inside `jit` in auto mode."""
     own = own_mesh(x)
     before: Any = _known_sharding(x)
-    if before is None and source is None and own.explicit_axes:  # its gradient would have another type
-        raise unsaid(x)
+    if before is None and own.explicit_axes:  # its gradient would have another type
+        if source is None:
+            raise unsaid(x)
+        check_source(x, own, source)
     x, before = _on_mesh(x, source), before or source
     if is_fully_explicit(own) and before.spec == sharding.spec and before.mesh.shape_tuple == sharding.mesh.shape_tuple:
         return x
@@ -46,14 +48,27 @@ def _known_sharding(x: Any) -> Any:
     from jax.core import Tracer  # pyright: ignore[reportMissingImports]
 
     if not isinstance(x, Tracer):
-        return x.sharding
+        return getattr(x, "sharding", None)
     if hasattr(x, "primal"):
         return _known_sharding(getattr(x, "primal"))  # noqa: B009
     if hasattr(x, "batch_dim"):
         before, at = _known_sharding(getattr(x, "val")), getattr(x, "batch_dim")  # noqa: B009
         return before if before is None or at is None else _drop_dim(before, at)
-    own = jax.typeof(x).sharding
-    return own if is_fully_explicit(own.mesh) else None
+    own = own_mesh(x)  # that is set, of an argument that no operation has seen
+    return jax.NamedSharding(own, jax.typeof(x).sharding.spec) if is_fully_explicit(own) else None
+
+
+def _on_devices(sharding: Any, x: Any) -> Any:
+    """A sharding on devices, also where its mesh names none: of a mesh of that shape, the array's or that is set."""
+    from jax._src.mesh import get_concrete_mesh  # pyright: ignore[reportMissingImports]
+    from jax.sharding import AbstractMesh, NamedSharding  # pyright: ignore[reportMissingImports]
+
+    if not isinstance(sharding.mesh, AbstractMesh):
+        return sharding
+    for mesh in (getattr(getattr(x, "sharding", None), "mesh", None), get_concrete_mesh()):
+        if mesh is not None and mesh.shape_tuple == sharding.mesh.shape_tuple:
+            return NamedSharding(mesh, sharding.spec)
+    return sharding
 
 
 def _drop_dim(sharding: Any, at: int) -> Any:
@@ -73,6 +88,7 @@ def _with(sharding: Any, at: int, axis: Any) -> Any:
 @cache
 def primitive() -> Any:
     """Return the primitive, with its rules."""
+    import jax  # pyright: ignore[reportMissingImports]
     from jax.extend.core import Primitive  # pyright: ignore[reportMissingImports]
     from jax.interpreters import ad, batching, mlir  # pyright: ignore[reportMissingImports]
 
@@ -82,7 +98,9 @@ def primitive() -> Any:
     def _run(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
         from shardplan.interop.jax.outside import reshard_array
 
-        return reshard_array(x, sharding, memory_limit)
+        if getattr(sharding, "mesh", None) is not None:  # said by a type, which names no devices
+            sharding = _on_devices(sharding, x)
+        return reshard_array(x, sharding, memory_limit) if hasattr(x, "sharding") else jax.device_put(x, sharding)
 
     @p.def_abstract_eval
     def _typed(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
@@ -96,6 +114,9 @@ def primitive() -> Any:
     def back(gradient: Any, x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> list[Any]:
         if source is None:  # under jax.checkpoint, outside jit: nobody knows where the array lay
             return [gradient]
+        own = own_mesh(gradient)
+        if own.explicit_axes and jax.typeof(gradient).sharding.mesh.empty:  # an argument that no operation has seen
+            gradient = jax.sharding.reshard(gradient, part_of(sharding.spec, own.explicit_axes))
         gradient = _on_mesh(gradient, sharding)
         return [p.bind(gradient, source=sharding, sharding=source, memory_limit=memory_limit)]
 

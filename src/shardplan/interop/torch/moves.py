@@ -147,6 +147,8 @@ def run_move(local: torch.Tensor, move: TorchMove, async_op: bool) -> torch.Tens
     """Return this rank's shard after the move of a plain tensor that is masked already; see `move_shard`."""
     if not move.inside:
         return local.to(move.bound.ends.result)
+    if local.is_meta:  # shapes alone: nothing is sent, and no rank is waited for
+        return torch.empty(move.bound.result_shape, dtype=move.bound.ends.result, device=local.device)
     running = move.start(local)
     if async_op:
         return start_move(running, move.bound.result_shape, move.bound.ends.result, local.device)

@@ -86,7 +86,8 @@ def redistribute_state(
             matches is replicated. Each must match a DTensor, of this rank or of another that calls.
         device_mesh: The destination's mesh for all of them, if it is another; without it every tensor stays on its own.
         memory_limit: Bytes on every device for the whole move: sources (to the end, unless they are donated), results
-            and staging. Tensors that no layout describes (an uneven `_StridedShard`) are moved first, one by one.
+            and staging. Without one a tenth of the results and 64 MiB are staged, or the least that works. Tensors that
+            no layout describes (an uneven `_StridedShard`) are moved first, one by one.
         donate: Free every source as soon as it is not needed: what is moved is taken out of `state` (dicts, and lists,
             which keep None in its place), and must not be used again. A source that something else holds, as the
             parameters of a live model, is not freed: a warning names it, and under a limit it counts to the end.

@@ -1,7 +1,9 @@
 """The programs of a state's moves: one batch for all that has types, one move for each tensor that goes alone.
 
 Alone go the tensors that no layout describes, and those whose values are computed on the way (an average, a mask).
-The memory limit holds over all of them: what the others keep alive at the time is taken off it first.
+The memory limit holds over all of them: what the others keep alive at the time is taken off it first. Where none is
+said, the batch has room for its shards and a little more: what packs all tensors into one transfer holds them up to
+two and a half times, and is no quicker.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from shardplan.core.dtypes import itemsize
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
@@ -26,6 +29,8 @@ from shardplan.interop.torch.layout import holdings
 from shardplan.interop.torch.state.view import MovedTensor
 from shardplan.movement.redistribute import plan_kept
 from shardplan.plans.pricing import Where
+
+STAGED_SHARE, STAGED_BYTES = 0.1, 64 * 2**20  # of its results, and beside, that a rank stages where no limit is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +128,36 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
         for k in types:
             live -= _bytes(items[k].source)
     taken = spare + _worst(live)
-    sources, targets = zip(*types.values(), strict=True)
     try:
         keep = [items[k].kept for k in types]
-        plan = plan_kept(sources, targets, topology, _remaining_limit(limit, taken), keep=keep)
+        batch = _plan_batch(list(types.values()), topology, _remaining_limit(limit, taken), keep)
     except Infeasible as error:
         raise _with(error, "", taken) from None
-    return Moves(tuple(alone), tuple(types), plan.program, items[next(iter(types))].target.mesh.device_type)
+    return Moves(tuple(alone), tuple(types), batch, items[next(iter(types))].target.mesh.device_type)
+
+
+def _plan_batch(
+    types: Sequence[tuple[TensorType, TensorType]], topology: Where | None, limit: int | None, keep: Sequence[bool]
+) -> Program:
+    """Return the program of what has types; without a limit it stages a little, or the least that works."""
+    sources, targets = zip(*types, strict=True)
+    try:
+        room = _usual_room(types) if limit is None else limit
+        return plan_kept(sources, targets, topology, room, keep=keep).program
+    except Infeasible as error:
+        if limit is not None:
+            raise
+        return plan_kept(sources, targets, topology, error.least_bytes, keep=keep).program
+
+
+def _usual_room(types: Sequence[tuple[TensorType, TensorType]]) -> int:
+    """The bytes of the worst rank's shards, before and after, and of what it may stage where no limit is said."""
+    room: Counter[int] = Counter()
+    for ends in types:
+        for t, share in zip(ends, (1, 1 + STAGED_SHARE), strict=True):
+            sizes = (int(n * itemsize(t.dtype) * share) for n in t.elements())
+            room.update(dict(zip(t.mesh.devices, sizes, strict=True)))
+    return _worst(room) + STAGED_BYTES
 
 
 def _remaining_limit(limit: int | None, taken: int) -> int | None:
