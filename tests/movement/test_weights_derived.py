@@ -296,7 +296,9 @@ def test_axes_along_which_ranks_differ_come_in_order_of_the_mesh() -> None:
 
     def trial(**sizes: int) -> Any:
         every = [dict(zip(sizes, at, strict=True)) for at in np.ndindex(*sizes.values())]
-        own = SimpleNamespace(meshes=(), ranks=len(every), axes=lambda mesh: list(sizes), mesh_coordinate=lambda r, mesh: every[r])
+        own = SimpleNamespace(
+            meshes=(), ranks=len(every), axes=lambda mesh: list(sizes), mesh_coordinate=lambda r, mesh: every[r]
+        )
         return SimpleNamespace(trial=own)
 
     keys = [(0, r, (0, r % 2)) for r in range(4)] + [(1, r, (0, r)) for r in range(4)]

@@ -21,7 +21,7 @@ from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.searching.certified import ROOM, Certifier, certified_first
-from shardplan.simulation.searching.space import BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
+from shardplan.simulation.searching.space import ALIKE, BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.schedules.schedule import Schedule
@@ -150,13 +150,15 @@ def _near(
 ) -> list[Change]:
     """The quickest that are certified to fit, of each number of choices."""
     col = asked.columns
-    precision, attention = (CODES[name][int(col[name][0])] for name in ("precision", "attention"))
-    space = StrategySpace.of(model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, precision, attention)
+    kept: dict[str, Any] = {
+        name: CODES[name][int(col[name][0])] if name in CODES else int(col[name][0]) for name in ALIKE
+    }
+    space = StrategySpace.of(
+        model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, kept["precision"], fixed=kept
+    )
     frames, inner = _choices(space, col)
     where = np.argwhere((frames[:, None] + inner <= MOST) & space.live(np.arange(len(frames))))
     near = space.columns(where[:, 0], 0, where[:, 1])
-    kept = ("gradient_dtype", "offload_layers", "tensor_overlap")
-    near = Configurations({**near.columns, **{name: np.repeat(col[name], len(near)) for name in kept}})
     choices = frames[where[:, 0]] + inner[where[:, 1]]
     out = form(near)
     found: list[Change] = []
