@@ -151,7 +151,7 @@ def test_the_command() -> None:
     assert "fits: " in found.stdout and "optimizer state" in found.stdout
     said = json.loads(run.invoke(app, [*arguments, *asked, "--json"]).stdout)
     keys = {"strategy", "fits", "seconds", "peak_bytes", "memory", "rank", "held", "changes", "uncertified"}
-    assert keys == said.keys()
+    assert keys < said.keys() and {"causes", "seconds_interval", "mfu", "notes"} < said.keys()
     refused = run.invoke(app, [*arguments, *asked, "--no-prune"])
     assert refused.exit_code != 0
     assert np.isclose(sum(one["bytes"] for one in said["held"]), said["peak_bytes"])

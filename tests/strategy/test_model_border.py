@@ -76,7 +76,9 @@ def test_a_model_that_is_none_is_refused(family: str, fields: dict[str, Any], me
 def test_an_unknown_name_gets_the_nearest_ones() -> None:
     with pytest.raises(ShardplanError) as caught:
         Model.load("gpt3-175")
-    said = "'gpt3-175' is no preset and no family; did you mean 'gpt3-175b' or 'gpt3-13b' or 'gpt3-6.7b'; legal is one of "
+    said = (
+        "'gpt3-175' is no preset and no family; did you mean 'gpt3-175b' or 'gpt3-13b' or 'gpt3-6.7b'; legal is one of "
+    )
     assert said in str(caught.value) and len(str(caught.value)) < 240
 
 

@@ -87,16 +87,17 @@ class Fit:
         lines = [f"{verdict}; {format_seconds(self.seconds)} a step; pipeline rank {self.rank} holds most:"]
         lines += [f"  {format_bytes(nbytes):>10}  {what}" for what, nbytes in self.held]
         lines += [f"not certified, as no job can be made of it: {self.uncertified}"] if self.uncertified else []
+        return "\n".join([*lines, *self.change_lines()])
+
+    def change_lines(self) -> list[str]:
+        """Return what would fit, a line each, the cheapest first; none where it fits."""
         if not self.fits and not self.changes:
-            lines.append(
-                f"nothing up to {MOST} choices away fits; shardplan plan without --fit searches all strategies"
-            )
-        if self.changes:
-            lines.append("what would fit:")
-        for one in self.changes:
-            cost = 100 * (one.seconds / self.seconds - 1)
-            lines.append(f"  {format_bytes(one.peak_bytes):>10}  {cost:+6.1f} % of time  {one.said}")
-        return "\n".join(lines)
+            return [f"nothing up to {MOST} choices away fits; shardplan plan without --fit searches all strategies"]
+        cost = {one.said: 100 * (one.seconds / self.seconds - 1) for one in self.changes}
+        return ["what would fit:"] * bool(self.changes) + [
+            f"  {format_bytes(one.peak_bytes):>10}  {cost[one.said]:+6.1f} % of time  {one.said}"
+            for one in sorted(self.changes, key=lambda one: one.seconds)
+        ]
 
 
 def fit(
