@@ -104,6 +104,10 @@ class Judge:
             sequences * self.flops / (plan.seconds * peak),
         )
 
+    def price(self, plan: RankedPlan) -> float:
+        """Return the seconds of a step of a strategy."""
+        return float(self.form.seconds(_column(plan))[0])
+
     def judge_fit(self, told: Fit) -> JudgedPlan:
         """Return all of it of a strategy of which `fit` said whether it fits."""
         held = CertifiedPeak(told.peak_bytes, told.rank, told.held)
