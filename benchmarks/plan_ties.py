@@ -2,10 +2,10 @@
 
     python -m benchmarks.plan_ties ROWS.jsonl..
 
-Rows of one group have one model, machine, precision, devices and batch, and differ in their strategy alone. Of each pair
-with both predicted, by how much its measured ratio differs from its predicted one, in logarithms: what all rows of a
-machine are off by together cancels. `deviation` is what 68 % of pairs are within, and `wrong_percent` by how far apart
-two predictions are, how often the one predicted slower was measured faster.
+Rows of one group have one model, machine, precision, devices and batch, and differ in their strategy alone. Of each
+pair with both predicted, by how much its measured ratio differs from its predicted one, in logarithms: what all rows of
+a machine are off by together cancels. `deviation` is what 68 % of pairs are within, and `wrong_percent` by how far
+apart two predictions are, how often the one predicted slower was measured faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ BINS = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 
 def main(paths: list[str]) -> None:
     """Print and write them."""
-    rows = [r for path in paths for r in read_steps(Path(path)) if r.measured.seconds_per_step and r.status == "verified"]
+    rows = [
+        r for path in paths for r in read_steps(Path(path)) if r.measured.seconds_per_step and r.status == "verified"
+    ]
     told = {one.id: one for one in forecast(rows)[0] if not one.assumed}
     groups: dict[object, list[tuple[float, float]]] = {}
     for row in rows:

@@ -214,7 +214,7 @@ def _hand_over(out: Path | None, asked: AskedModel, where: Topology, judge: Judg
     plan = HandedPlan(asked.title, asked.name, fields, where, one.plan.strategy, one.plan.order, one.to_dict())
     notes: list[str] = []
     for written in write_folder(out, plan):
-        notes += [f"{written.framework} cannot say {line}" for line in written.lines]
+        notes += [f"{written.framework} cannot say all: {line}" for line in written.lines]
         if written.runs != plan.strategy and written.files:
             other = one.plan._replace(strategy=written.runs)
             seconds = format_seconds(judge.price(other))

@@ -93,7 +93,7 @@ def write_jax(plan: HandedPlan) -> WrittenFiles:
     cuts, odd = tensor_cuts(model, s)
     lines = [f"{name} is cut otherwise than its dims say" for name in odd]
     if s.pipeline > 1:
-        lines.append(f"pipeline={s.pipeline}: each stage is a program on its own part of the mesh, layers by STAGES")
+        lines.append(f"pipeline={s.pipeline}: each stage is a program on its own part of the mesh")
     if s.recompute != "none":
         lines.append(f"recompute={s.recompute} is jax.checkpoint around a layer, its policy the user's")
     if s.zero in (1, 2) and not s.fsdp:
@@ -161,7 +161,7 @@ def write_torch(plan: HandedPlan) -> WrittenFiles:
     rows = "".join(f'    "{name}": {kind},\n' for name, kind in kinds.items())
     text = _TORCH.format(
         title=plan.title, lines=comment_lines(tuple(lines)), rows=rows, grid=grid, axes=axes, tensor=s.tensor,
-        shards=s.data * s.context > 1, keep=s.fsdp and s.zero == 2, half=s.precision in ("bf16", "fp16"),
+        shards=s.data * s.context > 1, again=not (s.fsdp and s.zero == 2), half=s.precision in ("bf16", "fp16"),
         dtype={"fp16": "torch.float16"}.get(s.precision or "", "torch.bfloat16"),
     )  # fmt: skip
     return WrittenFiles("torch", {"plan.py": text}, tuple(lines), s)
@@ -205,7 +205,7 @@ def apply_plan(module, mesh, layers="model.layers", dtype={dtype} if {half} else
         over = mesh["replica", axes[0]] if "replica" in AXES else inner
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         for layer in module.get_submodule(layers):
-            fully_shard(layer, mesh=over, reshard_after_forward={keep} is False, mp_policy=policy)
+            fully_shard(layer, mesh=over, reshard_after_forward={again}, mp_policy=policy)
         fully_shard(module, mesh=over, mp_policy=policy)
     return module
 '''

@@ -54,7 +54,7 @@ def write_torchtitan(plan: HandedPlan) -> WrittenFiles:
     sizes: dict[str, object] = {
         "local_batch_size": local,
         "global_batch_size": s.sequences,
-        "seq_len": plan.fields.get("seq"),
+        "seq_len": plan.model.fields.get("seq"),
         "mixed_precision_param": "float32" if s.precision == "fp32" else "bfloat16",
     }
     training = {k: v for k, v in sizes.items() if v is not None}
