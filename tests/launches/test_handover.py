@@ -46,8 +46,9 @@ def test_a_plan_comes_back_as_it_was(text: str, tmp_path: Path) -> None:
     again = HandedPlan.load(tmp_path / "out")
     assert again == plan == HandedPlan.load(tmp_path / "out" / "plan.json")
     assert again.model.parameters == plan.model.parameters
-    one, other = (simulate(p.model, p.strategy, p.topology, "closed").seconds for p in (plan, again))
-    assert one == other
+    if plan.strategy.shard is None:  # what the closed form has no column for
+        one, other = (simulate(p.model, p.strategy, p.topology, "closed").seconds for p in (plan, again))
+        assert one == other
 
 
 def test_a_schedule_of_ones_own_comes_back(tmp_path: Path) -> None:
@@ -89,8 +90,14 @@ def test_scripts_are_bash_and_well_placed(nodes: int, tmp_path: Path) -> None:
 def test_the_numbering_of_megatron_is_the_plans_or_none() -> None:
     """The flag stands only where it is needed: of axes of one device the place says nothing."""
     swapped = ("data", "pipeline", "context", "tensor")
-    for text, order, wanted in (("tp=2 pp=2", swapped, True), ("tp=2 pp=2", ("pipeline", "data", "context", "tensor"), False),
-                                ("tp=2", swapped, False), ("tp=2 pp=2", ("tensor", "data", "context", "pipeline"), None)):  # fmt: skip
+    usual, odd = ("pipeline", "data", "context", "tensor"), ("tensor", "data", "context", "pipeline")
+    cases = (
+        ("tp=2 pp=2", swapped, True),
+        ("tp=2 pp=2", usual, False),
+        ("tp=2", swapped, False),
+        ("tp=2 pp=2", odd, None),
+    )
+    for text, order, wanted in cases:
         plan = replace(handed(text), order=order)
         made = write_megatron(plan)
         assert ("--use-tp-pp-dp-mapping" in made.files["arguments.txt"]) == bool(wanted)
