@@ -7,6 +7,8 @@ error to 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
@@ -97,6 +99,16 @@ def line(text: object) -> str:
     """Return a path or another error's text on one line, cut where it is long."""
     found = " ".join(str(text).split())
     return found if len(found) <= LONGEST_LINE else found[: LONGEST_LINE - 3] + "..."
+
+
+def near_text(name: object, known: Iterable[str], most: int = 1) -> str:
+    """Return a guess at what was meant, as the part of a message; nothing where no known name is near.
+
+    >>> near_text("tesnor", ["data", "tensor"]), near_text("x", ["data"])
+    ("; did you mean 'tensor'", '')
+    """
+    found = get_close_matches(str(name), list(known), most, 0.6 if most == 1 else 0.5)
+    return f"; did you mean {' or '.join(map(repr, found))}" if found else ""
 
 
 def optional(module: str, extra: str) -> ModuleType:

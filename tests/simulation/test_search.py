@@ -259,11 +259,9 @@ def test_executors_and_journals_change_nothing(tmp_path: Path, monkeypatch: pyte
     with ThreadPoolExecutor(2) as pool:
         threads = sp.search(GPT, BOX, 16, executor=pool, certify=False)
     path = tmp_path / "journal.json"
-    ticks: list[int] = []
 
     def stop_at_two(now: int, whole: int) -> None:
-        ticks.append(now)
-        if len(ticks) == 2:
+        if now >= 2 * 64:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -287,6 +285,70 @@ def test_executors_and_journals_change_nothing(tmp_path: Path, monkeypatch: pyte
     path.write_text("{")
     with pytest.raises(ParseError, match="is no journal of a search"):
         sp.search(GPT, BOX, 16, resume=path, certify=False)
+
+
+@pytest.mark.parametrize("after", [1, 100, 200])
+def test_an_interrupt_gives_the_best_of_what_was_searched(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was searched when it came, what is returned is the best of so many strategies; else it is raised."""
+    monkeypatch.setattr(searching, "RANGE", 100)
+    monkeypatch.setattr(ranges, "FIRST", 16)
+    every = sp.search(GPT, BOX, 16, certify=False, top=10_000, prune=False)
+
+    def stop(now: int, whole: int) -> None:
+        if now >= after:
+            raise KeyboardInterrupt
+
+    found = sp.search(GPT, BOX, 16, certify=False, done=stop, partial=True)
+    assert 0 < found.frames_left < len(StrategySpace.of(GPT, 8, 16).frames)
+    assert {one.strategy for one in found.ranked} <= {one.strategy for one in every.ranked}
+    assert found.to_dict()["frames_left"] == found.frames_left and found.priced < every.priced
+    with pytest.raises(KeyboardInterrupt):
+        sp.search(GPT, BOX, 16, certify=False, done=stop)
+    whole = sp.search(GPT, BOX, 16, certify=False, partial=True)
+    assert whole.frames_left == 0 and whole.best.seconds <= found.best.seconds
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"tensor": 2},
+        {"tensor": 4, "zero": 1},
+        {"schedule": "interleaved"},
+        {"recompute": "full", "fsdp": True},
+        {"gradient_dtype": "bf16", "sequence_parallel": True},
+    ],
+    ids=str,
+)
+def test_what_is_fixed_is_so_and_the_rest_is_found(fixed: dict[str, Any]) -> None:
+    """The best with something given is the best of all that have it."""
+    found = sp.search(GPT, BOX, 16, fixed=fixed, certify=False, prune=False, top=10_000)
+    assert all(getattr(one.strategy, name) == value for one in found.ranked for name, value in fixed.items())
+    if "gradient_dtype" not in fixed:
+        every = sp.search(GPT, BOX, 16, certify=False, prune=False, top=10_000).ranked
+        mine = [one for one in every if all(getattr(one.strategy, k) == v for k, v in fixed.items())]
+        assert found.ranked == tuple(mine)
+    assert found.priced == len(found.ranked) + sum(one.strategies for one in found.pruned[:3])
+    assert sum(one.strategies for one in found.pruned) + len(found.ranked) == found.counted
+
+
+@pytest.mark.parametrize(
+    ("fixed", "reason"),
+    [
+        ({"tensor": 3}, "16 sequences, tensor=3 is legal: degrees multiply to the devices, tensor up to 4 heads"),
+        ({"bucket": 1}, "fixed bucket=1; legal are data, tensor, pipeline"),
+        ({"context_kind": "rings"}, "fixed context_kind=rings; legal are ulysses, gather"),
+        ({"schedule": "zb-h1"}, "schedules 'zb-h1' is unknown; legal: 1f1b, interleaved, gpipe"),
+    ],
+)
+def test_what_cannot_be_fixed_is_refused(fixed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ShardplanError, match=reason):
+        sp.search(GPT, BOX, 16, fixed=fixed)
+
+
+def test_precisions_that_are_predicted_are_searched() -> None:
+    """In fp8 products are quicker, and nothing holds more than the job in bf16 by which it is certified."""
+    found, plain = (sp.search(GPT, sp.Topology.load("dgx-h100", nodes=1), 16, precision=p) for p in ("fp8", "bf16"))
+    assert found.best.strategy.precision == "fp8" and found.best.seconds <= plain.best.seconds
 
 
 POINTS = {"index": [0], "seconds": [0.5], "nbytes": [1]}
@@ -365,8 +427,8 @@ def test_the_command() -> None:
     assert found.exit_code == 0, found.output
     assert "strategies" in found.stdout and "priced" in found.stdout
     said = json.loads(run.invoke(app, [*arguments, "--json"]).stdout)
-    keys = {"best", "ranked", "pareto", "pruned", "refused", "counted", "priced"}
-    assert keys == said.keys() and len(said["ranked"]) == 2
+    keys = {"best", "ranked", "pareto", "pruned", "refused", "counted", "priced", "frames_left"}
+    assert keys | {"answer", "tied", "goal", "changes", "notes"} == said.keys() and len(said["answer"]) == 2
 
 
 def test_a_journal_keeps_what_is_infinite(tmp_path: Path) -> None:

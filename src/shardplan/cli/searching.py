@@ -1,22 +1,33 @@
-"""The command that searches for the best strategy of a model on a topology."""
+"""The command that finds the best strategy of a model on a topology, judges one, and hands over what launches it."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardplan.cli.options import Json, NeededTopology, Nodes, check_writable, read_topology
+from shardplan.cli.options import Json, NeededTopology, Nodes, check_writable, read_bytes, read_topology
 from shardplan.cli.statuses import IMPOSSIBLE
-from shardplan.errors import ShardplanError
+from shardplan.errors import ParseError, ShardplanError
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
+
+    from shardplan.hardware.topology import Topology
+    from shardplan.simulation.closed.machines import MachineFit
+    from shardplan.simulation.searching.answer import Judge, JudgedPlan
+    from shardplan.strategy.asked_model import AskedModel
+    from shardplan.strategy.model import Model
+
+MODEL_HELP = "A preset, with changes or without (llama3-70b,seq=4096), or a config.json or its folder."
+PREDICTED = ("fp8", "nvfp4")  # precisions that have a price and no program
+MOST_DRAWN = 100_000  # passes of a step in a trace; beyond, it is one rank's
+CANDIDATES = 60  # strategies that an answer is chosen from
 
 
 @contextmanager
@@ -43,20 +54,32 @@ def quiet_pool(workers: int) -> ProcessPoolExecutor:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset of a model, such as llama3-70b.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     topology: NeededTopology,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     nodes: Nodes = None,
-    objective: Annotated[
-        str, typer.Option("--objective", help="step, or of a model that serves latency or tokens.")
+    seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence.")] = None,
+    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16, fp16; fp8 is predicted.")] = "bf16",
+    memory: Annotated[str | None, typer.Option("--memory", metavar="BYTES", help="Of a device, such as 72GB.")] = None,
+    reserve: Annotated[
+        str | None, typer.Option("--reserve", metavar="PERCENT", help="Of a device's memory what stays free, as 10%.")
+    ] = None,
+    params: Annotated[
+        Path | None, typer.Option("--params", metavar="FILE", help="The machine's, as calibrate writes them.")
+    ] = None,
+    fix: Annotated[
+        str | None,
+        typer.Option("--fix", metavar="STRATEGY", help="What is given, as 'tp=8 zero=1'; the rest is found."),
+    ] = None,
+    goal: Annotated[
+        str, typer.Option("--goal", "--objective", help="step, memory, or of a model that serves latency or tokens.")
     ] = "step",
     prompt: Annotated[int | None, typer.Option("--prompt", min=1, help="Tokens of a request's prompt.")] = None,
     output: Annotated[int | None, typer.Option("--output", min=1, help="Tokens of its answer.")] = None,
     concurrency: Annotated[
         int | None, typer.Option("--concurrency", min=1, help="Requests in flight in each replica.")
     ] = None,
-    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16.")] = "bf16",
-    top: Annotated[int, typer.Option("--top", min=1, help="How many are printed.")] = 10,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many that differ are told.")] = 5,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="FILE", help="Keep what is done; go on with it.")
     ] = None,
@@ -67,54 +90,178 @@ def plan(
     ] = False,
     fit: Annotated[
         str | None,
-        typer.Option(
-            "--fit",
-            metavar="STRATEGY",
-            help="Say whether this one fits, such as 'tensor=8 data=2'; else status 3.",
-        ),
+        typer.Option("--fit", metavar="STRATEGY", help="Judge this one, such as 'tp=8 pp=2'; status 3 if too large."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write what launches it: torchtitan, Megatron, ...")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best strategies of training or serving, and say what was left out and why; or say whether one fits."""
+    """Find the best strategy of training or serving, and say why others lost; or judge one."""
+    from shardplan.strategy.asked_model import parse_model
+    from shardplan.strategy.strategy_text import strategy_fields
+
+    if goal in ("step", "memory") and batch is None:
+        raise ShardplanError("plan: no --batch; legal is one, or --goal latency or tokens")
+    check_writable(resume)
+    if out is not None:
+        from shardplan.launches.handover.folder import check_folder
+
+        check_folder(out)
+        if goal not in ("step", "memory"):
+            raise ShardplanError(f"plan: --out with --goal {goal}; legal is --goal step or memory")
+    where = _with_memory(read_topology(topology, nodes), memory, reserve)
+    asked = parse_model(model, seq)
+    loaded = asked.load(precision="bf16" if precision in PREDICTED else precision)
+    machine = None if params is None else _read_machine(params)
+    fixed = {} if fix is None else strategy_fields(fix)
+    if fit is not None:
+        if resume is not None or workers > 1 or no_prune or placements or fixed or goal != "step":
+            raise ShardplanError(
+                "--fit looks at one strategy: legal with it are --batch, --seq, --precision, --memory, --reserve, "
+                "--params, --top and --json"
+            )
+        _judge_one(asked, loaded, where, machine, fit, batch, precision, top, as_json, out)
+        return
+    options: dict[str, Any] = {"prune": not no_prune, "resume": resume, "params": machine and machine.parameters}
+    if goal in ("step", "memory"):
+        options |= {"placements": placements, "precision": precision, "fixed": fixed, "partial": True}
+        for name, value in (("prompt", prompt), ("output", output), ("concurrency", concurrency)):
+            if value is not None:
+                raise ShardplanError(f"plan: --{name} with --goal {goal}; legal is --goal latency or tokens")
+        _find_training(asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, out)
+        return
+    if fixed:
+        raise ShardplanError(f"plan: --fix with --goal {goal}; legal is --goal step or memory")
+    options |= {"objective": goal, "prompt": prompt, "output": output, "concurrency": concurrency, "top": top}
+    _find_serving(loaded, where, workers, options | {"global_batch": batch}, as_json)
+
+
+def _find_training(
+    asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, batch: int, goal: str, top: int,
+    workers: int, options: dict[str, Any], as_json: bool, out: Path | None,
+) -> None:  # fmt: skip
+    """Search for a training step, and tell the answer."""
+    from shardplan.cli.bar import progress_bar
+    from shardplan.report.plan import answer_text
+    from shardplan.report.text import json_text
+    from shardplan.simulation.searching.answer import answer_plan, find_changes
+    from shardplan.simulation.searching.search import search
+
+    with worker_pool(workers) as executor, progress_bar() as tell:
+        done = (lambda now, whole: tell(now, whole, "frames of strategies")) if tell else None
+        found = search(model, where, batch, executor=executor, top=CANDIDATES, done=done, **options)
+        assert found.certifier is not None  # it certifies, unless it is told not to
+        judge = _judge(model, where, machine)
+        answer = answer_plan(found, replace(judge, certifier=found.certifier), top, goal, asked.title)
+        notes = asked.notes + _predicted(options["precision"])
+        changes: tuple[str, ...] = ()
+        with suppress(KeyboardInterrupt):  # what would change it may be left out
+            if goal == "step" and not found.frames_left:
+                changes = find_changes(answer, (lambda k, n: tell(k, n, "what would change it")) if tell else None)
+        notes += _hand_over(out, asked, where, answer.judge, answer.plans[0])
+        answer = replace(answer, notes=notes, changes=changes)
+    print(json_text(answer.to_dict()) if as_json else answer_text(answer))
+
+
+def _find_serving(model: Model, where: Topology, workers: int, options: dict[str, Any], as_json: bool) -> None:
+    """Search for what serves requests."""
     from shardplan.cli.bar import progress_bar
     from shardplan.report.text import json_text
     from shardplan.simulation.searching.search import search
-    from shardplan.strategy.model import Model
 
-    if objective == "step" and batch is None:
-        raise ShardplanError("plan: no --batch; legal is one, or --objective latency or tokens")
-    requests = {"prompt": prompt, "output": output, "concurrency": concurrency}
-    asked: dict[str, Any] = {"global_batch": batch, "objective": objective, **requests}
-    check_writable(resume)
-    where = read_topology(topology, nodes)
-    assert where is not None  # an option that must be given
-    found_model = Model.load(model, precision=precision)
-    if fit is not None:
-        from shardplan.simulation.searching.fit import fit as fits
-        from shardplan.strategy.strategy_text import parse_strategy
-
-        if resume is not None or workers > 1 or no_prune or placements:
-            raise ShardplanError(
-                "--fit looks at one strategy: legal with it are --batch, --precision, --top and --json"
-            )
-        strategy = parse_strategy(fit, global_batch=batch)
-        if strategy.precision is None:
-            strategy = replace(strategy, precision=precision)
-        told = fits(found_model, strategy, where, top=top)
-        print(json_text(told.to_dict()) if as_json else str(told))
-        if not told.fits:
-            raise typer.Exit(IMPOSSIBLE)
-        return
     with worker_pool(workers) as executor, progress_bar() as tell:
-        found = search(
-            found_model,
-            where,
-            **asked,
-            prune=not no_prune,
-            executor=executor,
-            resume=resume,
-            top=top,
-            placements=placements,
-            done=(lambda now, whole: tell(now, whole, "frames")) if tell else None,
-        )
+        done = (lambda now, whole: tell(now, whole, "frames of strategies")) if tell else None
+        found = search(model, where, executor=executor, done=done, **options)
     print(json_text(found.to_dict()) if as_json else str(found))
+
+
+def _judge_one(
+    asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, text: str, batch: int | None,
+    precision: str, top: int, as_json: bool, out: Path | None,
+) -> None:  # fmt: skip
+    """Judge one strategy: whether it fits, what it holds, how long a step takes and what bounds it."""
+    from shardplan.report.plan import fit_text
+    from shardplan.report.text import json_text
+    from shardplan.simulation.searching.fit import fit as fits
+    from shardplan.strategy.strategy_text import parse_strategy
+
+    strategy = parse_strategy(text, where.size, global_batch=batch)
+    if strategy.precision is None:
+        strategy = replace(strategy, precision=precision)
+    judge = _judge(model, where, machine)
+    told = fits(model, strategy, where, judge.machine.parameters, top)
+    one = judge.judge_fit(told)
+    notes = asked.notes + _predicted(str(strategy.precision)) + _hand_over(out, asked, where, judge, one)
+    object_ = told.to_dict() | one.to_dict() | {"strategy": told.to_dict()["strategy"], "notes": list(notes)}
+    print(json_text(object_) if as_json else fit_text(asked.title, told, one, judge, notes))
+    if not told.fits:
+        raise typer.Exit(IMPOSSIBLE)
+
+
+def _hand_over(out: Path | None, asked: AskedModel, where: Topology, judge: Judge, one: JudgedPlan) -> tuple[str, ...]:
+    """Write a plan as what launches it; return what frameworks cannot say, and what is run instead at which price."""
+    if out is None:
+        return ()
+    from shardplan.hardware.units import format_seconds
+    from shardplan.launches.handover.folder import write_folder
+    from shardplan.launches.handover.handed_plan import HandedPlan
+    from shardplan.launches.handover.scripts import audit_plan
+    from shardplan.simulation.searching.plans import plan_text
+    from shardplan.simulation.simulate import simulate
+
+    fields = {**asked.fields, "precision": judge.model.fields["precision"]}
+    plan = HandedPlan(asked.title, asked.name, fields, where, one.plan.strategy, one.plan.order, one.to_dict())
+    notes: list[str] = []
+    for written in write_folder(out, plan):
+        notes += [f"{written.framework} cannot say all: {line}" for line in written.lines]
+        if written.runs != plan.strategy and written.files:
+            other = one.plan._replace(strategy=written.runs)
+            seconds = format_seconds(judge.price(other))
+            notes.append(f"{written.framework} runs {plan_text(other)}, {seconds} a step")
+    s = plan.strategy
+    drawn = s.pipeline * s.microbatches * (s.interleave or 1) * 2
+    simulate(judge.model, s, where, "events" if drawn <= MOST_DRAWN else "closed", judge.machine.parameters).save(
+        out / "trace.json"
+    )
+    notes.append(f"{out} has it; launched by its scripts it is {audit_plan(plan).verdict}")
+    return tuple(notes)
+
+
+def _judge(model: Model, where: Topology, machine: MachineFit | None) -> Judge:
+    from shardplan.simulation.closed.machines import machine_fit
+    from shardplan.simulation.searching.answer import Judge
+    from shardplan.simulation.searching.certified import Certifier
+
+    known = machine or machine_fit(where.name)
+    return Judge(model, where, known, Certifier(model, known.parameters, where.device.memory))
+
+
+def _with_memory(where: Topology | None, memory: str | None, reserve: str | None) -> Topology:
+    """Return a topology with what of a device's memory may be taken."""
+    assert where is not None  # an option that must be given
+    nbytes = where.device.memory if memory is None else read_bytes("--memory", memory)
+    if reserve is not None:
+        try:
+            share = float(reserve.rstrip("% "))
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 100:
+            raise ParseError(f"--reserve {reserve!r}; legal is a number of percent from 0 to below 100, such as 10%")
+        nbytes *= 1 - share / 100
+    if not nbytes > 0:
+        raise ParseError(f"--memory {memory!r}; legal is more than 0 bytes")
+    return replace(where, device=replace(where.device, memory=nbytes))
+
+
+def _read_machine(path: Path) -> MachineFit:
+    from shardplan.core.decoding import read_text
+    from shardplan.simulation.closed.machines import parse_fit
+
+    return parse_fit(read_text(path), str(path))
+
+
+def _predicted(precision: str) -> tuple[str, ...]:
+    """What is said of a precision that no program runs in."""
+    said = f"{precision} is predicted: programs run, and memory is certified, in bf16"
+    return (said,) if precision in PREDICTED else ()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
-from shardplan.errors import ParseError, TopologyError
+from shardplan.errors import ParseError, TopologyError, near_text
 
 
 def known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
     """Refuse a key that is not legal; raises `TopologyError`."""
     for key in data:
         if key not in legal:
-            near = get_close_matches(key, legal, 1)
-            hint = f"; did you mean {near[0]!r}" if near else ""
-            raise TopologyError(f"{where}: unknown key {key!r}{hint}; legal: {', '.join(legal)}")
+            raise TopologyError(f"{where}: unknown key {key!r}{near_text(key, legal)}; legal: {', '.join(legal)}")
 
 
 def parsed(where: str, text: str, parser: Callable[[str], float]) -> float:

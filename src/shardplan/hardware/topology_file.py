@@ -9,12 +9,11 @@ import math
 import re
 import tomllib
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from shardplan.core.registry import brought
-from shardplan.errors import ParseError, TopologyError, shown
+from shardplan.errors import ParseError, TopologyError, near_text, shown
 from shardplan.hardware.level import DeviceSpec, Hardware, KernelShares, Level
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.toml_fields import basic_string, known, parsed
@@ -51,11 +50,9 @@ def load(source: str | Path) -> Hardware:
     if path.suffix not in (".toml", ".xml"):
         if str(source) not in presets():
             known = (*presets(), *outside())
-            near = get_close_matches(str(source), known, 1)
-            hint = f"; did you mean {near[0]!r}" if near else ""
             raise TopologyError(
-                f"topology {str(source)!r} is no preset and no path to a .toml or .xml file{hint}; "
-                f"presets: {', '.join(known)}"
+                f"topology {shown(str(source))} is no preset and no path to a .toml or .xml file"
+                f"{near_text(source, known, 3)}; `shardplan topologies` lists all {len(known)}"
             )
         path = _PRESETS / f"{source}.toml"
     try:

@@ -9,5 +9,6 @@ Reading order:
 - `verdict`     what a launch is as a placement, or which groups do not fit
 - `fixes`       how to launch a placement, as text that runs
 - `causes`      why a demand is slow
+- `handover`    a plan as files of torchtitan, Megatron, torch, JAX, Slurm and torchrun
 - `audit`       the verb: what a launch costs beside the best placement, why, and how to do better
 """

@@ -6,7 +6,6 @@ import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
 from shardplan.core.target_counts import uncounted
-from shardplan.errors import LayoutError, ShardplanError, shown
+from shardplan.errors import LayoutError, ShardplanError, near_text, shown
 from shardplan.strategy.decoders import decoder
 from shardplan.strategy.other_sizes import with_sizes
 from shardplan.strategy.others import perceptron, recommender
@@ -106,8 +105,8 @@ class Model:
         known = presets()
         if name not in known and name not in _FAMILIES:
             raise ShardplanError(
-                f"Model.load: {shown(name)} is no preset and no family{_near(name, (*known, *_FAMILIES))}; "
-                f"families: {', '.join(_FAMILIES)}; presets: {', '.join(known)}"
+                f"Model.load: {shown(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
+                f"legal is one of {len(known)} presets, which docs/models.md lists, or a family: {', '.join(_FAMILIES)}"
             )
         border.flag("Model.load: training", training, ShardplanError)
         if optimizer == "":
@@ -238,7 +237,7 @@ class Model:
                 out[index] = p.view(np.asarray(given[name]), name)
                 used.add(name)
         if more := sorted(given.keys() - used):
-            text = f"a checkpoint of {self.name} with {more[0]}, of no parameter{_near(more[0], used)}"
+            text = f"a checkpoint of {self.name} with {more[0]}, of no parameter{near_text(more[0], used)}"
             raise LayoutError(text)
         return found
 
@@ -250,7 +249,9 @@ class Model:
         given = border.table("parameters", values, "names to arrays")
         for value in given:
             if value not in self.parameters:
-                raise LayoutError(f"{self.name} has no parameter {shown(value)}{_near(str(value), self.parameters)}")
+                raise LayoutError(
+                    f"{self.name} has no parameter {shown(value)}{near_text(str(value), self.parameters)}"
+                )
         found: dict[str, Array] = {}
         filled: dict[str, int] = {}
         for value, array in given.items():
@@ -317,12 +318,6 @@ def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
     return dataclasses.replace(made, constants=model.constants, constraints=model.constraints)
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    """A guess at what was meant, as the part of a message."""
-    found = get_close_matches(name, list(known), 1)
-    return f"; did you mean {found[0]!r}" if found else ""
-
-
 def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: tuple[str, ...]) -> Any:
     """The sizes that fields say; raises `ShardplanError` for one that the family does not have, or lacks."""
     kind, _ = _FAMILIES[given["family"]]
@@ -330,7 +325,7 @@ def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: 
     legal = [*(n for n in known if n not in ("family", "source")), *settings]
     for key in asked:
         if key not in legal:
-            near = _near(key, legal)
+            near = near_text(key, legal)
             raise ShardplanError(f"Model.load: {name} has no field {key!r}{near}; legal are {', '.join(legal)}")
     if lacking := [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in given]:
         raise ShardplanError(f"Model.load: {name} lacks {', '.join(lacking)}, which have no default")

@@ -6,8 +6,8 @@ that are alike in it; a stage is a sum of layers, and a schedule a formula of st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSi
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
 from shardplan.simulation.closed.stages import Dealt, layer_rows, recipe, weight_parts
-from shardplan.simulation.closed.work import BACKWARD, FORWARD, Reading
+from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compiled
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import NARROW, SHARING, Strategy
@@ -163,6 +163,23 @@ class ClosedForm:
             out[0, where] = one.microbatches * busiest if events else step
             out[1, where] = least_memory(one, cost, kinds, self.parameters)
         return out[0], out[1]
+
+    def work_seconds(
+        self, c: Configurations, keeps: Callable[[LocalMove], bool], waiting: bool = True, bare: bool = False
+    ) -> Floats:
+        """Return the seconds that the mean rank is at work in the microbatches of a step, [n].
+
+        With the movements of layers that `keeps` says alone, with messages between stages where `waiting`, and where it
+        is not `bare` with the parameters and gradients that layers gather and reduce.
+        """
+        out = np.zeros(len(c))
+        for reading, where, cost in self.classes(c):
+            one, degrees = c[where], {axis: d.astype(np.int64) for axis, d in cost.degrees.items()}
+            some = replace(reading, moves=tuple(m for m in reading.moves if keeps(m)))
+            kinds = ChunkKinds.of(reading.layers, one)
+            stages = self._stages(one, self._cost(some, one, degrees), kinds, waiting, bare)
+            out[where] = one.microbatches * _formula(one, kinds, stages)[2] / one.columns["pipeline"]
+        return out
 
     def _steps(self, reading: Reading, c: Configurations, cost: LayerCost) -> dict[str, Floats]:
         kinds = ChunkKinds.of(reading.layers, c)

@@ -21,7 +21,7 @@ from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.searching.certified import ROOM, Certifier, certified_first
-from shardplan.simulation.searching.space import BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
+from shardplan.simulation.searching.space import ALIKE, BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.schedules.schedule import Schedule
@@ -87,16 +87,17 @@ class Fit:
         lines = [f"{verdict}; {format_seconds(self.seconds)} a step; pipeline rank {self.rank} holds most:"]
         lines += [f"  {format_bytes(nbytes):>10}  {what}" for what, nbytes in self.held]
         lines += [f"not certified, as no job can be made of it: {self.uncertified}"] if self.uncertified else []
+        return "\n".join([*lines, *self.change_lines()])
+
+    def change_lines(self) -> list[str]:
+        """Return what would fit, a line each, the cheapest first; none where it fits."""
         if not self.fits and not self.changes:
-            lines.append(
-                f"nothing up to {MOST} choices away fits; shardplan plan without --fit searches all strategies"
-            )
-        if self.changes:
-            lines.append("what would fit:")
-        for one in self.changes:
-            cost = 100 * (one.seconds / self.seconds - 1)
-            lines.append(f"  {format_bytes(one.peak_bytes):>10}  {cost:+6.1f} % of time  {one.said}")
-        return "\n".join(lines)
+            return [f"nothing up to {MOST} choices away fits; shardplan plan without --fit searches all strategies"]
+        cost = {one.said: 100 * (one.seconds / self.seconds - 1) for one in self.changes}
+        return ["what would fit:"] * bool(self.changes) + [
+            f"  {format_bytes(one.peak_bytes):>10}  {cost[one.said]:+6.1f} % of time  {one.said}"
+            for one in sorted(self.changes, key=lambda one: one.seconds)
+        ]
 
 
 def fit(
@@ -150,13 +151,15 @@ def _near(
 ) -> list[Change]:
     """The quickest that are certified to fit, of each number of choices."""
     col = asked.columns
-    precision, attention = (CODES[name][int(col[name][0])] for name in ("precision", "attention"))
-    space = StrategySpace.of(model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, precision, attention)
+    kept: dict[str, Any] = {
+        name: CODES[name][int(col[name][0])] if name in CODES else int(col[name][0]) for name in ALIKE
+    }
+    space = StrategySpace.of(
+        model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, kept["precision"], fixed=kept
+    )
     frames, inner = _choices(space, col)
     where = np.argwhere((frames[:, None] + inner <= MOST) & space.live(np.arange(len(frames))))
     near = space.columns(where[:, 0], 0, where[:, 1])
-    kept = ("gradient_dtype", "offload_layers", "tensor_overlap")
-    near = Configurations({**near.columns, **{name: np.repeat(col[name], len(near)) for name in kept}})
     choices = frames[where[:, 0]] + inner[where[:, 1]]
     out = form(near)
     found: list[Change] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +40,7 @@ class SearchTask:
     most: int
     prune: bool
     fidelity: str
+    fixed: str = field(default="", kw_only=True)  # what of strategies is given
     room: float = field(
         default=1.0, kw_only=True
     )  # times the memory of a device up to which strategies are let through
@@ -61,7 +62,17 @@ class SearchTask:
 
     def words(self) -> str:
         """Return what is searched, but for the space."""
-        return repr((self.load, str(self.topology), self.parameters, self.most, self.prune, self.fidelity, self.room))
+        said = (
+            self.load,
+            str(self.topology),
+            self.parameters,
+            self.most,
+            self.prune,
+            self.fidelity,
+            self.room,
+            self.fixed,
+        )
+        return repr(said)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +86,7 @@ class Found:
     large: int = 0  # of frames whose least bytes are above the memory
     unfit: int = 0  # priced, and too large
     least: float = float("inf")  # bytes, of what is too large
+    left: int = 0  # frames that were not searched
 
     def and_(self, other: Found, most: int) -> Found:
         """Return both together."""
@@ -86,26 +98,42 @@ class Found:
             self.large + other.large,
             self.unfit + other.unfit,
             min(self.least, other.least),
+            self.left + other.left,
         )
 
 
-def searched(task: SearchTask, start: int, stop: int, form: FlooredForm | None = None) -> Found:
-    """Search the frames from `start` to `stop`: exact for them, whatever else there is."""
+def searched(
+    task: SearchTask,
+    start: int,
+    stop: int,
+    form: FlooredForm | None = None,
+    tell: Callable[[int, Found], None] | None = None,
+) -> Found:
+    """Search the frames from `start` to `stop`: exact for them, whatever else there is.
+
+    `tell` is called, but at the end, with how many of them are done, and with what was found in these.
+    """
     form, space = form or task.form(), task.space
     memory, frames = task.memory, np.arange(start, stop)
     found = Found(Points.none(), Points.none())
     if not task.prune:
         for at in range(0, len(frames), BLOCK):
             found = found.and_(_priced(task, form, *_every(space, frames[at : at + BLOCK])), task.most)
+            if tell is not None and at + BLOCK < len(frames):
+                tell(at + BLOCK, found)
         return found
     floors = [frame_floors(form, space, frames[at : at + 8 * BLOCK]) for at in range(0, len(frames), 8 * BLOCK)]
     seconds, nbytes = (np.concatenate([f[k] for f in floors]) for k in (0, 1))
     strategies = (space.starts[frames + 1] - space.starts[frames]) * space.live(frames).sum(axis=1)
     found = found.and_(_large(nbytes > memory, nbytes, strategies), task.most)
+    done = int((nbytes > memory).sum())
     for some in _in_order(seconds, nbytes <= memory, FIRST, BLOCK):
         keep, found = _kept(task, found, some, seconds, nbytes, strategies)
         if len(keep):
             found = _inside(task, form, frames[keep], found)
+        done += len(some)
+        if tell is not None and done < len(frames):
+            tell(done, found)
     return found
 
 

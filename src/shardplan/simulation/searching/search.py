@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from shardplan.core import border
 from shardplan.errors import Infeasible, ShardplanError, shown
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.simulation.closed.configurations import ORDERS
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.requests import OBJECTIVES, Requests
@@ -24,43 +23,16 @@ from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.searching.bounds import FlooredForm
 from shardplan.simulation.searching.certified import ROOM, Certifier, RefusedPlan, certified_first
 from shardplan.simulation.searching.front import Points
-from shardplan.simulation.searching.plans import PrunedClass, plan_object
+from shardplan.simulation.searching.plans import PrunedClass, RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, searched
 from shardplan.simulation.searching.space import SCHEDULES, StrategySpace
 from shardplan.simulation.searching.varied import varied
 from shardplan.strategy.model import Model
-from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
 Ints = np.ndarray
 SPARE = 20  # strategies more than are asked for, for those that certification refuses
 RANGE = 65536  # frames that a worker searches at a time
-
-
-class RankedPlan(NamedTuple):
-    """A strategy, its seconds a step, its peak bytes, and how its axes lie on the hardware, outermost first.
-
-    The peak is certified where the search certifies: what its job holds by its own account, with what the runtime has
-    at work and the allocator and the driver hold beside.
-    """
-
-    strategy: Strategy
-    seconds: float
-    peak_bytes: float
-    order: tuple[str, ...] = ORDERS[0]
-
-    def device_mesh(self) -> Ints:
-        """Return ids of the topology, int64 [pipeline, data, context, tensor]: who has which place of the strategy.
-
-        Ids count from the innermost level; those of a stage are in the order of the strategy's own devices.
-
-        >>> one = RankedPlan(Strategy(data=2, tensor=2), 1.0, 1.0, ("tensor", "pipeline", "data", "context"))
-        >>> one.device_mesh()[0, :, 0].tolist()
-        [[0, 2], [1, 3]]
-        """
-        sizes = [getattr(self.strategy, block) for block in self.order]
-        ids = np.arange(self.strategy.devices).reshape(sizes)
-        return ids.transpose([self.order.index(block) for block in ORDERS[0]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +51,7 @@ class SearchResult:
     counted: int  # of the space
     priced: int
     again: Callable[[Topology], RankedPlan]
+    frames_left: int = 0  # that were not searched, as it was interrupted
 
     @property
     def best(self) -> RankedPlan:
@@ -118,13 +91,14 @@ class SearchResult:
     def to_dict(self) -> dict[str, Any]:
         """Return it as one object of JSON."""
         return {
-            "best": _ranked_object(self.best),
-            "ranked": [_ranked_object(one) for one in self.ranked],
-            "pareto": [_ranked_object(one) for one in self.pareto],
+            "best": ranked_object(self.best),
+            "ranked": [ranked_object(one) for one in self.ranked],
+            "pareto": [ranked_object(one) for one in self.pareto],
             "pruned": [one._asdict() for one in self.pruned],
             "refused": [{"strategy": strategy_text(one.strategy), "why": one.why} for one in self.refused],
             "counted": self.counted,
             "priced": self.priced,
+            "frames_left": self.frames_left,
         }
 
     def __str__(self) -> str:
@@ -137,18 +111,6 @@ class SearchResult:
         lines += [f"{one.strategies:,} left out: {one.rule}" for one in self.pruned if one.strategies]
         lines += [f"refused by its certificate: {strategy_text(one.strategy)}: {one.why}" for one in self.refused]
         return "\n".join(lines)
-
-
-def plan_text(one: RankedPlan) -> str:
-    """Return a strategy and, where it is not that of its devices, the order of its axes on the hardware."""
-    sizes = ((block, getattr(one.strategy, block)) for block in one.order)
-    alive = [block for block, n in sizes if n > 1]
-    usual = [block for block in ORDERS[0] if block in alive]
-    return strategy_text(one.strategy) + (f" order={','.join(alive)}" if alive != usual else "")
-
-
-def _ranked_object(one: RankedPlan) -> dict[str, Any]:
-    return plan_object(one.strategy, one.seconds, one.peak_bytes) | {"order": list(one.order)}
 
 
 @overload
@@ -169,6 +131,9 @@ def search(
     params: Parameters | None = None,
     done: Callable[[int, int], None] | None = None,
     certify: bool = True,
+    precision: str | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    partial: bool = False,
 ) -> SearchResult: ...
 @overload
 def search(
@@ -209,6 +174,9 @@ def search(
     params: Parameters | None = None,
     done: Callable[[int, int], None] | None = None,
     certify: bool = True,
+    precision: str | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    partial: bool = False,
 ) -> SearchResult | ServingResult:
     """Find the best strategies: exact over the space, whatever is pruned.
 
@@ -236,6 +204,10 @@ def search(
         done: Called with frames searched, and all of them.
         certify: Of a training step: whether strategies that are returned are certified to fit, by the account of the
             job that each comes to; else the closed form alone says so.
+        precision: Of a training step: by default the model's; `fp8` and `nvfp4` are predicted, and certified in bf16.
+        fixed: Of a training step: fields of strategies by name, that all have as given; the rest is found.
+        partial: Of a training step: whether an interrupt (Ctrl-C) ends it with the best of what was searched, where
+            there is any; `frames_left` says so.
 
     Raises:
         Infeasible: No strategy fits into the memory of a device; says how many bytes are needed at least.
@@ -264,9 +236,9 @@ def search(
     if objective != "step":
         if global_batch is not None:
             raise ShardplanError(f"search: global_batch with objective={objective!r}; legal are {', '.join(said)}")
-        if placements or fidelity != "closed" or not certify:
+        if placements or fidelity != "closed" or not certify or precision or fixed:
             raise ShardplanError(
-                f"search: placements, fidelity or certify with objective={objective!r}; legal is 'step'"
+                f"search: placements, fidelity, certify, precision, fixed with objective={objective!r}; legal is 'step'"
             )
         requests = Requests(**{name: 0 if n is None else n for name, n in said.items()})
         space = ServingSpace.of(model, where.size, requests, attention)
@@ -283,14 +255,15 @@ def search(
     if named := [name for name, n in said.items() if n is not None]:
         raise ShardplanError(f"search: {named[0]} with objective='step'; legal is global_batch")
     batch = border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
-    precision = model.fields.get("precision")
-    steps = StrategySpace.of(model, where.size, batch, schedules, precision, attention, placements)
+    precision = precision or model.fields.get("precision")
+    steps = StrategySpace.of(model, where.size, batch, schedules, precision, attention, placements, fixed)
     border.choice("search: fidelity", fidelity, ("closed", "events"), ShardplanError)
     certifier = Certifier(model, machine, where.device.memory) if certify else None
     most, room = (top, 1.0) if certifier is None else (top + SPARE, ROOM)
-    one = SearchTask(load, where, machine, steps, most, prune, fidelity, room=room)
+    said = repr((precision, sorted((fixed or {}).items())))
+    one = SearchTask(load, where, machine, steps, most, prune, fidelity, fixed=said, room=room)
     form = one.form(model)
-    found = _run(one, form, executor, resume, done)
+    found = _run(one, form, executor, resume, done, partial)
 
     def again(other: Topology) -> RankedPlan:
         plans = _plans(steps, _best(one, other, form.on(other, machine), 1 + most - top))
@@ -298,7 +271,8 @@ def search(
         return SearchResult(plans, (), 1, judge, (), 0, 0, again).best
 
     plans, front = _plans(steps, found.best), _plans(steps, found.front)
-    result = SearchResult(plans, front, top, certifier, _pruned(one, found), steps.count, found.priced, again)
+    pruned = _pruned(one, found)
+    result = SearchResult(plans, front, top, certifier, pruned, steps.count, found.priced, again, found.left)
     assert result.best  # raises where none is certified
     return result
 
@@ -314,6 +288,7 @@ def _run(
     executor: Executor | None,
     resume: str | os.PathLike[str] | None,
     done: Callable[[int, int], None] | None,
+    partial: bool = False,
 ) -> Found:
     """Search all ranges, here or on an executor; raises `Infeasible` where nothing fits."""
     frames, ranges = len(task.space.frames), _ranges(task)
@@ -332,16 +307,31 @@ def _run(
 
     left = [span for span in ranges if f"{span[0]}-{span[1]}" not in known]
     finished = frames - sum(stop - start for start, stop in left)
-    if executor is None:
-        for span in left:
-            keep(span, searched(task, *span, form))
-    else:
-        waiting = {executor.submit(searched, task, *span): span for span in left}
-        for future in as_completed(waiting):
-            keep(waiting[future], future.result())
-    total = Found(Points.none(), Points.none())
-    for start, stop in ranges:
-        total = total.and_(known[f"{start}-{stop}"], task.most)
+    total = begun = Found(Points.none(), Points.none())
+    now = 0
+
+    def tell(count: int, found: Found) -> None:
+        nonlocal now, begun
+        now, begun = count, found
+        if done is not None:
+            done(finished + count, frames)
+
+    try:
+        if executor is None:
+            for span in left:
+                found = searched(task, *span, form, tell)
+                now, begun = 0, total
+                keep(span, found)
+        else:
+            waiting = {executor.submit(searched, task, *span): span for span in left}
+            for future in as_completed(waiting):
+                keep(waiting[future], future.result())
+    except KeyboardInterrupt:
+        if not partial or (not len(begun.best) and not any(len(one.best) for one in known.values())):
+            raise
+        total = replace(total.and_(begun, task.most), left=frames - finished - now)
+    for one in known.values():
+        total = total.and_(one, task.most)
     if not len(total.best):
         memory, needed = (format_bytes(n) for n in (task.topology.device.memory, total.least))
         raise Infeasible(

@@ -8,8 +8,9 @@ what its layers compute once, and no order of axes what it keeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ INSIDE = tuple((r, z, f) for r, name in enumerate(RECOMPUTE) for z, f in DEALT i
 _INSIDE = np.array(INSIDE, dtype=np.int64)
 FRAME = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "schedule", "interleave", "sequence_parallel",
          "context_kind")  # fmt: skip
+INNER = ("recompute", "zero", "fsdp")  # what varies inside of a frame
+ALIKE = ("precision", "attention", "gradient_dtype", "tensor_overlap", "offload_layers")  # what all may have
 BLOCKS = ORDERS[0]
 
 
@@ -57,11 +60,11 @@ class StrategySpace:
 
     frames: Ints  # int64 [frames, fields of FRAME]
     global_batch: int
-    precision: int
-    attention: int
     kinds: Ints  # which orders a frame has, a place in KINDS, int64 [frames]
     starts: Ints  # pairs of a frame and an order before each frame, and of all, int64 [frames + 1]
     limits: ModelLimits
+    asked: np.ndarray  # which of those inside are looked at, bool [inside]
+    said: Mapping[str, int]  # columns that all have alike, as `Configurations` has them
 
     @staticmethod
     def of(
@@ -72,8 +75,11 @@ class StrategySpace:
         precision: str | None = None,
         attention: str | None = None,
         placements: bool = False,
+        fixed: Mapping[str, Any] | None = None,
     ) -> StrategySpace:
         """Enumerate what is legal; with `placements` on every order of the axes on the hardware that differs.
+
+        Of fields that are `fixed` only the value given: those that vary here, and those of `ALIKE`.
 
         Degrees multiply to `devices`, also where they are no powers of two: `tensor` up to the heads, `pipeline` up to
         the layers, `context` a divisor of the sequence, `expert` a divisor of the experts and of a stage. Replicas and
@@ -81,23 +87,36 @@ class StrategySpace:
         frame says nothing idle: `ulysses` has a key-value head for every device, `gpipe` several microbatches; what is
         idle inside of it (`live`) is counted apart.
 
-        Raises `ShardplanError` for other schedules than those with a formula, and where nothing is legal.
+        Raises `ShardplanError` for other schedules than those with a formula, other fields fixed, and where nothing is
+        legal.
         """
         border.whole("search: devices", devices, 1, kind=ShardplanError)
         border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
+        schedules = schedules if not fixed or "schedule" not in fixed else (str(fixed["schedule"]),)
         for name in schedules:
             border.choice("search: schedules", name, SCHEDULES, ShardplanError)
         limits = ModelLimits.of(model, precision)
+        asked, said = _fixed({"precision": precision, "attention": attention, **(fixed or {})})
         rows = list(_frames(limits, devices, global_batch, tuple(schedules)))
-        if not rows:
-            raise ShardplanError(f"search: no strategy of {devices} devices and {global_batch} sequences is legal")
-        codes = CODES["precision"].index(precision), CODES["attention"].index(attention)
-        table = np.array(rows, dtype=np.int64)
+        table = np.array(rows, dtype=np.int64).reshape(-1, len(FRAME))
+        inner = np.ones(len(INSIDE), dtype=bool)
+        for name, value in asked.items():
+            if name in FRAME:
+                table = table[table[:, FRAME.index(name)] == value]
+            else:
+                inner &= _INSIDE[:, INNER.index(name)] == value
+        if not len(table) or not inner.any():
+            why = "".join(f", {name}={value}" for name, value in (fixed or {}).items())
+            raise ShardplanError(
+                f"search: no strategy of {devices} devices, {global_batch} sequences{why} is legal: degrees multiply "
+                f"to the devices, tensor up to {limits.heads} heads, pipeline up to {limits.layers} layers; context "
+                f"divides {limits.sequence}, replicas and microbatches the sequences"
+            )
         kinds = np.zeros(len(table), dtype=np.int64)
         for k, block in enumerate(BLOCKS):
             kinds += (table[:, FRAME.index(block)] > 1) * (1 << k) * placements
         starts = np.concatenate([[0], np.cumsum(np.array([len(one) for one in KINDS])[kinds])])
-        return StrategySpace(table, global_batch, *codes, kinds, starts, limits)
+        return StrategySpace(table, global_batch, kinds, starts, limits, inner, said)
 
     def live(self, frames: Ints) -> np.ndarray:
         """Return which of the strategies inside some frames have no option that does nothing: bool [n, inside]."""
@@ -107,13 +126,14 @@ class StrategySpace:
         found &= (zero != 1) | self.limits.kept
         found &= (zero == 0) | (zero == 3) | self.limits.training
         found &= (recompute == 0) | self.limits.training
+        found &= self.asked
         return found & ((recompute != RECOMPUTE.index("selective")) | self.limits.scores)
 
     @property
     def idle(self) -> int:
         """How many strategies have one."""
         frames = np.arange(len(self.frames))
-        return int((np.diff(self.starts) * (~self.live(frames)).sum(axis=1)).sum())
+        return int((np.diff(self.starts) * (self.asked & ~self.live(frames)).sum(axis=1)).sum())
 
     @property
     def inside(self) -> int:
@@ -123,7 +143,7 @@ class StrategySpace:
     @property
     def count(self) -> int:
         """How many strategies there are."""
-        return int(self.starts[-1]) * len(INSIDE)
+        return int(self.starts[-1]) * int(self.asked.sum())
 
     @property
     def floor_order(self) -> int:
@@ -148,7 +168,8 @@ class StrategySpace:
         found |= {"recompute": inner[:, 0], "zero": inner[:, 1], "fsdp": inner[:, 2]}
         found["order"][:] = orders
         found["global_batch"][:] = self.global_batch
-        found["precision"][:], found["attention"][:] = self.precision, self.attention
+        for name, value in self.said.items():
+            found[name][:] = value
         return Configurations({name: x.astype(bool) if name in FLAGS else x for name, x in found.items()})
 
     def one(self, index: int) -> Configurations:
@@ -157,6 +178,20 @@ class StrategySpace:
         frame = int(np.searchsorted(self.starts, pair, side="right")) - 1
         order = _ORDERS[self.kinds[frame], pair - self.starts[frame]]
         return self.columns(np.array([frame]), int(order), inside)
+
+
+def _fixed(fields: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what is fixed of what varies, and of what does not, as numbers; fields of `CODES` as places in them."""
+    varied, alike = (*FRAME, *INNER), dict[str, int]()
+    found: dict[str, int] = {}
+    for name, value in fields.items():
+        if name not in (*varied, *ALIKE):
+            raise ShardplanError(f"search: fixed {name}={value}; legal are {', '.join((*varied, *ALIKE))}")
+        if name in CODES and value not in CODES[name]:
+            raise ShardplanError(f"search: fixed {name}={value}; legal are {', '.join(map(str, CODES[name]))}")
+        code = CODES[name].index(value) if name in CODES else int(value)
+        (found if name in varied else alike)[name] = code
+    return found, alike
 
 
 def divisors(n: int) -> list[int]:

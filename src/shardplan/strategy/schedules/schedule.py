@@ -160,15 +160,19 @@ class Schedule:
         With `ours` also `OPT`, `OFFLOAD` and `RELOAD`, which torch refuses.
         """
         where = Path(path)
+        try:
+            write_atomic(where, self.csv_text(ours).encode())
+        except OSError as error:
+            raise ScheduleError(f"{line(where)} cannot be written: {line(error)}") from None
+
+    def csv_text(self, ours: bool = False) -> str:
+        """Return what `to_csv` writes."""
         found = io.StringIO(newline="")
         writer = csv.writer(found)
         idle = not self.has_messages
         for row in self.ranks:
             writer.writerow([a for a in row if (idle if a is None else ours or a.kind not in OURS)])
-        try:
-            write_atomic(where, found.getvalue().encode())
-        except OSError as error:
-            raise ScheduleError(f"{line(where)} cannot be written: {line(error)}") from None
+        return found.getvalue()
 
 
 def _tuples(ranks: Sequence[Sequence[Action | None]]) -> tuple[tuple[Action | None, ...], ...]:

@@ -1,0 +1,96 @@
+"""`HandedPlan`: a model, a topology, a strategy and what was predicted of it, as one file of JSON, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardplan.core import border
+from shardplan.core.decoding import decode_json, read_text
+from shardplan.errors import ParseError, ShardplanError, line, shown
+from shardplan.hardware.topology import Topology
+from shardplan.strategy.model import Model
+from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.strategy import Strategy
+
+FORMAT = "shardplan handed plan 1"
+ORDER = ("pipeline", "data", "context", "tensor")  # of a strategy's devices, outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class HandedPlan:
+    """A plan as it is handed over.
+
+    Args:
+        title: What the model is called.
+        name: The preset or family that `Model.load` takes.
+        fields: What it takes beside.
+        topology: On what.
+        strategy: How.
+        order: How blocks of axes lie on the topology, outermost first.
+        predicted: Numbers by name, in the units of the name, and texts.
+    """
+
+    title: str
+    name: str
+    fields: Mapping[str, Any]
+    topology: Topology
+    strategy: Strategy
+    order: tuple[str, ...] = ORDER
+    predicted: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return Model.load(self.name, **dict(self.fields))
+
+    def to_json(self) -> str:
+        """Return it as a file.
+
+        >>> plan = HandedPlan("tiny", "gpt2-xs", {"seq": 8}, Topology.load("dgx-a100", nodes=1), Strategy(data=8))
+        >>> HandedPlan.parse(plan.to_json()) == plan
+        True
+        """
+        plain = Strategy()
+        said = {k: getattr(self.strategy, k) for k in Strategy.__dataclass_fields__}
+        said = {k: str(v) if isinstance(v, Schedule) else v for k, v in said.items() if v != getattr(plain, k)}
+        data = {"format": FORMAT, "title": self.title, "model": self.name, "fields": dict(self.fields),
+                "topology": str(self.topology), "strategy": said, "order": list(self.order),
+                "predicted": dict(self.predicted)}  # fmt: skip
+        return json.dumps(data, indent=1) + "\n"
+
+    @staticmethod
+    def parse(text: str, what: str = "plan.json") -> HandedPlan:
+        """Return what a file says; raises `ParseError` where it is none, and as strategies and topologies do."""
+        data = decode_json(text, dict[str, Any])
+        if data.get("format") != FORMAT:
+            raise ParseError(f"{what}: format {shown(data.get('format'))}; legal is {FORMAT!r}")
+        kinds = {"title": str, "model": str, "fields": dict, "topology": str, "strategy": dict, "order": list,
+                 "predicted": dict}  # fmt: skip
+        for name, kind in kinds.items():
+            if not isinstance(data.get(name), kind):
+                raise ParseError(f"{what}: {name} is {shown(data.get(name))}; legal is a {kind.__name__}")
+        if sorted(map(str, data["order"])) != sorted(ORDER):
+            raise ParseError(f"{what}: order is {shown(data['order'])}; legal are {', '.join(ORDER)} in any order")
+        said: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data["strategy"].items()
+        }  # JSON has no tuples
+        if unknown := said.keys() - Strategy.__dataclass_fields__.keys():
+            raise ParseError(f"{what}: a strategy has no {min(unknown)}")
+        if str(said.get("schedule", "")).startswith("schedule "):
+            said["schedule"] = Schedule.parse(said["schedule"])
+        topology = Topology.parse(border.text(f"{what}: topology", data["topology"], ShardplanError))
+        return HandedPlan(
+            data["title"], data["model"], data["fields"], topology, Strategy(**said), tuple(data["order"]),
+            data["predicted"],
+        )  # fmt: skip
+
+    @staticmethod
+    def load(path: str | Path) -> HandedPlan:
+        """Read a file, or the one of a folder; raises `ParseError` as `parse` does."""
+        where = Path(path)
+        where = where / "plan.json" if where.is_dir() else where
+        return HandedPlan.parse(read_text(where), line(where))

@@ -1,0 +1,147 @@
+"""The answer of `shardplan plan` on a screen of 80 columns: the best strategy first, then why others lost."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.simulation.searching.answer import TIE, Judge, JudgedPlan, PlanAnswer, causes_text
+from shardplan.simulation.searching.fit import Fit
+from shardplan.simulation.searching.plans import plan_text
+from shardplan.strategy.strategy import Strategy
+
+WIDTH = 80
+BAR = 60
+# What takes memory, by the first letter of what it is; see `certified.WORDS`.
+LETTERS = {"at work in one layer, or the loss": "w", "more that the allocator holds": "a"}
+
+
+def answer_text(answer: PlanAnswer) -> str:
+    """Return the answer, few others with why they lost, what would change it, and what was left out."""
+    best, judge = answer.plans[0], answer.judge
+    lines = [headline(answer.title or judge.model.name, best.plan.strategy, judge), ""]
+    lines += [*_wrapped(strategy_words(best.plan.strategy), ""), *_wrapped(_brief(best), "  ")]
+    lines += judged_lines(best, judge)
+    others, ties = answer.plans[1:], answer.tied - 1
+    if others:
+        tie = f", of which {ties} {'is' if ties == 1 else 'are'} a tie: within {100 * TIE:.0f} %" if ties else ""
+        lines += ["", f"others{tie}"]
+    for one in others:
+        cost = f"{format_seconds(one.plan.seconds):>10} {format_bytes(one.plan.peak_bytes):>9}  "
+        alike = f" (and {one.alike} alike)" if one.alike else ""
+        lines += _wrapped(f"{one.lost}: {_brief(one)}{alike}", cost)
+    if answer.changes:
+        lines += ["", "would be another with"]
+        lines += [x for change in answer.changes for x in _wrapped(change, "  ")]
+    found = answer.found
+    left = f"; interrupted, {found.frames_left:,} frames of strategies not searched" if found.frames_left else ""
+    alike = f", the first one's degrees with {best.alike} more" if best.alike else ""
+    lines += ["", *_wrapped(f"{found.counted:,} strategies, {found.priced:,} priced{alike}{left}", "")]
+    why = Counter(r.why for r in found.refused)
+    lines += [x for text, n in why.items() for x in _wrapped(f"{n} refused by their certificates: {text}", "")]
+    return "\n".join(lines + [x for note in answer.notes for x in _wrapped(f"note: {note}", "")])
+
+
+def fit_text(title: str, told: Fit, one: JudgedPlan, judge: Judge, notes: tuple[str, ...] = ()) -> str:
+    """Return whether a strategy fits, how long a step takes and what bounds it, and near ones that fit."""
+    peak, memory = format_bytes(told.peak_bytes), format_bytes(told.memory)
+    verdict = f"fits: {peak} of {memory}" if told.fits else f"does not fit: {peak}, and a device has {memory}"
+    lines = [verdict, headline(title, told.strategy, judge), "", *_wrapped(strategy_words(told.strategy), "")]
+    lines += judged_lines(one, judge)
+    if told.uncertified:
+        lines += _wrapped(f"not certified, as no job can be made of it: {told.uncertified}", "")
+    return "\n".join([*lines, *told.change_lines(), *(x for note in notes for x in _wrapped(f"note: {note}", ""))])
+
+
+def headline(title: str, strategy: Strategy, judge: Judge) -> str:
+    """Return in a line or two what is trained, on what, and how much of it a step has."""
+    fields, topology = judge.model.fields, judge.topology
+    tokens = f" x {fields['seq']:,} tokens" if "seq" in fields else ""
+    size = f"{judge.model.parameter_count / 1e9:.3g} billion parameters"
+    where = f"{topology.size:,} devices of {topology.name or 'a topology'} ({topology.describe()})"
+    return (
+        f"{title}, {size}, {strategy.precision or fields['dtype']}\n{where}; a step is {strategy.sequences:,}{tokens}"
+    )
+
+
+def judged_lines(one: JudgedPlan, judge: Judge) -> list[str]:
+    """Return the seconds of a strategy, what bounds them, and what is held."""
+    low, high = (format_seconds(x) for x in one.interval)
+    devices, dtype = judge.topology.size, judge.model.fields["dtype"]
+    peak = judge.topology.device.peak(str(dtype))
+    step = f"{format_seconds(one.plan.seconds)}, and {low} to {high} in nine of ten"
+    if not judge.measured:
+        step += "; no step was measured on such a machine"
+    lines = [
+        "",
+        *_wrapped(step, "step      "),
+        f"tokens    {one.tokens_per_second:,.0f} a second, {one.tokens_per_second / devices:,.0f} a device",
+        f"MFU       {100 * one.mfu:.1f} % of {peak / 1e12:,.0f} TFLOP/s in {dtype}",
+        *_wrapped(causes_text(one.causes), "bound by  "),
+    ]
+    return lines + memory_lines(one, judge.certifier.memory, judge)
+
+
+def memory_lines(one: JudgedPlan, memory: float, judge: Judge) -> list[str]:
+    """Return what the worst rank holds as a bar, with a letter for each part, and the parts."""
+    held, least = one.held, min(one.held.nbytes, memory)
+    parts = [(LETTERS.get(what, what[0]), what, nbytes) for what, nbytes in held.parts if nbytes > 0]
+    scale = BAR / max(memory, held.nbytes)
+    bar, at = "", 0.0
+    for letter, _, nbytes in parts:
+        at += nbytes
+        bar += letter * (round(at * scale) - len(bar))
+    free = format_bytes(memory - least)
+    room = f"{free} free" if held.nbytes <= memory else f"{format_bytes(held.nbytes - memory)} too much"
+    said = ", ".join(f"{letter} {format_bytes(nbytes)} {what}" for letter, what, nbytes in parts)
+    p = judge.machine.parameters
+    outside = "" if p.context or p.fragmentation > 1 else "; driver and allocator not counted (--reserve)"
+    return [
+        f"memory    {format_bytes(held.nbytes)} of {format_bytes(memory)} on pipeline rank {held.rank}; {room}",
+        f"          [{bar:.<{BAR}}]",
+        *_wrapped(said + outside, "          "),
+    ]
+
+
+def strategy_words(s: Strategy) -> str:
+    """Return a strategy as a sentence.
+
+    >>> strategy_words(Strategy(data=4, tensor=2, zero=1, global_batch=32, recompute="full"))
+    '4 replicas that deal out optimizer state; tensors over 2; microbatches of 1, 8 a replica; layers computed again'
+    """
+    return "; ".join(_words(s))
+
+
+def _words(s: Strategy) -> Iterator[str]:
+    dealt = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and parameters"}
+    zero = 3 if s.fsdp else s.zero
+    among = f" in groups of {s.shard}" if s.shard else ""
+    kept = ", parameters kept from forward to backward" if s.fsdp and s.zero == 2 else ""
+    copies = "one replica" if s.data == 1 else f"{s.data} replicas"
+    yield copies + (f" that deal{'s' * (s.data == 1)} out {dealt[zero]}{among}{kept}" if zero else "")
+    if s.tensor > 1:
+        yield f"tensors over {s.tensor}{', sequence too' if s.sequence_parallel else ''}"
+    if s.context > 1:
+        yield f"sequence over {s.context} ({s.context_kind})"
+    if s.expert > 1:
+        yield f"experts over {s.expert}"
+    if s.pipeline > 1:
+        chunks = f" of {s.interleave} chunks" if (s.interleave or 1) > 1 else ""
+        yield f"{s.pipeline} pipeline stages{chunks} ({s.schedule})"
+    yield f"microbatches of {s.microbatch}, {s.microbatches} a replica"
+    again = {"full": "layers computed again", "selective": "attention computed again",
+             "selective_op": "every second product computed again"}  # fmt: skip
+    if s.recompute != "none":
+        yield again.get(str(s.recompute), f"{', '.join(s.recompute)} computed again")
+
+
+def _brief(one: JudgedPlan) -> str:
+    """A strategy as `--fit` takes it; its precision is the headline's."""
+    return plan_text(one.plan._replace(strategy=replace(one.plan.strategy, precision=None)))
+
+
+def _wrapped(text: str, first: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first) or "  ")

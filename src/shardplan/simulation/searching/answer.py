@@ -1,0 +1,271 @@
+"""`PlanAnswer`: of what a search found the answer, few others that differ, why each lost, and what would change it.
+
+Two predictions closer than `TIE` tell no strategies apart (`benchmarks/plan_ties.py`: of measured pairs that were
+predicted so close, three in ten came in the other order). Of such a tie the first keeps the room that a prediction of
+bytes may be off by, then says the least, then is quickest. Strategies of the same degrees stand as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardplan.core.ops.compute import computing
+from shardplan.core.walk import program_leaves
+from shardplan.errors import Infeasible
+from shardplan.hardware.topology import Topology
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, RESIDUAL, spread
+from shardplan.simulation.closed.causes import step_causes
+from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import MachineFit, machine_fit, shipped
+from shardplan.simulation.searching.certified import CertifiedPeak, Certifier
+from shardplan.simulation.searching.fit import Fit
+from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
+from shardplan.simulation.searching.search import SearchResult
+from shardplan.strategy.model import Model
+
+TIE = 0.05  # relative: two predicted steps that are closer are a tie
+FITTED = ("product", "stream", "launch", "network", "attention")  # parameters in which machines differ
+DEGREES = ("data", "tensor", "pipeline", "context", "expert")
+COUNTED = ("product", "scores")  # kernels whose operations are a model's
+FELT = 0.005  # of a step: a cause that takes less is none
+
+
+class JudgedPlan(NamedTuple):
+    """A strategy as it is told: seconds with the interval of nine steps in ten, what they go to, and what is held."""
+
+    plan: RankedPlan
+    interval: tuple[float, float]
+    causes: tuple[tuple[str, float], ...]  # seconds of a step, largest first; they add up to its seconds
+    held: CertifiedPeak
+    tokens_per_second: float
+    mfu: float
+    alike: int = 0  # how many others of the same degrees it stands for
+    lost: str = ""  # why it is not the answer
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as one object of JSON."""
+        found = ranked_object(self.plan) | {"text": plan_text(self.plan), "seconds_interval": list(self.interval)}
+        held = [{"what": what, "bytes": nbytes} for what, nbytes in self.held.parts]
+        told = ("tokens_per_second", "mfu", "alike", "lost")
+        return found | {"causes": dict(self.causes), "held": held} | {name: getattr(self, name) for name in told}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judge:
+    """What tells of strategies of one model on one topology: see `JudgedPlan`.
+
+    Args:
+        model: What is trained.
+        topology: On what.
+        machine: Its parameters, and how well they are known; of a machine that nobody measured as far as machines
+            differ.
+        certifier: Of what jobs hold.
+    """
+
+    model: Model
+    topology: Topology
+    machine: MachineFit
+    certifier: Certifier
+    form: ClosedForm = field(init=False)
+    flops: float = field(init=False)  # of a sequence, forward and backward, nothing twice
+
+    def __post_init__(self) -> None:
+        """Read the model."""
+        form = ClosedForm(self.model, self.topology, self.machine.parameters)
+        object.__setattr__(self, "form", form)
+        object.__setattr__(self, "flops", training_flops(self.model))
+
+    @property
+    def measured(self) -> bool:
+        """Whether the parameters of the machine were fitted to measured steps."""
+        return bool(self.machine.names)
+
+    def judge(self, plan: RankedPlan, held: CertifiedPeak | None = None) -> JudgedPlan:
+        """Return all of it of one strategy; `held` where it is known."""
+        c = _column(plan)
+        known = self.machine if self.measured else unmeasured(self.machine)
+        half = NORMAL_90 * float(np.hypot(RESIDUAL, spread(self.form, c, known))[0])
+        causes = sorted(((k, float(v[0])) for k, v in step_causes(self.form, c).items()), key=lambda x: -x[1])
+        sequences = plan.strategy.sequences
+        peak = self.topology.device.peak(str(self.model.fields["dtype"])) * self.topology.size
+        return JudgedPlan(
+            plan,
+            (plan.seconds * math.exp(-half), plan.seconds * math.exp(half)),
+            tuple(causes),
+            held or self.certifier.peak(plan.strategy),
+            sequences * float(self.model.fields.get("seq", 1)) / plan.seconds,
+            sequences * self.flops / (plan.seconds * peak),
+        )
+
+    def price(self, plan: RankedPlan) -> float:
+        """Return the seconds of a step of a strategy."""
+        return float(self.form.seconds(_column(plan))[0])
+
+    def judge_fit(self, told: Fit) -> JudgedPlan:
+        """Return all of it of a strategy of which `fit` said whether it fits."""
+        held = CertifiedPeak(told.peak_bytes, told.rank, told.held)
+        return self.judge(RankedPlan(told.strategy, told.seconds, told.peak_bytes), held)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """What `shardplan plan` says: the answer first, then those that differ; `changes` are what would make it another.
+
+    The `tied` are so many of the first; `title` is what the model is called, `notes` what was not said otherwise.
+    """
+
+    title: str
+    judge: Judge
+    plans: tuple[JudgedPlan, ...]
+    tied: int
+    goal: str
+    found: SearchResult
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as one object of JSON, with what the search found."""
+        told = {"tied": self.tied, "goal": self.goal, "changes": list(self.changes), "notes": list(self.notes)}
+        return self.found.to_dict() | {"answer": [one.to_dict() for one in self.plans], **told}
+
+
+def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "step", title: str = "") -> PlanAnswer:
+    """Return the answer of a search, and at most `top` that differ in their degrees, the answer among them.
+
+    `goal` is `step`, or `memory`: least bytes on the front of seconds and bytes. All of them are certified to fit.
+
+    Raises `Infeasible` where none is.
+    """
+    certifier = judge.certifier
+    least = goal == "memory"
+    plans = found.front[::-1] if least else found.candidates
+    quickest = next((p.seconds for p in plans if certifier.fits(p.strategy)), None)
+    if quickest is None:
+        return PlanAnswer(title, judge, (judge.judge(found.best),), 1, goal, found)
+    classes: dict[tuple[int, ...], list[RankedPlan]] = {}
+    for plan in plans:
+        classes.setdefault(tuple(getattr(plan.strategy, name) for name in DEGREES), []).append(plan)
+    told: list[JudgedPlan] = []
+    for members in classes.values():
+        first = members[0].seconds
+        bound = (quickest if first <= quickest * (1 + TIE) else first) * (1 + TIE)
+        order = members if least else [
+            *sorted((p for p in members if p.seconds <= bound), key=lambda p: _ease(p, certifier.memory)),
+            *(p for p in members if p.seconds > bound),
+        ]  # fmt: skip
+        if (chosen := next((p for p in order if certifier.fits(p.strategy)), None)) is not None:
+            held = certifier.peak(chosen.strategy)
+            one = judge.judge(chosen._replace(peak_bytes=held.nbytes), held)
+            told.append(one._replace(alike=len(members) - 1))
+        if len(told) == top:
+            break
+    if least:
+        told.sort(key=lambda one: one.plan.peak_bytes)
+        tied = 1
+    else:
+        near = [one for one in told if one.plan.seconds <= quickest * (1 + TIE)]
+        near.sort(key=lambda one: _ease(one.plan, certifier.memory))
+        tied = len(near)
+        told = [*near, *sorted((one for one in told if one not in near), key=lambda one: one.plan.seconds)]
+    best = told[0]
+    named = tuple(one._replace(lost=_lost(one, best, k < tied, least)) for k, one in enumerate(told))
+    return PlanAnswer(title, judge, (best, *named[1:]), tied, goal, found)
+
+
+def _ease(plan: RankedPlan, memory: float) -> tuple[bool, int, float]:
+    """Of a tie who comes first: whether bytes are near the memory, how much is said, seconds."""
+    return plan.peak_bytes > memory * (1 - MEMORY_RESIDUAL), len(plan_text(plan).split()), plan.seconds
+
+
+def _lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> str:
+    """Why it is not the answer, in a few words."""
+    if least:
+        return f"{format_bytes(one.plan.peak_bytes - best.plan.peak_bytes)} more"
+    if tied:
+        mine, its = (_ease_words(x) for x in (one, best))
+        tight = one.held.nbytes > best.held.nbytes and one.plan.seconds <= best.plan.seconds
+        return "a tie; less room" if tight else "a tie; says more" if mine > its else "a tie; slower"
+    more = {k: s - dict(best.causes).get(k, 0.0) for k, s in one.causes}
+    worst = sorted(((s, k) for k, s in more.items() if s > FELT * best.plan.seconds), reverse=True)
+    return ", ".join(f"+{format_seconds(s)} {k}" for s, k in worst[:2]) or "slower in all"
+
+
+def _ease_words(one: JudgedPlan) -> int:
+    return len(plan_text(one.plan).split())
+
+
+def find_changes(answer: PlanAnswer, tell: Callable[[int, int], None] | None = None) -> tuple[str, ...]:
+    """Return what would make the answer another: half and double of each link and of the memory, searched again each.
+
+    Where the answer still fits, and is then a tie with the best, nothing is said. `tell` is called with searches done,
+    and all.
+    """
+    judge, first = answer.judge, answer.plans[0]
+    asked = list(_changed(judge.topology))
+    found: list[str] = []
+    for k, (text, other) in enumerate(asked):
+        if tell is not None:
+            tell(k, len(asked))
+        try:
+            best = answer.found.again(other)
+        except Infeasible:
+            found.append(f"{text}: nothing fits")
+            continue
+        form = judge.form.on(other, judge.machine.parameters)
+        still = float(form.seconds(_column(first.plan))[0])
+        fits = first.held.nbytes <= other.device.memory
+        if not fits or still > best.seconds * (1 + TIE):
+            beside = f", not {format_seconds(still)}" if fits else ""
+            found.append(f"{text}: {plan_text(best)}, {format_seconds(best.seconds)}{beside}")
+    return tuple(found)
+
+
+def _column(plan: RankedPlan) -> Configurations:
+    c = Configurations.of([plan.strategy])
+    return Configurations({**c.columns, "order": np.array([CODES["order"].index(plan.order)])})
+
+
+def _changed(topology: Topology) -> Iterable[tuple[str, Topology]]:
+    """The topology with half and double of each link, and of the memory, and what that is in words."""
+    for times, word in ((0.5, "half"), (2.0, "double")):
+        for k, level in enumerate(topology.levels):
+            if level.size > 1:
+                levels = list(topology.levels)
+                levels[k] = replace(level, bandwidth=level.bandwidth * times)
+                yield f"{word} the bandwidth between {level.name}s", replace(topology, levels=tuple(levels))
+        device = topology.device
+        if np.isfinite(device.memory):
+            yield f"{word} the memory", replace(topology, device=replace(device, memory=device.memory * times))
+
+
+def training_flops(model: Model) -> float:
+    """Return the operations of a sequence in a training step: the forward pass, and twice as many backward.
+
+    What a mask leaves out is none, nothing is counted twice, and the update of the optimizer does not count.
+    """
+    forward = model.forward or model.program
+    batch = next((n for v, dims in model.dims.items() if v in forward.types and "batch" in dims
+                  for d, n in zip(dims, forward.types[v].shape, strict=True) if d == "batch"), 1)  # fmt: skip
+    every = ((times, computing(leaf), types) for times, leaf, types in program_leaves(forward))
+    counted = (times * op.flops(*types) for times, op, types in every if op is not None and op.kernel_class in COUNTED)
+    return 3.0 * sum(counted) / batch
+
+
+def unmeasured(machine: MachineFit) -> MachineFit:
+    """Return a machine with its parameters as little known as the shipped machines differ in them."""
+    rows = np.log([[getattr(machine_fit(name).parameters, p) for p in FITTED] for name in shipped()])
+    return MachineFit(machine.parameters, FITTED, np.cov(rows, rowvar=False))
+
+
+def causes_text(causes: Mapping[str, float] | Iterable[tuple[str, float]]) -> str:
+    """Return what seconds go to as shares, the largest first."""
+    pairs = [*(causes.items() if isinstance(causes, Mapping) else causes)]
+    total = sum(s for _, s in pairs)
+    return ", ".join(f"{what} {100 * s / total:.0f} %" for what, s in pairs if s > FELT * total)

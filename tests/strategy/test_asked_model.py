@@ -1,0 +1,159 @@
+"""Models as people name them: presets with changes, and configs of Hugging Face, of which nothing is passed over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardplan import Model, ShardplanError
+from shardplan.movement.weights.configs import model_config
+from shardplan.strategy.asked_model import COMPUTED, ELSEWHERE, KEYS, TYPES, parse_model, read_config
+
+COMMON = {"architectures": ["X"], "bos_token_id": 1, "initializer_range": 0.02, "torch_dtype": "bfloat16",
+          "transformers_version": "4.51.0", "use_cache": True, "vocab_size": 151936}  # fmt: skip
+ROTARY = COMMON | {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6,
+                   "rope_scaling": None, "tie_word_embeddings": False}  # fmt: skip
+# As published beside the weights; what a config says beyond sizes is kept, so that it is read as it is found.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama3-8b": ROTARY | {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "vocab_size": 128256, "pretraining_tp": 1},
+    "qwen3-8b": ROTARY | {
+        "model_type": "qwen3", "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False},
+    "qwen3-30b-a3b": ROTARY | {
+        "model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False},
+    "mixtral-8x7b": ROTARY | {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "vocab_size": 32000},
+    "deepseek-v3": ROTARY | {
+        "model_type": "deepseek_v3", "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": {"fmt": "e4m3"},
+        "rope_scaling": {"factor": 40, "type": "yarn"}, "rope_theta": 10000, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128,
+        "vocab_size": 129280},
+    "gpt2-xl": COMMON | {
+        "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 1600, "n_head": 25, "n_layer": 48, "n_positions": 1024,
+        "resid_pdrop": 0.1, "summary_type": "cls_index", "summary_use_proj": True, "task_specific_params": {},
+        "vocab_size": 50257},
+}  # fmt: skip
+# Parameters as published, for models that are no preset; Qwen2's without its biases, which are left out.
+OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "Mistral-7B-v0.1": (ROTARY | {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 10000.0,
+        "sliding_window": 4096, "vocab_size": 32000}, 7_241_732_096, ()),
+    "Qwen2.5-7B": (ROTARY | {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000000.0,
+        "vocab_size": 152064}, 7_615_616_512 - 28 * (28 + 4 + 4) * 128,
+        ("left out: biases of queries, keys and values",)),
+    "gpt-oss-20b": (ROTARY | {
+        "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "hidden_size": 2880,
+        "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "rope_theta": 150000,
+        "rope_scaling": {"factor": 32.0, "rope_type": "yarn"}, "sliding_window": 128, "swiglu_limit": 7.0,
+        "vocab_size": 201088}, 24 * (2880 * (64 * 2 + 8 * 2) * 64 + 32 * 3 * 2880 * 2880 + 32 * 2880 + 2 * 2880)
+        + 2 * 201088 * 2880 + 2880,
+        ("left out: attention_bias=True", "left out: biases; attention sinks",
+         "left out: layer_types=[full_attention, sliding_attention]", "left out: rope_scaling=yarn factor=32",
+         "left out: sliding_window=128", "left out: swiglu_limit=7.0")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_the_preset_that_was_made_of_it(name: str, tmp_path: Path) -> None:
+    """Every field is that of the preset but the sequence, which no config says."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    more = {"positions": 1024} if name == "gpt2-xl" else {}
+    asked, preset = parse_model(f"{tmp_path},seq=512"), Model.load(name, seq=512, **more)
+    found = asked.load()
+    assert found.parameter_count == preset.parameter_count
+    assert dict(found.fields) == dict(preset.fields)
+    said = {"deepseek-v3": ["num_nextn_predict_layers=1", "rope_scaling=yarn factor=40"],
+            "gpt2-xl": ["attn_pdrop=0.1", "embd_pdrop=0.1", "resid_pdrop=0.1"]}  # fmt: skip
+    assert asked.notes == tuple(f"left out: {text}" for text in said.get(name, []))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_have_the_parameters_that_were_published(name: str) -> None:
+    config, count, notes = OTHERS[name]
+    asked = read_config(model_config(config))
+    assert sorted(asked.notes) == sorted(notes)
+    assert asked.load(seq=64).parameter_count == count
+    assert asked.fields["seq"] == 4096
+
+
+def test_a_window_is_left_out_where_a_sequence_is_longer(tmp_path: Path) -> None:
+    config = OTHERS["Mistral-7B-v0.1"][0]
+    assert "left out: sliding_window=4095" in read_config(model_config(config | {"sliding_window": 4095})).notes
+    assert not read_config(model_config(config)).notes
+
+
+@pytest.mark.parametrize(
+    "key", ["partial_rotary_factor", "logit_softcap", "attention_bias", "num_nextn_predict_layers"]
+)
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b"])
+def test_no_key_is_passed_over(name: str, key: str) -> None:
+    assert read_config(model_config(CONFIGS[name] | {key: 0.5})).notes == (f"left out: {key}=0.5",)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_size_of_a_config_counts(name: str) -> None:
+    """A key that a builder reads changes what it reads: none is taken and not used."""
+    config = CONFIGS[name]
+    plain = read_config(model_config(config))
+    read = {k for keys in KEYS.values() for k in keys} | {"n_shared_experts", "qk_nope_head_dim"}
+    for key, value in config.items():
+        if key in read and isinstance(value, int) and not isinstance(value, bool):
+            assert (
+                read_config(model_config(config | {key: value * 2})).fields != plain.fields
+                or (
+                    key in ("num_key_value_heads",) and name == "deepseek-v3"  # a latent has keys for every head
+                )
+                or (key == "intermediate_size" and name == "qwen3-30b-a3b")
+            )  # of layers without experts: there are none
+    assert not read & ELSEWHERE - {"n_positions", "experts_per_token", "rope_theta"} and not read & COMPUTED.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "qwen4"}, "config.json: model_type='qwen4'; did you mean 'qwen"),
+        ({}, "config.json: model_type='None'; legal are gpt2, llama"),
+        ({"model_type": "llama", "num_hidden_layers": 2}, "config.json lacks hidden_size or n_embd; legal is"),
+        ({**CONFIGS["mixtral-8x7b"], "num_local_experts": None}, "config.json lacks num_local_experts or num_experts"),
+    ],
+)
+def test_what_no_builder_writes_is_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ShardplanError, match=reason):
+        read_config(config)
+
+
+def test_a_preset_takes_changes() -> None:
+    asked = parse_model("llama3-70b, seq=4096,layers=40,tied=true,rope_theta=1e4")
+    assert asked.load(precision="bf16").fields.items() >= {
+        "seq": 4096, "layers": 40, "tied": True, "rope_theta": 1e4, "precision": "bf16"}.items()  # fmt: skip
+    assert parse_model("gpt2", seq=77).load().fields["seq"] == 77 and {*TYPES} >= {"llama", "gpt_oss"}
+    for text in ("llama3-8b,seq", "llama3-8b,seq=4,seq=5"):
+        with pytest.raises(ShardplanError, match="legal is a preset, then field=value, each once"):
+            parse_model(text)
+    with pytest.raises(ShardplanError, match="has no field 'sequence'"):
+        parse_model("llama3-8b,sequence=4").load()
