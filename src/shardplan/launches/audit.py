@@ -85,13 +85,13 @@ class Audit:
         use = "" if self.fix is None else f"; use {self.fix.use}"
         if self.ratio is None:
             return f"{why}{use}"
-        if self.seconds is None or self.best_seconds is None or (self.fix is None and not self.advised):
+        if self.seconds is None or self.best_seconds is None or (self.fix is None and not self.is_advised):
             return "well placed"
-        times = f"{self.ratio:.2f} times the best" if self.advised else "as fast as the best"
+        times = f"{self.ratio:.2f} times the best" if self.is_advised else "as fast as the best"
         return f"{times}: {why}{use}"
 
     @property
-    def advised(self) -> bool:
+    def is_advised(self) -> bool:
         """Whether the best matrix is faster by `ADVISED` or more."""
         return self.ratio is not None and self.ratio > 1 + ADVISED
 
