@@ -15,7 +15,7 @@ import shardplan as sp
 from shardplan.cli import app
 from shardplan.hardware.level import Level
 from shardplan.movement.better import GAIN
-from shardplan.plans.pricing import occupied
+from shardplan.plans.pricing import occupied_units
 
 PRESETS = ("dgx-h100", "dgx-a100", "gcp-v100x8")
 SHARDED = "bf16[53248@tp,16384]{+dp}", "bf16[53248@tp,16384]"
@@ -129,12 +129,12 @@ def test_the_innermost_unit_that_holds_the_axis_is_named() -> None:
 def test_the_units_of_some_devices() -> None:
     """From the first to the last, slow ones by their number among them; a ring keeps all its children."""
     slow = replace(nodes(9), levels=(replace(nodes(9).levels[0], degraded=((4, 0.5), (7, 0.25))), nodes(9).levels[1]))
-    part, start = occupied(slow, range(3 * 8, 6 * 8))
+    part, start = occupied_units(slow, range(3 * 8, 6 * 8))
     assert (part.level_sizes, part.levels[0].degraded, start) == ((3, 8), ((1, 0.5),), 24)
-    part, start = occupied(slow, [34, 37])
+    part, start = occupied_units(slow, [34, 37])
     assert (part.level_sizes, part.levels[0].degraded, start) == ((1, 4), ((0, 0.5),), 34)
     ring = sp.Topology("r", (Level("pod", 4, "switch", 1e9, 0.0), Level("chip", 8, "ring", 1e9, 0.0)))
-    assert occupied(ring, [18, 19])[0].level_sizes == (1, 8) and occupied(ring, [18, 19])[1] == 16
+    assert occupied_units(ring, [18, 19])[0].level_sizes == (1, 8) and occupied_units(ring, [18, 19])[1] == 16
 
 
 def test_the_best_is_not_the_first() -> None:

@@ -85,13 +85,13 @@ class Audit:
         use = "" if self.fix is None else f"; use {self.fix.use}"
         if self.ratio is None:
             return f"{why}{use}"
-        if self.seconds is None or self.best_seconds is None or (self.fix is None and not self.advised):
+        if self.seconds is None or self.best_seconds is None or (self.fix is None and not self.is_advised):
             return "well placed"
-        times = f"{self.ratio:.2f} times the best" if self.advised else "as fast as the best"
+        times = f"{self.ratio:.2f} times the best" if self.is_advised else "as fast as the best"
         return f"{times}: {why}{use}"
 
     @property
-    def advised(self) -> bool:
+    def is_advised(self) -> bool:
         """Whether the best matrix is faster by `ADVISED` or more."""
         return self.ratio is not None and self.ratio > 1 + ADVISED
 
@@ -194,7 +194,7 @@ def audit(
     whole = [d.count * p.seconds for d, p in zip(demands, paid, strict=True)]
     waited = [d.exposed(s) for d, s in zip(demands, whole, strict=True)]
     total = sum(waited)
-    fastest, ranking = ranking[0], _steady(launch, ranking, total)
+    fastest, ranking = ranking[0], _steady_rows(launch, ranking, total)
     best = _best(launch, findings, ranking, total)
     shares = tuple(
         CostShare(d, now, all_of - now, then.seconds, p.algorithm, *_busiest(_leaving(p, d, fabric), fabric))
@@ -296,7 +296,7 @@ def stock_ranking(
     return ranked(every, demands, "stock", algorithm)
 
 
-def _steady(launch: Launch, ranking: Sequence[Placed], total: float) -> Sequence[Placed]:
+def _steady_rows(launch: Launch, ranking: Sequence[Placed], total: float) -> Sequence[Placed]:
     """The rows that leave tensor parallelism in the nodes where it is, or gain `SURE`; all where that leaves none."""
     mesh, topology = launch.mesh, launch.topology
     names = [level.name for level in topology.levels]

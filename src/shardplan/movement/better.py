@@ -19,7 +19,7 @@ from shardplan.hardware.units import format_seconds
 from shardplan.movement.placing.traffic import program_traffic
 from shardplan.movement.redistribution.single import choose, rules_of
 from shardplan.plans.plan import Plan
-from shardplan.plans.pricing import Where, occupied
+from shardplan.plans.pricing import Where, occupied_units
 
 # A tensor is planned on each, which takes tens of milliseconds, and many axes on many levels have thousands.
 MOST_PLACEMENTS = 64
@@ -39,13 +39,13 @@ def better_text(ends: Ends, where: Where | None, planned: Callable[[Where | None
         return ""
     placement, mesh, topology = found.certificate.where, ends[0][0].mesh, where
     assert isinstance(placement, Placement) and isinstance(topology, Topology)
-    part, start = occupied(topology, mesh.devices)
+    part, start = occupied_units(topology, mesh.devices)
     # Of the axes that cross fewer units there, the one of the outermost level, and of those the one of the fewest.
     there = {axis: np.cumprod(row).tolist() for axis, row in zip(mesh.axes, placement.matrix, strict=True)}
     gained = [
         (j, new, axis)
         for axis in mesh.axes
-        for j, (old, new) in enumerate(zip(_spans(mesh, axis, part, start), there[axis], strict=True))
+        for j, (old, new) in enumerate(zip(_spanned_units(mesh, axis, part, start), there[axis], strict=True))
         if new < old
     ]
     how = ""
@@ -55,11 +55,11 @@ def better_text(ends: Ends, where: Where | None, planned: Callable[[Where | None
         how = (
             f"{axis} inside one {names[-1]}: " if units == 1 else f"{axis} on {units} units of {part.levels[j].name}: "
         )
-    asked = _traffic(ends, found.program)
+    asked = _traffic_text(ends, found.program)
     command = f"--mesh {','.join(f'{a}={n}' for a, n in mesh.shape.items())} --traffic {asked}" if asked else "PLAN"
     return (
         f"better     placing {how}{placement.describe()} would take {format_seconds(found.seconds)}: "
-        f"`shardplan place {command} {_named(part)}`"
+        f"`shardplan place {command} {_topology_options(part)}`"
     )
 
 
@@ -72,7 +72,7 @@ def better_plan(ends: Ends, where: Where | None, planned: Callable[[Where | None
     if not ends or not isinstance(where, Topology) or len({frozenset(t.mesh.devices) for e in ends for t in e}) > 1:
         return None
     mesh, now = ends[0][0].mesh, planned(where).seconds
-    part, _ = occupied(where, mesh.devices)
+    part, _ = occupied_units(where, mesh.devices)
     if part.size != mesh.size:
         return None
     s, t = max(ends, key=lambda pair: pair[0].nbytes)
@@ -85,12 +85,12 @@ def better_plan(ends: Ends, where: Where | None, planned: Callable[[Where | None
     return plan if plan is not None and plan.seconds * GAIN <= now else None
 
 
-def _spans(mesh: Mesh, axis: str, part: Topology, start: int) -> list[int]:
+def _spanned_units(mesh: Mesh, axis: str, part: Topology, start: int) -> list[int]:
     """The most units of each level that a group over an axis spans."""
     return units_spanned(mesh.ids[mesh.group_places((axis,))] - start, part).max(axis=1).tolist()
 
 
-def _traffic(ends: Ends, program: Program) -> str:
+def _traffic_text(ends: Ends, program: Program) -> str:
     """What a program communicates as `--traffic`; empty where some of it is no collective over whole axes.
 
     Of a program that reduces on a mesh of its own it is what the ends ask for.
@@ -107,7 +107,7 @@ def _traffic(ends: Ends, program: Program) -> str:
     return ",".join(terms) or "TRAFFIC"
 
 
-def _named(topology: Topology) -> str:
+def _topology_options(topology: Topology) -> str:
     """The options of the command line that name a topology."""
     sizes = {level.name: level.size for level in topology.levels if not level.shape}
     for kept in ({}, {k: n for k, n in sizes.items() if k == "node"}):

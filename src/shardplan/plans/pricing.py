@@ -77,13 +77,13 @@ def occupied_fabric(where: Where, meshes: Sequence[Mesh]) -> Fabric:
     whole = fabric_of(where, meshes)
     if isinstance(where, Placement):
         return whole
-    part, start = occupied(where, [device for mesh in meshes for device in mesh.devices])
+    part, start = occupied_units(where, [device for mesh in meshes for device in mesh.devices])
     if start:
         return Fabric(part, np.concatenate([np.full(start, -1), np.arange(part.size)]))
     return whole if part == where else Fabric(part)
 
 
-def occupied(topology: Topology, devices: Sequence[int]) -> tuple[Topology, int]:
+def occupied_units(topology: Topology, devices: Sequence[int]) -> tuple[Topology, int]:
     """Return the units of a topology from the first of some devices to the last as a topology, and its first device.
 
     A ring, torus or mesh stays whole: without some of its children its links are others.
