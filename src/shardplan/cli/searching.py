@@ -154,7 +154,7 @@ def _find_training(
         assert found.certifier is not None  # it certifies, unless it is told not to
         judge = _judge(model, where, machine)
         answer = answer_plan(found, replace(judge, certifier=found.certifier), top, goal, asked.title)
-        notes = asked.notes + _predicted(options["precision"])
+        notes = asked.notes + _precision_notes(options["precision"])
         changes: tuple[str, ...] = ()
         with suppress(KeyboardInterrupt):  # what would change it may be left out
             if goal == "step" and not found.frames_left:
@@ -192,7 +192,7 @@ def _judge_one(
     judge = _judge(model, where, machine)
     told = fits(model, strategy, where, judge.machine.parameters, top)
     one = judge.judge_fit(told)
-    notes = asked.notes + _predicted(str(strategy.precision)) + _hand_over(out, asked, where, judge, one)
+    notes = asked.notes + _precision_notes(str(strategy.precision)) + _hand_over(out, asked, where, judge, one)
     object_ = told.to_dict() | one.to_dict() | {"strategy": told.to_dict()["strategy"], "notes": list(notes)}
     print(json_text(object_) if as_json else fit_text(asked.title, told, one, judge, notes))
     if not told.fits:
@@ -261,7 +261,7 @@ def _read_machine(path: Path) -> MachineFit:
     return parse_fit(read_text(path), str(path))
 
 
-def _predicted(precision: str) -> tuple[str, ...]:
+def _precision_notes(precision: str) -> tuple[str, ...]:
     """What is said of a precision that no program runs in."""
     said = f"{precision} is predicted: programs run, and memory is certified, in bf16"
     return (said,) if precision in PREDICTED else ()

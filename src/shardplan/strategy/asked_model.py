@@ -152,7 +152,7 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> AskedMo
     taken = {*read.values()}
     if family == "moe":
         taken |= {"shared_expert_intermediate_size", "n_shared_experts", "intermediate_size"}
-        fields |= _shared(config, fields, what)
+        fields |= _shared_widths(config, fields, what)
     if "kv_lora_rank" in fields:
         taken |= {"qk_nope_head_dim", "head_dim"}
         fields["head_dim"] = sum(_size(config, key, what) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
@@ -171,7 +171,7 @@ def _concerns(family: str, kind: str, keys: tuple[str, ...]) -> bool:
     return "n_positions" not in keys if family != "gpt" else not {*keys} & {"rope_theta", "head_dim"}
 
 
-def _shared(config: Mapping[str, Any], fields: Mapping[str, Any], what: str) -> dict[str, int]:
+def _shared_widths(config: Mapping[str, Any], fields: Mapping[str, Any], what: str) -> dict[str, int]:
     """The widths of what every token takes, and of the layers without experts."""
     found: dict[str, int] = {}
     if fields.get("dense_layers"):

@@ -90,7 +90,7 @@ class Judge:
     def judge(self, plan: RankedPlan, held: CertifiedPeak | None = None) -> JudgedPlan:
         """Return all of it of one strategy; `held` where it is known."""
         c = _column(plan)
-        known = self.machine if self.measured else unmeasured(self.machine)
+        known = self.machine if self.measured else unmeasured_fit(self.machine)
         half = NORMAL_90 * float(np.hypot(RESIDUAL, spread(self.form, c, known))[0])
         causes = sorted(((k, float(v[0])) for k, v in step_causes(self.form, c).items()), key=lambda x: -x[1])
         sequences = plan.strategy.sequences
@@ -175,7 +175,7 @@ def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "st
         tied = len(near)
         told = [*near, *sorted((one for one in told if one not in near), key=lambda one: one.plan.seconds)]
     best = told[0]
-    named = tuple(one._replace(lost=_lost(one, best, k < tied, least)) for k, one in enumerate(told))
+    named = tuple(one._replace(lost=_reason_lost(one, best, k < tied, least)) for k, one in enumerate(told))
     return PlanAnswer(title, judge, (best, *named[1:]), tied, goal, found)
 
 
@@ -184,7 +184,7 @@ def _ease(plan: RankedPlan, memory: float) -> tuple[bool, int, float]:
     return plan.peak_bytes > memory * (1 - MEMORY_RESIDUAL), len(plan_text(plan).split()), plan.seconds
 
 
-def _lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> str:
+def _reason_lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> str:
     """Why it is not the answer, in a few words."""
     if least:
         return f"{format_bytes(one.plan.peak_bytes - best.plan.peak_bytes)} more"
@@ -208,7 +208,7 @@ def find_changes(answer: PlanAnswer, tell: Callable[[int, int], None] | None = N
     and all.
     """
     judge, first = answer.judge, answer.plans[0]
-    asked = list(_changed(judge.topology))
+    asked = list(_changed_topologies(judge.topology))
     found: list[str] = []
     for k, (text, other) in enumerate(asked):
         if tell is not None:
@@ -232,7 +232,7 @@ def _column(plan: RankedPlan) -> Configurations:
     return Configurations({**c.columns, "order": np.array([CODES["order"].index(plan.order)])})
 
 
-def _changed(topology: Topology) -> Iterable[tuple[str, Topology]]:
+def _changed_topologies(topology: Topology) -> Iterable[tuple[str, Topology]]:
     """The topology with half and double of each link, and of the memory, and what that is in words."""
     for times, word in ((0.5, "half"), (2.0, "double")):
         for k, level in enumerate(topology.levels):
@@ -258,7 +258,7 @@ def training_flops(model: Model) -> float:
     return 3.0 * sum(counted) / batch
 
 
-def unmeasured(machine: MachineFit) -> MachineFit:
+def unmeasured_fit(machine: MachineFit) -> MachineFit:
     """Return a machine with its parameters as little known as the shipped machines differ in them."""
     rows = np.log([[getattr(machine_fit(name).parameters, p) for p in FITTED] for name in shipped()])
     return MachineFit(machine.parameters, FITTED, np.cov(rows, rowvar=False))

@@ -96,7 +96,7 @@ class StrategySpace:
         for name in schedules:
             border.choice("search: schedules", name, SCHEDULES, ShardplanError)
         limits = ModelLimits.of(model, precision)
-        asked, said = _fixed({"precision": precision, "attention": attention, **(fixed or {})})
+        asked, said = _fixed_columns({"precision": precision, "attention": attention, **(fixed or {})})
         rows = list(_frames(limits, devices, global_batch, tuple(schedules)))
         table = np.array(rows, dtype=np.int64).reshape(-1, len(FRAME))
         inner = np.ones(len(INSIDE), dtype=bool)
@@ -180,7 +180,7 @@ class StrategySpace:
         return self.columns(np.array([frame]), int(order), inside)
 
 
-def _fixed(fields: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+def _fixed_columns(fields: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """Return what is fixed of what varies, and of what does not, as numbers; fields of `CODES` as places in them."""
     varied, alike = (*FRAME, *INNER), dict[str, int]()
     found: dict[str, int] = {}
