@@ -148,7 +148,7 @@ def test_a_machine_that_nobody_measured_is_known_less() -> None:
     judge = Judge(GPT, BOX, MachineFit(machine_fit(BOX.name).parameters), answer.judge.certifier)
     mine, its = (x.judge(answer.plans[0].plan).interval for x in (answer.judge, judge))
     assert math.log(its[1] / its[0]) > math.log(mine[1] / mine[0])
-    assert answer.judge.measured and not judge.measured
+    assert answer.judge.has_measurements and not judge.has_measurements
     assert "no step was measured" in answer_text(replace(answer, judge=judge))
 
 

@@ -73,7 +73,7 @@ def judged_lines(one: JudgedPlan, judge: Judge) -> list[str]:
     devices, dtype = judge.topology.size, judge.model.fields["dtype"]
     peak = judge.topology.device.peak(str(dtype))
     step = f"{format_seconds(one.plan.seconds)}, and {low} to {high} in nine of ten"
-    if not judge.measured:
+    if not judge.has_measurements:
         step += "; no step was measured on such a machine"
     lines = [
         "",

@@ -83,14 +83,14 @@ class Judge:
         object.__setattr__(self, "flops", training_flops(self.model))
 
     @property
-    def measured(self) -> bool:
+    def has_measurements(self) -> bool:
         """Whether the parameters of the machine were fitted to measured steps."""
         return bool(self.machine.names)
 
     def judge(self, plan: RankedPlan, held: CertifiedPeak | None = None) -> JudgedPlan:
         """Return all of it of one strategy; `held` where it is known."""
         c = _column(plan)
-        known = self.machine if self.measured else unmeasured_fit(self.machine)
+        known = self.machine if self.has_measurements else unmeasured_fit(self.machine)
         half = NORMAL_90 * float(np.hypot(RESIDUAL, spread(self.form, c, known))[0])
         causes = sorted(((k, float(v[0])) for k, v in step_causes(self.form, c).items()), key=lambda x: -x[1])
         sequences = plan.strategy.sequences
