@@ -11,6 +11,7 @@ from typing import Any
 
 from shardplan.errors import LayoutError, ParseError, shown
 from shardplan.interop.checkpoint.found import (
+    UnknownModel,
     family_and_switches,
     find_weights,
     follow_dtypes,
@@ -106,7 +107,7 @@ def source_weights(
         if (request is None or request.is_word) and (request is None or len(held.places) == 1):
             try:
                 found = find_weights(held, sizes, ignored)
-            except LayoutError:
+            except UnknownModel:
                 if not any_model or len(held.places) > 1:
                     raise
                 return whole_weights(held)

@@ -36,6 +36,10 @@ _HEAD = re.compile(r"(?:fsdp2-peft|hf5?|fsdp2|peft|torchtitan|megatron(?:-dist|-
 _PLACE = re.compile(r"\\\{[A-Za-z_][A-Za-z0-9_]*(?:\\\.local)?\\\}")
 
 
+class UnknownModel(LayoutError):
+    """No shipped table has the tensors of a checkpoint."""
+
+
 def family_and_switches(table: str) -> tuple[str, tuple[str, ...]]:
     """Return the family of a shipped table, and what else its name says.
 
@@ -55,7 +59,8 @@ def find_weights(held: OpenCheckpoint, config: Mapping[str, Any], ignored: Seque
     Sizes that the config does not have are those of the tensors; a padded vocabulary is as large as it is stored.
 
     Raises:
-        LayoutError: no table has such names, or the one that has does not have such shapes: it says which.
+        UnknownModel: no table has such names.
+        LayoutError: the one that has them does not have such shapes: it says which.
     """
     names = [n for n in held.first_tensors if not matches(n, ignored)]
     shapes = {n: tuple(held.first_tensors[n].shape) for n in names}
@@ -72,7 +77,7 @@ def find_weights(held: OpenCheckpoint, config: Mapping[str, Any], ignored: Seque
         said = config.get("model_type")
         near = get_close_matches(str(said), FAMILIES, 1)
         model = f"its model_type is {said}{f', near {near[0]}' if near else ''}; " if said else ""
-        raise LayoutError(
+        raise UnknownModel(
             f"{line(held.path)}: no shipped table has such tensors ({', '.join(sorted(names)[:2])}, ..); {model}legal "
             f"are the models {', '.join(dict.fromkeys(FAMILIES.values()))}, or --from with a table's path"
         )
