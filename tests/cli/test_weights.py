@@ -82,7 +82,7 @@ def test_refit_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("hf", "x", "--to", "vlm,tp=2"), 2,
          "--to: a table of weights 'vlm' is no file and is not shipped; the nearest is vllm; legal are hf, vllm, "),
         (("hf", "x", "--to", "vllm,tp=3"), 2,
-         "--to: vllm-llama: tensor = 3: it does not divide 128 of model.embed_tokens.weight; legal are 2 and 4, the nearest"),
+         "--to: vllm-llama: tensor = 3: it does not divide 128 of model.embed_tokens.weight; legal are 2 and 4, the "),
         (("hf", "x", "--from", "hf-llama", "--to", "vllm-llama,tensor=two"), 2,
          "--to: 'tensor=two'; legal is a degree, as tp=2, stages=[2,1] or devices=8:16, or one of fp8, "),
         (("hf", "x", "--from", "hf-llama", "--to", "vllm-llama,rank=2"), 2,

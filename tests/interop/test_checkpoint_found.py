@@ -52,7 +52,8 @@ def test_every_table_of_whole_tensors_is_found_by_names_and_shapes(name: str) ->
     sizes = made(kind, random.Random(1))
     own = Weights.load(name, sizes, dtype="f32")
     found = find_weights(held(own), sizes)
-    assert (found.table.parameters, found.parameters(0)) == (own.table.parameters, own.parameters(0))
+    assert found.parameters(0) == own.parameters(0)
+    assert [(p.name, p.form) for p in found.table.parameters] == [(p.name, p.form) for p in own.table.parameters]
     family, switches = family_and_switches(found.table.name)
     assert (family, switches) == family_and_switches(name)
 
@@ -113,7 +114,7 @@ def test_every_parameter_keeps_its_dtype(tmp_path: Path) -> None:
 def test_sizes_without_a_config_are_those_of_the_tensors(tmp_path: Path) -> None:
     folder = source(tmp_path / "hf")
     (folder / "config.json").unlink()
-    with pytest.raises(LayoutError, match=r"num_attention_heads is not known.*or --set KEY=VALUE"):
+    with pytest.raises(LayoutError, match=r"num_attention_heads.*--config FILE or --set KEY=VALUE"):
         reshard(folder, tmp_path / "none", to="megatron")
     heads = {"num_attention_heads": 4}
     there = reshard(folder, tmp_path / "there", to="vllm,tp=2", overrides=heads)
@@ -155,7 +156,7 @@ def test_the_files_beside_are_the_sources_or_those_that_are_said(tmp_path: Path)
     )
     assert found["architectures"] == ["LlamaForCausalLM"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ParseError, match="--tokenizer .*no tokenizer's files are there"):
+    with pytest.raises(ParseError, match=r"--tokenizer .*no tokenizer's files are there"):
         reshard(folder, tmp_path / "none", to="hf", tokenizer=tmp_path / "empty")
 
 
@@ -179,7 +180,5 @@ def test_megatrons_newest_folder_is_the_one_that_is_read(tmp_path: Path) -> None
     (tmp_path / "there/latest_checkpointed_iteration.txt").write_text("12\n")
     assert reshard(tmp_path / "there", tmp_path / "back", to="hf").nbytes == sum(a.nbytes for a in whole().values())
     (tmp_path / "there/latest_checkpointed_iteration.txt").write_text("../hf")
-    with pytest.raises(
-        ParseError, match="latest_checkpointed_iteration.txt says '../hf'; legal is a number, or release"
-    ):
+    with pytest.raises(ParseError, match=r"iteration\.txt says '\.\./hf'; legal is a number, or release"):
         reshard(tmp_path / "there", tmp_path / "none", to="hf")

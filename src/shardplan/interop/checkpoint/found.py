@@ -81,7 +81,11 @@ def find_weights(held: OpenCheckpoint, config: Mapping[str, Any], ignored: Seque
             f"{line(held.path)}: no shipped table has such tensors ({', '.join(sorted(names)[:2])}, ..); {model}legal "
             f"are the models {', '.join(dict.fromkeys(FAMILIES.values()))}, or --from with a table's path"
         )
-    hint = "" if "not known" not in str(failed) else ": of files without config.json, --config FILE or --set KEY=VALUE"
+    hint = (
+        ""
+        if not any(s in str(failed) for s in ("is not known", " is None where "))
+        else ": of files without config.json, --config FILE or --set KEY=VALUE"
+    )
     raise LayoutError(f"{line(failed)}{hint}") from None
 
 
