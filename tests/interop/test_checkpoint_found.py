@@ -116,9 +116,9 @@ def test_sizes_without_a_config_are_those_of_the_tensors(tmp_path: Path) -> None
     (folder / "config.json").unlink()
     with pytest.raises(LayoutError, match=r"num_attention_heads.*--config FILE or --set KEY=VALUE"):
         reshard(folder, tmp_path / "none", to="megatron")
-    heads = {"num_attention_heads": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}  # which no shape alone says
     there = reshard(folder, tmp_path / "there", to="vllm,tp=2", overrides=heads)
-    assert dict(there.plan.source.config)["num_key_value_heads"] == 2 and "config.json" not in there.beside
+    assert dict(there.plan.source.config)["hidden_size"] == 32 and "config.json" not in there.beside
     reshard(tmp_path / "there", tmp_path / "back", to="hf")
     assert {n: a.tobytes() for n, a in read(tmp_path / "back")[0].items()} == {
         n: a.tobytes() for n, a in whole().items()
