@@ -79,9 +79,12 @@ def test_refit_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("hf", "x", "--to", "vllm-llama"), 2, "hf does not say how it is stored; legal is --from with its table"),
+        (("hf", "x", "--to", "vlm,tp=2"), 2,
+         "--to: a table of weights 'vlm' is no file and is not shipped; the nearest is vllm; legal are hf, vllm, "),
+        (("hf", "x", "--to", "vllm,tp=3"), 2,
+         "--to: vllm-llama: tensor = 3: it does not divide 128 of model.embed_tokens.weight; legal are 2 and 4, the "),
         (("hf", "x", "--from", "hf-llama", "--to", "vllm-llama,tensor=two"), 2,
-         "--to: 'tensor=two'; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16"),
+         "--to: 'tensor=two'; legal is a degree, as tp=2, stages=[2,1] or devices=8:16, or one of fp8, "),
         (("hf", "x", "--from", "hf-llama", "--to", "vllm-llama,rank=2"), 2,
          "--to: vllm-llama has no degree rank; legal are tensor, pipeline, replica"),
         (("hf", "x", "--from", "hf-llama", "--to", "vllm-llama", "--memory-limit", "1MB"), 3,

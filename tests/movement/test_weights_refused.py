@@ -97,8 +97,8 @@ def test_a_degree_that_does_not_come_out_names_what_it_is_made_of() -> None:
     with pytest.raises(LayoutError) as caught:
         sp.Weights.load("megatron-mixtral", LLAMA | {"num_local_experts": 8}, tensor=2, data=2, expert=16)
     assert str(caught.value) == (
-        "the degree edp = data * tensor / (expert * etp) is 0.25 where data = 2, tensor = 2, expert = 16, etp = 1; "
-        "legal is a whole number of at least 0"
+        "megatron-mixtral: expert = 16: the degree edp = data * tensor / (expert * etp) is 0.25 where data = 2, "
+        "tensor = 2, expert = 16, etp = 1; legal is 4, the nearest"
     )
 
 

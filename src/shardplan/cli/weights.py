@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardplan.cli.options import AnyTopology, Json, Nodes, read_bytes, read_topology
-from shardplan.errors import LayoutError, ParseError, line
+from shardplan.errors import LayoutError, ParseError
 
 if TYPE_CHECKING:
+    from shardplan.interop.checkpoint.asked import AskedConfig
     from shardplan.movement.weights.weights import Weights
 
-SIDE_HELP = "A table and its degrees, megatron-llama,tensor=2,stages=[2,1], a .toml file"
+SIDE_HELP = "hf, vllm, sglang, megatron, torchtitan, fsdp2, dcp or a table, with degrees: vllm,tp=8"
 Config = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="The model's config.json, or its folder; else the source's."),
@@ -37,48 +38,15 @@ Differ = Annotated[
 NoReplicas = Annotated[
     bool, typer.Option("--no-replicas", help="Do not compare copies of one element in a checkpoint: take one of them.")
 ]
-_COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets
-_KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(.*?)\s*\Z")
-_SPAN = re.compile(r"(\d+):(\d+)\Z")
 
 
 def read_side(option: str, text: str, config: Path | None, dtype: str | None, devices: range | None = None) -> Weights:
-    """Return the weights that a text says: a table and its degrees, or the path of a text of weights.
+    """Return the weights that a text says: see `read_weights`; errors name the option."""
+    from shardplan.interop.checkpoint.asked import naming
+    from shardplan.movement.weights.weights import read_weights
 
-    Raises `ParseError` and `LayoutError`, which name the option.
-    """
-    from shardplan.core.decoding import read_text
-    from shardplan.movement.weights.weights import Weights
-
-    table, *rest = _COMMA.split(text.strip())
-    path = Path(table)
-    try:
-        if path.is_file() and (said := read_text(path)) and "\n[side]\n" in said:
-            return Weights.parse(said)
-        degrees = dict(_degree(part) for part in rest)
-        given = degrees.pop("devices", devices)
-        if config is None:
-            raise LayoutError("no config; legal is --config with the model's config.json")
-        return Weights.load(table, config, devices=given, dtype=dtype, **degrees)
-    except ParseError as error:
-        raise ParseError(f"{option}: {error}") from None
-    except LayoutError as error:
-        raise LayoutError(f"{option}: {error}") from None
-
-
-def _degree(part: str) -> tuple[str, Any]:
-    found = _KEY.match(part)
-    if found is None:
-        raise ParseError(f"{part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
-    name, value = found.groups()
-    if span := _SPAN.match(value):
-        return name, range(int(span.group(1)), int(span.group(2)))
-    if value.isdigit():
-        return name, int(value)
-    numbers = value[1:-1].split(",") if value.startswith("[") and value.endswith("]") else []
-    if not numbers or not all(n.strip().isdigit() for n in numbers):
-        raise ParseError(f"{part!r}; legal is a degree, as tensor=2, stages=[2,1] or devices=8:16")
-    return name, [int(n) for n in numbers]
+    with naming(option):
+        return read_weights(text, config, devices, dtype)
 
 
 def _layouts(text: str | None) -> Path | None:
@@ -92,20 +60,18 @@ def _layouts(text: str | None) -> Path | None:
     return None if "\n[side]\n" in said else Path(text) if is_layouts(Path(text)) else None
 
 
-def _config(given: Path | None, source: Path) -> Path | None:
-    if given is not None:
-        return given
-    place = (source if source.is_dir() else source.parent) / "config.json"
-    return place if place.is_file() else None
-
-
-def _dtype(source: Path, ignored: list[str] | None) -> str | None:
-    """Return the dtype of a checkpoint's elements where it has one only."""
-    from shardplan.interop.checkpoint.sources import open_checkpoint
-
-    with open_checkpoint(source, 2, ignored or ()) as held:  # of files a device each has its own names
-        found = held.dtypes(ignored or ())
-    return next(iter(found)) if len(found) == 1 else None
+def _set_fields(texts: list[str] | None) -> dict[str, Any]:
+    """Return fields of a config by name, of texts such as rope_theta=1e6; raises `ParseError`."""
+    out: dict[str, Any] = {}
+    for text in texts or ():
+        key, sign, value = text.partition("=")
+        if not sign or not key.strip():
+            raise ParseError(f"--set {text!r}; legal is a field and its value, as rope_theta=1000000")
+        try:
+            out[key.strip()] = json.loads(value)
+        except ValueError:
+            out[key.strip()] = value
+    return out
 
 
 def refit(
@@ -147,7 +113,7 @@ def reshard(
     destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="A folder, new or of a killed run.")],
     to: Annotated[str, typer.Option("--to", metavar="TABLE", help=f"{SIDE_HELP}, or a file of layouts.")],
     from_: Annotated[
-        str | None, typer.Option("--from", metavar="TABLE", help="Likewise; left out, what the source says itself.")
+        str | None, typer.Option("--from", metavar="TABLE", help="Likewise; left out, what the source says or shows.")
     ] = None,
     memory_limit: Limit = "1 GB",
     dtype: Annotated[str | None, typer.Option("--dtype", help="The destination's dtype, if it is another.")] = None,
@@ -155,12 +121,19 @@ def reshard(
         str | None, typer.Option("--from-dtype", help="The source's, if its files do not say.")
     ] = None,
     form: Annotated[
-        str, typer.Option("--form", help="auto, plain, devices, ranks or distributed (torch.distributed.checkpoint).")
+        str, typer.Option("--form", help="auto, plain, devices, ranks, parts, distributed or megatron.")
     ] = "auto",
     largest_file: Annotated[
-        str, typer.Option("--largest-file", metavar="BYTES", help="Of the forms plain and distributed.")
+        str, typer.Option("--largest-file", metavar="BYTES", help="Of the forms plain, parts and distributed.")
     ] = "5 GB",
     config: Config = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="FOLDER", help="A tokenizer's files, if not the source's.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A field of the config, in place of its own; repeatable."),
+    ] = None,
     ignore: Ignore = None,
     drop: Drop = None,
     differ: Differ = None,
@@ -176,7 +149,7 @@ def reshard(
     """
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import reshard as run
-    from shardplan.interop.checkpoint.reshard import recorded_weights
+    from shardplan.interop.checkpoint.asked import AskedConfig, source_weights, target_weights
     from shardplan.interop.checkpoint.sharing import launched_share
     from shardplan.report.text import json_text
     from shardplan.report.weights import reshard_object, reshard_text
@@ -184,28 +157,43 @@ def reshard(
     limit = int(read_bytes("--memory-limit", memory_limit))
     largest = int(read_bytes("--largest-file", largest_file))
     layouts, source_layouts = _layouts(to), _layouts(from_)
-    where = _config(config, source)
-    own = from_dtype or _dtype(source, ignore)
-    a = recorded_weights(source) if from_ is None else None
-    if from_ is not None and source_layouts is None:
-        a = read_side("--from", from_, where, own)
-    b = None
-    if layouts is None:
-        if a is None and source_layouts is None:
-            raise LayoutError(f"{line(source)} does not say how it is stored; legal is --from with its table")
-        b = read_side("--to", to, where, dtype or (a.dtype if a is not None else own))
+    asked = AskedConfig.beside(source, config, _set_fields(set_))
+    a = b = None
+    if layouts is None and source_layouts is not None:
+        raise LayoutError("--from with a file of layouts, and --to with a table; legal is a table at both ends")
+    if source_layouts is None and (layouts is None or from_ is not None):
+        a = source_weights(source, from_, asked, from_dtype, ignore or (), any_model=True)
+    if a is not None and layouts is None:
+        b, own = target_weights(to, a, asked, dtype)
+        form = own if form == "auto" else form
     elif dtype is not None:
         raise LayoutError("--dtype with a file of layouts, which keeps every dtype; legal is a table")
     share = launched_share(os.environ)
     with nullcontext() if share.number else progress_bar() as tell:
         done = run(
             source, destination, layouts, limit, source_layouts, from_=a, to=b, form=form, largest_file=largest,
-            ignore=ignore or (), dry_run=dry_run, verify=not no_verify, progress=tell, timeout=timeout,
+            config=config, tokenizer=tokenizer, overrides=asked.overrides, ignore=ignore or (), dry_run=dry_run,
+            verify=not no_verify, progress=tell, timeout=timeout,
             process=(share.number, share.count), drop=drop or (), differ=differ or (),
             compare_replicas=not no_replicas,
         )  # fmt: skip
     if not share.number:  # one of them says it
         print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
+
+
+def _has_config(place: Path) -> bool:
+    return ((place if place.is_dir() else place.parent) / "config.json").is_file()
+
+
+def _compared(
+    option: str, text: str | None, place: Path, config: AskedConfig, ignore: list[str] | None
+) -> Weights | None:
+    """Return how a checkpoint that is compared is stored, None where it says so itself."""
+    from shardplan.interop.checkpoint.asked import source_weights
+
+    if text is None:
+        return None
+    return source_weights(place, text, config, ignored=ignore or (), option=option)
 
 
 def diff(
@@ -226,13 +214,15 @@ def diff(
     """Compare two checkpoints, whatever their storage: status 1 where they differ, with the first element that does."""
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import diff as compare
+    from shardplan.interop.checkpoint.asked import AskedConfig
     from shardplan.report.text import json_text
     from shardplan.report.weights import diff_object, diff_text
 
     limit = int(read_bytes("--memory-limit", memory_limit))
-    where = config or _config(None, a) or _config(None, b)
-    first = None if table is None else read_side("--table", table, where, _dtype(a, ignore))
-    second = None if other is None else read_side("--other", other, where, _dtype(b, ignore))
+    first, second = (
+        _compared(o, t, p, AskedConfig.beside(p, config or next((f for f in (p, q) if _has_config(f)), None)), ignore)
+        for o, t, p, q in (("--table", table, a, b), ("--other", other, b, a))
+    )
     with progress_bar() as tell:
         found = compare(
             a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), drop=drop or (),

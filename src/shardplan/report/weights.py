@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shardplan.hardware.units import format_bytes, format_seconds
@@ -119,6 +120,7 @@ def reshard_text(done: Any, dry_run: bool) -> str:
         f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
         f"{format_bytes(done.least_memory_bytes)}",
         f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
+        f"beside      {beside_text(done.beside)}",
     ]
     if done.processes > 1:
         parts = [sum(f.nbytes for f in done.files if f.process == p) for p in range(done.processes)]
@@ -132,6 +134,11 @@ def reshard_text(done: Any, dry_run: bool) -> str:
     written = sum(f.nbytes for f in done.files if not f.skipped)
     rate = format_bytes(written / max(done.seconds, 1e-9))
     return "\n".join([*lines, f"written     {format_bytes(written)} in {format_seconds(done.seconds)}, {rate}/s"])
+
+
+def beside_text(names: Sequence[str]) -> str:
+    """Return what is beside the tensors as one line; it says where a config is lacking."""
+    return ", ".join(names) if "config.json" in names else ", ".join(["no config.json (--config gives one)", *names])
 
 
 def reshard_object(done: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.jobs import CheckpointJob
 from shardplan.interop.checkpoint.output import OutputFile
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
-from shardplan.interop.checkpoint.targets import TargetFile
+from shardplan.interop.checkpoint.targets import DISTRIBUTED_FORMS, TargetFile
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights
@@ -25,7 +26,7 @@ def fill_file(
     """Put every byte of a file; returns where the chunks lie, of a folder of torch.distributed.checkpoint."""
     pieces = job.pieces(file.rank)
     dtypes = {number: numpy_dtype(dtype) for number, _, _, dtype in file.parameters}
-    if job.form == "distributed":
+    if job.form in DISTRIBUTED_FORMS:
         return _fill_chunks(job, gather, file, out, tell, pieces)
     out.put(file.header(job.destination))
     for parts, used in windows(file.sizes, job.window):
@@ -61,7 +62,7 @@ def _fill_chunks(
                 offsets[0], sizes[0] = offsets[0] + first, some
                 held = held.reshape((some, *box.shape[1:]))[tuple(slice(n) for n in sizes)]
             data = distributed.blob(np.ascontiguousarray(held).reshape(sizes))
-            items.append([box.name, offsets, sizes, file.name, out.size, len(data)])
+            items.append([box.name, offsets, sizes, Path(file.name).name, out.size, len(data)])
             out.put(data, buffer)
             tell(held.nbytes)
     return items

@@ -17,7 +17,7 @@ from shardplan.hardware.units import format_bytes
 from shardplan.interop.checkpoint.needs import needed_parts
 from shardplan.interop.checkpoint.sharing import ProcessShare, assign_by_size
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
-from shardplan.interop.checkpoint.targets import TargetFile, form_of, target_files
+from shardplan.interop.checkpoint.targets import DISTRIBUTED_FORMS, TargetFile, form_of, target_files
 from shardplan.interop.checkpoint.windows import PiecesOf
 from shardplan.movement.weights.refit import RefitPlan
 
@@ -47,7 +47,8 @@ class ResharedFile:
 class Reshared:
     """What was done, or with `dry_run` would be: the plan, the form, the files, bytes, memory and seconds.
 
-    The files are those of all processes; memory, bytes read and seconds are of this one.
+    The files are those of all processes, `beside` names what stands beside them; memory, bytes read and seconds
+    are of this one.
     """
 
     plan: RefitPlan
@@ -59,6 +60,7 @@ class Reshared:
     read_bytes: int
     seconds: float
     processes: int = 1
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +115,7 @@ class CheckpointJob:
             files.append([path.name, status.st_size, status.st_mtime_ns])
         # chunks are as large as windows there
         cut = [f.name for f in self.files], [len(f.parameters) for f in self.files]
-        said = [self.plan.hash, self.form, files, cut, self.window if self.form == "distributed" else 0]
+        said = [self.plan.hash, self.form, files, cut, self.window if self.form in DISTRIBUTED_FORMS else 0]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
@@ -126,9 +128,9 @@ def job_of(
     regions = max(len(plan.regions(r)) for r in plan.target.devices)
     names = sum(len(f.parameters) for f in files)
     beside = BESIDE + regions * REGION + names * REGION
-    buffers = BUFFERS + (2 if form == "distributed" else 0)  # torch.save has its own copy, and what is written another
+    buffers = BUFFERS + (2 if form in DISTRIBUTED_FORMS else 0)  # torch.save has a copy, and what is written too
     largest = LEAST_WINDOW
-    if form == "distributed":
+    if form in DISTRIBUTED_FORMS:
         rows = [np.prod(s[1:], dtype=np.int64) * itemsize(d) for f in files for _, _, s, d in f.parameters if s]
         largest = max([LEAST_WINDOW, *(-(-int(r) // 8) * 8 for r in rows)])
     least = beside + buffers * largest

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line
 from shardplan.hardware.units import format_bytes, limit_of
+from shardplan.interop.checkpoint.asked import AskedConfig, recorded_weights, source_weights, target_weights
+from shardplan.interop.checkpoint.beside import files_beside, write_beside, write_megatron
 from shardplan.interop.checkpoint.filling import fill_file
 from shardplan.interop.checkpoint.folders import METADATA, metadata_bytes
+from shardplan.interop.checkpoint.found import whole_weights
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.jobs import CheckpointJob, Progress, Reshared, ResharedFile, job_of
 from shardplan.interop.checkpoint.layouts import layout_weights
@@ -22,20 +26,20 @@ from shardplan.interop.checkpoint.output import OutputFile, sync_folder
 from shardplan.interop.checkpoint.replicas import compare_copies
 from shardplan.interop.checkpoint.sharing import ProcessMeeting, ProcessShare, launched_share, note_path, notes_of
 from shardplan.interop.checkpoint.sources import INDEX, open_checkpoint
-from shardplan.interop.checkpoint.targets import LARGEST_FILE, index_bytes
+from shardplan.interop.checkpoint.targets import DISTRIBUTED_FORMS, LARGEST_FILE, index_bytes
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 from shardplan.plans.plan_file import write_atomic
 
-CONFIG = "config.json"
 TIMEOUT = 300.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardWork:
-    """What a run is given beside its job: the source, the seconds that others may be silent, and whom to tell."""
+    """What a run is given beside its job: what stands beside, how long others may be silent, whom to tell."""
 
-    place: Path
+    beside: dict[str, Path]
+    config: AskedConfig
     timeout: float
     progress: Progress | None
     replicas: bool
@@ -48,8 +52,13 @@ def reshard(
     memory_limit: float | str = "1 GB",
     source_layouts: str | Path | None = None,
     *,
-    from_: Weights | None = None,
-    to: Weights | None = None,
+    from_: Weights | str | None = None,
+    to: Weights | str | None = None,
+    config: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    from_dtype: str | None = None,
     form: str = "auto",
     largest_file: float | str = LARGEST_FILE,
     ignore: Iterable[str] = (),
@@ -75,11 +84,18 @@ def reshard(
         memory_limit: the bytes that may be in memory beyond the interpreter, or text of them ("512 MB").
         source_layouts: a file of layouts of the source, in place of `from_`. Where neither is given, the source says
             itself how it is stored, if reshard wrote it, and is read as whole tensors otherwise.
-        from_: how the source stores the model; the places of its mesh are its files, or folders, in order.
-        to: how the destination is to store it, in the dtype that it says.
+        from_: how the source stores the model, as weights or text; the places of its mesh are its files, or folders, in
+            order. Without it, where `to` is text, it is found by the tensors' names and shapes.
+        to: how the destination is to store it: weights, in the dtype that they say, or text, `"vllm,tp=8"`.
+        config: the model's config.json, or its folder; else that beside the source.
+        tokenizer: a folder of a tokenizer's files; else those beside the source or the config.
+        overrides: fields that win over the config's, which sides that are text read and the destination gets.
+        dtype: the dtype of a destination that is text; else every parameter keeps its own.
+        from_dtype: that of a source that is text; else that which its files say.
         form: `plain` (files with an index where one gets too large), `devices` (a file a device), `ranks` (a folder a
-            rank), `distributed` (a folder of torch.distributed.checkpoint, of any number of devices, each of which
-            writes its boxes of the whole tensors), or `auto`: plain for one device.
+            rank), `parts` (vLLM's sharded state), `distributed` (a folder of torch.distributed.checkpoint, of any
+            number of devices, each of which writes its boxes of the whole tensors), `megatron` (such a folder with
+            what Megatron-Core asks for beside it), or `auto`: that of a framework's word, else plain for one device.
         largest_file: bytes of a file where the form is plain or distributed, or text of them.
         ignore: names of tensors of the source that no table has, and that are left out; patterns with `*`, too.
         drop: tensors that the destination need not take, logical or as the source stores them; patterns with `*`, too.
@@ -109,6 +125,17 @@ def reshard(
         raise ParseError(f"the source {line(place)} is of a reshard that has not ended; legal is to end it first")
     if not timeout > 0:
         raise LayoutError(f"timeout = {timeout}; legal are seconds above 0")
+    asked = AskedConfig.beside(place, config, overrides)
+    files = files_beside(place, asked, None if tokenizer is None else Path(tokenizer))
+    if isinstance(to, str):
+        if source_layouts is None and not isinstance(from_, Weights):
+            from_ = source_weights(place, from_, asked, from_dtype, tuple(ignore), True)
+        if not isinstance(from_, Weights):
+            raise LayoutError(f"to = {to!r} of a source with a file of layouts; legal is from_ with its table")
+        to, own_form = target_weights(to, from_, asked, dtype)
+        form = own_form if form == "auto" else form
+    if isinstance(from_, str):
+        from_ = source_weights(place, from_, asked, from_dtype, tuple(ignore))
     sides = sides_of(place, (from_, source_layouts), (to, layouts))
     limit = limit_of("memory limit", memory_limit)
     assert limit is not None
@@ -125,9 +152,11 @@ def reshard(
             done = [ResharedFile(f.name, f.nbytes, job.needs(f), False, owner, job.parts(f)) for f, owner in owners]
         else:
             recorded = CheckpointManifest.of(place) if verify and place.is_dir() else None
-            done, count = _run(job, recorded, ReshardWork(place, timeout, progress, compare_replicas))
+            done, count = _run(job, recorded, ReshardWork(files, asked, timeout, progress, compare_replicas))
     total, seconds = sum(f.nbytes for f in done), time.perf_counter() - started
-    return Reshared(job.plan, job.form, tuple(done), total, job.memory, job.least, count, seconds, share.count)
+    return Reshared(
+        job.plan, job.form, tuple(done), total, job.memory, job.least, count, seconds, share.count, tuple(files)
+    )
 
 
 def sides_of(
@@ -145,23 +174,12 @@ def sides_of(
     second, wanted = target
     if first is None:
         with open_checkpoint(place) as held:
-            if file is not None and len(held.places) > 1:
-                raise LayoutError(
-                    f"{line(place)} is sharded; legal is a source that reshard wrote, or a plain checkpoint"
-                )
-            whole = {name: (tuple(t.shape), t.dtype_name) for name, t in held.first_tensors.items()}
-        first = layout_weights(None if file is None else Path(file), whole)
+            first = whole_weights(held, None if file is None else Path(file))
     if second is None:
         assert wanted is not None
         tensors = {f.entry.name: (_global_shape(first, k), f.dtype) for k, f in enumerate(first.families)}
         second = layout_weights(Path(wanted), tensors)
     return first, second
-
-
-def recorded_weights(place: Path) -> Weights | None:
-    """Return how a checkpoint says that it is stored, None where reshard did not write it."""
-    recorded = CheckpointManifest.of(place) if place.is_dir() else None
-    return None if recorded is None else Weights.parse(recorded.weights)
 
 
 def _global_shape(weights: Weights, family: int) -> tuple[int, ...]:
@@ -194,7 +212,7 @@ def _run(job: CheckpointJob, held: CheckpointManifest | None, work: ReshardWork)
         written = _write(job, manifest, gather, together, work.progress)
         together.note.complete = True
         together.save()
-        _close(job, manifest, together, work.place)
+        _close(job, manifest, together, work)
     except BaseException as error:
         together.fail(error)
         raise
@@ -248,7 +266,7 @@ def _write(
     return names
 
 
-def _close(job: CheckpointJob, manifest: CheckpointManifest, together: ProcessMeeting, place: Path) -> None:
+def _close(job: CheckpointJob, manifest: CheckpointManifest, together: ProcessMeeting, work: ReshardWork) -> None:
     """Wait until every process has written its part; the first one then writes what says that all is there."""
     first = job.share.number == 0
     while True:
@@ -262,24 +280,24 @@ def _close(job: CheckpointJob, manifest: CheckpointManifest, together: ProcessMe
                 return
             late = [*late, 0]
         elif not late and not missing:
-            return _end(job, manifest, place)
+            return _end(job, manifest, work)
         together.wait(sorted({*late, *(job.owners[k] for k in missing)}))
 
 
-def _end(job: CheckpointJob, manifest: CheckpointManifest, place: Path) -> None:
+def _end(job: CheckpointJob, manifest: CheckpointManifest, work: ReshardWork) -> None:
     """Write the config, then the index, then the manifest; take away what only said how far it was."""
     folder = job.destination
     manifest.files = {f.name: manifest.files[f.name] for f in job.files}
     try:
-        config = (place if place.is_dir() else place.parent) / CONFIG
-        if config.is_file() and not (folder / CONFIG).exists():
-            write_atomic(folder / CONFIG, config.read_bytes())
+        write_beside(folder, work.beside, work.config, job.plan.target.dtype)
         if job.form == "plain" and len(job.files) > 1:
             write_atomic(folder / INDEX, index_bytes(list(job.files)))
-        if job.form == "distributed":
+        if job.form in DISTRIBUTED_FORMS:
             tensors = list(dict.fromkeys((b.name, b.whole, b.dtype) for f in job.files for b in f.boxes))
             lies = [tuple(item) for f in job.files for item in manifest.files[f.name]["items"]]
-            write_atomic(folder / METADATA, metadata_bytes(tensors, lies))
+            write_atomic(folder / DISTRIBUTED_FORMS[job.form] / METADATA, metadata_bytes(tensors, lies))
+        if job.form == "megatron":
+            write_megatron(folder)
         if not manifest.complete:  # else another process may be at work on a file that was found wrong
             for partial in folder.rglob("*.partial"):
                 partial.unlink()

@@ -28,6 +28,7 @@ from shardplan.movement.weights.weights import Weights
 
 INDEX = "model.safetensors.index.json"
 DISTRIBUTED = "torch.distributed.checkpoint"
+TRACKER = "latest_checkpointed_iteration.txt"  # which folder of a Megatron checkpoint is the newest
 _LONGEST_NAME = 255  # bytes
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors\Z")
 _VLLM = re.compile(r"model-rank-(\d+)-part-(\d+)\.safetensors\Z")
@@ -91,8 +92,8 @@ class OpenCheckpoint:
         """Return how this stores what a side does: a folder of torch.distributed.checkpoint has whole tensors."""
         return whole_of(weights) if self.form == DISTRIBUTED else weights
 
-    def check(self, weights: Weights, ignored: Sequence[str] = ()) -> None:
-        """Raise `LayoutError` where tensors are missing, additional, misshapen or of another dtype than weights say.
+    def check_names(self, weights: Weights, ignored: Sequence[str] = ()) -> None:
+        """Raise `LayoutError` where tensors are missing, additional or misshapen, by what weights say.
 
         A name that matches a pattern in `ignored`, or that the family says is recomputed, may be there without being
         asked for.
@@ -100,27 +101,24 @@ class OpenCheckpoint:
         if len(self.places) != len(weights.devices):
             raise LayoutError(
                 f"{line(self.path)} is of {len(self.places)} devices ({self.form}), and "
-                f"{weights.table.name or 'the table'} of {len(weights.devices)}; legal are as many"
+                f"{weights.table.name or 'the table'} of {len(weights.devices)}; legal is as many"
             )
         for rank in weights.devices:
-            legal = weights.parameters(rank)
-            held = self.places[weights.place(rank)]
             where = f"{line(self.path)}, rank {rank} of {weights.table.name or 'the table'}"
-            check_named(legal, held, where, (*ignored, *weights.table.recomputed))
-            for name, _, dtype in legal:
+            held = self.places[weights.place(rank)]
+            check_named(weights.parameters(rank), held, where, (*ignored, *weights.table.recomputed))
+
+    def check(self, weights: Weights, ignored: Sequence[str] = ()) -> None:
+        """Raise `LayoutError` as `check_names`, and where a tensor is of another dtype than weights say."""
+        self.check_names(weights, ignored)
+        for rank in weights.devices:
+            held = self.places[weights.place(rank)]
+            for name, _, dtype in weights.parameters(rank):
                 if held[name].dtype_name != dtype:
                     raise LayoutError(
                         f"{line(self.path)}: {name} is {held[name].dtype_name}, and the weights say {dtype}; legal is "
-                        f"--from-dtype {held[name].dtype_name} (from_ with that dtype), or a table that says it"
+                        f"--from-dtype {held[name].dtype_name} (from_ with that dtype), or none, for what the files say"
                     )
-
-    def dtypes(self, ignored: Sequence[str] = ()) -> dict[str, int]:
-        """Return the elements of every dtype, without those of names that match a pattern in `ignored`."""
-        out: dict[str, int] = {}
-        for held in self.places:
-            for t in (t for name, t in held.items() if not matches(name, ignored)):
-                out[t.dtype_name] = out.get(t.dtype_name, 0) + int(np.prod(t.shape, dtype=np.int64))
-        return out
 
     def close(self) -> None:
         """Close all files."""
@@ -147,7 +145,7 @@ def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] =
     Raises:
         ParseError: there is none, or a file breaks its format; a tensor that is in two files of one device.
     """
-    path = Path(path)
+    path = _newest_folder(Path(path))
     if path.is_file():
         return _open_files(path, "one file", [[path]])
     if not path.is_dir():
@@ -173,6 +171,19 @@ def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] =
     if empty := [p for (_, p), found in zip(folders, every, strict=True) if not found]:
         raise ParseError(f"{line(empty[0])} holds no safetensors file; legal is one in each")
     return _open_files(path, "a folder a rank", every)
+
+
+def _newest_folder(path: Path) -> Path:
+    """The folder that Megatron's file of the newest iteration names, else the path itself; raises `ParseError`."""
+    if not (path / TRACKER).is_file():
+        return path
+    said = read_bytes(path / TRACKER)[:64].decode("ascii", "replace").strip()
+    if said != "release" and not said.isdigit():
+        raise ParseError(f"{line(path / TRACKER)} says {shown(said)}; legal is a number, or release")
+    found = path / (said if said == "release" else f"iter_{int(said):07d}")
+    if not found.is_dir():
+        raise ParseError(f"{line(path / TRACKER)} says {said}, and {line(found)} is not there; legal is its folder")
+    return found
 
 
 def _of_files(path: Path, files: list[Path], devices: int) -> OpenCheckpoint:

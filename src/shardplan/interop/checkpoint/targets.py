@@ -16,7 +16,9 @@ from shardplan.interop.checkpoint.boxes import ShardBox, held_boxes
 from shardplan.interop.safetensors_header import encode
 from shardplan.movement.weights.weights import Weights
 
-FORMS = ("auto", "plain", "devices", "ranks", "distributed")
+FORMS = ("auto", "plain", "devices", "ranks", "parts", "distributed", "megatron")
+DISTRIBUTED_FORMS = {"distributed": "", "megatron": "release/"}
+"""The forms of torch.distributed.checkpoint, with where its folder is in the destination."""
 LARGEST_FILE = 5 * 10**9  # bytes of a file of a plain checkpoint, as transformers cuts
 T = TypeVar("T")
 _METADATA = {"format": "pt"}  # what transformers asks for
@@ -59,8 +61,8 @@ def form_of(form: str, weights: Weights) -> str:
         return "devices" if several else "plain"
     if several and form == "plain":
         raise LayoutError(
-            f"form = {form!r} for {len(weights.devices)} devices; legal are devices, ranks and distributed, or weights "
-            "of one device, whose tensors are whole"
+            f"form = {form!r} for {len(weights.devices)} devices; legal are devices, ranks, parts and distributed, or "
+            "weights of one device, whose tensors are whole"
         )
     return form
 
@@ -75,8 +77,15 @@ def target_files(weights: Weights, form: str, largest: int = LARGEST_FILE) -> li
             for k, r in enumerate(weights.devices)
         }
         return [TargetFile(named[r], r, _sort_by_alignment(every[r])) for r in weights.devices]
-    if form == "distributed":
-        return _distributed_files(weights, largest)
+    if form == "parts":
+        sized = {r: _groups([(math.prod(p[2]) * itemsize(p[3]), p) for p in every[r]], largest) for r in every}
+        return [
+            TargetFile(f"model-rank-{k}-part-{n}.safetensors", r, _sort_by_alignment(group))
+            for k, r in enumerate(weights.devices)
+            for n, group in enumerate(sized[r])
+        ]
+    if form in DISTRIBUTED_FORMS:
+        return _distributed_files(weights, largest, DISTRIBUTED_FORMS[form])
     (rank,) = weights.devices
     groups = _groups([(math.prod(p[2]) * itemsize(p[3]), p) for p in every[rank]], largest)
     if len(groups) == 1:
@@ -87,14 +96,14 @@ def target_files(weights: Weights, form: str, largest: int = LARGEST_FILE) -> li
     ]
 
 
-def _distributed_files(weights: Weights, largest: int) -> list[TargetFile]:
-    """Return the files of a folder of torch.distributed.checkpoint: some of every device."""
+def _distributed_files(weights: Weights, largest: int, folder: str) -> list[TargetFile]:
+    """Return the files of a folder of torch.distributed.checkpoint: some of every device; `folder` goes before."""
     out: list[TargetFile] = []
     for place, boxes in enumerate(held_boxes(weights).values()):
         groups = _groups([(math.prod(b.shape) * itemsize(b.dtype), b) for b in boxes], largest)
         for k, group in enumerate(groups):
             parameters = tuple((b.number, b.name, b.shape, b.dtype) for b in group)
-            out.append(TargetFile(f"__{place}_{k}.distcp", weights.devices[place], parameters, tuple(group)))
+            out.append(TargetFile(f"{folder}__{place}_{k}.distcp", weights.devices[place], parameters, tuple(group)))
     return out
 
 

@@ -26,6 +26,15 @@ Intervals = tuple[tuple[int, int], ...]
 OwnerTable = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
+class UnevenCut(LayoutError):
+    """A dim of `size` that cannot be cut into equal pieces; `other` says what would be legal beside other degrees."""
+
+    def __init__(self, message: str, size: int, other: str = "") -> None:
+        """Take the message."""
+        super().__init__(message)
+        self.size, self.other = size, other
+
+
 def intervals(cut: FormCut, n: int, owners: int, index: int, tables: Mapping[str, OwnerTable], what: str) -> Intervals:
     """Return what owner `index` of `owners` has of a dim of n, as (start, stop) in local order.
 
@@ -68,13 +77,14 @@ def _cut_evenly(cut: FormCut, n: int, owners: int, index: int, what: str) -> Int
         return _make_interval(index * (n // owners), (index + 1) * (n // owners))
     if cut.rule == SHARED and n and owners % n == 0:
         return _make_interval(index * n // owners, index * n // owners + 1)
+    other = ""
     if cut.rule == SHARED:
         legal = "a number of pieces that divides it, or a multiple of it"
     elif cut.rule == EVEN:
         legal = "a number of pieces that divides it, or a rule for uneven cuts (.ceil, .first, .last, .robin)"
     else:
-        legal = f"{cut.rule} = [...] beside the degrees: a count for each piece, or its indices"
-    raise LayoutError(f"{what} of {n} cannot be cut {cut} into {owners} equal pieces; legal is {legal}")
+        legal = other = f"{cut.rule} = [...] beside the degrees: a count for each piece, or its indices"
+    raise UnevenCut(f"{what} of {n} cannot be cut {cut} into {owners} equal pieces; legal is {legal}", n, other)
 
 
 def _cut_by_table(name: str, table: OwnerTable, n: int, owners: int, index: int, what: str) -> Intervals:

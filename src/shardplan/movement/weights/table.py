@@ -20,6 +20,7 @@ from shardplan.core.decoding import decode_toml, read_text
 from shardplan.errors import LayoutError, ParseError, line, shown
 from shardplan.hardware.toml_fields import basic_string
 from shardplan.movement.weights.form import RULES, StoredForm, cuts_of, parse_product
+from shardplan.movement.weights.frameworks import unknown_table
 
 SHIPPED = Path(__file__).parent / "tables"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -167,9 +168,7 @@ def find_table_file(path_or_name: str | Path, what: str, beside: Path | None = N
     for path in ((beside or Path()) / given, (beside or Path()) / named, SHIPPED / named.name):
         if path.is_file() and path.suffix == ".toml":
             return path
-    raise LayoutError(
-        f"{what} {shown(str(path_or_name))} is no file and is not shipped; shipped are {', '.join(shipped_tables())}"
-    )
+    raise unknown_table(what, str(path_or_name), shipped_tables())
 
 
 def _read_with_base(path: Path, kind: str, depth: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.decoding import decode_toml
+from shardplan.core.decoding import decode_toml, read_text
 from shardplan.core.dtypes import itemsize, short_name
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, line, shown
@@ -21,9 +21,17 @@ from shardplan.movement.weights.binding import check_named
 from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.cuts import OwnerTable
 from shardplan.movement.weights.family import StoredFamily
+from shardplan.movement.weights.frameworks import (
+    SideRequest,
+    check_expert_degree,
+    family_of,
+    nearest_degrees,
+    spell_degrees,
+    table_name,
+)
 from shardplan.movement.weights.logical import LogicalTensor
 from shardplan.movement.weights.sizing import TableSizes
-from shardplan.movement.weights.table import WeightTable, toml_value
+from shardplan.movement.weights.table import WeightTable, shipped_tables, toml_value
 
 _WRITTEN = "legal is what str(weights) writes"
 _MOST_DEVICES = 2**20
@@ -66,21 +74,20 @@ class Weights:
         """Return one side of a table (a path, or the name of a shipped one), a config, and degrees.
 
         Args:
-            path_or_name: a TOML file, or a shipped table: `vllm-llama`.
+            path_or_name: a framework's word, `vllm` (see `FRAMEWORKS`), whose table for a live model of this config is
+                meant; a TOML file; or a shipped table: `vllm-llama`.
             config: the model's config as a mapping, or the path of its config.json or of the folder that has it.
             devices: the ids of the devices, in mesh order; 0, 1, ... where none are given.
             dtype: the elements' dtype; that of the config where none is given, and bf16 where it has none.
-            degrees: sizes of axes by the table's names, and tables of owners (`stages=[23, 24, 24, 23]`).
+            degrees: sizes of axes by the table's names, or as `tp`, `pp`, `dp`, `ep`, `etp`, `vpp`; and tables of
+                owners (`stages=[23, 24, 24, 23]`).
 
         Raises:
-            LayoutError: a degree, a config or a table that does not fit, or a shape that does not multiply out.
+            LayoutError: a degree that does not fit, with the nearest that do; a config or a table that does not fit,
+                or a shape that does not multiply out.
             ParseError: a file or an expression that is malformed.
         """
-        table = WeightTable.read(path_or_name)
-        sizes = model_config(config)
-        if dtype is None:
-            dtype = next((str(sizes[k]).removeprefix("torch.") for k in _DTYPES if sizes.get(k)), "bf16")
-        return make_weights(table, sizes, degrees, devices, dtype)
+        return load_weights(SideRequest(str(path_or_name), degrees), config, devices, dtype)
 
     @staticmethod
     def parse(text: str) -> Weights:
@@ -209,6 +216,63 @@ class Weights:
     def nbytes(self, rank: int) -> int:
         """Return the bytes of all parameters of a rank."""
         return sum(math.prod(shape) * itemsize(dtype) for _, shape, dtype in self.parameters(rank))
+
+
+def read_weights(
+    text: str,
+    config: Mapping[str, Any] | str | Path | None,
+    devices: Iterable[int] | None = None,
+    dtype: str | None = None,
+    disk: bool = False,
+) -> Weights:
+    """Return the weights that a text says, or the path of one: `vllm,tp=8`, a table and degrees, `str(weights)`.
+
+    Raises `ParseError` and `LayoutError`.
+    """
+    if "\n[side]\n" in text:
+        return Weights.parse(text)
+    request = SideRequest.parse(text)
+    path = Path(request.name)
+    if path.is_file() and "\n[side]\n" in (said := read_text(path)):
+        return Weights.parse(said)
+    if config is None:
+        raise LayoutError("no config; legal is --config with the model's config.json")
+    given = request.degrees.pop("devices", devices)
+    return load_weights(request, config, given, dtype, disk)
+
+
+def load_weights(
+    request: SideRequest,
+    config: Mapping[str, Any] | str | Path,
+    devices: Iterable[int] | None = None,
+    dtype: str | None = None,
+    disk: bool = False,
+    family: str | None = None,
+) -> Weights:
+    """Return one side as it is asked for; `disk` says that a framework's word means a checkpoint. See `Weights.load`.
+
+    `family` is that of the model, where it is not the config's.
+    """
+    sizes = model_config(config)
+    name = request.name
+    if request.is_word:
+        name = table_name(
+            name, family or family_of(sizes), shipped_tables(), request.degrees, request.switches, disk=disk
+        )
+    table = WeightTable.read(name)
+    given = spell_degrees(request.degrees, [*(n for n, _ in table.degrees), *table.rules])
+    if request.is_word and not {"expert", "ep"} & {n for n, _ in table.degrees}:
+        given = check_expert_degree(name, given)
+    if dtype is None:
+        dtype = next((str(sizes[k]).removeprefix("torch.") for k in _DTYPES if sizes.get(k)), "bf16")
+
+    def fits(degrees: Mapping[str, Any]) -> Weights:
+        return make_weights(table, sizes, degrees, None, dtype)
+
+    try:
+        return fits(given) if devices is None else make_weights(table, sizes, given, devices, dtype)
+    except LayoutError as error:
+        raise nearest_degrees(error, given, fits, table.name or "the table") from None
 
 
 def make_weights(

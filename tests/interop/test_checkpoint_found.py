@@ -1,0 +1,184 @@
+"""Checkpoints whose table nobody types: found by names and shapes, written in words, opened by their frameworks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from interop.checkpoint_cases import CONFIG, plain, read, whole
+from movement.weights_cases import TABLES, made
+from shardplan.errors import LayoutError, ParseError
+from shardplan.interop import safetensors
+from shardplan.interop.checkpoint import reshard
+from shardplan.interop.checkpoint.found import family_and_switches, find_weights
+from shardplan.interop.checkpoint.manifest import MANIFEST
+from shardplan.interop.checkpoint.sources import OpenCheckpoint
+from shardplan.movement.weights.table import shipped_tables
+from shardplan.movement.weights.weights import Weights
+
+WHOLE = ("hf-", "hf5-", "torchtitan-", "megatron-dist-", "megatron-stacked-", "peft-")
+MANY = "tokenizer.json", "generation_config.json", "config.json"
+
+
+def source(folder: Path, **fields: Any) -> Path:
+    """A checkpoint of transformers with a tokenizer, of which no field says more than transformers' own do."""
+    plain(folder)
+    own = {k: v for k, v in CONFIG.items() if k != "kind"}
+    (folder / "config.json").write_text(json.dumps(own | {"model_type": "llama"} | fields))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "generation_config.json").write_text('{"do_sample": true}')
+    return folder
+
+
+def held(weights: Weights) -> OpenCheckpoint:
+    """A checkpoint that is stored as weights say, without bytes."""
+    places = [
+        {n: SimpleNamespace(shape=s, dtype_name=d, dtype=None) for n, s, d in weights.parameters(r)}
+        for r in weights.devices
+    ]
+    return OpenCheckpoint(Path("made"), "made", places, [])  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", [n for n in shipped_tables() if n.startswith(WHOLE)])
+def test_every_table_of_whole_tensors_is_found_by_names_and_shapes(name: str) -> None:
+    kind = next(k for k, tables in TABLES.items() if name in tables)
+    sizes = made(kind, random.Random(1))
+    own = Weights.load(name, sizes, dtype="f32")
+    found = find_weights(held(own), sizes)
+    assert found.parameters(0) == own.parameters(0)
+    assert [(p.name, p.form) for p in found.table.parameters] == [(p.name, p.form) for p in own.table.parameters]
+    family, switches = family_and_switches(found.table.name)
+    assert (family, switches) == family_and_switches(name)
+
+
+@pytest.mark.parametrize("word", ["hf", "vllm,tp=2", "sglang,tp=4", "megatron,tp=2,pp=3", "torchtitan,dp=2", "dcp"])
+def test_there_by_a_word_and_back_without_one(word: str, tmp_path: Path) -> None:
+    there = reshard(source(tmp_path / "hf"), tmp_path / "there", to=word)
+    assert all((tmp_path / "there" / name).is_file() for name in MANY)
+    assert set(MANY) <= set(there.beside)
+    (tmp_path / "there" / MANIFEST).unlink()  # which would say how it is stored
+    reshard(tmp_path / "there", tmp_path / "back", to="hf")
+    (again,) = read(tmp_path / "back")
+    assert {n: a.tobytes() for n, a in again.items()} == {n: a.tobytes() for n, a in whole().items()}
+
+
+@pytest.mark.parametrize("word", ["dcp", "fsdp2,dp=2", "megatron,tp=1"])
+def test_torch_opens_what_is_written(word: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    reshard(source(tmp_path / "hf"), tmp_path / "there", to=word)
+    folder, want = tmp_path / "there", whole()
+    name, lead = "model.norm.weight", ""
+    if word.startswith("megatron"):
+        folder, name, lead = folder / "release", "decoder.final_layernorm.weight", "decoder."
+        assert (tmp_path / "there" / "latest_checkpointed_iteration.txt").read_text() == "release"
+        assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+        assert torch.load(folder / "common.pt", weights_only=True)["checkpoint_version"] == 3.0
+    reader = dcp.FileSystemReader(folder)
+    state = {n: torch.zeros(m.size) for n, m in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert np.array_equal(state[name].numpy(), want["model.norm.weight"])
+    for layer in range(3):
+        down = state[f"{lead or 'model.'}layers.{layer}.mlp.{'linear_fc2' if lead else 'down_proj'}.weight"]
+        assert np.array_equal(down.numpy(), want[f"model.layers.{layer}.mlp.down_proj.weight"])
+
+
+def test_every_parameter_keeps_its_dtype(tmp_path: Path) -> None:
+    folder = source(tmp_path / "hf")
+    mixed = {n: a if "norm" in n else a.astype(ml_dtypes.bfloat16) for n, a in whole().items()}
+    safetensors.write(folder / "model.safetensors", mixed, {"format": "pt"})
+    reshard(folder, tmp_path / "there", to="vllm,tp=2")
+    kinds = {n: a.dtype for part in read(tmp_path / "there") for n, a in part.items()}
+    assert {n: d == np.float32 for n, d in kinds.items()} == {n: "norm" in n for n in kinds}
+    assert json.loads((tmp_path / "there/config.json").read_text())["torch_dtype"] == "bfloat16"
+    reshard(tmp_path / "there", tmp_path / "back", to="hf")
+    (again,) = read(tmp_path / "back")
+    assert {n: (a.dtype, a.tobytes()) for n, a in again.items()} == {
+        n: (a.dtype, a.tobytes()) for n, a in mixed.items()
+    }
+    reshard(folder, tmp_path / "all", to="hf", dtype="f32")
+    assert {a.dtype for a in read(tmp_path / "all")[0].values()} == {np.dtype(np.float32)}
+    mixed["model.layers.1.input_layernorm.weight"] = mixed["model.layers.1.input_layernorm.weight"].astype(np.float16)
+    safetensors.write(folder / "model.safetensors", mixed, {"format": "pt"})
+    with pytest.raises(LayoutError, match=r"\{l\}.input_layernorm.weight has several dtypes, .* legal is one for all"):
+        reshard(folder, tmp_path / "none", to="vllm,tp=2")
+
+
+def test_sizes_without_a_config_are_those_of_the_tensors(tmp_path: Path) -> None:
+    folder = source(tmp_path / "hf")
+    (folder / "config.json").unlink()
+    with pytest.raises(LayoutError, match=r"num_attention_heads.*--config FILE or --set KEY=VALUE"):
+        reshard(folder, tmp_path / "none", to="megatron")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}  # which no shape alone says
+    there = reshard(folder, tmp_path / "there", to="vllm,tp=2", overrides=heads)
+    assert dict(there.plan.source.config)["hidden_size"] == 32 and "config.json" not in there.beside
+    reshard(tmp_path / "there", tmp_path / "back", to="hf")
+    assert {n: a.tobytes() for n, a in read(tmp_path / "back")[0].items()} == {
+        n: a.tobytes() for n, a in whole().items()
+    }
+
+
+def test_a_prefix_of_all_names_is_seen(tmp_path: Path) -> None:
+    sizes = {"model_type": "gpt2", "vocab_size": 12, "n_positions": 6, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    bare = Weights.load("hf-gpt2", sizes, dtype="f32").parameters(0)
+    rng = np.random.default_rng(3)
+    named = {f"transformer.{n}": rng.random(s, np.float32) for n, s, _ in bare}  # as save_pretrained has them
+    (tmp_path / "gpt2").mkdir()
+    safetensors.write(tmp_path / "gpt2/model.safetensors", named, {"format": "pt"})
+    (tmp_path / "gpt2/config.json").write_text(json.dumps(sizes))
+    done = reshard(tmp_path / "gpt2", tmp_path / "there", to="hf")
+    assert done.plan.source.table.name == "hf-gpt2"
+    (again,) = read(tmp_path / "there")
+    assert all(np.array_equal(again[n.removeprefix("transformer.")], a) for n, a in named.items())
+
+
+def test_the_files_beside_are_the_sources_or_those_that_are_said(tmp_path: Path) -> None:
+    folder = source(tmp_path / "hf", architectures=["LlamaForCausalLM"])
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words/tokenizer.json").write_text("another")
+    (tmp_path / "words/config.json").write_text("not read")
+    said = {"rope_theta": 5e5, "rope_scaling.rope_type": "yarn"}
+    reshard(folder, tmp_path / "there", to="hf", dtype="bf16", tokenizer=tmp_path / "words", overrides=said)
+    assert (tmp_path / "there/tokenizer.json").read_text() == "another"
+    assert (tmp_path / "there/generation_config.json").read_text() == '{"do_sample": true}'
+    found = json.loads((tmp_path / "there/config.json").read_text())
+    assert (found["torch_dtype"], found["rope_theta"], found["rope_scaling"]) == (
+        "bfloat16",
+        5e5,
+        {"rope_type": "yarn"},
+    )
+    assert found["architectures"] == ["LlamaForCausalLM"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ParseError, match=r"--tokenizer .*no tokenizer's files are there"):
+        reshard(folder, tmp_path / "none", to="hf", tokenizer=tmp_path / "empty")
+
+
+def test_a_model_that_no_table_knows(tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    named = {"embeddings.word.weight": np.arange(12, dtype=np.float32).reshape(3, 4), "ids": np.arange(4)}
+    safetensors.write(folder / "model.safetensors", named, {"format": "pt"})
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    reshard(folder, tmp_path / "there", to="dcp")
+    reshard(tmp_path / "there", tmp_path / "back", to="hf")
+    assert all(np.array_equal(a, named[n]) and a.dtype == named[n].dtype for n, a in read(tmp_path / "back")[0].items())
+    with pytest.raises(LayoutError, match="no table knows this model, whose tensors are whole; legal are hf and dcp"):
+        reshard(folder, tmp_path / "none", to="vllm,tp=2")
+
+
+def test_megatrons_newest_folder_is_the_one_that_is_read(tmp_path: Path) -> None:
+    reshard(source(tmp_path / "hf"), tmp_path / "there", to="megatron,tp=2")
+    (tmp_path / "there/release").rename(tmp_path / "there/iter_0000012")
+    (tmp_path / "there" / MANIFEST).unlink()
+    (tmp_path / "there/latest_checkpointed_iteration.txt").write_text("12\n")
+    assert reshard(tmp_path / "there", tmp_path / "back", to="hf").nbytes == sum(a.nbytes for a in whole().values())
+    (tmp_path / "there/latest_checkpointed_iteration.txt").write_text("../hf")
+    with pytest.raises(ParseError, match=r"iteration\.txt says '\.\./hf'; legal is a number, or release"):
+        reshard(tmp_path / "there", tmp_path / "none", to="hf")
