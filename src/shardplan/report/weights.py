@@ -119,8 +119,8 @@ def reshard_text(done: Any, dry_run: bool) -> str:
         *dropped_text(done.plan),
         f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
         f"{format_bytes(done.least_memory_bytes)}",
-        f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
         f"beside      {beside_text(done.beside)}",
+        f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
     ]
     if done.processes > 1:
         parts = [sum(f.nbytes for f in done.files if f.process == p) for p in range(done.processes)]

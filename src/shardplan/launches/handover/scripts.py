@@ -23,7 +23,7 @@ def write_scripts(plan: HandedPlan) -> dict[str, str]:
     >>> from shardplan.hardware.topology import Topology
     >>> from shardplan.strategy.strategy import Strategy
     >>> plan = HandedPlan("tiny", "gpt2", {}, Topology.load("dgx-a100", nodes=2), Strategy(data=16))
-    >>> [line for line in write_scripts(plan)["slurm.sh"].splitlines() if "nodes" in line]
+    >>> [line for line in write_scripts(plan)["slurm.sh"].splitlines() if "--nodes=" in line]
     ['#SBATCH --nodes=2']
     """
     nodes, devices = nodes_of(plan)
