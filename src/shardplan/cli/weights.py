@@ -157,7 +157,7 @@ def reshard(
     limit = int(read_bytes("--memory-limit", memory_limit))
     largest = int(read_bytes("--largest-file", largest_file))
     layouts, source_layouts = _layouts(to), _layouts(from_)
-    asked = AskedConfig.beside(source, config, _set_fields(set_))
+    asked = AskedConfig.find(source, config, _set_fields(set_))
     a = b = None
     if layouts is None and source_layouts is not None:
         raise LayoutError("--from with a file of layouts, and --to with a table; legal is a table at both ends")
@@ -185,7 +185,7 @@ def _has_config(place: Path) -> bool:
     return ((place if place.is_dir() else place.parent) / "config.json").is_file()
 
 
-def _compared(
+def _read_compared(
     option: str, text: str | None, place: Path, config: AskedConfig, ignore: list[str] | None
 ) -> Weights | None:
     """Return how a checkpoint that is compared is stored, None where it says so itself."""
@@ -220,7 +220,9 @@ def diff(
 
     limit = int(read_bytes("--memory-limit", memory_limit))
     first, second = (
-        _compared(o, t, p, AskedConfig.beside(p, config or next((f for f in (p, q) if _has_config(f)), None)), ignore)
+        _read_compared(
+            o, t, p, AskedConfig.find(p, config or next((f for f in (p, q) if _has_config(f)), None)), ignore
+        )
         for o, t, p, q in (("--table", table, a, b), ("--other", other, b, a))
     )
     with progress_bar() as tell:

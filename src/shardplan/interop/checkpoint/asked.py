@@ -37,9 +37,7 @@ class AskedConfig:
     overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @staticmethod
-    def beside(
-        source: Path, given: str | Path | None = None, overrides: Mapping[str, Any] | None = None
-    ) -> AskedConfig:
+    def find(source: Path, given: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> AskedConfig:
         """Return that of a file or folder that is given, else that beside a checkpoint."""
         place = Path(given) if given is not None else source if source.is_dir() else source.parent
         path = place / CONFIG if place.is_dir() else place

@@ -125,7 +125,7 @@ def reshard(
         raise ParseError(f"the source {line(place)} is of a reshard that has not ended; legal is to end it first")
     if not timeout > 0:
         raise LayoutError(f"timeout = {timeout}; legal are seconds above 0")
-    asked = AskedConfig.beside(place, config, overrides)
+    asked = AskedConfig.find(place, config, overrides)
     files = files_beside(place, asked, None if tokenizer is None else Path(tokenizer))
     if isinstance(to, str):
         if source_layouts is None and not isinstance(from_, Weights):
