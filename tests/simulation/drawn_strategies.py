@@ -13,14 +13,18 @@ import shardplan as sp
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.searching.certified import even_cuts
+from shardplan.simulation.steps import delivered, simulate_step
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.partition.memory import holdings
 from shardplan.strategy.runtimes import runtime_of
 
 SEARCHED = ("1f1b", "1f1b", "interleaved", "gpipe")
+HEADS, LEAST_HIDDEN = (16, 32, 64, 128), 2048  # of models whose steps are timed: hidden 2,048 to 16,384
 ALL = (*SEARCHED, "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipev")
 
 
@@ -39,12 +43,14 @@ class DrawnMemory(NamedTuple):
         return self.closed / self.certified
 
 
-def drawn(seed: int, schedules: Sequence[str] = SEARCHED) -> Iterator[tuple[str, dict[str, Any], sp.Strategy]]:
+def drawn(
+    seed: int, schedules: Sequence[str] = SEARCHED, head_counts: Sequence[int] = (16, 32, 64, 33)
+) -> Iterator[tuple[str, dict[str, Any], sp.Strategy]]:
     """Yield kinds of models, their fields, and strategies that are legal for them, without an end."""
     rng = random.Random(seed)
     while True:
         kind = rng.choice(["gpt", "llama", "moe"])
-        heads = rng.choice([16, 32, 64, 33])
+        heads = rng.choice(head_counts)
         f: dict[str, Any] = {
             "layers": rng.choice([4, 8, 12, 16]), "heads": heads, "hidden": heads * rng.choice([64, 128]),
             "seq": rng.choice([1024, 2048, 4096, 8192, 32768]), "vocab": rng.choice([32000, 50304, 128256, 256000]),
@@ -103,3 +109,36 @@ def drawn_memory(seed: int, count: int, schedules: Sequence[str] = SEARCHED) -> 
         closed = float(form(Configurations.of([strategy])).peak_bytes[0])
         left -= 1
         yield DrawnMemory(kind, fields, strategy, closed, float(np.max(holdings(job, runtime_of(strategy)).peak_bytes)))
+
+
+class DrawnTime(NamedTuple):
+    """A drawn strategy: its model, and the seconds of its step at every fidelity."""
+
+    kind: str
+    fields: dict[str, Any]
+    strategy: sp.Strategy
+    closed: float
+    events: float
+    ops: float
+
+
+def drawn_times(seed: int, count: int, schedules: Sequence[str] = ALL) -> Iterator[DrawnTime]:
+    """Yield so many strategies with what their steps take; stages are cut alike at all fidelities."""
+    left = count
+    for kind, fields, strategy in drawn(seed, schedules, HEADS):
+        if not left:
+            return
+        model = Model.load(kind, **fields)
+        cuts = even_cuts(model, strategy)
+        if fields["hidden"] < LEAST_HIDDEN or (cuts is None and strategy.pipeline * (strategy.interleave or 1) > 1):
+            continue
+        where = sp.Topology.load("dgx-h100", nodes=max(1, strategy.devices // 8))
+        where = where if where.size == strategy.devices else sp.Topology.load("dgx-h100", node=1, gpu=strategy.devices)
+        try:
+            job = sp.partition(model, replace(strategy, cuts=cuts), where)
+        except ShardplanError:
+            continue
+        closed, events = (simulate_step(model, strategy, where, fidelity).seconds for fidelity in ("closed", "events"))
+        left -= 1
+        ops = simulate_job(job, delivered(where), launch=of_machine(where.name).launch).seconds
+        yield DrawnTime(kind, fields, strategy, closed, events, ops)
