@@ -58,6 +58,7 @@ FOREIGN = {
     "simulation/closed/configurations.py": {"gather", "attention"},  # fields of strategies and their values
     "simulation/accuracy/step_fitting.py": {"attention"},
     "movement/weights/table.py": {"split"},  # the key of a table
+    "movement/weights/frameworks.py": {"split"},  # how a table stores a product
     "movement/weights/derive/tables.py": {"split"},
     "movement/weights/derive/expressions.py": {"pad"},  # the name of an atom
     "simulation/closed/form.py": {"attention"},
