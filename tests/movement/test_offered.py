@@ -59,7 +59,7 @@ def offer() -> Iterator[None]:
 
 def planned(source: sp.TensorType, destination: sp.TensorType, portable: bool = False) -> Chosen:
     """The best program, whatever was planned before with other ops in the table."""
-    return best_program.__wrapped__(source, destination, None, None, portable)[0]
+    return best_program.__wrapped__(source, destination, None, None, portable)
 
 
 def names(found: Chosen) -> list[str]:
