@@ -17,6 +17,7 @@ from movement.weights_cases import TABLES, made
 from shardplan.errors import LayoutError, ParseError
 from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import reshard
+from shardplan.interop.checkpoint.asked import AskedConfig, source_weights
 from shardplan.interop.checkpoint.found import family_and_switches, find_weights
 from shardplan.interop.checkpoint.manifest import MANIFEST
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
@@ -109,6 +110,22 @@ def test_every_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     safetensors.write(folder / "model.safetensors", mixed, {"format": "pt"})
     with pytest.raises(LayoutError, match=r"\{l\}.input_layernorm.weight has several dtypes, .* legal is one for all"):
         reshard(folder, tmp_path / "none", to="vllm,tp=2")
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("megatron", "megatron: the tensors are those of hf-llama; legal is to leave it out"),
+        ("vllm,tp=4", "vllm: the tensors are those of hf-llama"),
+        ("hf,tp=4", "hf with tp=4: the source is of one device; legal is no degree"),
+    ],
+)
+def test_a_word_that_the_tensors_deny_is_refused(word: str, reason: str, tmp_path: Path) -> None:
+    folder = source(tmp_path / "hf")
+    with pytest.raises(LayoutError, match=f"--from: {reason}"):
+        source_weights(folder, word, AskedConfig.find(folder))
+    for same in ("hf", "fsdp2", "dcp"):  # of the same names
+        assert len(source_weights(folder, same, AskedConfig.find(folder)).devices) == 1
 
 
 def test_sizes_without_a_config_are_those_of_the_tensors(tmp_path: Path) -> None:

@@ -202,6 +202,11 @@ def test_the_command_takes_what_is_asked(tmp_path: Path) -> None:
         (["--fix", "tp=2", "--fit", "tp=8"], "--fit looks at one strategy"),
         (["--goal", "tokens", "--fix", "tp=2"], "--fix with --goal tokens"),
         (["--goal", "quick"], "quick"),
+        (["--goal", "quick"], "legal: step, memory, latency, tokens"),
+        (["--precision", "fp7"], "legal: fp32, bf16, fp16, fp8, nvfp4"),
+        (["--fit", "tp=8", "--prompt", "4"], "--fit looks at one strategy"),
+        (["--goal", "tokens", "--placements"], "--placements with --goal tokens; legal is --goal step or memory"),
+        (["--goal", "latency", "--precision", "fp8"], "--precision fp8 with --goal latency"),
         (["--prompt", "4"], "--prompt with --goal step"),
     ],
 )

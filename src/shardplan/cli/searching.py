@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardplan.strategy.model import Model
 
 MODEL_HELP = "A preset, with changes or without (llama3-70b,seq=4096), or a config.json or its folder."
-PREDICTED = ("fp8", "nvfp4")  # precisions that have a price and no program
+GOALS = ("step", "memory", "latency", "tokens")
 MOST_DRAWN = 100_000  # passes of a step in a trace; beyond, it is one rank's
 CANDIDATES = 60  # strategies that an answer is chosen from
 
@@ -98,9 +98,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Find the best strategy of training or serving, and say why others lost; or judge one."""
+    from shardplan.core import border
     from shardplan.strategy.asked_model import parse_model
+    from shardplan.strategy.strategy import NARROW
     from shardplan.strategy.strategy_text import strategy_fields
+    from shardplan.strategy.training import PRECISIONS
 
+    border.choice("plan: --goal", goal, GOALS, ShardplanError)
+    border.choice("plan: --precision", precision, (*PRECISIONS, *NARROW), ShardplanError)
     if goal in ("step", "memory") and batch is None:
         raise ShardplanError("plan: no --batch; legal is one, or --goal latency or tokens")
     check_writable(resume)
@@ -112,11 +117,12 @@ def plan(
             raise ShardplanError(f"plan: --out with --goal {goal}; legal is --goal step or memory")
     where = _with_memory(read_topology(topology, nodes), memory, reserve)
     asked = parse_model(model, seq)
-    loaded = asked.load(precision="bf16" if precision in PREDICTED else precision)
+    loaded = asked.load(precision="bf16" if precision in NARROW else precision)
     machine = None if params is None else _read_machine(params)
     fixed = {} if fix is None else strategy_fields(fix)
     if fit is not None:
-        if resume is not None or workers > 1 or no_prune or placements or fixed or goal != "step":
+        served = prompt is not None or output is not None or concurrency is not None
+        if resume is not None or workers > 1 or no_prune or placements or fixed or goal != "step" or served:
             raise ShardplanError(
                 "--fit looks at one strategy: legal with it are --batch, --seq, --precision, --memory, --reserve, "
                 "--params, --top and --json"
@@ -131,8 +137,9 @@ def plan(
                 raise ShardplanError(f"plan: --{name} with --goal {goal}; legal is --goal latency or tokens")
         _find_training(asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, out)
         return
-    if fixed:
-        raise ShardplanError(f"plan: --fix with --goal {goal}; legal is --goal step or memory")
+    training = {"--fix": bool(fixed), "--placements": placements, f"--precision {precision}": precision in NARROW}
+    for name in [name for name, said in training.items() if said]:
+        raise ShardplanError(f"plan: {name} with --goal {goal}; legal is --goal step or memory")
     options |= {"objective": goal, "prompt": prompt, "output": output, "concurrency": concurrency, "top": top}
     _find_serving(loaded, where, workers, options | {"global_batch": batch}, as_json)
 
@@ -263,5 +270,7 @@ def _read_machine(path: Path) -> MachineFit:
 
 def _precision_notes(precision: str) -> tuple[str, ...]:
     """What is said of a precision that no program runs in."""
+    from shardplan.strategy.strategy import NARROW
+
     said = f"{precision} is predicted: programs run, and memory is certified, in bf16"
-    return (said,) if precision in PREDICTED else ()
+    return (said,) if precision in NARROW else ()

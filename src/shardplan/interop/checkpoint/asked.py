@@ -21,7 +21,8 @@ from shardplan.interop.checkpoint.found import (
 from shardplan.interop.checkpoint.manifest import CheckpointManifest
 from shardplan.interop.checkpoint.sources import open_checkpoint
 from shardplan.movement.weights.configs import model_config
-from shardplan.movement.weights.frameworks import FAMILIES, SideRequest
+from shardplan.movement.weights.frameworks import FAMILIES, SideRequest, table_name
+from shardplan.movement.weights.table import WeightTable, shipped_tables
 from shardplan.movement.weights.weights import Weights, load_weights, read_weights
 
 CONFIG = "config.json"
@@ -102,9 +103,11 @@ def source_weights(
     if request is None and (said := recorded_weights(place)) is not None:
         return said
     with open_checkpoint(place, 2, ignored) as held:  # of files a device each has its own names
-        if (request is None or request.is_word) and (request is None or len(held.places) == 1):
+        if request is None or (request.is_word and len(held.places) == 1):
             try:
                 found = find_weights(held, sizes, ignored)
+                if request is not None:
+                    _check_word(request, found, option)
             except UnknownModel:
                 if not any_model or len(held.places) > 1:
                     raise
@@ -119,6 +122,21 @@ def source_weights(
         own = held.side(weights)
         held.check_names(own, ignored)
         return weights if own is not weights else read_dtypes(weights, held)
+
+
+def _check_word(request: SideRequest, found: Weights, option: str) -> None:
+    """Refuse a word, or degrees, that are not those of the tensors of one place; raises `LayoutError`."""
+    family, switches = family_and_switches(found.table.name)
+    said = (*switches, *request.switches)
+    with naming(option):
+        own = table_name(request.name, family, shipped_tables(), request.degrees, said, disk=True)
+        names = ({p.name for p in table.parameters} for table in (WeightTable.read(own), found.table))
+        if own != found.table.name and len({frozenset(x) for x in names}) > 1:
+            raise LayoutError(f"{request.name}: the tensors are those of {found.table.name}; legal is to leave it out")
+        cut = {k: n for k, n in request.degrees.items() if n != 1}
+        if cut and request.form not in ("distributed", "megatron"):
+            degrees = ", ".join(f"{k}={n}" for k, n in cut.items())
+            raise LayoutError(f"{request.name} with {degrees}: the source is of one device; legal is no degree")
 
 
 def target_weights(text: str, source: Weights, config: AskedConfig, dtype: str | None = None) -> tuple[Weights, str]:
