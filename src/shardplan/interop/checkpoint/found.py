@@ -8,13 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from shardplan.core.dtypes import itemsize, short_name
-from shardplan.errors import LayoutError, ParseError, line
+from shardplan.errors import LayoutError, ParseError, line, near_text
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.sources import DISTRIBUTED, OpenCheckpoint, matches
 from shardplan.movement.weights.arithmetic import evaluate_arithmetic
@@ -75,8 +74,7 @@ def find_weights(held: OpenCheckpoint, config: Mapping[str, Any], ignored: Seque
             failed = failed or error
     if failed is None:
         said = config.get("model_type")
-        near = get_close_matches(str(said), FAMILIES, 1)
-        model = f"its model_type is {said}{f', near {near[0]}' if near else ''}; " if said else ""
+        model = f"its model_type is {said}{near_text(said, FAMILIES)}; " if said else ""
         raise UnknownModel(
             f"{line(held.path)}: no shipped table has such tensors ({', '.join(sorted(names)[:2])}, ..); {model}legal "
             f"are the models {', '.join(dict.fromkeys(FAMILIES.values()))}, or --from with a table's path"

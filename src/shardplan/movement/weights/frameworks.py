@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.errors import LayoutError, ParseError, line, near_text, shown
 from shardplan.movement.weights.cuts import UnevenCut
 
 FRAMEWORKS = ("hf", "vllm", "sglang", "megatron", "torchtitan", "fsdp2", "dcp", "peft")
@@ -102,9 +102,8 @@ def family_of(config: Mapping[str, Any]) -> str:
     said = config.get("model_type")
     if isinstance(said, str) and said in FAMILIES:
         return FAMILIES[said]
-    near = get_close_matches(str(said), FAMILIES, 1)
     raise LayoutError(
-        f"model_type = {shown(said)}{f', near {near[0]}' if near else ''}: no table ships for it; legal are "
+        f"model_type = {shown(said)}: no table ships for it{near_text(said, FAMILIES)}; legal are "
         f"{', '.join(FAMILIES)}, or the path of a table"
     )
 

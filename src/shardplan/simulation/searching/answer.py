@@ -8,7 +8,7 @@ bytes may be off by, then says the least, then is quickest. Strategies of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from shardplan.errors import Infeasible
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, RESIDUAL, spread
+from shardplan.simulation.accuracy.step_fitting import FREE
 from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
@@ -31,7 +32,6 @@ from shardplan.simulation.searching.search import SearchResult
 from shardplan.strategy.model import Model
 
 TIE = 0.05  # relative: two predicted steps that are closer are a tie
-FITTED = ("product", "stream", "launch", "network", "attention")  # parameters in which machines differ
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
 COUNTED = ("product", "scores")  # kernels whose operations are a model's
 FELT = 0.005  # of a step: a cause that takes less is none
@@ -181,7 +181,7 @@ def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "st
 
 def _ease(plan: RankedPlan, memory: float) -> tuple[bool, int, float]:
     """Of a tie who comes first: whether bytes are near the memory, how much is said, seconds."""
-    return plan.peak_bytes > memory * (1 - MEMORY_RESIDUAL), len(plan_text(plan).split()), plan.seconds
+    return plan.peak_bytes > memory * (1 - MEMORY_RESIDUAL), _words_of(plan), plan.seconds
 
 
 def _reason_lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> str:
@@ -189,7 +189,7 @@ def _reason_lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> 
     if least:
         return f"{format_bytes(one.plan.peak_bytes - best.plan.peak_bytes)} more"
     if tied:
-        mine, its = (_ease_words(x) for x in (one, best))
+        mine, its = _words_of(one.plan), _words_of(best.plan)
         tight = one.held.nbytes > best.held.nbytes and one.plan.seconds <= best.plan.seconds
         return "a tie; less room" if tight else "a tie; says more" if mine > its else "a tie; slower"
     more = {k: s - dict(best.causes).get(k, 0.0) for k, s in one.causes}
@@ -197,8 +197,8 @@ def _reason_lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> 
     return ", ".join(f"+{format_seconds(s)} {k}" for s, k in worst[:2]) or "slower in all"
 
 
-def _ease_words(one: JudgedPlan) -> int:
-    return len(plan_text(one.plan).split())
+def _words_of(plan: RankedPlan) -> int:
+    return len(plan_text(plan).split())
 
 
 def find_changes(answer: PlanAnswer, tell: Callable[[int, int], None] | None = None) -> tuple[str, ...]:
@@ -260,12 +260,11 @@ def training_flops(model: Model) -> float:
 
 def unmeasured_fit(machine: MachineFit) -> MachineFit:
     """Return a machine with its parameters as little known as the shipped machines differ in them."""
-    rows = np.log([[getattr(machine_fit(name).parameters, p) for p in FITTED] for name in shipped()])
-    return MachineFit(machine.parameters, FITTED, np.cov(rows, rowvar=False))
+    rows = np.log([[getattr(machine_fit(name).parameters, p) for p in FREE] for name in shipped()])
+    return MachineFit(machine.parameters, FREE, np.cov(rows, rowvar=False))
 
 
-def causes_text(causes: Mapping[str, float] | Iterable[tuple[str, float]]) -> str:
-    """Return what seconds go to as shares, the largest first."""
-    pairs = [*(causes.items() if isinstance(causes, Mapping) else causes)]
-    total = sum(s for _, s in pairs)
-    return ", ".join(f"{what} {100 * s / total:.0f} %" for what, s in pairs if s > FELT * total)
+def causes_text(causes: Sequence[tuple[str, float]]) -> str:
+    """Return what seconds go to as shares, in their order."""
+    total = sum(s for _, s in causes)
+    return ", ".join(f"{what} {100 * s / total:.0f} %" for what, s in causes if s > FELT * total)

@@ -93,11 +93,11 @@ class Fit:
         """Return what would fit, a line each, the cheapest first; none where it fits."""
         if not self.fits and not self.changes:
             return [f"nothing up to {MOST} choices away fits; shardplan plan without --fit searches all strategies"]
-        cost = {one.said: 100 * (one.seconds / self.seconds - 1) for one in self.changes}
-        return ["what would fit:"] * bool(self.changes) + [
-            f"  {format_bytes(one.peak_bytes):>10}  {cost[one.said]:+6.1f} % of time  {one.said}"
-            for one in sorted(self.changes, key=lambda one: one.seconds)
-        ]
+        told = ["what would fit:"] if self.changes else []
+        for one in sorted(self.changes, key=lambda one: one.seconds):
+            more = 100 * (one.seconds / self.seconds - 1)
+            told.append(f"  {format_bytes(one.peak_bytes):>10}  {more:+6.1f} % of time  {one.said}")
+        return told
 
 
 def fit(
