@@ -1,6 +1,6 @@
 """`FusedInstance`: the memory, counters and epoch of an operator on a heap, and the run of an epoch.
 
-A call with new shapes makes a `TileCall`: the rank's events of the proved protocol, each with the view or word that it
+A call with new shapes makes a `TileCall`: the rank's events of the proved schedule, each with the view or word that it
 touches. Shapes vary within what has been allocated; all ranks see the same shapes, so that they grow together. Who
 remembers a call is `agreement`: what is new is so on all ranks.
 """
@@ -17,10 +17,10 @@ from shardplan.errors import BackendError, TypingError
 from shardplan.fused.heap.header import Words, has_reached, wrap_int32
 from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.native import native, why_not
-from shardplan.fused.tiles.checker import check
 from shardplan.fused.tiles.events import TileBox, TileProtocol, TilePut, TileSignal, TileWait
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import TileShape
+from shardplan.fused.tiles.symmetry import prove
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,6 @@ class FusedInstance:
         self.heap, self.op, self.schedule, self.seconds = heap, op, schedule, seconds
         self.epoch = 0
         self.flags: Flags | None = None
-        self.proved = False
         self.out = out
         self.data: dict[str, SymmetricTensor] = {} if out is None else {"result": out}
         self.owed: list[tuple[SignalStep, int]] = []
@@ -102,18 +101,15 @@ class FusedInstance:
         shape: TileShape,
         dtypes: dict[str, torch.dtype],
         trailing: Sequence[int] = (),
-        varying: bool = False,
     ) -> TileCall:
-        """Return a new call of a shape, proved and allocated where it needs more than there is; collective.
+        """Return a new call of a shape, allocated where it needs more than there is; collective.
 
-        With `varying`, for splits that data decides, only the first one is proved: waits and signals are those of every
-        other one. `dtypes` are those of the schedule's buffers by name, each of whose elements is `trailing` numbers.
-        Raises `TileScheduleError`, and `BackendError` where the heap is full.
+        The schedule is proved, once for every shape; boxes of a shape lie apart and fill the result. `dtypes` are those
+        of the schedule's buffers by name, each of whose elements is `trailing` numbers. Raises `TileScheduleError`, and
+        `BackendError` where the heap is full.
         """
+        prove(self.schedule, self.heap.ranks, ("ranks",))
         protocol = self.schedule.protocol(self.heap.ranks, shape)
-        if not (varying and self.proved):
-            check(protocol, ("ranks",))
-            self.proved = True
         if self.flags is None:
             self.flags = self.heap.flags(protocol.counters, f"{self.op} flags")
         self._grow(protocol, dtypes, math.prod(trailing))

@@ -210,7 +210,7 @@ class GemmCall:
         tiles = asked.tile_count(sum(sizes) // len(sizes), LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds, out)
-        return cls(who, varying, made, made.call(who.forward, {"result": dtype}, varying=varying))
+        return cls(who, varying, made, made.call(who.forward, {"result": dtype}))
 
 
 def backward(

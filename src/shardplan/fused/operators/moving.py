@@ -50,7 +50,7 @@ class BlockMove:
             return cls(op, shape, boxes, varying, None, None)
         schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
         made = instance(asked.heap, op, schedule, "", asked.seconds)
-        return cls(op, shape, boxes, varying, made, made.call(shape, {"result": dtype}, trailing, varying))
+        return cls(op, shape, boxes, varying, made, made.call(shape, {"result": dtype}, trailing))
 
     def run(self, asked: Asked, g: torch.Tensor) -> torch.Tensor:
         """Return the blocks of all ranks, put together; collective. Raises as `FusedInstance.run`."""

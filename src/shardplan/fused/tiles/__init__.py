@@ -8,6 +8,7 @@ Reading order:
 - `generate`  the protocols of both kinds of shape
 - `running`   threads that signal and wait, run as far as they get, also with one of them held
 - `checker`   what must hold of a protocol: no deadlock, written once, read after written, free before written again
+- `symmetry`  the same of a schedule, for every shape at once, on one program and one tile of each kind
 
 A protocol that others wrote is given as `TileProtocol` and tried with `checker.check`.
 """

@@ -52,7 +52,7 @@ def check(protocol: TileProtocol, modes: Sequence[TileMode] = ("ranks", "residen
     _counters(protocol)
     _check_coverage(protocol)
     for mode in modes:
-        _deadlock(protocol, mode)
+        check_deadlock(protocol, mode)
     _check_order(protocol, max(modes, key=("virtual", "ranks", "resident").index))
 
 
@@ -186,7 +186,8 @@ def pairs(boxes: Sequence[TileBox], marks: Sequence[int]) -> Iterator[tuple[tupl
 # Deadlock
 
 
-def _deadlock(protocol: TileProtocol, mode: TileMode) -> None:
+def check_deadlock(protocol: TileProtocol, mode: TileMode) -> None:
+    """Raise `TileScheduleError` with the circle of waits where threads do not end some epoch."""
     syncs = threads(protocol, mode).syncs
     run = TileRun(syncs)
     run.go(range(len(syncs)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from shardplan.fused.tiles.events import (
@@ -95,6 +94,11 @@ class _Blocks:
         events: list[TileEvent] = [TileWait(source, want, want), TileRead(RESULT, self.shape.boxes[source][rank])]
         return [*events, TileSignal(source, self.acked + rank)] if self.plan.acks else events
 
+    def share(self, rank: int, source: int, program: int) -> list[TileEvent]:
+        """A source's block has come, and a program reads every so many of its tiles."""
+        tiles = self.boxes[source][rank][program :: self.plan.programs]
+        return [TileWait(source, self.slices, self.slices), *(TileRead(RESULT, box) for box in tiles)]
+
     def part(self, rank: int, source: int, k: int) -> list[TileEvent]:
         """The same of a slice."""
         tiles = self.boxes[source][rank][k * self.plan.slice : (k + 1) * self.plan.slice]
@@ -111,16 +115,21 @@ class _Blocks:
                 programs[-1] += [e for part in parts for e in part]
             return [lists]
         second = _empty(self.ranks, plan.programs)
+        for rank, source in ((r, s) for r in range(self.ranks) for s in plan.orders[r]):
+            if plan.waits == "second_launch":
+                for p in range(plan.programs):
+                    second[rank][p] += self.share(rank, source, p)
+                continue
+            for k in range(self.slices):
+                second[rank][(plan.orders[rank].index(source) * self.slices + k) % plan.programs] += self.part(
+                    rank, source, k
+                )
+        if not plan.acks or plan.waits != "second_launch":
+            return [lists, second]
+        third = _empty(self.ranks, plan.programs)  # all programs of a source's destination have read it
         for rank in range(self.ranks):
-            sources = plan.orders[rank]
-            units: list[Callable[[], list[TileEvent]]] = (
-                [lambda r=rank, s=s: self.receive_block(r, s) for s in sources]
-                if plan.waits == "second_launch"
-                else [lambda r=rank, s=s, k=k: self.part(r, s, k) for s in sources for k in range(self.slices)]
-            )
-            for n, unit in enumerate(units):
-                second[rank][n % plan.programs] += unit()
-        return [lists, second]
+            third[rank][0] += [TileSignal(source, self.acked + rank) for source in plan.orders[rank]]
+        return [lists, second, third]
 
 
 def block_protocol(plan: Plainly, shape: BlockShape) -> TileProtocol:

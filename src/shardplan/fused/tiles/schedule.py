@@ -25,7 +25,8 @@ class TileSchedule:
       (rank + s) mod W; a tuple of offsets serves (rank + offset) mod W.
     - `tiles` is how many a destination gets, `slice` how many of them signal together.
     - `programs` share the tiles of a rank: program p takes tiles p, p + programs, ...
-    - `waits` says who waits: the `last_program` for everything; programs of a `second_launch`; of a sum in two
+    - `waits` says who waits: the `last_program` for everything; every program of a
+      `second_launch` for everything, to read its share; of a sum in two
       shots the `owner`, program by program; or the `consumer`, one program of the next launch a slice.
     - `slots` is how many epochs share no memory; with `acks` a reader tells the writer when a slot is free again,
       without which one slot is too few.
@@ -126,7 +127,8 @@ class TileSchedule:
         """Return the protocol for a shape on so many ranks, proved right in the modes in which it may run.
 
         Raises `TileScheduleError` with the circle of waits, the two writers, or the read that nothing holds back. It is
-        pure, and takes milliseconds; callers remember the answer. See `checker` for what is proved.
+        pure, tries every element's order, and is for small ones: `symmetry.prove` is for every size. See `checker` for
+        what is proved.
 
         >>> TileSchedule(tiles=2).check(2, BlockShape.rows([[1, 3], [2, 2]])).counters
         2

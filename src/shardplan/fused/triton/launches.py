@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import optional
 from shardplan.fused.heap.failures import FusedTimeout
-from shardplan.fused.tiles.checker import TileMode, check
 from shardplan.fused.tiles.events import TilePut, TileRead
+from shardplan.fused.tiles.running import TileMode
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import TileShape
+from shardplan.fused.tiles.symmetry import prove
 from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.rows import LINE, Detail, TileMissed, TileRows, TileSpot, compile_launches
 
@@ -42,7 +43,6 @@ class FusedKernel:
         self.flags = self.slices = self.state = -1
         self.spots: dict[str, TileSpot] = {}
         self.sizes: dict[str, int] = {}
-        self.proved = False
         self.calls: dict[Any, KernelCall] = {}  # what operators keep, by their key
 
     def modes(self, interpreter: bool) -> tuple[TileMode, ...]:
@@ -68,10 +68,8 @@ class FusedKernel:
         `BackendError` where the heap is full.
         """
         memory, schedule = self.memory, self.schedule
+        prove(schedule, memory.ranks, self.modes(is_interpreted(kernel)))
         protocol = schedule.protocol(memory.ranks, shape)
-        if not (varying and self.proved):
-            check(protocol, self.modes(is_interpreted(kernel)))
-            self.proved = True
         if self.flags < 0:
             programs = max(1, protocol.programs)
             self.flags = memory.alloc(LINE * protocol.counters, f"{self.op} flags")
