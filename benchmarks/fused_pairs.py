@@ -22,9 +22,8 @@ from shardplan.fused.operators import embedding, gemm, gemv
 from shardplan.fused.operators.asked import Asked, starts, tile_sizes
 from shardplan.fused.operators.gemv import in_order
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
-from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockShape, RowShape, TileShape
+from shardplan.fused.tiles.shapes import BlockCuts, BlockShape, RowShape, TileShape
 
 KINDS = ("gemm", "embedding", "gemv")
 
@@ -112,7 +111,7 @@ class GemmPair:
         self.out = torch.empty(m, n)
         cuts = starts(tile_sizes(m, ranks))
         self.wanted = torch.cat([given[2 * s][cuts[rank] : cuts[rank + 1]] @ given[2 * s + 1] for s in range(ranks)])
-        self.blocks = gemm.blocks(tuple(tuple(tile_sizes(m, ranks)) for _ in range(ranks)), (n,) * ranks, 0, rank)
+        self.cuts = BlockCuts("rows", (tuple(tile_sizes(m, ranks)),) * ranks, n)
 
     def rows(self) -> int:
         return len(self.a)
@@ -132,8 +131,7 @@ class GemmPair:
             self.tile(first, last, self.out[first:last])
 
     def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
-        who = self.blocks
-        return moved(asked, "bench_gemm", who.forward, self.compute(), who.own, out)
+        return moved(asked, "bench_gemm", self.cuts, self.compute(), out)
 
     def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return gemm.forward(asked, self.a, self.b, out=out)
@@ -158,8 +156,7 @@ class BagsPair:
         )  # fmt: skip
         cuts = starts(tile_sizes(batch, ranks))
         self.wanted = torch.cat([whole[cuts[rank] : cuts[rank + 1]]] * ranks, 1)
-        self.forward = embedding.blocks([tables] * ranks, tile_sizes(batch, ranks))[0]
-        self.own = [((cuts[d], cuts[d + 1]), (0, tables)) for d in range(ranks)]
+        self.cuts = BlockCuts("beside", (tuple(tile_sizes(batch, ranks)), (tables,) * ranks))
         self.kernels: dict[tuple[int, int], BagKernel] = {}
 
     def rows(self) -> int:
@@ -197,7 +194,7 @@ class BagsPair:
         self._kernel(view).store(np.array([(first, last, view.data_ptr(), 0, 0, 0)], TILE), 0)
 
     def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
-        return moved(asked, "bench_bags", self.forward, self.compute(), self.own, out)
+        return moved(asked, "bench_bags", self.cuts, self.compute(), out)
 
     def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return embedding.forward(asked, self.tables, self.indices, self.offsets, batch=self.batch, out=out)
@@ -250,13 +247,11 @@ def prepared(made: FusedInstance, x: torch.Tensor, shape: TileShape, more: Seque
     return made.heap.kept[key]
 
 
-def moved(
-    asked: Asked, op: str, shape: BlockShape, x: torch.Tensor, boxes: Sequence[TileBox], out: torch.Tensor | None
-) -> torch.Tensor:
-    """The blocks of all ranks, put together; `boxes[d]` of x goes to rank d, into `out` of the heap if there is one."""
+def moved(asked: Asked, op: str, cuts: BlockCuts, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The blocks of all ranks, put together, into `out` of the heap if there is one."""
     schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
     made = instance(asked.heap, op, schedule, "", asked.seconds, find_out_tensor(op, asked.heap, out))
-    call = prepared(made, x, shape, tuple(x.shape[2:]))
+    call, boxes = prepared(made, x, cuts.shape(), tuple(x.shape[2:])), cuts.own(asked.heap.rank)
 
     def put(step: PutStep) -> None:
         step.view.copy_(x[tuple(slice(a, b) for a, b in boxes[step.to])])

@@ -16,22 +16,24 @@ from typing import Any
 
 from shardplan.fused.triton.ahead import compiled, source_hash
 
+BLOCKS = {"ranks": 8, "span": 8, "form": 0}
+PUTS = {**BLOCKS, "sends": True, "acked": False}
 KERNELS: dict[str, dict[str, Any]] = {
     "gemm": {
         "types": {"a": "*bf16", "b": "*bf16", "bias": "*bf16", "stamps": "*i64", "depth": "i32", "columns": "i32"},
         "constants": {
             "block_m": 128, "block_n": 128, "block_k": 64, "biased": False, "activation": 0, "upcast": False,
-            "stamped": False,
+            "stamped": 0, "remote_first": True, **PUTS,
         },
         "aligned": ("a", "b", "bias", "depth", "columns"),
         "options": {"num_warps": 4, "num_stages": 3},
     },
     "embedding": {
         "types": {
-            "like": "*bf16", "tables": "*i64", "indices": "*i64", "offsets": "*i64", "scale": "*fp32", "dim": "i32",
-            "batch": "i32",
+            "like": "*bf16", "tables": "*i64", "lengths": "*i64", "indices": "*i64", "offsets": "*i64",
+            "scale": "*fp32", "dim": "i32", "batch": "i32", "ids": "i32",
         },
-        "constants": {"block_b": 16, "block_d": 128, "weighted": False, "mean": False},
+        "constants": {"block_b": 16, "block_d": 128, "weighted": False, "mean": False, **PUTS, "form": 2},
         "aligned": ("like", "tables", "indices", "offsets", "scale", "dim"),
         "options": {"num_warps": 4},
     },
@@ -42,9 +44,15 @@ KERNELS: dict[str, dict[str, Any]] = {
         "options": {"num_warps": 4},
     },
     "move": {
-        "types": {"g": "*bf16", "length": "i32"},
-        "constants": {"block_m": 16, "block_n": 128},
-        "aligned": ("g", "length"),
+        "types": {"g": "*bf16", "columns": "i32"},
+        "constants": {"block_m": 16, "block_n": 128, **PUTS},
+        "aligned": ("g", "columns"),
+        "options": {"num_warps": 4},
+    },
+    "read": {
+        "types": {"out": "*bf16", "pitch": "i32", "columns": "i32"},
+        "constants": {"block_m": 16, "block_n": 128, "copies": True, **BLOCKS},
+        "aligned": ("out", "pitch", "columns"),
         "options": {"num_warps": 4},
     },
 }  # fmt: skip
@@ -57,7 +65,7 @@ ALTERED = {
         "    tl.atomic_add(count, 1",
         "barrier",
     ),
-    "gpu scope": ("words", 'scope="sys"', 'scope="gpu"', "signal wait"),
+    "gpu scope": ("words", 'scope="sys"', 'scope="gpu"', "signal"),
 }
 Text = dict[str, str]
 
@@ -80,12 +88,14 @@ def _wide_nvidia(name: str, ptx: str) -> bool:
         "embedding": (r"ld\.global\.v4", r"st\.global\.v4"),
         "gemv": (r"ld\.global\.v4", r"st\.global\.b32"),
         "move": (r"ld\.global\.v4", r"st\.global\.v4"),
+        "read": (r"ld\.global\.v4", r"st\.global\.v4"),
     }
     not_ = {
         "gemm": r"st\.global\.b16",
         "embedding": r"st\.global\.b16",
         "gemv": r"st\.global\.v",
         "move": r"st\.global\.b16",
+        "read": r"st\.global\.b16",
     }
     return all(re.search(p, ptx) for p in has[name]) and not re.search(not_[name], ptx)
 
@@ -96,12 +106,14 @@ def _wide_amd(name: str, text: str) -> bool:
         "embedding": ("global_load_dwordx4", "global_store_dwordx4"),
         "gemv": ("global_load_dwordx4", r"global_store_dword\b"),
         "move": ("global_load_dwordx4", "global_store_dwordx4"),
+        "read": ("global_load_dwordx4", "global_store_dwordx4"),
     }
     not_ = {
         "gemm": "global_store_short",
         "embedding": "global_store_short",
         "gemv": "global_store_dwordx4",
         "move": "global_store_short",
+        "read": "global_store_short",
     }
     if name == "gemv" and text.count("global_load_dwordx4") < text.count("global_load_ushort"):
         return False  # the rows' own words are wide in any case: those of A must be, too
@@ -109,7 +121,13 @@ def _wide_amd(name: str, text: str) -> bool:
 
 
 def findings(name: str, text: Text) -> dict[str, bool]:
-    """What holds of a kernel's text: signal, barrier before it, wait, and wide words."""
+    """What holds of a kernel's text: wide words, and the signal, barrier before it and wait of those that do so."""
+    waits = {"gemv": ("signal", "barrier", "wait", "wide"), "read": ("wait", "wide")}
+    has = waits.get(name, ("signal", "barrier", "wide"))
+    return {key: good for key, good in _everything(name, text).items() if key in has}
+
+
+def _everything(name: str, text: Text) -> dict[str, bool]:
     # In Triton's own text the barrier must stand whatever the version adds to machine code.
     source = _before(text["ttir"], r"atomic_rmw add, release", r"\bbarrier\b", r"tt\.store")
     if "ptx" in text:
@@ -140,7 +158,7 @@ def text_of(name: str, target: str, found: Any, aligned: bool = True) -> Text:
     """What Triton makes of a kernel of bf16."""
     spec = KERNELS[name]
     constants = {"programs": 132, **spec["constants"], "aligned": aligned}
-    return compiled(found, spec["types"], constants, target, spec["aligned"], **spec["options"])
+    return compiled(found, spec["types"], constants, target, spec["aligned"] if aligned else (), **spec["options"])
 
 
 def altered(module: str, old: str, new: str, folder: Path) -> Callable[[str], Any]:

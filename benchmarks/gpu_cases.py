@@ -193,6 +193,7 @@ def _rank(rank: int, ranks: int, kind: str, dry: bool, port: int, queue: Any) ->
             try:
                 late = replace(options, seconds=1.0)
                 gemm_all_to_all(memory, a[1], b[1:2], None, counts.tolist(), 0, "none", block, late)
+                heap.check()
             except ShardplanError as error:
                 said = f"{type(error).__name__}: {error}"
         queue.put((rank, errors, said, time.monotonic() - started))
@@ -243,11 +244,11 @@ def assembly(dry: bool) -> dict[str, Any]:
     counts = [[side, side]] * 2
     made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, None, counts, 0, "none", block, None)
     launched = made.launch(gemm_kernel, call, *arguments, **constants)
-    made.finish(call)
+    made.finish()
     if dry:
         return {"good": True, "why": "the interpreter compiles nothing"}
-    said = findings("gemm", launched[0].asm)
-    return {"findings": said, "good": all(said.values())}
+    said = {name: findings(name, made.asm) for name, made in zip(("gemm", "read"), launched, strict=True)}
+    return {"findings": said, "good": all(good for each in said.values() for good in each.values())}
 
 
 CASES: dict[str, Any] = {

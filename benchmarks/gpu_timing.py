@@ -22,37 +22,41 @@ from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.gemv import gemv_prepared
 from shardplan.fused.triton.gemv_kernel import gemv_kernel
 
-Alter = Callable[[int, list[int]], list[int] | None]
 RATIOS = (0.25, 0.5, 1.0, 2.0)  # seconds on the wire over seconds of computing, of the emulated link
 
 
 class OwnMemory:
-    """Staging of every rank, one after another: a launch's puts go there, and nobody is told."""
+    """Staging of every rank, one after another, behind `head` bytes of epochs, which stay 0: nobody is told."""
 
-    def __init__(self, memory: TileMemory, call: Any, nbytes: int, alter: Alter) -> None:
-        rows, begin, self.programs = call.launches[0]
-        self.head = -(-(64 + 64 * self.programs) // 256) * 256  # epochs, which stay 0
-        pitch = -(-(self.head + nbytes) // 256) * 256
-        self.bytes = nbytes
+    def __init__(self, memory: TileMemory, head: int, nbytes: int) -> None:
+        self.head, self.bytes = head, nbytes
+        pitch = -(-(head + nbytes) // 256) * 256
         self.all = torch.zeros((memory.here, pitch), dtype=torch.uint8, device=memory.device)
         self.table = torch.tensor([part.data_ptr() for part in self.all], dtype=torch.int64, device=memory.device)
+
+    def view(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.all[:, self.head : self.head + self.bytes].view(dtype)
+
+
+class OwnAddends(OwnMemory):
+    """The same of `gemv_all_reduce`: of the rows of a launch those that compute addends, which stay."""
+
+    def __init__(self, memory: TileMemory, call: Any, nbytes: int) -> None:
+        rows, begin, self.programs = call.launches[0]
+        super().__init__(memory, -(-(64 + 64 * self.programs) // 256) * 256, nbytes)
         begins, kept, given = [0], list[list[int]](), rows.tolist()
         limits = begin.tolist()
         for program, (first, end) in enumerate(zip(limits, limits[1:], strict=False)):
-            rank = program // self.programs
             for row in given[first:end]:
-                if row[0] == 0 and (own := alter(rank, row)) is not None:
-                    kept.append([0, rank, self.head, 0, 0, *own[5:]])
+                if row[0] == row[9] == 0:
+                    kept.append([0, program // self.programs, self.head, 0, 0, *row[5:7], row[5], *row[8:]])
             begins.append(len(kept))
         self.rows = torch.tensor(kept, dtype=torch.int64, device=memory.device)
         self.begin = torch.tensor(begins, dtype=torch.int32, device=memory.device)
 
-    def launch(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+    def launch(self, *arguments: Any, **constants: Any) -> None:
         grid = (self.programs * len(self.all),)
-        kernel[grid](self.table, self.rows, self.begin, 0, 0, 1, *arguments, programs=self.programs, **constants)
-
-    def view(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.all[:, self.head : self.head + self.bytes].view(dtype)
+        gemv_kernel[grid](self.table, self.rows, self.begin, 0, 0, 1, *arguments, programs=self.programs, **constants)
 
 
 def _programs(dry: bool, ranks: int) -> int:
@@ -142,16 +146,13 @@ def _gemm(dry: bool, ranks: int, order: str) -> dict[str, Any]:
     a, b = (torch.randn(s, device=where).to(dtype) for s in ((ranks * m, k), (ranks, k, n)))
     options = KernelOptions(programs=_programs(dry, ranks), order=order, slice=1 if dry else 8, warps=8)
     counts = [[m // ranks] * ranks] * ranks
-    made, call, (arguments, constants, places) = gemm_prepared(memory, a, b, None, counts, 0, "none", block, options)
+    made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, None, counts, 0, "none", block, options)
 
-    def alter(rank: int, row: list[int]) -> list[int]:
-        return [*row[:9], row[5] - rank * m, row[7], n, *row[12:]]
-
-    own = OwnMemory(memory, call, nbytes, alter)
+    own = OwnMemory(memory, made.local_start, nbytes)
     out = torch.empty((ranks, ranks, m // ranks, n), dtype=dtype, device=where)
 
     def local() -> None:
-        own.launch(gemm_kernel, *arguments, **constants)
+        made.launch_local(gemm_kernel, call, own.table, *arguments, **constants)
 
     def copy() -> None:
         out.copy_(own.view(dtype).unflatten(1, (ranks, m // ranks, n)).transpose(0, 1))
@@ -160,8 +161,7 @@ def _gemm(dry: bool, ranks: int, order: str) -> dict[str, Any]:
         local()
         copy()
 
-    made.run(gemm_kernel, call, *arguments, **constants)
-    got = torch.stack([made.result(call, "result", *place, dtype) for place in places]).view(out.shape)
+    got = torch.stack(made.run(gemm_kernel, call, *arguments, **constants)).view(out.shape)
     unfused()
     error = float((got.float() - out.float()).abs().max() / out.float().abs().max())
     variants: dict[str, Callable[[], Any]] = {
@@ -172,31 +172,32 @@ def _gemm(dry: bool, ranks: int, order: str) -> dict[str, Any]:
         "torch.bmm, whole chip": lambda: torch.bmm(a.view(ranks, m, k), b),
     }
     found = {"ranks": ranks, "order": order, "shape": [m, n, k], "error": error} | measured(variants, dry)
-    made.finish(call)
+    made.finish()
     if not dry:
-        found["emulated link"] = _stamped(made, call, arguments, constants, found["seconds"])
+        found["emulated link"] = _stamped(memory, made, call, arguments, constants, found["seconds"])
     return found
 
 
-def _stamped(made: Any, call: Any, arguments: Any, constants: Any, seconds: dict[str, float]) -> dict[str, Any]:
+def _stamped(
+    memory: TileMemory, made: Any, call: Any, arguments: Any, constants: Any, seconds: dict[str, float]
+) -> dict[str, Any]:
     """Overlap with an emulated link, of tiles' own stamps."""
-    rows, begin, programs = call.launches[0]
-    stamps = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    a, columns = arguments[0], arguments[5]
+    down, across = (
+        n // each for n, each in ((call.given.counts[0][0], constants["block_m"]), (columns, constants["block_n"]))
+    )
+    stamps = torch.zeros((memory.here, memory.ranks, down * across), dtype=torch.int64, device=a.device)
     given = (*arguments[:3], stamps, *arguments[4:])
     for _ in range(3):
-        made.launch(gemm_kernel, call, *given, **(constants | {"stamped": True}))
-        made.finish(call)
-    at, table, limits = stamps.tolist(), rows.tolist(), begin.tolist()
-    first = min(t for t in at if t)
-    tiles, last = list[tuple[int, float, int]](), 0.0
-    for program, (low, high) in enumerate(zip(limits, limits[1:], strict=False)):
-        for k in range(low, high):
-            row, rank = table[k], program // programs
-            if row[0] == 0:
-                last = max(last, (at[k] - first) / 1e9)
-                if row[1] != rank:
-                    size = (row[6] - row[5]) * (row[8] - row[7]) * arguments[0].dtype.itemsize
-                    tiles.append((rank, (at[k] - first) / 1e9, size))
+        made.launch(gemm_kernel, call, *given, **(constants | {"stamped": down * across}))
+        made.finish()
+    at = stamps.view(-1).tolist()
+    first, last = min(at), (max(at) - min(at)) / 1e9
+    size = constants["block_m"] * constants["block_n"] * a.dtype.itemsize
+    tiles = [
+        (rank, (t - first) / 1e9, size)
+        for rank, rows in enumerate(stamps.tolist()) for to, row in enumerate(rows) if to != rank for t in row
+    ]  # fmt: skip
     steps = sorted({b - a for a, b in zip(sorted(at), sorted(at)[1:], strict=False) if b > a})
     ratios = {str(r): emulated(tiles, seconds["copy only"], last, r) for r in RATIOS}
     said = {r: {"fused": f, "unfused": u, "fused / unfused": f / u} for r, (f, u) in ratios.items()}
@@ -220,25 +221,21 @@ def _embedding(dry: bool, ranks: int) -> dict[str, Any]:
     offsets = torch.arange(many + 1, device=where) * each
     programs = _programs(dry, ranks)
     options = KernelOptions(programs=programs)
-    made, call, arguments, constants, places = embedding_prepared(
+    made, call, arguments, constants, _ = embedding_prepared(
         memory, weights, ids, offsets, None, [tables] * ranks, [bags] * ranks, dim, "sum", programs, 16, options, None
     )
 
-    def alter(rank: int, row: list[int]) -> list[int]:
-        return [*row[:9], row[5], 0, tables * dim, *row[12:]]
-
-    own = OwnMemory(memory, call, nbytes, alter)
+    own = OwnMemory(memory, made.local_start, nbytes)
     out = torch.empty((ranks, bags, ranks, tables * dim), dtype=dtype, device=where)
 
     def local() -> None:
-        own.launch(embedding_kernel, *arguments, **constants)
+        made.launch_local(embedding_kernel, call, own.table, *arguments, **constants)
 
     def unfused() -> None:
         local()
         out.copy_(own.view(dtype).unflatten(1, (ranks, bags, tables * dim)).permute(1, 2, 0, 3))
 
-    made.run(embedding_kernel, call, *arguments, **constants)
-    got = torch.stack([made.result(call, "result", *place, dtype) for place in places]).view(out.shape)
+    got = torch.stack(made.run(embedding_kernel, call, *arguments, **constants)).view(out.shape)
     unfused()
     error = float((got.float() - out.float()).abs().max() / out.float().abs().max())
     variants: dict[str, Callable[[], Any]] = {
@@ -247,7 +244,7 @@ def _embedding(dry: bool, ranks: int) -> dict[str, Any]:
         "compute only": local,
     }
     found = {"ranks": ranks, "shape": [tables, batch, each, dim], "error": error} | measured(variants, dry)
-    made.finish(call)
+    made.finish()
     return found
 
 
@@ -267,14 +264,11 @@ def _gemv(dry: bool, ranks: int, shots: int) -> dict[str, Any]:
         memory, a, x, shots, (16, 16) if dry else (16, 512), 0, options
     )
 
-    def alter(rank: int, row: list[int]) -> list[int] | None:
-        return [*row[:7], row[5], *row[8:]] if row[9] == 0 else None
-
-    own = OwnMemory(memory, call, 4 * m, alter)
+    own = OwnAddends(memory, call, 4 * m)
     out = torch.empty((ranks, m), dtype=dtype, device=where)
 
     def local() -> None:
-        own.launch(gemv_kernel, *arguments, **constants)
+        own.launch(*arguments, **constants)
 
     def unfused() -> None:
         local()
@@ -289,5 +283,5 @@ def _gemv(dry: bool, ranks: int, shots: int) -> dict[str, Any]:
         "compute only": local,
     }
     found = {"ranks": ranks, "shots": shots, "shape": [m, k], "error": error} | measured(variants, dry)
-    made.finish(call)
+    made.finish()
     return found

@@ -135,8 +135,8 @@ def failures(heap: fused.SymmetricHeap, group: str, rank: int, ranks: int) -> di
     """What is refused on all ranks, what one rank's mistake tells the others, and a reset."""
     ops, said = torch.ops.shardplan, dict[str, str | bool]()
     a, b, x = torch.ones(2 * ranks, 3), torch.ones(3, 2), torch.ones(3)
-    out = torch.zeros(2 * ranks, 2)
-    said["out"] = refused(lambda: ops.gemm_all_to_all_out(out, a, b, None, group))
+    said["out"] = refused(lambda: ops.gemm_all_to_all_out(torch.zeros(2 * ranks, 2), a, b, None, group))
+    said["into"] = into(heap, group, rank, ranks)
     with fused.counted(heap):
         said["counted"] = refused(lambda: fused.gemv_all_reduce(a, x, group=group))
     said["flags"] = refused(lambda: heap.flags(2, "mine"))
@@ -145,13 +145,33 @@ def failures(heap: fused.SymmetricHeap, group: str, rank: int, ranks: int) -> di
     table, offsets = torch.ones(4, 2), torch.arange(ranks + 1)
     ids = torch.full((ranks,), 4 if rank == 1 else 0)
     heap.seconds = 20.0
-    said["index"] = refused(lambda: fused.embedding_bag_all_to_all([table], ids, offsets, group=group))
+    fused.embedding_bag_all_to_all([table], ids, offsets, group=group)
+    said["index"] = refused(heap.check)
+    dist.barrier()
     said["told"] = not heap.parts or int(heap.parts[rank][0]) == 1  # to kernels that wait
     said["after"] = refused(lambda: fused.gemv_all_reduce(a, x, group=group))
     dist.barrier()
     heap.reset()
     said["again"] = torch.equal(fused.gemm_all_to_all(a, b, group=group), torch.full((2 * ranks, 2), 3.0))
     return said
+
+
+def into(heap: fused.SymmetricHeap, group: str, rank: int, ranks: int) -> bool:
+    """Whether five results that lie in the heap are right, each until the next call that writes it."""
+    ops, good = torch.ops.shardplan, True
+    products, bags = heap.alloc((2 * ranks, 2), "f32", "products").local, heap.alloc((3, ranks, 2), "f32", "bags").local
+    vector = heap.alloc((5,), "f32", "vector").local
+    ids, offsets = torch.arange(3 * ranks) % 4, torch.arange(3 * ranks + 1)
+    for epoch in range(5):
+        a, table = torch.full((2 * ranks, 3), 1.0 + rank + epoch), torch.full((4, 2), 7.0 * rank + epoch)
+        ops.gemm_all_to_all_out(products, a, torch.ones(3, 2), None, group)
+        ops.embedding_bag_all_to_all_out(bags, [table], ids, offsets, None, group, "sum", [1] * ranks, [3] * ranks)
+        ops.gemv_all_reduce_out(vector, a[:1].expand(5, 3).contiguous(), torch.ones(3), group)
+        sums = [3.0 * (1 + r + epoch) for r in range(ranks)]
+        good &= bool((products.view(ranks, 4) == torch.tensor(sums)[:, None]).all())
+        good &= bool((bags == (7.0 * torch.arange(ranks) + epoch)[None, :, None]).all())
+        good &= bool((vector == sum(sums)).all())
+    return good
 
 
 def main() -> None:

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fused.mutants import Events, lists, sealed
 
-from shardplan.fused.operators.embedding import blocks
-from shardplan.fused.operators.gemm import blocks as product_blocks
 from shardplan.fused.tiles import symmetry
 from shardplan.fused.tiles.checker import check
 from shardplan.fused.tiles.events import TileProtocol, TilePut, TileRead, TileScheduleError, TileSignal, TileWait
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockShape, RowShape
+from shardplan.fused.tiles.shapes import BlockCuts, BlockShape, RowShape
 from shardplan.fused.tiles.symmetry import element_shape, prove
 
 WAITS = ("last_program", "second_launch", "consumer", "owner")
@@ -159,11 +157,12 @@ def test_shapes_of_operators_lie_apart_and_fill_the_result(ranks: int, data: st.
     some = st.tuples(*[st.integers(0, 6)] * ranks)
     counts = data.draw(st.tuples(*[some] * ranks))
     rows, columns = data.draw(some), data.draw(some)
-    products = (
-        product_blocks(counts, columns[:1] * ranks, 0, 0),
-        product_blocks(tuple((n,) * ranks for n in rows), columns, 1, 0),
-    )
-    for shape in (*blocks(rows, columns), *(s for each in products for s in (each.forward, each.back))):
+    forms = BlockCuts("rows", counts, 3), BlockCuts("stack", (rows, columns)), BlockCuts("beside", (rows, columns))
+    for cuts in (*forms, *(each.reverse() for each in forms)):
+        shape = cuts.shape()
+        assert cuts.reverse().reverse() == cuts
+        for rank in range(ranks):
+            assert sum(b - a for (a, b), _ in cuts.own(rank)) in (cuts.sent(rank), ranks * cuts.sent(rank))
         check(TileSchedule(tiles=2).protocol(ranks, shape), ("ranks",))
 
 

@@ -21,13 +21,13 @@ import torch
 import triton
 import triton.language as tl
 from benchmarks.fused_text import altered
-from tests.fused.forked import Exchange, forked
+from tests.fused.forked import Exchange, forked, refused
 from tests.fused.operator_child import away
 
-from shardplan.errors import ShardplanError
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators.asked import starts, tile_sizes
 from shardplan.fused.triton import (
+    FusedKernel,
     KernelOptions,
     TileMemory,
     embedding_bag_all_to_all,
@@ -179,44 +179,59 @@ def virtual(ranks: int) -> Any:
 
 
 def silent(rank: int, exchange: Exchange) -> Any:
-    """In the third epoch rank 0 leaves out its last signal to rank 1."""
-    with SymmetricHeap.create(1 << 20, "shm", exchange, "triton silent") as heap:
+    """In the third epoch rank 0 leaves out its last signal to rank 1: of a sum, and, by no call at all, of blocks.
+
+    What each rank hears of that call, of the next one, and of a heap that was reset.
+    """
+    return [_silent(rank, exchange, op) for op in ("gemv", "gemm")]
+
+
+def _silent(rank: int, exchange: Exchange, op: str) -> Any:
+    with SymmetricHeap.create(1 << 20, "shm", exchange, f"triton silent {op}") as heap:
         memory = TileMemory.of(heap)
         n, options = heap.ranks, KernelOptions(programs=1, seconds=1.0)
         a, b, counts = torch.ones(16 * n, 8), torch.ones(1, 8, 8), [[16] * n] * n
 
-        def call() -> list[torch.Tensor]:
-            return gemm_all_to_all(memory, a, b, None, counts, block=(8, 16, 16), options=options)
+        def call() -> torch.Tensor:
+            if op == "gemm":
+                return gemm_all_to_all(memory, a, b, None, counts, block=(8, 16, 16), options=options)[0]
+            return gemv_all_reduce(memory, [a], [b[0, :, :1]], 1, (16, 16), 0, options)[0]
 
         for _ in range(2):
             call()
-        made = next(v for k, v in heap.kept.items() if str(k).startswith("triton"))
-        if rank == 0:
-            (known,) = made.calls.values()
-            rows = known.launches[0].rows
-            at = [k for k, row in enumerate(rows.tolist()) if row[0] == 1 and row[1] == 1]
-            begin = known.launches[0].begin
-            known.launches[0] = known.launches[0]._replace(
-                rows=torch.cat([rows[: at[-1]], rows[at[-1] + 1 :]]), begin=begin - (begin > at[-1]).int()
-            )
-        started = time.monotonic()
-        said = ["no error", "no error"]
-        for k in range(2):
-            try:
-                call()
-            except ShardplanError as error:
-                said[k] = f"{type(error).__name__}: {error}"
-            if k == 0 and rank != 1:
-                time.sleep(3)
-        seconds = time.monotonic() - started
+        heap.check()
+        heap.barrier()
+        if rank == 0 and op == "gemv":
+            _leave_out_a_signal(next(v for v in heap.kept.values() if isinstance(v, FusedKernel)))
+        if rank or op == "gemv":
+            call()
+        if rank != 1:
+            exchange(b"")
+        said = [refused(heap.check)]
+        if rank == 1:
+            exchange(b"")
+        said.append(refused(call))
         heap.reset()
-        return said, seconds < 10, bool((call()[0] == 8).all())
+        right = bool((call() == (8.0 if op == "gemm" else 8.0 * n)).all())
+        heap.check()
+        return said, right
+
+
+def _leave_out_a_signal(made: FusedKernel) -> None:
+    """The last signal to rank 1."""
+    (known,) = made.calls.values()
+    rows, begin = known.launches[0].rows, known.launches[0].begin
+    at = [k for k, row in enumerate(rows.tolist()) if row[0] == 1 and row[1] == 1]
+    known.launches[0] = known.launches[0]._replace(
+        rows=torch.cat([rows[: at[-1]], rows[at[-1] + 1 :]]), begin=begin - (begin > at[-1]).int()
+    )
 
 
 ALTERED = {
     "right": ("words", "", ""),
-    "wait": ("words", "want = tl.load(row + 3)", "want = -1000 + tl.load(row + 3)"),
+    "wait": ("read_kernel", "source, epoch + 1, epoch, polls", "source, epoch - 1000, epoch, polls"),
     "mask": ("gemm_kernel", "inner[None, :] < depth", "inner[None, :] < depth - 1"),
+    "slot": ("words", "epoch & tl.load(spot + 2)", "1 - epoch & tl.load(spot + 2)"),
 }
 
 
@@ -226,16 +241,16 @@ def wrong(rank: int, exchange: Exchange) -> Any:
     with tempfile.TemporaryDirectory() as made:
         sys.path.insert(0, made)
         for name, (module, old, new) in ALTERED.items():
-            kernel = altered(module, old, new, Path(made))("gemm")
+            find = altered(module, old, new, Path(made))
             with SymmetricHeap.create(1 << 18, "shm", exchange, name) as heap:
                 memory = TileMemory.of(heap)
                 a, b, counts = torch.ones(8 * 2, 9), torch.ones(1, 9, 8), [[8, 8]] * 2
                 options = KernelOptions(programs=1, seconds=10.0)
                 given = gemm_prepared(memory, a, b, None, counts, 0, "none", (16, 16, 16), options)
-                instance, call, (arguments, constants, places) = given
+                instance, call, (arguments, constants, _) = given
+                instance.reader = find("read") if name != "slot" else instance.reader
                 time.sleep(0.7 * rank)
-                instance.run(kernel, call, *arguments, **constants)
-                got = instance.result(call, "result", *places[0], torch.float32)
+                (got,) = instance.run(find("gemm"), call, *arguments, **constants)
                 close = got.shape == (16, 8) and bool(torch.allclose(got, torch.full((16, 8), 9.0)))
                 found[name] = close == (name == "right")
                 heap.barrier()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 GatherBytes = Callable[[bytes], list[bytes]]
 SECONDS = 30.0  # that a collective of the heap waits
+CHECKED = "checked"  # under which kernels keep what they say of failures
 _TORCH = {
     "f64": "float64",
     "f32": "float32",
@@ -274,15 +275,25 @@ class SymmetricHeap:
 
     def holding(self, x: torch.Tensor) -> SymmetricTensor | None:
         """Return the tensor at whose begin in this rank's memory a contiguous torch tensor lies, None for others."""
-        if not x.is_contiguous() or x.device.type != "cpu" or self.parts:
+        if not x.is_contiguous() or x.device.type != self.device:
             return None
-        return self.tensors.get(x.data_ptr() - self.memory[self.rank].ctypes.data)
+        return self.tensors.get(x.data_ptr() - int(self.table[self.rank]))
 
     def flags(self, count: int, label: str) -> Flags:
         """Return `count` counters on every rank, each on a line of its own; collective; refused for data on GPUs."""
         if self.parts:
             raise BackendError(f"symmetric heap {self.name}: flags {label} on {self.device}; legal is memory of CPUs")
         return Flags(self.alloc((count, LINE // 4), "i32", label))
+
+    def check(self) -> None:
+        """Return once all calls so far have ended on this rank's device; raises what failed in one of them.
+
+        Calls of kernels of GPUs return before that, and only a later call raises, if this is not asked.
+        """
+        self._settle()
+        for record in self.kept.get(CHECKED, ()):
+            record.check()
+        self.header.check(f"symmetric heap {self.name}")
 
     def reset(self) -> None:
         """Make it usable again after a failure, all words zero and all tensors given up; collective.

@@ -42,19 +42,22 @@ class BagCall:
         self.weights = None if weights is None else weights.float().contiguous()
         if mode not in MODES:
             raise TypingError(f"{asking}: mode {shown(mode)}; legal are {', '.join(MODES)}")
-        edges = self.offsets.cpu().numpy()
-        count, n = len(self.tables), self.indices.numel()
-        bad = len(edges) != count * batch + 1 or edges[0] != 0 or edges[-1] != n or (np.diff(edges) < 0).any()
-        if bad:
-            legal = f"{count * batch + 1} that rise from 0 to {n}"
-            raise TypingError(f"{asking}: {len(edges)} offsets of {count} tables and {batch} bags; legal are {legal}")
+        self.count, n = len(self.tables) * batch, self.indices.numel()
+        if self.offsets.numel() != self.count + 1:
+            self._refuse_offsets(asking)
         if self.weights is not None and self.weights.numel() != n:
             raise TypingError(f"{asking}: {self.weights.numel()} weights of {n} indices; legal are as many")
-        self.edges = edges
+
+    def _refuse_offsets(self, asking: str) -> None:
+        legal = f"{self.count + 1} that rise from 0 to {self.indices.numel()}"
+        said = f"{self.offsets.numel()} offsets of {len(self.tables)} tables and {self.batch} bags"
+        raise TypingError(f"{asking}: {said}; legal are {legal}")
 
     def check(self, asking: str) -> None:
-        """Raise `TypingError` where an index is no row of its table."""
-        edges = self.edges
+        """Raise `TypingError` where offsets do not rise, or an index is no row of its table: operands on CPUs."""
+        edges = self.offsets.numpy()
+        if edges[0] != 0 or edges[-1] != self.indices.numel() or (np.diff(edges) < 0).any():
+            self._refuse_offsets(asking)
         for t, table in enumerate(self.tables):
             ids = self.indices.numpy()[edges[t * self.batch] : edges[(t + 1) * self.batch]]
             if len(ids) and (ids.min() < 0 or ids.max() >= len(table)):
@@ -90,20 +93,22 @@ class BagCall:
     def gradients(self, g: torch.Tensor, of_weights: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the gradients of tables and, where asked for, of weights, given that of the bags, [B, T, D]."""
         torch = optional("torch", "torch")
-        found: list[torch.Tensor] = []
-        each = torch.zeros(self.indices.numel(), device=g.device) if of_weights else None
-        for t, table in enumerate(self.tables):
-            first, last, bag = self.bag_of(t, 0, self.batch)
-            came = g[:, t].float()
-            if self.mode == "mean":
-                came = came / self.lengths(t, 0, self.batch)[:, None]
-            rows, ids = came[bag], self.indices[first:last]
-            if each is not None:
-                each[first:last] = (rows * table[ids].float()).sum(1)
-            if self.weights is not None:
-                rows = rows * self.weights[first:last, None]
-            found.append(torch.zeros(table.shape, device=g.device).index_add_(0, ids, rows).to(table.dtype))
-        return found, each
+        sizes, n, width = [len(t) for t in self.tables], self.indices.numel(), g.shape[2]
+        if not sizes:
+            return [], g.new_zeros(n, dtype=torch.float32) if of_weights else None
+        bag = torch.repeat_interleave(
+            torch.arange(self.count, device=g.device), self.offsets.diff(), output_size=n
+        )  # which its size, known here, keeps from waiting for the device
+        came = g.transpose(0, 1).reshape(self.count, width).float()
+        if self.mode == "mean":
+            came = came / self.offsets.diff().clamp(min=1).float()[:, None]
+        begin = torch.tensor([0, *np.cumsum(sizes[:-1])], pin_memory=g.is_cuda).to(g.device, non_blocking=True)
+        rows, ids = came[bag], self.indices + begin[bag // max(1, self.batch)]
+        each = (rows * torch.cat(self.tables)[ids].float()).sum(1) if of_weights else None
+        if self.weights is not None:
+            rows = rows * self.weights[:, None]
+        whole = torch.zeros((sum(sizes), width), device=g.device).index_add_(0, ids, rows)
+        return [x.to(t.dtype, copy=True) for x, t in zip(whole.split(sizes), self.tables, strict=True)], each
 
 
 class BagKernel:

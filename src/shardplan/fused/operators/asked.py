@@ -8,10 +8,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from shardplan.errors import TypingError, shown
-from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.bags import BagCall
-from shardplan.fused.tiles.events import TileBox
-from shardplan.fused.tiles.shapes import BlockShape, cut
+from shardplan.fused.tiles.shapes import BlockCuts, cut
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +26,12 @@ class LocalKernels(Protocol):
         b: torch.Tensor,
         bias: torch.Tensor | None,
         activation: str,
-        scatter: int,
-        counts: Sequence[Sequence[int]],
-        columns: Sequence[int],
+        cuts: BlockCuts,
         varying: bool,
+        into: SymmetricTensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of `operators.gemm.forward`; `counts` and `columns` as in `operators.gemm.blocks`."""
+        """Return the result of `operators.gemm.forward`, in `out` where that is given, which lies in `into`."""
         ...
 
     def gemv(self, asked: Asked, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
@@ -47,17 +46,17 @@ class LocalKernels(Protocol):
         batches: Sequence[int],
         dim: int,
         dtype: torch.dtype,
+        into: SymmetricTensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the bags of all tables for this rank's batch: rank s holds `held[s]` tables, d has `batches[d]` bags.
 
-        Raises `TypingError` where an index is no row of its table.
+        An index that is no row of its table is a `TypingError` at the next call, or at `SymmetricHeap.check`.
         """
         ...
 
-    def move(
-        self, asked: Asked, op: str, shape: BlockShape, g: torch.Tensor, boxes: Sequence[TileBox], varying: bool
-    ) -> torch.Tensor:
-        """Return the blocks of all ranks, put together; `boxes[d]` of g goes to rank d."""
+    def move(self, asked: Asked, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
+        """Return the blocks of all ranks, put together."""
         ...
 
 

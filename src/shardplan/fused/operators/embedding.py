@@ -22,7 +22,7 @@ from shardplan.fused.operators.asked import Asked, splits, starts, tile_sizes
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockShape
+from shardplan.fused.tiles.shapes import BlockCuts
 
 if TYPE_CHECKING:
     import torch
@@ -36,22 +36,6 @@ def _check_tables(asked: Asked, tables: Sequence[torch.Tensor], dim: int, dtype:
         raise TypingError(f"{NAME}: tables {[list(t.shape) for t in tables]}; legal are [R, {dim}] of one dtype")
     if batch < 0:
         raise TypingError(f"{NAME}: a batch of {batch}; legal are integers from 0")
-
-
-def blocks(tables: Sequence[int], batches: Sequence[int]) -> tuple[BlockShape, BlockShape]:
-    """Return who sends what, forward and back, of so many tables and bags a rank.
-
-    >>> blocks([1, 2], [4, 3])[0].boxes[1]
-    (((0, 4), (1, 3)), ((0, 3), (1, 3)))
-    """
-    at, bag = starts(tables), starts(batches)
-    ranks = range(len(tables))
-    there = tuple(tuple(((0, batches[d]), (at[s], at[s + 1])) for d in ranks) for s in ranks)
-    back = tuple(tuple(((bag[d], bag[d + 1]), (0, tables[s])) for s in ranks) for d in ranks)
-    return (
-        BlockShape(tuple((n, at[-1]) for n in batches), there),
-        BlockShape(tuple((bag[-1], n) for n in tables), back),
-    )
 
 
 _FACTS = ("tables", "batch", "dim", "dtype", "splits", "counts", "tiles", "order", "out", "backward")
@@ -68,8 +52,7 @@ class BagBlocks:
     batches: list[int]
     dim: int
     dtype: torch.dtype
-    forward: BlockShape
-    back: BlockShape
+    cuts: BlockCuts
 
     @classmethod
     def of(cls, said: Sequence[Facts]) -> BagBlocks:
@@ -88,7 +71,7 @@ class BagBlocks:
             raise HeapMismatch(f"{NAME}: table_counts {first['counts']}, but ranks hold {held}")
         batches = first["splits"] or tile_sizes(first["batch"], len(said))
         dtype = getattr(torch, some[0]["dtype"].removeprefix("torch."))
-        return cls(held, batches, some[0]["dim"], dtype, *blocks(held, batches))
+        return cls(held, batches, some[0]["dim"], dtype, BlockCuts("beside", (tuple(batches), tuple(held))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +89,7 @@ class BagsCall:
             return cls(who)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
         made = instance(asked.heap, NAME, schedule, "", asked.seconds, out)
-        return cls(who, made, made.call(who.forward, {"result": who.dtype}, (who.dim,)))
+        return cls(who, made, made.call(who.cuts.shape(), {"result": who.dtype}, (who.dim,)))
 
 
 class BagOperands:
@@ -175,10 +158,10 @@ def forward(
     known = agree_on_call(asked.heap, KIND, got.facts, asked.seconds, make)
     who, made, call = known.blocks, known.made, known.call
     if asked.kernels is not None:
-        return asked.kernels.bags(asked, got.call, who.held, who.batches, who.dim, who.dtype)
+        return asked.kernels.bags(asked, got.call, who.held, who.batches, who.dim, who.dtype, got.out, out)
     assert made is not None and call is not None
     made.seconds = asked.seconds
-    bag, wide = starts(who.batches), who.forward.extents[asked.heap.rank][1] * who.dim
+    bag, wide = starts(who.batches), sum(who.held) * who.dim
     fits = BagKernel.fits(got.call)
 
     def put(step: PutStep) -> None:
@@ -226,7 +209,7 @@ def backward(
 
     def make(said: Sequence[Facts], varying: bool) -> BlockMove:
         who = BagBlocks.of(said)
-        return BlockMove.of(asked, BACK.op, who.back, who.forward, g.dtype, (who.dim,))
+        return BlockMove.of(asked, BACK.op, who.cuts.reverse(), g.dtype, (who.dim,))
 
     came = agree_on_call(asked.heap, BACK, (*got.facts, g.dtype), asked.seconds, make).run(asked, g)
     return got.call.gradients(came, weights is not None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardplan.errors import TypingError, optional, shown
@@ -17,55 +16,18 @@ from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, ins
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.activation import activation_gradient, apply_activation
-from shardplan.fused.operators.asked import Asked, splits, starts, tile_sizes
+from shardplan.fused.operators.asked import Asked, splits, tile_sizes
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockShape
+from shardplan.fused.tiles.shapes import BlockCuts
 
 if TYPE_CHECKING:
     import torch
 
 NAME = "gemm_all_to_all"
 LEAST = 64  # rows of a tile: below, packing b again for every tile costs more than it hides (measured, one core)
-
-
-@dataclass(frozen=True, slots=True)
-class GemmBlocks:
-    """Who sends what: blocks of results forward, of gradients back, and boxes of the own product by destination."""
-
-    forward: BlockShape
-    back: BlockShape
-    own: tuple[TileBox, ...]
-    counts: tuple[tuple[int, ...], ...]
-    columns: tuple[int, ...]
-
-
-Counts = tuple[tuple[int, ...], ...]
-
-
-@lru_cache(maxsize=1024)
-def blocks(counts: Counts, columns: tuple[int, ...], scatter: int, rank: int) -> GemmBlocks:
-    """Return the blocks; `counts[s][d]` are rows of a block (`scatter` 0, else `counts[s][0]`), `columns` the columns.
-
-    >>> blocks(((1, 2), (3, 0)), (4, 4), 0, 1).own
-    (((0, 3), (0, 4)), ((3, 3), (0, 4)))
-    """
-    ranks = range(len(counts))
-    if scatter == 0:
-        n = columns[0]
-        rows = [starts(each) for each in counts]
-        forward = BlockShape.rows(counts, n)
-        back = tuple(tuple(((rows[s][d], rows[s][d + 1]), (0, n)) for s in ranks) for d in ranks)
-        extents = tuple((rows[s][-1], n) for s in ranks)
-        return GemmBlocks(forward, BlockShape(extents, back), tuple(back[d][rank] for d in ranks), counts, columns)
-    rows_of, cols = starts([each[0] for each in counts]), starts(columns)
-    there = tuple(tuple(((rows_of[s], rows_of[s + 1]), (0, columns[d])) for d in ranks) for s in ranks)
-    forward = BlockShape(tuple((rows_of[-1], columns[d]) for d in ranks), there)
-    back = tuple(tuple(((0, counts[s][0]), (cols[d], cols[d + 1])) for s in ranks) for d in ranks)
-    extents = tuple((counts[s][0], cols[-1]) for s in ranks)
-    return GemmBlocks(forward, BlockShape(extents, back), tuple(back[d][rank] for d in ranks), counts, columns)
 
 
 _FACTS = ("rows", "N", "scatter", "sends", "receives", "dtype", "tiles", "order", "out", "backward", "even")
@@ -90,7 +52,7 @@ def _facts(
     return a.shape[0], b.shape[1], scatter, *splits, a.dtype, *asks
 
 
-def blocks_of(said: Sequence[Facts], rank: int) -> GemmBlocks:
+def cuts_of(said: Sequence[Facts]) -> BlockCuts:
     """Return who sends what, given what all ranks said.
 
     Raises `HeapMismatch` where a rank's `send_splits` and another's `recv_splits` differ.
@@ -100,18 +62,18 @@ def blocks_of(said: Sequence[Facts], rank: int) -> GemmBlocks:
     scatter, columns = first["scatter"], first["N"]
     if scatter == 0:
         counts = tuple(tuple(each["sends"] or tile_sizes(each["rows"], ranks)) for each in said)
-        cols = (columns,) * ranks
+        found = BlockCuts("rows", counts, columns)
     else:
         check_alike(NAME, said, "sends", SAME)
-        counts = tuple((each["rows"],) for each in said)
-        cols = tuple(first["sends"] or tile_sizes(columns, ranks))
+        heights = tuple(each["rows"] for each in said)
+        found = BlockCuts("stack", (heights, tuple(first["sends"] or tile_sizes(columns, ranks))))
         if first["even"] and any(each["receives"] is None for each in said):
             check_alike(NAME, said, "rows", "as many on every rank, or recv_splits on all")
     for d, each in enumerate(said):
         for s, wanted in enumerate(each["receives"] or ()):
-            if wanted != (found := counts[s][d if scatter == 0 else 0]):
-                raise HeapMismatch(f"{NAME}: rank {d} wants {wanted} rows of rank {s}, which sends {found}")
-    return blocks(counts, cols, scatter, rank)
+            if wanted != (sends := found.counts[s][d] if scatter == 0 else found.counts[0][s]):
+                raise HeapMismatch(f"{NAME}: rank {d} wants {wanted} rows of rank {s}, which sends {sends}")
+    return found
 
 
 def check_operands(
@@ -160,31 +122,30 @@ def forward(
     heap, into = asked.heap, find_out_tensor(NAME, asked.heap, out)
 
     def make(said: Sequence[Facts], varying: bool) -> GemmCall:
-        return GemmCall.of(asked, blocks_of(said, heap.rank), a.dtype, varying, into)
+        return GemmCall.of(asked, cuts_of(said), a.dtype, varying, into)
 
     facts = _facts(asked, a, b, scatter, sent, received, None if into is None else into.offset)
     found = agree_on_call(heap, KIND, facts, asked.seconds, make)
-    who = found.blocks
     if asked.kernels is not None:
-        return asked.kernels.gemm(asked, a, b, bias, activation, scatter, who.counts, who.columns, found.varying)
+        return asked.kernels.gemm(asked, a, b, bias, activation, found.cuts, found.varying, into, out)
     assert found.made is not None and found.call is not None
     found.made.seconds = asked.seconds
     exact = a.dtype.itemsize >= 4
-    mine = who.forward.boxes[heap.rank]
-    ahead = [there[0][0] - own[0][0] for there, own in zip(mine, who.own, strict=True)]
+    mine, own = found.cuts.shape().boxes[heap.rank], found.own
+    ahead = [there[0][0] - box[0][0] for there, box in zip(mine, own, strict=True)]
     torch = optional("torch", "torch")
 
     def put(step: PutStep) -> None:
         first, last = (x - ahead[step.to] for x in step.box[0])
         if first == last:
             return
-        rows, columns = a[first:last], b if scatter == 0 else b[:, slice(*who.own[step.to][1])]
+        rows, columns = a[first:last], b if scatter == 0 else b[:, slice(*own[step.to][1])]
         if bias is None and activation == "none":
             torch.mm(rows, columns, out=step.view)
             return
         z = rows @ columns if exact else rows.float() @ columns.float()
         if bias is not None:
-            z += bias if scatter == 0 else bias[slice(*who.own[step.to][1])]
+            z += bias if scatter == 0 else bias[slice(*own[step.to][1])]
         step.view.copy_(apply_activation(z, activation))
 
     return result_or_out(NAME, found.made.run(found.call, put)["result"], out)
@@ -194,23 +155,25 @@ def forward(
 class GemmCall:
     """A call that all ranks agreed upon; its instance and steps are None where the heap has other kernels."""
 
-    blocks: GemmBlocks
+    cuts: BlockCuts
     varying: bool
+    own: tuple[TileBox, ...] = ()  # by destination, of this rank's product
     made: FusedInstance | None = None
     call: TileCall | None = None
 
     @classmethod
     def of(
-        cls, asked: Asked, who: GemmBlocks, dtype: torch.dtype, varying: bool, out: SymmetricTensor | None
+        cls, asked: Asked, cuts: BlockCuts, dtype: torch.dtype, varying: bool, out: SymmetricTensor | None
     ) -> GemmCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
-            return cls(who, varying)
-        sizes = [box[0][1] - box[0][0] for row in who.forward.boxes for box in row]
+            return cls(cuts, varying)
+        shape = cuts.shape()
+        sizes = [box[0][1] - box[0][0] for row in shape.boxes for box in row]
         tiles = asked.tile_count(sum(sizes) // len(sizes), LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds, out)
-        return cls(who, varying, made, made.call(who.forward, {"result": dtype}))
+        return cls(cuts, varying, cuts.own(asked.heap.rank), made, made.call(shape, {"result": dtype}))
 
 
 def backward(
@@ -231,8 +194,7 @@ def backward(
     sent, received = check_operands(asked, a, b, bias, scatter, send_splits, recv_splits)
 
     def make(said: Sequence[Facts], varying: bool) -> BlockMove:
-        who = blocks_of(said, asked.heap.rank)
-        return BlockMove.of(asked, BACK.op, who.back, who.forward, g.dtype, varying=varying)
+        return BlockMove.of(asked, BACK.op, cuts_of(said).reverse(), g.dtype, varying=varying)
 
     facts = (*_facts(asked, a, b, scatter, sent, received), g.dtype)
     dz = agree_on_call(asked.heap, BACK, facts, asked.seconds, make).run(asked, g)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
 from shardplan.fused.operators.asked import Asked
-from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockShape
+from shardplan.fused.tiles.shapes import BlockCuts
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """A move that all ranks agreed upon: `boxes[d]` of this rank's tensor goes to rank d, and is put as `shape` says.
+    """A move that all ranks agreed upon, of a tensor whose dims beyond two are `trailing` and whole.
 
     `made` and `call` are those of CPUs, None where the heap has other kernels.
     """
 
     op: str
-    shape: BlockShape
-    boxes: tuple[TileBox, ...]
+    cuts: BlockCuts
+    trailing: tuple[int, ...]
     varying: bool
     made: FusedInstance | None
     call: TileCall | None
@@ -35,32 +34,29 @@ class BlockMove:
         cls,
         asked: Asked,
         op: str,
-        shape: BlockShape,
-        forward: BlockShape,
+        cuts: BlockCuts,
         dtype: torch.dtype,
         trailing: Sequence[int] = (),
         varying: bool = False,
     ) -> BlockMove:
-        """Return the move of blocks of `forward` back to who sent them; collective.
-
-        `trailing` are dims of the tensor beyond those of the shape, which are whole. Raises as `FusedInstance.call`.
-        """
-        boxes = tuple(forward.boxes[s][asked.heap.rank] for s in range(asked.heap.ranks))
+        """Return the move; collective. Raises as `FusedInstance.call`."""
+        more = tuple(trailing)
         if asked.kernels is not None:
-            return cls(op, shape, boxes, varying, None, None)
+            return cls(op, cuts, more, varying, None, None)
         schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
         made = instance(asked.heap, op, schedule, "", asked.seconds)
-        return cls(op, shape, boxes, varying, made, made.call(shape, {"result": dtype}, trailing))
+        return cls(op, cuts, more, varying, made, made.call(cuts.shape(), {"result": dtype}, more))
 
     def run(self, asked: Asked, g: torch.Tensor) -> torch.Tensor:
         """Return the blocks of all ranks, put together; collective. Raises as `FusedInstance.run`."""
         g = g.contiguous()
         if asked.kernels is not None:
-            return asked.kernels.move(asked, self.op, self.shape, g, self.boxes, self.varying)
+            return asked.kernels.move(asked, self.op, self.cuts, g, self.varying)
         assert self.made is not None and self.call is not None
+        boxes = self.cuts.own(asked.heap.rank)
 
         def put(step: PutStep) -> None:
-            step.view.copy_(g[tuple(slice(a, b) for a, b in self.boxes[step.to])])
+            step.view.copy_(g[tuple(slice(a, b) for a, b in boxes[step.to])])
 
         self.made.seconds = asked.seconds
         return self.made.run(self.call, put)["result"].clone()

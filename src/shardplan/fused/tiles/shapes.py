@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
+from typing import Literal
 
 from shardplan.fused.tiles.events import TileBox, TileScheduleError
 
@@ -56,6 +58,81 @@ class BlockShape:
         """Return the boxes of a block's tiles in the result."""
         box = self.boxes[source][to]
         return [(*box[: self.dim], part, *box[self.dim + 1 :]) for part in cut(*box[self.dim], tiles)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCuts:
+    """How matrices of all ranks are cut into blocks, and put together again: all that a kernel needs to know of places.
+
+    - `rows`: of rank s `counts[s][d]` rows go to rank d, in order; all rows have `columns`
+    - `stack`: `counts` are heights and widths; rank s has `heights[s]` rows, of which `widths[d]` columns go to rank d,
+      which stacks them
+    - `beside`: `heights[d]` rows of every rank go to rank d, which puts the `widths[s]` columns of rank s side by side
+    """
+
+    form: Literal["rows", "stack", "beside"]
+    counts: tuple[tuple[int, ...], ...]
+    columns: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.counts[0])
+
+    def reverse(self) -> BlockCuts:
+        """Return the way back.
+
+        >>> BlockCuts("rows", ((1, 2), (3, 0)), 4).reverse().counts
+        ((1, 3), (2, 0))
+        """
+        if self.form == "rows":
+            return BlockCuts("rows", tuple(zip(*self.counts, strict=True)), self.columns)
+        return BlockCuts("beside" if self.form == "stack" else "stack", self.counts)
+
+    def of_numbers(self, each: int) -> BlockCuts:
+        """Return the same where every column is so many numbers."""
+        if self.form == "rows":
+            return BlockCuts("rows", self.counts, self.columns * each)
+        return BlockCuts(self.form, (self.counts[0], tuple(n * each for n in self.counts[1])))
+
+    def result(self, rank: int) -> tuple[int, int]:
+        """Return the rows and columns that a rank gets."""
+        if self.form == "rows":
+            return sum([row[rank] for row in self.counts]), self.columns
+        heights, widths = self.counts
+        return (sum(heights), widths[rank]) if self.form == "stack" else (heights[rank], sum(widths))
+
+    def sent(self, rank: int) -> int:
+        """Return the rows that a rank has."""
+        if self.form == "rows":
+            return sum(self.counts[rank])
+        return self.counts[0][rank] if self.form == "stack" else sum(self.counts[0])
+
+    def own(self, rank: int) -> tuple[TileBox, ...]:
+        """Return the box of each destination's block in what a rank has.
+
+        >>> BlockCuts("stack", ((3, 2), (4, 1))).own(0)
+        (((0, 3), (0, 4)), ((0, 3), (4, 5)))
+        """
+        if self.form == "rows":
+            return tuple((part, (0, self.columns)) for part in _parts(self.counts[rank]))
+        heights, widths = self.counts
+        if self.form == "stack":
+            return tuple(((0, heights[rank]), part) for part in _parts(widths))
+        return tuple((part, (0, widths[rank])) for part in _parts(heights))
+
+    @lru_cache(maxsize=1024)  # noqa: B019, of values
+    def shape(self) -> BlockShape:
+        """Return the boxes of all blocks in the results."""
+        back = self.reverse()
+        there = [back.own(rank) for rank in range(self.ranks)]
+        boxes = tuple(tuple(there[d][s] for d in range(self.ranks)) for s in range(self.ranks))
+        return BlockShape(tuple(self.result(rank) for rank in range(self.ranks)), boxes)
+
+
+def _parts(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    ends = [*accumulate(sizes)]
+    return list(zip([0, *ends], ends, strict=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ from typing import Any
 
 from shardplan.errors import TypingError, optional
 
-FIRST = {"table": "*i64", "rows": "*i64", "begin": "*i32", "state": "i32", "rank0": "i32", "polls": "i32"}
+FIRST = {
+    "table": "*i64", "rows": "*i64", "begin": "*i32", "state": "i32", "rank0": "i32", "polls": "i32",
+    "cuts": "*i64", "spot": "*i64",
+}  # fmt: skip
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
@@ -34,8 +37,10 @@ def compiled(
     source = optional("triton.compiler", "triton").ASTSource
     gpu = optional("triton.backends.compiler", "triton").GPUTarget
     names = list(kernel.arg_names)
-    signature = FIRST | dict(types) | dict.fromkeys(constants, "constexpr")
-    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in ("table", "rows", "begin", *aligned)}
+    first = {name: kind for name, kind in FIRST.items() if name in names}
+    signature = first | dict(types) | dict.fromkeys(constants, "constexpr")
+    pointers = [name for name, kind in first.items() if kind[0] == "*"]
+    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
     made = source(kernel, signature=signature, constexprs=dict(constants), attrs=hints)
     asm = triton.compile(made, target=gpu(*TARGETS[target]), options=options).asm
     return {stage: text for stage, text in asm.items() if isinstance(text, str)}

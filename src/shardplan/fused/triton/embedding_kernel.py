@@ -7,7 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import PUT, WIDE, enter, place, put, turn
+from shardplan.fused.triton.words import ahead, arrive, await_count, begin_blocks, block, landing, note, put, serve
+
+INDEX = tl.constexpr(1 << 20)  # numbers of what is noted: from here on those of tables, below those of waits
 
 
 @triton.jit
@@ -19,70 +21,96 @@ def bag_rows(tables, number, like, aligned: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rank0", "polls", "state"])
+@triton.jit(do_not_specialize=["rank0", "polls"])
 def embedding_kernel(
     table,
-    rows,
-    begin,
-    state,
+    cuts,
+    spot,
     rank0,
     polls,
     like,
     tables,
+    lengths,
     indices,
     offsets,
     scale,
     dim,
     batch,
+    ids,
     programs: tl.constexpr,
+    ranks: tl.constexpr,
+    span: tl.constexpr,
+    form: tl.constexpr,
+    sends: tl.constexpr,
+    acked: tl.constexpr,
     block_b: tl.constexpr,
     block_d: tl.constexpr,
     weighted: tl.constexpr,
     mean: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """Compute the tiles of a program: bags of all tables of its rank for some of the batch, table by table.
+    """Compute the tiles of a program: `block_b` bags of a table of its rank, table by table.
 
-    `like` [1] has the tables' dtype. A PUT says bags (5, 6) of the batch, the rank's first table (7) and the number of
-    its tables (8) among `tables`, the first bag's place in the result (9), the result's column of the first table (10),
-    and the result's row length (11), both in numbers. `offsets` are of `batch` bags a table, table after table.
+    `like` [1] has the tables' dtype; addresses `tables` and rows `lengths` are of all ranks here, one rank's after the
+    other's. `offsets` are of `batch` bags a table, of `ids` indices in all. Columns of `cuts` are numbers: tables times
+    `dim`. An index that is no row is left out, and noted. Where nothing is sent, bags lie in the own buffer.
     """
-    rank, k, last, epoch = enter(table, begin, state, rank0, programs)
+    rank, p, epoch = begin_blocks(table, spot, rank0, programs)
+    first = ahead(cuts, rank, rank0, form, ranks)
+    done = first * 0
     ok = 1
-    while (k < last) & (ok != 0):
-        row = rows + k * WIDE
-        if tl.load(row) == PUT:
-            where = place(table, row, epoch, like, aligned)
-            first, end, number = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
-            left, length = tl.load(row + 10), tl.load(row + 11)
-            if aligned:
-                left, length = tl.multiple_of(left, 16), tl.multiple_of(length, 16)
-            d = tl.arange(0, block_d)
-            for t in range(tl.load(row + 8).to(tl.int32)):
-                weights = bag_rows(tables, number + t, like, aligned)
-                for b0 in range(first.to(tl.int32), end.to(tl.int32), block_b):
-                    bag = b0 + tl.arange(0, block_b)
-                    inside = bag < end
-                    at = offsets + (number + t) * batch + bag
-                    start = tl.load(at, mask=inside, other=0)
-                    many = tl.load(at + 1, mask=inside, other=0) - start
-                    out = where + (tl.load(row + 9) + bag - first)[:, None] * length + left + t * dim
-                    for d0 in range(0, dim, block_d):
-                        column = d0 + d
-                        total = tl.zeros((block_b, block_d), tl.float32)
-                        for j in range(tl.max(many, 0).to(tl.int32)):
-                            more = j < many
-                            index = tl.load(indices + start + j, mask=more, other=0)
-                            mask = more[:, None] & (column[None, :] < dim)
-                            x = tl.load(weights + index[:, None] * dim + column[None, :], mask=mask, other=0.0)
-                            x = x.to(tl.float32)
-                            if weighted:
-                                x *= tl.load(scale + start + j, mask=more, other=0.0)[:, None]
-                            total += x
-                        if mean:
-                            total = total / tl.maximum(many, 1).to(tl.float32)[:, None]
-                        mask = inside[:, None] & (column[None, :] < dim)
-                        put(out + column[None, :], total.to(like.dtype.element_ty), mask)
-        else:
-            ok = turn(table, row, state, rank, epoch, polls)
-        k += 1
+    for step in range(ranks):
+        to = serve(rank, step, ranks, True)
+        m0, high, n0, wide, there, over, length = block(cuts, rank, to, 0, form, ranks, span)
+        if not sends:
+            there, over, length = m0, n0, wide
+        if aligned:  # said here: what a function is told of its arguments is lost
+            over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
+        where = landing(table, spot, to if sends else rank, epoch, like, aligned) + there * length + over
+        down, held = tl.cdiv(high, block_b), wide // dim
+        if acked:
+            ok = await_count(table, spot, rank, ranks + to, epoch, epoch, polls)
+        unit = (p + programs - done % programs) % programs
+        done += down * held
+        while (unit < down * held) & (ok != 0):
+            t = unit // down
+            number = first + t
+            limit = tl.load(lengths + number)
+            weights = bag_rows(tables, number, like, aligned)
+            b = (unit % down) * block_b + tl.arange(0, block_b)
+            inside = b < high
+            at = offsets + number * batch + m0 + b
+            start = tl.maximum(tl.load(at, mask=inside, other=0).to(tl.int64), 0)
+            many = tl.minimum(tl.load(at + 1, mask=inside, other=0).to(tl.int64), ids) - start
+            bad, wrong = tl.zeros((block_b,), tl.int32), tl.zeros((block_b,), tl.int64)
+            out = where + b[:, None] * length + t * dim
+            for d0 in range(0, dim, block_d):
+                column = d0 + tl.arange(0, block_d)
+                total = tl.zeros((block_b, block_d), tl.float32)
+                for k in range(tl.max(many, 0).to(tl.int32)):
+                    more = k < many
+                    index = tl.load(indices + start + k, mask=more, other=0).to(tl.int64)
+                    out_of = more & ((index < 0) | (index >= limit))
+                    bad, wrong = bad | out_of.to(tl.int32), tl.where(out_of, index, wrong)
+                    more = more & (index >= 0) & (index < limit)
+                    mask = more[:, None] & (column[None, :] < dim)
+                    x = tl.load(weights + index[:, None] * dim + column[None, :], mask=mask, other=0.0).to(tl.float32)
+                    if weighted:
+                        x *= tl.load(scale + start + k, mask=more, other=0.0)[:, None]
+                    total += x
+                if mean:
+                    total = total / tl.maximum(many, 1).to(tl.float32)[:, None]
+                mask = inside[:, None] & (column[None, :] < dim)
+                put(out + column[None, :], total.to(like.dtype.element_ty), mask)
+            if tl.max(bad, 0) != 0:
+                note(
+                    table,
+                    rank,
+                    tl.load(spot + 5),
+                    number + INDEX,
+                    tl.sum(tl.where(tl.arange(0, block_b) == tl.argmax(bad, 0), wrong, 0), 0),
+                    epoch,
+                )
+            unit += programs
+        if sends:
+            arrive(table, spot, rank, to, epoch, programs)

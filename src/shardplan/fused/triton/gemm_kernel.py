@@ -7,8 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import PUT, WIDE, enter, place, put, stamp, turn
+from shardplan.fused.triton.words import ahead, arrive, await_count, begin_blocks, block, landing, put, serve, stamp
 
+GROUP = tl.constexpr(8)  # rows of tiles whose columns follow each other: b's tiles stay in the cache
 NONE, RELU, GELU, SILU = (tl.constexpr(k) for k in range(4))
 
 
@@ -24,12 +25,11 @@ def activate(z, activation: tl.constexpr):
     return z
 
 
-@triton.jit(do_not_specialize=["rank0", "polls", "state"])
+@triton.jit(do_not_specialize=["rank0", "polls"])
 def gemm_kernel(
     table,
-    rows,
-    begin,
-    state,
+    cuts,
+    spot,
     rank0,
     polls,
     a,
@@ -39,6 +39,11 @@ def gemm_kernel(
     depth,
     columns,
     programs: tl.constexpr,
+    ranks: tl.constexpr,
+    span: tl.constexpr,
+    form: tl.constexpr,
+    sends: tl.constexpr,
+    acked: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
@@ -47,32 +52,45 @@ def gemm_kernel(
     aligned: tl.constexpr,
     upcast: tl.constexpr,
     stamped: tl.constexpr,
+    remote_first: tl.constexpr,
 ):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
 
-    Of ranks in one launch, b and bias lie one after another. A PUT says rows (5, 6) and columns (7, 8) of the own
-    product, row (9) and column (10) of the result, and the result's row length (11). With `upcast` products are of f32:
-    the interpreter of 3.9 takes the bits of bf16 for integers.
-    With `stamped` the time of a tile's stores is kept in `stamps` [rows].
+    Of ranks in one launch, a's rows, b and bias lie one after another. Tiles of a block are taken `GROUP` rows at a
+    time, column after column. With `upcast` products are of f32: the interpreter of 3.9 takes bf16's bits
+    for integers. Where nothing is sent, the product lies in the own buffer as it is. With `stamped`, a block's most
+    tiles, the time of a tile's stores is kept in `stamps` [ranks here, ranks, stamped].
     """
-    rank, k, last, epoch = enter(table, begin, state, rank0, programs)
+    rank, p, epoch = begin_blocks(table, spot, rank0, programs)
+    first = ahead(cuts, rank, rank0, form, ranks)
     b += (rank - rank0).to(tl.int64) * depth * columns
     bias += (rank - rank0) * columns
+    done = first * 0
     ok = 1
-    while (k < last) & (ok != 0):
-        row = rows + k * WIDE
-        if tl.load(row) == PUT:
-            m0, n0 = tl.load(row + 5), tl.load(row + 7)
-            n1, left, length = tl.load(row + 8), tl.load(row + 10), tl.load(row + 11)
-            if aligned:  # said here: what a function is told of its arguments is lost
-                n0, n1 = tl.multiple_of(n0, 16), tl.multiple_of(n1, 16)
-                left, length = tl.multiple_of(left, 16), tl.multiple_of(length, 16)
-            m = m0 + tl.arange(0, block_m)
-            n = n0 + tl.arange(0, block_n)
+    for step in range(ranks):
+        to = serve(rank, step, ranks, remote_first)
+        m0, high, n0, wide, there, over, length = block(cuts, rank, to, columns, form, ranks, span)
+        if not sends:
+            there, over, length = m0, n0, m0 * 0 + columns
+        if aligned:  # said here: what a function is told of its arguments is lost
+            n0, wide = tl.multiple_of(n0, 16), tl.multiple_of(wide, 16)
+            over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
+        down, across = tl.cdiv(high, block_m), tl.cdiv(wide, block_n)
+        where = landing(table, spot, to if sends else rank, epoch, a, aligned) + there * length + over
+        if acked:
+            ok = await_count(table, spot, rank, ranks + to, epoch, epoch, polls)
+        unit = (p + programs - done % programs) % programs
+        done += down * across
+        while (unit < down * across) & (ok != 0):
+            group, rest = unit // (GROUP * across), unit % (GROUP * across)
+            height = tl.minimum(GROUP, down - group * GROUP)
+            i0 = (group * GROUP + rest % height) * block_m
+            j0 = (rest // height) * block_n
+            i, j = i0 + tl.arange(0, block_m), j0 + tl.arange(0, block_n)
+            inside_m, inside_n = i < high, j < wide
             z = tl.zeros((block_m, block_n), tl.float32)
-            inside_m, inside_n = m < tl.load(row + 6), n < n1
-            a_at = a + m[:, None] * depth
-            b_at = b + n[None, :]
+            a_at = a + (first + m0 + i)[:, None] * depth
+            b_at = b + (n0 + j)[None, :]
             for k0 in range(0, depth, block_k):
                 inner = k0 + tl.arange(0, block_k)
                 x = tl.load(a_at + inner[None, :], mask=inside_m[:, None] & (inner[None, :] < depth), other=0.0)
@@ -85,13 +103,15 @@ def gemm_kernel(
                     x, y = x.to(tl.float32), y.to(tl.float32)
                 z = tl.dot(x, y, z, input_precision="ieee")
             if biased:
-                z += tl.load(bias + n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+                z += tl.load(bias + n0 + j, mask=inside_n, other=0.0).to(tl.float32)[None, :]
             z = activate(z, activation)
-            where = place(table, row, epoch, a, aligned)
-            where += (tl.load(row + 9) + tl.arange(0, block_m))[:, None] * length
-            where += (left + tl.arange(0, block_n))[None, :]
-            put(where, z.to(a.dtype.element_ty), inside_m[:, None] & inside_n[None, :])
-            stamp(stamps + k, stamped)
-        else:
-            ok = turn(table, row, state, rank, epoch, polls)
-        k += 1
+            put(
+                where + i[:, None] * length + j[None, :],
+                z.to(a.dtype.element_ty),
+                inside_m[:, None] & inside_n[None, :],
+            )
+            if stamped:
+                stamp(stamps + ((rank - rank0) * ranks + to) * stamped + unit, True)
+            unit += programs
+        if sends:
+            arrive(table, spot, rank, to, epoch, programs)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import BackendError, optional
-from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.heap.symmetric import CHECKED, SymmetricHeap
+from shardplan.fused.tiles.running import TileMode
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,30 @@ class TileMemory:
         self.table: torch.Tensor = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self.heap: SymmetricHeap | None = None
         self.kept: dict[Any, Any] = {}  # what operators keep beside memory that is no heap
+        self.on_gpu = self.device.type != "cpu"
+
+    @property
+    def records(self) -> list[Any]:
+        """What kernels say of failures: a `KernelRecord` for every instance."""
+        return cache_on_heap(self, CHECKED, list)
+
+    def check(self, op: str) -> None:
+        """Raise what failed in a kernel before, here or on another rank, as far as it is known: without a wait."""
+        for record in self.records:
+            record.check()
+        if self.heap is not None:
+            self.heap.header.check(op)
+
+    def settle(self) -> None:
+        """Return once the device has done what was asked of it."""
+        if self.on_gpu:
+            optional("torch", "torch").cuda.synchronize(self.device)
+
+    def modes(self, interpreter: bool) -> tuple[TileMode, ...]:
+        """Return how programs may run: one after another in the interpreter, all at once on a GPU."""
+        if self.here > 1:
+            return ("virtual",) if interpreter else ("resident",)
+        return ("ranks",) if interpreter else ("ranks", "resident")
 
     @classmethod
     def of(cls, heap: SymmetricHeap) -> TileMemory:
@@ -86,6 +111,14 @@ def bump_allocator(nbytes: int) -> Callable[[int, str], int]:
         return at
 
     return alloc
+
+
+def cache_on_heap(memory: TileMemory, key: Any, make: Callable[[], Any]) -> Any:
+    """Return what a heap keeps under a key, made where there is none; virtual memory keeps its own."""
+    found: dict[Any, Any] = memory.heap.kept if memory.heap is not None else memory.kept
+    if key not in found:
+        found[key] = make()
+    return found[key]
 
 
 def is_interpreted(kernel: Any) -> bool:

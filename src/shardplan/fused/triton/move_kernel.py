@@ -1,4 +1,4 @@
-"""The kernel of an all-to-all of boxes: rows and columns of a matrix, copied to where a peer reads them."""
+"""The kernel of an all-to-all of blocks: what is there already is put where it goes."""
 
 # pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # Functions of Triton: what is annotated there is a constexpr, and nothing else.
@@ -7,47 +7,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import PUT, WIDE, enter, place, put, turn
+from shardplan.fused.triton.words import arrive, begin_blocks, block, landing, put, serve
 
 
-@triton.jit(do_not_specialize=["rank0", "polls", "state"])
+@triton.jit
+def copy_tiles(
+    source, length, target, there, high, wide, p, programs: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr
+):
+    """Copy the program's tiles of a box between matrices whose rows are so long."""
+    across = tl.cdiv(wide, block_n)
+    unit = p.to(tl.int64)
+    while unit < tl.cdiv(high, block_m) * across:
+        i = ((unit // across) * block_m + tl.arange(0, block_m))[:, None]
+        j = ((unit % across) * block_n + tl.arange(0, block_n))[None, :]
+        inside = (i < high) & (j < wide)
+        put(target + i * there + j, tl.load(source + i * length + j, mask=inside), inside)
+        unit += programs
+
+
+@triton.jit(do_not_specialize=["rank0", "polls"])
 def move_kernel(
     table,
-    rows,
-    begin,
-    state,
+    cuts,
+    spot,
     rank0,
     polls,
     g,
-    length,
+    columns,
     programs: tl.constexpr,
+    ranks: tl.constexpr,
+    span: tl.constexpr,
+    form: tl.constexpr,
+    sends: tl.constexpr,
+    acked: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """Copy boxes of g [rows, length].
-
-    A PUT says rows (5, 6), columns (7, 8) and row length (9) of the result, and where in g the box begins: row (10)
-    and column (11).
-    """
-    rank, k, last, epoch = enter(table, begin, state, rank0, programs)
-    ok = 1
-    while (k < last) & (ok != 0):
-        row = rows + k * WIDE
-        if tl.load(row) == PUT:
-            m0, m1, n0, n1 = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7), tl.load(row + 8)
-            there, left = tl.load(row + 9), tl.load(row + 11)
-            if aligned:  # said here: what a function is told of its arguments is lost
-                n0, n1 = tl.multiple_of(n0, 16), tl.multiple_of(n1, 16)
-                there, left = tl.multiple_of(there, 16), tl.multiple_of(left, 16)
-            source = g + tl.load(row + 10) * length + left
-            where = place(table, row, epoch, g, aligned) + m0 * there + n0
-            for i0 in range(0, (m1 - m0).to(tl.int32), block_m):
-                i = (i0 + tl.arange(0, block_m))[:, None].to(tl.int64)
-                for j0 in range(0, (n1 - n0).to(tl.int32), block_n):
-                    j = (j0 + tl.arange(0, block_n))[None, :]
-                    inside = (i < m1 - m0) & (j < n1 - n0)
-                    put(where + i * there + j, tl.load(source + i * length + j, mask=inside), inside)
-        else:
-            ok = turn(table, row, state, rank, epoch, polls)
-        k += 1
+    """Copy the blocks of g [rows, columns] to where their ranks read them."""
+    rank, p, epoch = begin_blocks(table, spot, rank0, programs)
+    for step in range(ranks):
+        to = serve(rank, step, ranks, True)
+        m0, high, n0, wide, there, over, length = block(cuts, rank, to, columns, form, ranks, span)
+        if aligned:  # said here: what a function is told of its arguments is lost
+            n0, wide = tl.multiple_of(n0, 16), tl.multiple_of(wide, 16)
+            over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
+        where = landing(table, spot, to, epoch, g, aligned) + there * length + over
+        copy_tiles(g + m0 * columns + n0, columns, where, length, high, wide, p, programs, block_m, block_n)
+        arrive(table, spot, rank, to, epoch, programs)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.triton.launches import FusedKernel, cache_on_heap
-from shardplan.fused.triton.memory import TileMemory, is_interpreted
+from shardplan.fused.triton.launches import FusedKernel
+from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardplan.errors import optional
 from shardplan.fused.tiles.events import TileProtocol, TilePut, TileRead, TileScheduleError, TileSignal, TileWait
+from shardplan.fused.triton.record import LINE
 
 if TYPE_CHECKING:
     import torch
 
-LINE = 128  # bytes of a counter
 WIDE, BOX = 16, 5
 Detail = Callable[[int, int, TilePut | TileRead], Sequence[int] | None]
 

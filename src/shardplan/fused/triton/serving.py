@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardplan.errors import BackendError, optional
-from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.bags import BagCall
 from shardplan.fused.operators.asked import Asked
-from shardplan.fused.tiles.events import TileBox
-from shardplan.fused.tiles.shapes import BlockShape
+from shardplan.fused.operators.out import result_or_out
+from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.embedding import embedding_bag_all_to_all
 from shardplan.fused.triton.gemm import gemm_all_to_all
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
@@ -31,9 +30,9 @@ LARGE = (128, 128, 64)
 class TritonKernels:
     """The operators on local tensors, as `operators.asked.LocalKernels` says, on the memory of a heap.
 
-    On a GPU a rank runs one program a processor; a destination's tiles of bags and of moved boxes signal together.
-    Every call ends with a look at whether it failed, so that the host waits for the device, and a CUDA graph cannot
-    capture one.
+    On a GPU a rank runs one program a processor, whose tiles are the kernel's own: `tiles` that a call asks for, and an
+    `order`, are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what fails is
+    raised by the next call, or by `SymmetricHeap.check`.
     """
 
     def __init__(self, heap: SymmetricHeap) -> None:
@@ -51,15 +50,13 @@ class TritonKernels:
             self.block, self.vector = LARGE, (16, 256)
 
     def _options(self, asked: Asked) -> KernelOptions:
-        return KernelOptions(self.programs, asked.order, signals=asked.tiles, seconds=asked.seconds)
+        return KernelOptions(self.programs, asked.order, seconds=asked.seconds)
 
     @contextmanager
     def _propagate_errors(self, op: str) -> Generator[None]:
         """What fails here the others hear."""
         if self.heap.tally is not None:
             raise BackendError(f"{op}: counted with kernels of Triton; legal is a heap that kernels of CPUs serve")
-        if self.heap.device != "cpu" and optional("torch", "torch").cuda.is_current_stream_capturing():
-            raise BackendError(f"{op}: captured in a CUDA graph; legal are calls outside of one")
         try:
             yield
         except BaseException as error:
@@ -73,23 +70,23 @@ class TritonKernels:
         b: torch.Tensor,
         bias: torch.Tensor | None,
         activation: str,
-        scatter: int,
-        counts: Sequence[Sequence[int]],
-        columns: Sequence[int],
+        cuts: BlockCuts,
         varying: bool,
+        into: SymmetricTensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of `gemm_all_to_all`; a destination is signalled `asked.tiles` times, of 0 at each tile."""
-        parts = columns if scatter else None
-        given = (counts, scatter, activation, self.block, self._options(asked), parts, varying)
+        """Return the result of `gemm_all_to_all`."""
+        given = (cuts, 0, activation, self.block, self._options(asked), None, varying, into)
         with self._propagate_errors("gemm_all_to_all"):
             mine = None if bias is None else bias.contiguous()
-            return gemm_all_to_all(self.memory, a.contiguous(), b.contiguous()[None], mine, *given)[0]
+            found = gemm_all_to_all(self.memory, a.contiguous(), b.contiguous()[None], mine, *given)[0]
+            return found if out is None else result_or_out("gemm_all_to_all", found, out)
 
     def gemv(self, asked: Asked, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
         """Return the result of `gemv_all_reduce`, [M, C]."""
-        options = replace(self._options(asked), signals=0)
         with self._propagate_errors("gemv_all_reduce"):
-            return gemv_all_reduce(self.memory, [a.contiguous()], [x], shots, self.vector, asked.tiles, options)[0]
+            given = (shots, self.vector, asked.tiles, self._options(asked))
+            return gemv_all_reduce(self.memory, [a.contiguous()], [x], *given)[0]
 
     def bags(
         self,
@@ -99,18 +96,17 @@ class TritonKernels:
         batches: Sequence[int],
         dim: int,
         dtype: torch.dtype,
+        into: SymmetricTensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of `embedding_bag_all_to_all`; `asked.tiles` signals a destination, 0 one."""
-        options = replace(self._options(asked), signals=asked.tiles or 1)
+        """Return the result of `embedding_bag_all_to_all`."""
         operands = (call.tables, call.indices, call.offsets, call.weights)
-        given = (held, batches, dim, call.mode, max(self.programs, asked.tiles), 16, options, dtype)
+        given = (held, batches, dim, call.mode, 1, 16, self._options(asked), dtype, into)
         with self._propagate_errors("embedding_bag_all_to_all"):
-            return embedding_bag_all_to_all(self.memory, *operands, *given)[0]
+            found = embedding_bag_all_to_all(self.memory, *operands, *given)[0]
+            return found if out is None else result_or_out("embedding_bag_all_to_all", found, out)
 
-    def move(
-        self, asked: Asked, op: str, shape: BlockShape, g: torch.Tensor, boxes: Sequence[TileBox], varying: bool
-    ) -> torch.Tensor:
+    def move(self, asked: Asked, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
-        options = replace(self._options(asked), signals=1)
         with self._propagate_errors(op):
-            return move(self.memory, op, shape, g, boxes, options, varying=varying)
+            return move(self.memory, op, cuts, g, self._options(asked), varying=varying)

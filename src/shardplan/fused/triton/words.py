@@ -129,7 +129,7 @@ def turn(table, row, state, rank, epoch, polls):
         seen = wait(count, want, polls, word(table, rank, 0))
         if is_count_below(seen, want):
             ok = 0
-            _note(word(table, rank, state), tl.load(row + 7), seen)
+            note(table, rank, state, tl.load(row + 7), seen, epoch)
     else:
         at = tl.load(table + rank) + tl.load(row + 2)
         tl.store(at.to(tl.pointer_type(tl.int64)), epoch + 1)
@@ -151,8 +151,120 @@ def _signal(table, row, rank, epoch):
 
 
 @triton.jit
-def _note(record, number, seen):
-    """Keep the first wait that failed: whether there is one, its number, what it saw."""
-    if tl.atomic_cas(record, 0, 1, scope="sys") == 0:
-        tl.store(record + 1, number.to(tl.int32))
-        tl.store(record + 2, seen)
+def note(table, rank, state, number, seen, epoch):
+    """Keep of what failed the first, for the host: a number, what was seen there, and the epoch.
+
+    A state begins with the address of that record, which the host reads without waiting, and a word of who was first.
+    """
+    own = tl.load(table + rank) + state
+    if tl.atomic_cas((own + 8).to(tl.pointer_type(tl.int32)), 0, 1, scope="sys") == 0:
+        record = tl.load(own.to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int64))
+        tl.store(record + 1, epoch)
+        tl.debug_barrier()
+        tl.store(record, ((number.to(tl.int64) + 1) << 32) | (seen.to(tl.int64) & 0xFFFFFFFF))
+
+
+# Blocks from every rank to every rank, by a matrix of counts. `spot` int64 says where an instance lies in every heap:
+# offset of its buffer, bytes between slots, slots - 1, offsets of counters, of slices, and of its state.
+
+ROWS, STACK, BESIDE = (tl.constexpr(k) for k in range(3))
+LINE = tl.constexpr(128)  # bytes of a counter
+
+
+@triton.jit
+def begin_blocks(table, spot, rank0, programs: tl.constexpr):
+    """Return this program's rank, its number there, and the epoch."""
+    pid = tl.program_id(0)
+    rank, p = rank0 + pid // programs, pid % programs
+    at = tl.load(table + rank) + tl.load(spot + 5) + EPOCHS + p * 64
+    return rank, p, tl.load(at.to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def end_blocks(table, spot, rank, p, epoch):
+    """End the program's epoch."""
+    at = tl.load(table + rank) + tl.load(spot + 5) + EPOCHS + p * 64
+    tl.store(at.to(tl.pointer_type(tl.int64)), epoch + 1)
+
+
+@triton.jit
+def serve(rank, step, ranks: tl.constexpr, remote_first: tl.constexpr):
+    """Return whom a rank serves at a step: the own block last, and at every step all ranks different ones."""
+    to = rank * 0 + step
+    if remote_first:
+        to = (rank + 1 + step) % ranks
+    return to
+
+
+@triton.jit
+def _before(row, n, stride, ranks: tl.constexpr, span: tl.constexpr):
+    """Return the sum of the first n of `ranks` numbers; `span` is a power of two from `ranks`."""
+    r = tl.arange(0, span)
+    return tl.sum(tl.load(row + r * stride, mask=(r < ranks) & (r < n), other=0), 0)
+
+
+@triton.jit
+def block(cuts, source, to, columns, form: tl.constexpr, ranks: tl.constexpr, span: tl.constexpr):
+    """Return where a block comes from, first row, rows, first column, columns, and where it goes, row, column, length.
+
+    `cuts` int64 are as `BlockCuts` says: of ROWS a matrix [ranks, ranks], else heights and widths [2, ranks].
+    """
+    if form == ROWS:
+        row = _before(cuts + source * ranks, to, 1, ranks, span)
+        high = tl.load(cuts + source * ranks + to)
+        left = row * 0
+        wide = left + columns
+        there = _before(cuts + to, source, ranks, ranks, span)
+        over, length = left, wide
+    elif form == STACK:
+        left = _before(cuts + ranks, to, 1, ranks, span)
+        wide = tl.load(cuts + ranks + to)
+        row = left * 0
+        high = tl.load(cuts + source)
+        there = _before(cuts, source, 1, ranks, span)
+        over, length = row, wide
+    else:
+        row = _before(cuts, to, 1, ranks, span)
+        high = tl.load(cuts + to)
+        left = row * 0
+        wide = tl.load(cuts + ranks + source)
+        there = left
+        over = _before(cuts + ranks, source, 1, ranks, span)
+        length = _before(cuts + ranks, ranks, 1, ranks, span)
+    return row, high, left, wide, there, over, length
+
+
+@triton.jit
+def ahead(cuts, rank, rank0, form: tl.constexpr, ranks: tl.constexpr):
+    """Return how many rows (of BESIDE tables) the ranks before have, of those whose operands lie one after another."""
+    return tl.load(cuts + (ranks if form == ROWS else 2) * ranks + rank - rank0)
+
+
+@triton.jit
+def landing(table, spot, to, epoch, like, aligned: tl.constexpr):
+    """Return a pointer to a rank's buffer in the slot of the epoch, to elements as `like` points to."""
+    return peer(table, to, tl.load(spot) + (epoch & tl.load(spot + 2)) * tl.load(spot + 1), like, aligned)
+
+
+@triton.jit
+def await_count(table, spot, rank, number, want, epoch, polls):
+    """Wait for a counter of the own rank; return 0 where that ended before its signal, and note it."""
+    ok = 1
+    seen = wait(word(table, rank, tl.load(spot + 3) + number * LINE), want, polls, word(table, rank, 0))
+    if is_count_below(seen, want):
+        ok = 0
+        note(table, rank, tl.load(spot + 5), number, seen, epoch)
+    return ok
+
+
+@triton.jit
+def arrive(table, spot, rank, to, epoch, programs: tl.constexpr):
+    """This program has put all it has for a rank: the last of all programs to say so signals it."""
+    count = word(table, to, tl.load(spot + 3) + rank * LINE)
+    if programs == 1:
+        signal(count)
+    else:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(word(table, rank, tl.load(spot + 4) + to * LINE), 1, sem="acq_rel", scope="sys")
+        if ((arrived.to(tl.int64) + 1 - programs * (epoch + 1)) & 0xFFFFFFFF) == 0:
+            signal(count)

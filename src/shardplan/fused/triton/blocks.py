@@ -1,0 +1,175 @@
+"""`BlockKernel`: blocks from every rank to every rank, by a kernel that makes them; of counts it knows only a tensor.
+
+An epoch is two launches: the kernel, which puts and never waits, and `read_kernel`, which waits for every rank and
+copies what came to where the caller wants it. So its programs need not all run at once, results are ordered on the
+stream, and a CUDA graph can capture a call: the kernels keep the epoch, which chooses slots; the host counts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardplan.errors import BackendError, TypingError, optional
+from shardplan.fused.heap.symmetric import SymmetricTensor
+from shardplan.fused.operators.asked import starts
+from shardplan.fused.tiles.schedule import TileSchedule
+from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.symmetry import prove
+from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
+from shardplan.fused.triton.read_kernel import ack_kernel, read_kernel
+from shardplan.fused.triton.record import LINE, STATE, KernelRecord
+
+if TYPE_CHECKING:
+    import torch
+
+FORMS = ("rows", "stack", "beside")
+MOST = 1024  # cuts whose tensors an instance keeps
+
+
+class BlockCall(NamedTuple):
+    """A call of some cuts: their tensor, form and columns, and where results go, `pitch` numbers a rank here."""
+
+    cuts: torch.Tensor
+    given: BlockCuts
+    out: torch.Tensor
+    pitch: int
+    aligned: bool
+
+
+class BlockKernel:
+    """An operator that moves blocks, with so many programs, on the heaps of its ranks; every `launch` is an epoch."""
+
+    def __init__(self, memory: TileMemory, op: str, programs: int, out: SymmetricTensor | None = None) -> None:
+        """Prove its schedule, and have memory for its counters; with `out` results lie there until the next epoch."""
+        torch = optional("torch", "torch")
+        self.memory, self.op, self.programs, self.out = memory, op, programs, out
+        self.seconds, self.reader = 30.0, read_kernel
+        self.interpreted = is_interpreted(read_kernel)
+        slots = {"slots": 1, "acks": True} if out is not None else {}
+        schedule = TileSchedule(tiles=programs, slice=programs, programs=programs, waits="second_launch", **slots)
+        prove(schedule, memory.ranks, memory.modes(self.interpreted))
+        flags = memory.alloc(LINE * 2 * memory.ranks, f"{op} flags")
+        slices = memory.alloc(LINE * memory.ranks, f"{op} slices")
+        self.record = KernelRecord(memory, op, programs)
+        self.room = 0
+        self.words = [0, 0, 1, flags, slices, self.record.state] if out is None else [
+            out.offset, 0, 0, flags, slices, self.record.state,
+        ]  # fmt: skip
+        self.spot: torch.Tensor = torch.tensor(self.words, dtype=torch.int64, device=memory.device)
+        self.kept: dict[BlockCuts, torch.Tensor] = {}
+        self.described: tuple[tuple[int, int], ...] = ()  # addresses and rows of tables, as in `tables` [2, n]
+        self.tables: torch.Tensor = self.spot
+        self.local: torch.Tensor | None = None
+        self.constants = {"programs": programs, "ranks": memory.ranks, "span": 1 << (memory.ranks - 1).bit_length()}
+
+    def call(self, cuts: BlockCuts, dtype: torch.dtype, varying: bool = False, ahead: int = 1) -> BlockCall:
+        """Return the call of cuts, whose columns are numbers; collective.
+
+        With `varying`, for cuts that data decides, their tensor is not kept. Of `beside` a table is `ahead` columns.
+        Raises `BackendError` where the heap is full, or a captured graph needs what only a call before it makes.
+        """
+        torch, memory = optional("torch", "torch"), self.memory
+        results = [cuts.result(rank) for rank in range(memory.ranks)]
+        need = max(rows * columns for rows, columns in results) * dtype.itemsize
+        held = self.kept.get(cuts)
+        if held is None or (self.out is None and need > self.room):
+            if memory.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    f"{self.op}: captured before its first call; legal is one call of these splits before"
+                )
+            self._grow(need)
+            held = self._cuts_tensor(cuts, ahead)
+            if not varying and len(self.kept) < MOST:
+                self.kept[cuts] = held
+        here = results[memory.rank0 : memory.rank0 + memory.here]
+        pitch = max(rows * columns for rows, columns in here)
+        if self.out is None:
+            out = torch.empty((memory.here, pitch), dtype=dtype, device=memory.device)
+        else:
+            out = self.out.local.view(-1).view(dtype)[:pitch][None]
+        lengths = [columns for _, columns in results]
+        edges = lengths if cuts.form == "rows" else [*lengths, *cuts.counts[1]]
+        return BlockCall(held, cuts, out, pitch, not any(n % 16 for n in edges) and pitch % 16 == 0)
+
+    def _cuts_tensor(self, cuts: BlockCuts, ahead: int) -> torch.Tensor:
+        """The counts, and behind them what the ranks here have before each; copied without a wait of the host."""
+        torch, memory = optional("torch", "torch"), self.memory
+        here = range(memory.rank0, memory.rank0 + memory.here)
+        sizes = [cuts.counts[1][r] // ahead if cuts.form == "beside" else cuts.sent(r) for r in here]
+        numbers = [*(n for row in cuts.counts for n in row), *starts(sizes)[:-1]]
+        on_gpu = memory.device.type != "cpu"
+        return torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu).to(memory.device, non_blocking=True)
+
+    def _grow(self, need: int) -> None:
+        """Have memory for the largest result of any rank in both slots, in steps of an eighth."""
+        if self.out is not None:
+            if need > self.out.nbytes:
+                text = f"out {self.out.label} of {self.out.nbytes} bytes; legal are at least {need}"
+                raise TypingError(f"{self.op}: {text}, for the largest result of any rank")
+            return
+        if need > self.room or not self.room:
+            step = 256 << max(0, need.bit_length() - 11)
+            self.room = -(-max(need, 1) // step) * step
+            self.words[:2] = self.memory.alloc(2 * self.room, f"{self.op} result"), self.room
+            torch = optional("torch", "torch")
+            self.spot = torch.tensor(self.words, dtype=torch.int64, device=self.memory.device)
+
+    def run(self, kernel: Any, call: BlockCall, *arguments: Any, **constants: Any) -> list[torch.Tensor]:
+        """Run an epoch, and return the results of the ranks here: `launch`, after a look at what failed before."""
+        self.memory.check(self.op)
+        self.launch(kernel, call, *arguments, **constants)
+        return [self.result(call, rank) for rank in range(self.memory.rank0, self.memory.rank0 + self.memory.here)]
+
+    def launch(self, kernel: Any, call: BlockCall, *arguments: Any, **constants: Any) -> list[Any]:
+        """Launch an epoch: the kernel, and what reads; return what Triton returned of both."""
+        memory, given = self.memory, call.given
+        grid, polls = (self.programs * memory.here,), self.record.polls(self.seconds)
+        first = memory.table, call.cuts, self.spot, memory.rank0
+        more = self.constants | {"form": FORMS.index(given.form)}
+        kept = self.out is not None
+        if kept:
+            ack_kernel[(memory.here,)](memory.table, self.spot, memory.rank0, ranks=memory.ranks)
+        made = kernel[grid](*first, polls, *arguments, **more, sends=True, acked=kept, **constants)
+        block = {"block_m": 16, "block_n": 128, "aligned": call.aligned, "copies": not kept}
+        read = self.reader[grid](*first, polls, call.out, call.pitch, given.columns, **more, **block)
+        return [made, read]
+
+    def launch_local(
+        self, kernel: Any, call: BlockCall, table: torch.Tensor, *arguments: Any, **constants: Any
+    ) -> None:
+        """Launch the kernel alone, without a signal: what ranks here make lies as it is in memory of their own.
+
+        `table` int64 [ranks] are addresses of zeros: `local_start` bytes for epochs, then the results.
+        """
+        memory = self.memory
+        words = [self.local_start, 0, 0, 0, 0, 0]
+        if self.local is None:
+            self.local = optional("torch", "torch").tensor(words, dtype=self.spot.dtype, device=memory.device)
+        first = table, call.cuts, self.local, memory.rank0, 1
+        more = self.constants | {"form": FORMS.index(call.given.form)}
+        kernel[(self.programs * memory.here,)](*first, *arguments, **more, sends=False, acked=False, **constants)
+
+    @property
+    def local_start(self) -> int:
+        """Where results of `launch_local` begin."""
+        return -(-(STATE + 64 * self.programs) // 256) * 256
+
+    def result(self, call: BlockCall, rank: int) -> torch.Tensor:
+        """Return the result of a rank here, [rows, columns]."""
+        rows, columns = call.given.result(rank)
+        return call.out[rank - self.memory.rank0, : rows * columns].view(rows, columns)
+
+    def finish(self) -> None:
+        """Return once the device has done all that was asked of it; raises what failed."""
+        self.memory.settle()
+        self.memory.check(self.op)
+
+
+def block_kernel(
+    memory: TileMemory, op: str, programs: int, kind: str, seconds: float, out: SymmetricTensor | None = None
+) -> BlockKernel:
+    """Return the instance of an operator on this memory, new where there is none."""
+    key = f"triton {op} {programs} {kind} {'' if out is None else out.offset}"
+    found: BlockKernel = cache_on_heap(memory, key, lambda: BlockKernel(memory, op, programs, out))
+    found.seconds = seconds
+    return found
