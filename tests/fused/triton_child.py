@@ -257,6 +257,28 @@ def wrong(rank: int, exchange: Exchange) -> Any:
     return found
 
 
+def again(rank: int, exchange: Exchange) -> list[bool]:
+    """Whether launches of a call are right when they are done again, in turn with another call's."""
+    with SymmetricHeap.create(1 << 18, "shm", exchange, "again") as heap:
+        memory, n = TileMemory.of(heap), heap.ranks
+        options = KernelOptions(programs=2, seconds=20)
+        a, more = torch.ones(4 * n, 8), torch.ones(6 * n, 8)
+        b = torch.ones(1, 8, 8)
+        made = [
+            gemm_prepared(memory, x, b, None, [[len(x) // n] * n] * n, 0, "none", BLOCK, options) for x in (a, more)
+        ]
+        right: list[bool] = []
+        for epoch in range(3):
+            for x, (instance, call, (arguments, constants, _)) in zip((a, more), made, strict=True):
+                x.fill_(1.0 + rank + epoch)
+                heap.barrier()
+                instance.launch(gemm_kernel, call, *arguments, **constants)
+                wanted = torch.arange(1.0, n + 1).repeat_interleave(len(x) // n) + epoch
+                right.append(bool((instance.result(call, rank) == 8 * wanted[:, None]).all()))
+        heap.check()
+        return right
+
+
 @triton.jit
 def counting(table, many, ranks: tl.constexpr):
     for _ in range(many):

@@ -55,10 +55,9 @@ class BlockKernel:
         self.words = [0, 0, 1, flags, slices, self.record.state] if out is None else [
             out.offset, 0, 0, flags, slices, self.record.state,
         ]  # fmt: skip
-        self.spot: torch.Tensor = torch.tensor(self.words, dtype=torch.int64, device=memory.device)
+        self.spots = [torch.tensor(self.words, dtype=torch.int64, device=memory.device)]  # old ones are for graphs
         self.kept: dict[BlockCuts, torch.Tensor] = {}
-        self.described: tuple[tuple[int, int], ...] = ()  # addresses and rows of tables, as in `tables` [2, n]
-        self.tables: torch.Tensor = self.spot
+        self.tables: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}  # by addresses and rows: those, [2, n]
         self.local: torch.Tensor | None = None
         self.constants = {"programs": programs, "ranks": memory.ranks, "span": 1 << (memory.ranks - 1).bit_length()}
 
@@ -112,7 +111,7 @@ class BlockKernel:
             self.room = -(-max(need, 1) // step) * step
             self.words[:2] = self.memory.alloc(2 * self.room, f"{self.op} result"), self.room
             torch = optional("torch", "torch")
-            self.spot = torch.tensor(self.words, dtype=torch.int64, device=self.memory.device)
+            self.spots.append(torch.tensor(self.words, dtype=torch.int64, device=self.memory.device))
 
     def run(self, kernel: Any, call: BlockCall, *arguments: Any, **constants: Any) -> list[torch.Tensor]:
         """Run an epoch, and return the results of the ranks here: `launch`, after a look at what failed before."""
@@ -124,11 +123,11 @@ class BlockKernel:
         """Launch an epoch: the kernel, and what reads; return what Triton returned of both."""
         memory, given = self.memory, call.given
         grid, polls = (self.programs * memory.here,), self.record.polls(self.seconds)
-        first = memory.table, call.cuts, self.spot, memory.rank0
+        first = memory.table, call.cuts, self.spots[-1], memory.rank0
         more = self.constants | {"form": FORMS.index(given.form)}
         kept = self.out is not None
         if kept:
-            ack_kernel[(memory.here,)](memory.table, self.spot, memory.rank0, ranks=memory.ranks)
+            ack_kernel[(memory.here,)](memory.table, self.spots[-1], memory.rank0, ranks=memory.ranks)
         made = kernel[grid](*first, polls, *arguments, **more, sends=True, acked=kept, **constants)
         block = {"block_m": 16, "block_n": 128, "aligned": call.aligned, "copies": not kept}
         read = self.reader[grid](*first, polls, call.out, call.pitch, given.columns, **more, **block)
@@ -144,7 +143,7 @@ class BlockKernel:
         memory = self.memory
         words = [self.local_start, 0, 0, 0, 0, 0]
         if self.local is None:
-            self.local = optional("torch", "torch").tensor(words, dtype=self.spot.dtype, device=memory.device)
+            self.local = optional("torch", "torch").tensor(words, dtype=self.spots[0].dtype, device=memory.device)
         first = table, call.cuts, self.local, memory.rank0, 1
         more = self.constants | {"form": FORMS.index(call.given.form)}
         kernel[(self.programs * memory.here,)](*first, *arguments, **more, sends=False, acked=False, **constants)

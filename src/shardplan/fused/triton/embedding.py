@@ -92,10 +92,10 @@ def _described(made: BlockKernel, tables: Sequence[torch.Tensor]) -> tuple[torch
     """Addresses and rows of tables, which seldom change."""
     torch = optional("torch", "torch")
     said = tuple((t.data_ptr(), t.shape[0]) for t in tables) or ((0, 0),)
-    if said != made.described:
+    if said not in made.tables:
         pinned = torch.tensor(said, dtype=torch.int64, pin_memory=made.memory.on_gpu).t().contiguous()
-        made.tables, made.described = pinned.to(made.memory.device, non_blocking=True), said
-    return made.tables[0], made.tables[1]
+        made.tables[said] = pinned.to(made.memory.device, non_blocking=True)
+    return made.tables[said][0], made.tables[said][1]
 
 
 def _check_bags(
