@@ -20,12 +20,13 @@ BLOCKS = {"ranks": 8, "span": 8, "form": 0}
 PUTS = {**BLOCKS, "sends": True, "acked": False}
 KERNELS: dict[str, dict[str, Any]] = {
     "gemm": {
-        "types": {"a": "*bf16", "b": "*bf16", "bias": "*bf16", "stamps": "*i64", "depth": "i32", "columns": "i32"},
+        "types": {"a": "*bf16", "b": "*bf16", "bias": "*bf16", "stamps": "*i64", "depth": "i32", "columns": "i32",
+                  "like": "*bf16"},
         "constants": {
             "block_m": 128, "block_n": 128, "block_k": 64, "biased": False, "activation": 0, "upcast": False,
             "stamped": 0, "remote_first": True, **PUTS,
         },
-        "aligned": ("a", "b", "bias", "depth", "columns"),
+        "aligned": ("a", "b", "bias", "like", "depth", "columns"),
         "options": {"num_warps": 4, "num_stages": 3},
     },
     "embedding": {
@@ -49,9 +50,15 @@ KERNELS: dict[str, dict[str, Any]] = {
         "aligned": ("g", "columns"),
         "options": {"num_warps": 4},
     },
+    "gather": {
+        "types": {"out": "*bf16", "rows": "*bf16", "height": "i32", "b": "*bf16", "depth": "i32", "columns": "i32"},
+        "constants": {"block_m": 128, "block_n": 128, "block_k": 64, "upcast": False, **BLOCKS, "form": 3},
+        "aligned": ("out", "rows", "height", "b", "depth", "columns"),
+        "options": {"num_warps": 4, "num_stages": 3},
+    },
     "read": {
         "types": {"out": "*bf16", "pitch": "i32", "columns": "i32"},
-        "constants": {"block_m": 16, "block_n": 128, "copies": True, **BLOCKS},
+        "constants": {"block_m": 16, "block_n": 128, "copies": True, "adds": False, **BLOCKS},
         "aligned": ("out", "pitch", "columns"),
         "options": {"num_warps": 4},
     },
@@ -89,6 +96,7 @@ def _wide_nvidia(name: str, ptx: str) -> bool:
         "gemv": (r"ld\.global\.v4", r"st\.global\.b32"),
         "move": (r"ld\.global\.v4", r"st\.global\.v4"),
         "read": (r"ld\.global\.v4", r"st\.global\.v4"),
+        "gather": ("wgmma", r"cp\.async\.cg", r"st\.global\.v4"),
     }
     not_ = {
         "gemm": r"st\.global\.b16",
@@ -96,6 +104,7 @@ def _wide_nvidia(name: str, ptx: str) -> bool:
         "gemv": r"st\.global\.v",
         "move": r"st\.global\.b16",
         "read": r"st\.global\.b16",
+        "gather": r"st\.global\.b16",
     }
     return all(re.search(p, ptx) for p in has[name]) and not re.search(not_[name], ptx)
 
@@ -107,6 +116,7 @@ def _wide_amd(name: str, text: str) -> bool:
         "gemv": ("global_load_dwordx4", r"global_store_dword\b"),
         "move": ("global_load_dwordx4", "global_store_dwordx4"),
         "read": ("global_load_dwordx4", "global_store_dwordx4"),
+        "gather": ("v_mfma", "global_store_dwordx2"),
     }
     not_ = {
         "gemm": "global_store_short",
@@ -114,6 +124,7 @@ def _wide_amd(name: str, text: str) -> bool:
         "gemv": "global_store_dwordx4",
         "move": "global_store_short",
         "read": "global_store_short",
+        "gather": "global_store_short",
     }
     if name == "gemv" and text.count("global_load_dwordx4") < text.count("global_load_ushort"):
         return False  # the rows' own words are wide in any case: those of A must be, too
@@ -122,7 +133,7 @@ def _wide_amd(name: str, text: str) -> bool:
 
 def findings(name: str, text: Text) -> dict[str, bool]:
     """What holds of a kernel's text: wide words, and the signal, barrier before it and wait of those that do so."""
-    waits = {"gemv": ("signal", "barrier", "wait", "wide"), "read": ("wait", "wide")}
+    waits = {"gemv": ("signal", "barrier", "wait", "wide"), "read": ("wait", "wide"), "gather": ("wait", "wide")}
     has = waits.get(name, ("signal", "barrier", "wide"))
     return {key: good for key, good in _everything(name, text).items() if key in has}
 

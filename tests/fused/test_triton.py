@@ -98,15 +98,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_text_of_both_targets(text: dict[str, Any], said: dict[str, Any]) -> None:
-    assert len(text["rows"]) == 10
+    assert len(text["rows"]) == 12
     assert [row for row in text["rows"] if not all(row.values())] == []
-    assert {row["kernel"] for row in text["rows"] if "wait" in row} == {"gemv", "read"}
+    assert {row["kernel"] for row in text["rows"] if "wait" in row} == {"gather", "gemv", "read"}
     hashes = {row["source"] for row in text["rows"] if row["kernel"] == "gemm"}
     assert hashes == {said["values:2"][0]["source"]}, "the interpreter ran what was compiled"
 
 
 def test_text_of_altered_kernels_fails(text: dict[str, Any]) -> None:
-    assert len(text["controls"]) == 14
+    assert len(text["controls"]) == 16
     assert [row for row in text["controls"] if row["fails"] != sorted(row["must"].split())] == []
 
 

@@ -6,7 +6,7 @@ Reading order:
 - `heap/`       `SymmetricHeap`: memory of the same layout on every rank, which every rank can write on every other
 - `kernels/`    tiles on CPUs, by torch or by one C++ file
 - `calls/`      tile schedules run on a heap: what ranks agree on, and the run of an epoch
-- `operators/`  the three operators on a rank's local tensors, forward and backward
+- `operators/`  the operators on a rank's local tensors, forward and backward
 - `deciding/`   where fusing pays: the pass over programs, jobs and graphs of torch
 - `library`     the same as operators of PyTorch, traced and differentiated
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from shardplan.fused.heap.failures import FusedTimeout, HeapMismatch, PeerLost
     from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
     from shardplan.fused.library import (
+        all_gather_gemm,
         bind_group,
         embedding_bag_all_to_all,
         gemm_all_to_all,
+        gemm_reduce_scatter,
         gemv_all_reduce,
     )
     from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
@@ -55,6 +57,7 @@ __all__ = [
     "TileProtocol",
     "TileSchedule",
     "TileScheduleError",
+    "all_gather_gemm",
     "bind",
     "bind_group",
     "bound",
@@ -62,6 +65,7 @@ __all__ = [
     "counted",
     "embedding_bag_all_to_all",
     "gemm_all_to_all",
+    "gemm_reduce_scatter",
     "gemv_all_reduce",
     "unbind",
 ]
@@ -75,7 +79,14 @@ _WHERE = {
     "deciding.rows": ("Fusion", "FusionRow"),
     "heap.failures": ("FusedTimeout", "HeapMismatch", "PeerLost"),
     "heap.symmetric": ("SymmetricHeap", "SymmetricTensor"),
-    "library": ("bind_group", "embedding_bag_all_to_all", "gemm_all_to_all", "gemv_all_reduce"),
+    "library": (
+        "all_gather_gemm",
+        "bind_group",
+        "embedding_bag_all_to_all",
+        "gemm_all_to_all",
+        "gemm_reduce_scatter",
+        "gemv_all_reduce",
+    ),
     "tiles.events": ("TileProtocol", "TileScheduleError"),
     "tiles.schedule": ("TileSchedule",),
     "tiles.shapes": ("BlockShape", "RowShape"),

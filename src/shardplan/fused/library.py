@@ -18,6 +18,7 @@ from shardplan.errors import BackendError, TypingError, optional, shown
 from shardplan.fused.calls.groups import bind, bound
 from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.library_blocks import register_blocks
 from shardplan.fused.operators import embedding, gemm, gemv
 from shardplan.fused.operators.asked import Asked, tile_sizes
 
@@ -156,6 +157,26 @@ def embedding_bag_all_to_all(
     op = torch.ops.shardplan.embedding_bag_all_to_all
     anchor = _gradient_anchor(group, *weights, per_sample_weights)
     return op(list(weights), indices, offsets, per_sample_weights, group, mode, counts, list(batch_splits), anchor)
+
+
+def all_gather_gemm(
+    a: torch.Tensor, b: torch.Tensor, *, group: str, splits: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return the rows of all ranks, of which this one has a [M_r, K], times b [K, N], multiplied as they come: [M, N].
+
+    `splits` are the rows of all ranks, where they differ. See `operators.tensor_parallel.gather_multiply`.
+    """
+    return torch.ops.shardplan.all_gather_gemm(a, b, group, _ints(splits), _gradient_anchor(group, a, b))[0]
+
+
+def gemm_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, *, group: str, splits: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Return this rank's rows of the sum over ranks of a [M, K_r] times b [K_r, N]: [M_r, N], cut by `splits`.
+
+    See `operators.tensor_parallel.multiply_scatter`.
+    """
+    return torch.ops.shardplan.gemm_reduce_scatter(a, b, group, _ints(splits), _gradient_anchor(group, a, b))
 
 
 _check: Any = getattr(torch, "_check")  # noqa: B009, what fakes must call: no public name
@@ -355,3 +376,4 @@ def _bags() -> None:
 _gemm()
 _gemv()
 _bags()
+register_blocks(_custom, _group_request)

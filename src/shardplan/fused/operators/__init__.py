@@ -1,4 +1,4 @@
-"""The three fused operators on local torch tensors of a rank, forward and backward, on CPUs.
+"""The fused operators on local torch tensors of a rank, forward and backward, on CPUs.
 
 Reading order:
 
@@ -6,5 +6,6 @@ Reading order:
 - `moving`     blocks that move back: the inverse all-to-all of gradients
 - `gemm`       a product whose blocks of rows or columns go to all ranks
 - `gemv`       a thin product whose addends are summed on all ranks
+- `tensor_parallel`  a product of rows that all ranks gather, and a product whose addends are scattered and summed
 - `embedding`  bags of embedding rows, of each rank's tables for its batch, to the ranks of the batch
 """

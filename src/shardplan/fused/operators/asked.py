@@ -55,6 +55,16 @@ class LocalKernels(Protocol):
         """
         ...
 
+    def gather_multiply(
+        self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `operators.tensor_parallel.gather_multiply`."""
+        ...
+
+    def multiply_scatter(self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
+        """Return the result of `operators.tensor_parallel.multiply_scatter`."""
+        ...
+
     def move(self, asked: Asked, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         ...

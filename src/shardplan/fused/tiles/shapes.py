@@ -68,9 +68,10 @@ class BlockCuts:
     - `stack`: `counts` are heights and widths; rank s has `heights[s]` rows, of which `widths[d]` columns go to rank d,
       which stacks them
     - `beside`: `heights[d]` rows of every rank go to rank d, which puts the `widths[s]` columns of rank s side by side
+    - `gather`: `counts` are heights; all rows of rank s, of `columns`, go to every rank
     """
 
-    form: Literal["rows", "stack", "beside"]
+    form: Literal["rows", "stack", "beside", "gather"]
     counts: tuple[tuple[int, ...], ...]
     columns: int = 0
 
@@ -80,13 +81,15 @@ class BlockCuts:
         return len(self.counts[0])
 
     def reverse(self) -> BlockCuts:
-        """Return the way back.
+        """Return the way back, of what was gathered that of addends, which are not added up.
 
         >>> BlockCuts("rows", ((1, 2), (3, 0)), 4).reverse().counts
         ((1, 3), (2, 0))
         """
         if self.form == "rows":
             return BlockCuts("rows", tuple(zip(*self.counts, strict=True)), self.columns)
+        if self.form == "gather":
+            return BlockCuts("rows", self.counts * self.ranks, self.columns)
         return BlockCuts("beside" if self.form == "stack" else "stack", self.counts)
 
     def of_numbers(self, each: int) -> BlockCuts:
@@ -99,6 +102,8 @@ class BlockCuts:
         """Return the rows and columns that a rank gets."""
         if self.form == "rows":
             return sum([row[rank] for row in self.counts]), self.columns
+        if self.form == "gather":
+            return sum(self.counts[0]), self.columns
         heights, widths = self.counts
         return (sum(heights), widths[rank]) if self.form == "stack" else (heights[rank], sum(widths))
 
@@ -106,7 +111,7 @@ class BlockCuts:
         """Return the rows that a rank has."""
         if self.form == "rows":
             return sum(self.counts[rank])
-        return self.counts[0][rank] if self.form == "stack" else sum(self.counts[0])
+        return sum(self.counts[0]) if self.form == "beside" else self.counts[0][rank]
 
     def own(self, rank: int) -> tuple[TileBox, ...]:
         """Return the box of each destination's block in what a rank has.
@@ -116,6 +121,8 @@ class BlockCuts:
         """
         if self.form == "rows":
             return tuple((part, (0, self.columns)) for part in _parts(self.counts[rank]))
+        if self.form == "gather":
+            return (((0, self.counts[0][rank]), (0, self.columns)),) * self.ranks
         heights, widths = self.counts
         if self.form == "stack":
             return tuple(((0, heights[rank]), part) for part in _parts(widths))

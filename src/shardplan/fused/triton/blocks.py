@@ -22,18 +22,27 @@ from shardplan.fused.triton.record import LINE, STATE, KernelRecord
 if TYPE_CHECKING:
     import torch
 
-FORMS = ("rows", "stack", "beside")
+FORMS = ("rows", "stack", "beside", "gather")
 MOST = 1024  # cuts whose tensors an instance keeps
 
 
 class BlockCall(NamedTuple):
-    """A call of some cuts: their tensor, form and columns, and where results go, `pitch` numbers a rank here."""
+    """A call of some cuts: their tensor, and where results go, [ranks here, numbers], by rank [rows, columns]."""
 
     cuts: torch.Tensor
     given: BlockCuts
     out: torch.Tensor
-    pitch: int
+    results: list[tuple[int, int]]
+    adds: bool
     aligned: bool
+
+
+class Launched(NamedTuple):
+    """A kernel with its own arguments and constants."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
 
 
 class BlockKernel:
@@ -61,8 +70,10 @@ class BlockKernel:
         self.local: torch.Tensor | None = None
         self.constants = {"programs": programs, "ranks": memory.ranks, "span": 1 << (memory.ranks - 1).bit_length()}
 
-    def call(self, cuts: BlockCuts, dtype: torch.dtype, varying: bool = False, ahead: int = 1) -> BlockCall:
-        """Return the call of cuts, whose columns are numbers; collective.
+    def call(
+        self, cuts: BlockCuts, dtype: torch.dtype, varying: bool = False, ahead: int = 1, adds: bool = False
+    ) -> BlockCall:
+        """Return the call of cuts, whose columns are numbers; collective. With `adds` blocks are added up.
 
         With `varying`, for cuts that data decides, their tensor is not kept. Of `beside` a table is `ahead` columns.
         Raises `BackendError` where the heap is full, or a captured graph needs what only a call before it makes.
@@ -80,15 +91,17 @@ class BlockKernel:
             held = self._cuts_tensor(cuts, ahead)
             if not varying and len(self.kept) < MOST:
                 self.kept[cuts] = held
+        if adds:
+            results = [(rows // memory.ranks, columns) for rows, columns in results]
         here = results[memory.rank0 : memory.rank0 + memory.here]
         pitch = max(rows * columns for rows, columns in here)
         if self.out is None:
-            out = torch.empty((memory.here, pitch), dtype=dtype, device=memory.device)
+            new = torch.zeros if adds else torch.empty
+            out = new((memory.here, pitch), dtype=dtype, device=memory.device)
         else:
             out = self.out.local.view(-1).view(dtype)[:pitch][None]
-        lengths = [columns for _, columns in results]
-        edges = lengths if cuts.form == "rows" else [*lengths, *cuts.counts[1]]
-        return BlockCall(held, cuts, out, pitch, not any(n % 16 for n in edges) and pitch % 16 == 0)
+        edges = [columns for _, columns in results] + [*(cuts.counts[1] if cuts.form in ("stack", "beside") else ())]
+        return BlockCall(held, cuts, out, results, adds, not any(n % 16 for n in (pitch, *edges)))
 
     def _cuts_tensor(self, cuts: BlockCuts, ahead: int) -> torch.Tensor:
         """The counts, and behind them what the ranks here have before each; copied without a wait of the host."""
@@ -113,25 +126,32 @@ class BlockKernel:
             torch = optional("torch", "torch")
             self.spots.append(torch.tensor(self.words, dtype=torch.int64, device=self.memory.device))
 
-    def run(self, kernel: Any, call: BlockCall, *arguments: Any, **constants: Any) -> list[torch.Tensor]:
+    def run(
+        self, kernel: Any, call: BlockCall, *arguments: Any, reader: Launched | None = None, **constants: Any
+    ) -> list[torch.Tensor]:
         """Run an epoch, and return the results of the ranks here: `launch`, after a look at what failed before."""
         self.memory.check(self.op)
-        self.launch(kernel, call, *arguments, **constants)
+        self.launch(kernel, call, *arguments, reader=reader, **constants)
         return [self.result(call, rank) for rank in range(self.memory.rank0, self.memory.rank0 + self.memory.here)]
 
-    def launch(self, kernel: Any, call: BlockCall, *arguments: Any, **constants: Any) -> list[Any]:
-        """Launch an epoch: the kernel, and what reads; return what Triton returned of both."""
-        memory, given = self.memory, call.given
+    def launch(
+        self, kernel: Any, call: BlockCall, *arguments: Any, reader: Launched | None = None, **constants: Any
+    ) -> list[Any]:
+        """Launch an epoch: the kernel, and what reads; return what Triton returned of both.
+
+        A `reader` is another kernel than `read_kernel`, which ends the epoch as that one does.
+        """
+        memory, given, kept = self.memory, call.given, self.out is not None
         grid, polls = (self.programs * memory.here,), self.record.polls(self.seconds)
         first = memory.table, call.cuts, self.spots[-1], memory.rank0
         more = self.constants | {"form": FORMS.index(given.form)}
-        kept = self.out is not None
         if kept:
             ack_kernel[(memory.here,)](memory.table, self.spots[-1], memory.rank0, ranks=memory.ranks)
         made = kernel[grid](*first, polls, *arguments, **more, sends=True, acked=kept, **constants)
-        block = {"block_m": 16, "block_n": 128, "aligned": call.aligned, "copies": not kept}
-        read = self.reader[grid](*first, polls, call.out, call.pitch, given.columns, **more, **block)
-        return [made, read]
+        block = {"block_m": 16, "block_n": 128, "aligned": call.aligned, "copies": not kept, "adds": call.adds}
+        reading = (call.out, call.out.shape[1], given.columns)
+        last, reads, reading_block = reader or Launched(self.reader, reading, block)
+        return [made, last[grid](*first, polls, *reads, **more, **reading_block)]
 
     def launch_local(
         self, kernel: Any, call: BlockCall, table: torch.Tensor, *arguments: Any, **constants: Any
@@ -155,7 +175,7 @@ class BlockKernel:
 
     def result(self, call: BlockCall, rank: int) -> torch.Tensor:
         """Return the result of a rank here, [rows, columns]."""
-        rows, columns = call.given.result(rank)
+        rows, columns = call.results[rank]
         return call.out[rank - self.memory.rank0, : rows * columns].view(rows, columns)
 
     def finish(self) -> None:

@@ -79,7 +79,7 @@ def gemm_prepared(
         "upcast": interpreted and a.dtype == torch.bfloat16, "stamped": 0,
         "remote_first": options.order == "remote_first", **options.launch(memory, gemm_kernel),
     }  # fmt: skip
-    arguments = (a, b, a if bias is None else bias, call.cuts, depth, columns)  # no kernel stores in the last but two
+    arguments = (a, b, a if bias is None else bias, call.cuts, depth, columns, call.out)  # nothing is stored in cuts
     here = range(memory.rank0, memory.rank0 + memory.here)
     return made, call, (arguments, constants, [(rank, cuts.result(rank)) for rank in here])
 

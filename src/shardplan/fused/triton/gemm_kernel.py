@@ -25,6 +25,23 @@ def activate(z, activation: tl.constexpr):
     return z
 
 
+@triton.jit
+def product(
+    a, b, i, j, inside_i, inside_j, depth, columns, block_k: tl.constexpr, upcast: tl.constexpr
+):  # fmt: skip
+    """Return rows i of a [rows, depth] times columns j of b [depth, columns]: f32 [len(i), len(j)]."""
+    z = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
+    a_at, b_at = a + i[:, None] * depth, b + j[None, :]
+    for k0 in range(0, depth, block_k):
+        k = k0 + tl.arange(0, block_k)
+        x = tl.load(a_at + k[None, :], mask=inside_i[:, None] & (k[None, :] < depth), other=0.0)
+        y = tl.load(b_at + k[:, None].to(tl.int64) * columns, mask=inside_j[None, :] & (k[:, None] < depth), other=0.0)
+        if upcast:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        z = tl.dot(x, y, z, input_precision="ieee")
+    return z
+
+
 @triton.jit(do_not_specialize=["rank0", "polls"])
 def gemm_kernel(
     table,
@@ -38,6 +55,7 @@ def gemm_kernel(
     stamps,
     depth,
     columns,
+    like,
     programs: tl.constexpr,
     ranks: tl.constexpr,
     span: tl.constexpr,
@@ -56,7 +74,7 @@ def gemm_kernel(
 ):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
 
-    Of ranks in one launch, a's rows, b and bias lie one after another. Tiles of a block are taken `GROUP` rows at a
+    Results are of the dtype of `like`. Of ranks in one launch, a's rows, b and bias lie one after another. Tiles of a block are taken `GROUP` rows at a
     time, column after column. With `upcast` products are of f32: the interpreter of 3.9 takes bf16's bits
     for integers. Where nothing is sent, the product lies in the own buffer as it is. With `stamped`, a block's most
     tiles, the time of a tile's stores is kept in `stamps` [ranks here, ranks, stamped].
@@ -76,7 +94,7 @@ def gemm_kernel(
             n0, wide = tl.multiple_of(n0, 16), tl.multiple_of(wide, 16)
             over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
         down, across = tl.cdiv(high, block_m), tl.cdiv(wide, block_n)
-        where = landing(table, spot, to if sends else rank, epoch, a, aligned) + there * length + over
+        where = landing(table, spot, to if sends else rank, epoch, like, aligned) + there * length + over
         if acked:
             ok = await_count(table, spot, rank, ranks + to, epoch, epoch, polls)
         unit = (p + programs - done % programs) % programs
@@ -88,26 +106,13 @@ def gemm_kernel(
             j0 = (rest // height) * block_n
             i, j = i0 + tl.arange(0, block_m), j0 + tl.arange(0, block_n)
             inside_m, inside_n = i < high, j < wide
-            z = tl.zeros((block_m, block_n), tl.float32)
-            a_at = a + (first + m0 + i)[:, None] * depth
-            b_at = b + (n0 + j)[None, :]
-            for k0 in range(0, depth, block_k):
-                inner = k0 + tl.arange(0, block_k)
-                x = tl.load(a_at + inner[None, :], mask=inside_m[:, None] & (inner[None, :] < depth), other=0.0)
-                y = tl.load(
-                    b_at + inner[:, None].to(tl.int64) * columns,
-                    mask=inside_n[None, :] & (inner[:, None] < depth),
-                    other=0.0,
-                )
-                if upcast:
-                    x, y = x.to(tl.float32), y.to(tl.float32)
-                z = tl.dot(x, y, z, input_precision="ieee")
+            z = product(a + (first + m0) * depth, b + n0, i, j, inside_m, inside_n, depth, columns, block_k, upcast)
             if biased:
                 z += tl.load(bias + n0 + j, mask=inside_n, other=0.0).to(tl.float32)[None, :]
             z = activate(z, activation)
             put(
                 where + i[:, None] * length + j[None, :],
-                z.to(a.dtype.element_ty),
+                z.to(like.dtype.element_ty),
                 inside_m[:, None] & inside_n[None, :],
             )
             if stamped:

@@ -12,16 +12,29 @@ from shardplan.fused.triton.words import arrive, begin_blocks, block, landing, p
 
 @triton.jit
 def copy_tiles(
-    source, length, target, there, high, wide, p, programs: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr
+    source,
+    length,
+    target,
+    there,
+    high,
+    wide,
+    p,
+    programs: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    adds: tl.constexpr,
 ):
-    """Copy the program's tiles of a box between matrices whose rows are so long."""
+    """Copy the program's tiles of a box between matrices whose rows are so long, or add them there."""
     across = tl.cdiv(wide, block_n)
     unit = p.to(tl.int64)
     while unit < tl.cdiv(high, block_m) * across:
         i = ((unit // across) * block_m + tl.arange(0, block_m))[:, None]
         j = ((unit % across) * block_n + tl.arange(0, block_n))[None, :]
         inside = (i < high) & (j < wide)
-        put(target + i * there + j, tl.load(source + i * length + j, mask=inside), inside)
+        x = tl.load(source + i * length + j, mask=inside)
+        if adds:
+            x += tl.load(target + i * there + j, mask=inside)
+        put(target + i * there + j, x, inside)
         unit += programs
 
 
@@ -53,5 +66,5 @@ def move_kernel(
             n0, wide = tl.multiple_of(n0, 16), tl.multiple_of(wide, 16)
             over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
         where = landing(table, spot, to, epoch, g, aligned) + there * length + over
-        copy_tiles(g + m0 * columns + n0, columns, where, length, high, wide, p, programs, block_m, block_n)
+        copy_tiles(g + m0 * columns + n0, columns, where, length, high, wide, p, programs, block_m, block_n, False)
         arrive(table, spot, rank, to, epoch, programs)

@@ -26,6 +26,7 @@ def read_kernel(
     span: tl.constexpr,
     form: tl.constexpr,
     copies: tl.constexpr,
+    adds: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     aligned: tl.constexpr,
@@ -33,6 +34,7 @@ def read_kernel(
     """Wait for the blocks of every rank, and copy a program's share of each to `out`: `pitch` numbers a rank here.
 
     The second launch of an epoch: it ends the program's epoch. Without `copies` the result stays where it lies.
+    With `adds` blocks are rows that are added up in `out`, zeros at first.
     """
     rank, p, epoch = begin_blocks(table, spot, rank0, programs)
     out += (rank - rank0).to(tl.int64) * pitch
@@ -48,7 +50,9 @@ def read_kernel(
                     over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
                 at = there * length + over
                 came = landing(table, spot, rank, epoch, out, aligned) + at
-                copy_tiles(came, length, out + at, length, high, wide, p, programs, block_m, block_n)
+                if adds:
+                    at = at * 0
+                copy_tiles(came, length, out + at, length, high, wide, p, programs, block_m, block_n, adds)
     end_blocks(table, spot, rank, p, epoch)
 
 

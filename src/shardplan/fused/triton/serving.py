@@ -19,6 +19,7 @@ from shardplan.fused.triton.gemv import gemv_all_reduce
 from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.move import move
 from shardplan.fused.triton.options import KernelOptions
+from shardplan.fused.triton.tensor_parallel import gather_multiply, multiply_scatter
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +106,21 @@ class TritonKernels:
         with self._propagate_errors("embedding_bag_all_to_all"):
             found = embedding_bag_all_to_all(self.memory, *operands, *given)[0]
             return found if out is None else result_or_out("embedding_bag_all_to_all", found, out)
+
+    def gather_multiply(
+        self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `all_gather_gemm`."""
+        with self._propagate_errors("all_gather_gemm"):
+            operands = (a.contiguous(), b.contiguous()[None], cuts)
+            out, rows = gather_multiply(self.memory, *operands, self.block, self._options(asked))
+            return out[0], rows[0]
+
+    def multiply_scatter(self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
+        """Return the result of `gemm_reduce_scatter`."""
+        with self._propagate_errors("gemm_reduce_scatter"):
+            operands = (a.contiguous(), b.contiguous()[None], cuts)
+            return multiply_scatter(self.memory, *operands, self.block, self._options(asked))[0]
 
     def move(self, asked: Asked, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
