@@ -242,7 +242,7 @@ class VectorPair:
 def prepared(made: FusedInstance, x: torch.Tensor, shape: TileShape, more: Sequence[int]) -> TileCall:
     """The call of a shape, kept beside the heap: all ranks ask for the same ones in the same order."""
     key = (made.op, made.out and made.out.offset, tuple(x.shape))
-    if key not in made.heap.kept:
+    if key not in made.heap.kept or made.heap.kept[key].grown != made.grown:
         made.heap.kept[key] = made.call(shape, {"result": x.dtype}, more)
     return made.heap.kept[key]
 

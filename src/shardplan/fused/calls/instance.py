@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import BackendError, TypingError
+from shardplan.fused.calls.agreement import KNOWN
 from shardplan.fused.heap.header import Words, has_reached, wrap_int32
-from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor
+from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor, size_class
 from shardplan.fused.kernels.native import native, why_not
 from shardplan.fused.tiles.events import TileBox, TileProtocol, TilePut, TileSignal, TileWait
 from shardplan.fused.tiles.schedule import TileSchedule
@@ -76,6 +77,7 @@ class TileCall:
     steps: tuple[tuple[TileStep, ...], ...]
     views: tuple[dict[str, torch.Tensor], ...]
     protocol: TileProtocol
+    grown: int  # how often its instance had grown
     facts: dict[Any, Any]  # what kernels keep beside it
     owed: tuple[SignalStep, ...] = ()  # acks of a result that outlives the call: sent when the next one begins
 
@@ -90,7 +92,7 @@ class FusedInstance:
         if why := why_not():
             raise BackendError(f"{op}: {why}")
         self.heap, self.op, self.schedule, self.seconds = heap, op, schedule, seconds
-        self.epoch = 0
+        self.epoch = self.grown = 0
         self.flags: Flags | None = None
         self.out = out
         self.data: dict[str, SymmetricTensor] = {} if out is None else {"result": out}
@@ -116,7 +118,7 @@ class FusedInstance:
         return self._compile_call(protocol, dtypes, tuple(trailing))
 
     def _grow(self, protocol: TileProtocol, dtypes: dict[str, torch.dtype], trailing: int) -> None:
-        """Have memory for the largest result of any rank in every slot; calls made before keep what they have."""
+        """Have memory for the largest result of any rank in every slot; no call from before is of use any more."""
         for name, buffer in protocol.buffers.items():
             need = max(math.prod(e) for e in buffer.extents) * trailing * dtypes[name].itemsize
             if self.out is not None:
@@ -126,9 +128,19 @@ class FusedInstance:
                         "for the largest result of any rank"
                     )
                 continue
-            need = -(-max(need, 1) // 256) * 256
-            if name not in self.data or self.data[name].shape[1] < need:
-                self.data[name] = self.heap.alloc((buffer.slots, need), "u8", f"{self.op} {name}")
+            old = self.data.get(name)
+            if old is None or old.shape[1] < need:
+                if old is not None:
+                    self._give_up(old)
+                self.data[name] = self.heap.alloc((buffer.slots, size_class(need)), "u8", f"{self.op} {name}")
+
+    def _give_up(self, old: SymmetricTensor) -> None:
+        """All ranks are here, and so have ended the call before; agreements of calls on the old memory are forgotten."""
+        self.heap.free(old)
+        self.grown += 1
+        known: dict[Any, Any] = self.heap.kept.get(KNOWN, {})
+        for words in [words for words, call in known.items() if getattr(call, "made", None) is self]:
+            del known[words]
 
     def _view(
         self, protocol: TileProtocol, name: str, rank: int, slot: int, dtype: torch.dtype, more: Sequence[int]
@@ -154,11 +166,11 @@ class FusedInstance:
             steps.append(tuple(self._steps(protocol, whole, senders)))
             views.append({name: whole[name, heap.rank] for name in protocol.buffers})
         if self.out is None:
-            return TileCall(tuple(steps), tuple(views), protocol, {})
+            return TileCall(tuple(steps), tuple(views), protocol, self.grown, {})
         first = next((k for k, step in enumerate(steps[0]) if isinstance(step, ReadStep)), len(steps[0]))
         owed = tuple(step for step in steps[0][first:] if isinstance(step, SignalStep))
         rest = tuple(step for k, step in enumerate(steps[0]) if k < first or not isinstance(step, SignalStep))
-        return TileCall((rest,), tuple(views), protocol, {}, owed)
+        return TileCall((rest,), tuple(views), protocol, self.grown, {}, owed)
 
     def _steps(
         self, protocol: TileProtocol, whole: dict[tuple[str, int], torch.Tensor], senders: dict[int, tuple[int, int]]
@@ -199,6 +211,8 @@ class FusedInstance:
         `put` stores a tile, `read` takes what is complete, `ahead` does first steps at once and says how many. Raises
         `FusedTimeout` with rank, source and tile, and `PeerLost`; then the instance is of no use until a `reset`.
         """
+        if call.grown != self.grown:
+            raise BackendError(f"{self.op}: a call made before its instance has grown; legal is one made after that")
         slot = self.epoch % len(call.steps)
         steps, tally = call.steps[slot], self.heap.tally
         try:

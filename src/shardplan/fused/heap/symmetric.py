@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,8 @@ class SymmetricHeap:
         self.header = HeapHeader(self.memory, rank, peers, None if net is None else self._carry)
         self.nbytes = len(memory[rank])
         self.used = HeapHeader.size(self.ranks)
+        self.touched = 0  # below which memory was used before
+        self.holes: list[tuple[int, int]] = []  # below `used`, given up again, sorted: begins and ends
         self.log = hashlib.sha256()
         self.closed = False
         self._exchange: GatherBytes | None = None
@@ -255,7 +257,9 @@ class SymmetricHeap:
         shape = tuple(int(n) for n in shape)
         if dtype not in _BYTES or any(n < 0 for n in shape):
             raise BackendError(f"alloc {label}: {shown(dtype)}{list(shape)}; legal dtypes are {', '.join(_BYTES)}")
-        made = SymmetricTensor(self, shape, dtype, self.used, label)
+        made = SymmetricTensor(self, shape, dtype, 0, label)
+        offset, size, left = self._room(made.nbytes)
+        made = replace(made, offset=offset)
         asked = f"{label} {dtype}{list(shape)}"
         self.log.update(asked.encode() + b"\n")
         mine = self.log.digest() + asked.encode()
@@ -263,15 +267,51 @@ class SymmetricHeap:
             if said[:32] != mine[:32]:
                 text = f"alloc: rank {other} asks for {said[32:].decode()}, rank {self.rank} for {asked}"
                 raise HeapMismatch(text + " (or asked for something else before)" * (said[32:] == mine[32:]))
-        end = made.offset + -(-max(1, made.nbytes) // ALIGN) * ALIGN
-        if end > self.nbytes:
-            left = self.nbytes - self.used
+        if offset + size > self.nbytes:
             raise BackendError(
                 f"alloc {asked}: {made.nbytes} bytes of symmetric heap {self.name}, of which {left} are left"
             )
-        self.used = end
-        self.tensors[made.offset] = made
+        self.holes = [
+            (begin, end)
+            for a, b in self.holes
+            for begin, end in ((a, min(b, offset)), (max(a, offset + size), b))
+            if begin < end
+        ]
+        self.used = max(self.used, offset + size)
+        self.tensors[offset] = made
         return made
+
+    def _room(self, nbytes: int) -> tuple[int, int, int]:
+        """Where so many bytes fit, the bytes that they take, and how many are left at one place.
+
+        What was used before is zeroed again, before the ranks meet in `alloc`.
+        """
+        size = -(-max(1, nbytes) // ALIGN) * ALIGN
+        at = next((a for a, b in self.holes if b - a >= size), self.used)
+        if at < self.touched:
+            if self.parts:
+                self.parts[self.rank][at : at + size].zero_()
+                self._settle()
+            else:
+                self.memory[self.rank][at : at + size] = 0
+        self.touched = max(self.touched, at + size)
+        return at, size, max(self.nbytes - self.used, *(b - a for a, b in self.holes), 0)
+
+    def free(self, tensor: SymmetricTensor) -> None:
+        """Give up a tensor, on all ranks in the same order; another `alloc` may have its memory then.
+
+        This rank's device has ended what it was asked for by then.
+        """
+        self._settle()
+        del self.tensors[tensor.offset]
+        self.log.update(f"free {tensor.offset}\n".encode())
+        end = tensor.offset + -(-max(1, tensor.nbytes) // ALIGN) * ALIGN
+        holes: list[tuple[int, int]] = []
+        for a, b in sorted([*self.holes, (tensor.offset, end)]):
+            holes[-1:] = [(holes[-1][0], b)] if holes and holes[-1][1] == a else [*holes[-1:], (a, b)]
+        if holes[-1][1] == self.used:  # the last ones in a row are as if they had never been
+            self.used = holes.pop()[0]
+        self.holes = holes
 
     def holding(self, x: torch.Tensor) -> SymmetricTensor | None:
         """Return the tensor at whose begin in this rank's memory a contiguous torch tensor lies, None for others."""
@@ -315,6 +355,7 @@ class SymmetricHeap:
             self._settle()
         self.kept.clear()
         self.tensors.clear()
+        self.holes.clear()
         self._exchange(b"cleared")
 
     def _settle(self) -> None:
@@ -331,6 +372,16 @@ class SymmetricHeap:
             self._segment = None
             self._close()
         self.closed = True
+
+
+def size_class(nbytes: int) -> int:
+    """Return the bytes that are reserved for so many that vary: at most an eighth more, so that growing is seldom.
+
+    >>> size_class(1), size_class(4096), size_class(4097), size_class(1_000_001)
+    (256, 4096, 4608, 1048576)
+    """
+    step = 256 << max(0, (max(1, nbytes) - 1).bit_length() - 12)
+    return -(-max(1, nbytes) // step) * step
 
 
 def _open_segments(segment: Segment, said: Sequence[Sequence[str]], asked: str, name: str) -> list[np.ndarray]:

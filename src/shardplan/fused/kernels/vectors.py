@@ -1,4 +1,4 @@
-"""Products of rows of a matrix with a thin matrix, in f32, on torch tensors."""
+"""Products of rows of a matrix with a thin matrix, in f32 (of f64 f64), on torch tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ def dtype_name(x: torch.Tensor) -> str:
 
 
 def thin(x: torch.Tensor) -> torch.Tensor:
-    """Return [K, C] or [K] as f32 [C, K], the form that `rows_times` takes."""
-    return (x[None] if x.ndim == 1 else x.t()).float().contiguous()
+    """Return [K, C] or [K] as f32 [C, K], of f64 as that: the form that `rows_times` takes."""
+    return (x[None] if x.ndim == 1 else x.t()).to(sum_dtype(x)).contiguous()
+
+
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which numbers of a tensor's are added up: f32, or f64 of f64."""
+    torch = optional("torch", "torch")
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 LANE = np.dtype([("to", "u8"), ("flag", "u8"), ("first", "i8"), ("step", "i8")])
@@ -50,12 +56,12 @@ def one_shot(
 
 
 def rows_times(a: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Store `a @ x.T` of a [m, K] and x f32 [C, K] in out, f32 [m, C], contiguous."""
+    """Store `a @ x.T` of a [m, K] and x [C, K] in out [m, C], contiguous, x and out as `thin` says."""
     torch = optional("torch", "torch")
     kernels, kind = native(), Kinds.get(dtype_name(a))
     if not a.shape[0]:
         return
     if kernels is None or kind is None or a.stride(1) != 1:
-        torch.mm(a.float(), x.t(), out=out)
+        torch.mm(a.to(out.dtype), x.t(), out=out)
         return
     kernels.gemv(kind, a.data_ptr(), a.stride(0), a.shape[0], a.shape[1], x.data_ptr(), x.shape[0], out.data_ptr())

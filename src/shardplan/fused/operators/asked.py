@@ -15,6 +15,8 @@ from shardplan.fused.tiles.shapes import BlockCuts, cut
 if TYPE_CHECKING:
     import torch
 
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # the last one on CPUs only
+
 
 class LocalKernels(Protocol):
     """The operators on local tensors by kernels that a heap has instead of those of CPUs; operands are checked."""
@@ -94,11 +96,20 @@ class Asked:
         """Return the tiles of a destination of so many rows: as asked, or of `least` rows each, at most `most`."""
         return self.tiles or max(1, min(most, rows // least))
 
-    def check_devices(self, name: str, *operands: torch.Tensor | None) -> None:
-        """Raise `TypingError` where an operand is on another kind of device than the heap."""
-        for each in operands:
+    def check_operands(
+        self, name: str, *operands: torch.Tensor | None, numbers: Sequence[torch.Tensor | None] = ()
+    ) -> None:
+        """Raise `TypingError` where an operand, or one of `numbers`, is on another kind of device than the heap.
+
+        Also where an operand is of a dtype that no kernel computes in.
+        """
+        for each in (*operands, *numbers):
             if each is not None and each.device.type != self.heap.device:
                 raise TypingError(f"{name}: an operand on {each.device}; legal is {self.heap.device}, as the heap's")
+        for each in operands:
+            legal = DTYPES[: 3 if self.kernels is not None else 4]
+            if each is not None and (kind := str(each.dtype).removeprefix("torch.")) not in legal:
+                raise TypingError(f"{name}: an operand of {kind}; legal are {', '.join(legal)}")
 
 
 def tile_sizes(n: int, parts: int) -> list[int]:

@@ -115,7 +115,7 @@ class BagOperands:
             _check_tables(asked, tables, dim, dtype, batch)
         given = splits(f"{NAME}: batch_splits", batch_splits, heap.ranks, batch)
         counts = splits(f"{NAME}: table_counts", table_counts, heap.ranks, None)
-        asked.check_devices(NAME, *tables, indices, offsets, weights)
+        asked.check_operands(NAME, *tables, numbers=(indices, offsets, weights))
         self.call = BagCall(tables, indices, offsets, weights, mode, batch, NAME)
         if asked.kernels is None:
             try:

@@ -93,7 +93,7 @@ def check_operands(
         raise TypingError(f"{NAME}: bias {list(bias.shape)}; legal is [{b.shape[1]}] of the dtype of the operands")
     if scatter not in (0, 1):
         raise TypingError(f"{NAME}: scatter {shown(scatter)}; legal are 0, blocks of rows, and 1, blocks of columns")
-    asked.check_devices(NAME, a, b, bias)
+    asked.check_operands(NAME, a, b, bias)
     n = asked.heap.ranks
     sent = splits(f"{NAME}: send_splits", send, n, a.shape[0] if scatter == 0 else b.shape[1])
     return sent, splits(f"{NAME}: recv_splits", receive, n, None)

@@ -25,7 +25,7 @@ from shardplan.fused.calls.instance import (
     WaitStep,
     instance,
 )
-from shardplan.fused.kernels.vectors import LANE, WANT, fits, one_shot, rows_times, thin
+from shardplan.fused.kernels.vectors import LANE, WANT, fits, one_shot, rows_times, sum_dtype, thin
 from shardplan.fused.operators.asked import Asked
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import RowShape
@@ -45,7 +45,7 @@ LEAST = 256  # rows of a tile
 def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
     """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], C at most 16: [M] or [M, C] on every rank.
 
-    K_r may differ between ranks, or be 0. Addends and sums are f32, rounded once. Collective; raises `TypingError`
+    K_r may differ between ranks, or be 0. Addends and sums are f32, of f64 that. Collective; raises `TypingError`
     where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
     torch = optional("torch", "torch")
@@ -57,12 +57,12 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
         raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {MOST}")
     if algorithm not in ALGORITHMS:
         raise TypingError(f"{NAME}: algorithm {shown(algorithm)}; legal are {', '.join(ALGORITHMS)}")
-    asked.check_devices(NAME, a, x)
+    asked.check_operands(NAME, a, x)
     m, columns = a.shape[0], 1 if x.ndim == 1 else x.shape[1]
     one = algorithm == "one_shot" or (algorithm == "auto" and m * columns * 4 * (heap.ranks - 1) < ONE_SHOT)
 
     def make(said: Sequence[Facts], varying: bool) -> GemvCall:
-        return GemvCall.of(asked, m, columns, one, a.dtype)
+        return GemvCall.of(asked, m, columns, one, a.dtype, sum_dtype(a))
 
     facts = (m, columns, 1 if one else 2, asked.tiles, asked.order, a.dtype)
     known = agree_on_call(heap, KIND, facts, asked.seconds, make)
@@ -72,7 +72,7 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
     assert known.made is not None and known.call is not None
     made, call, wide, places = known.made, known.call, thin(x), known.places
     made.seconds = asked.seconds
-    addends = torch.empty(m, columns)
+    addends = torch.empty(m, columns, dtype=sum_dtype(a))
     there: set[tuple[int, int]] = set()
     summed: list[torch.Tensor] = [addends]
 
@@ -121,14 +121,13 @@ class GemvCall:
     places: dict[tuple[int, tuple[int, int]], tuple[int, int]] = field(default_factory=dict["Any", "Any"])
 
     @classmethod
-    def of(cls, asked: Asked, m: int, columns: int, one: bool, dtype: torch.dtype) -> GemvCall:
+    def of(cls, asked: Asked, m: int, columns: int, one: bool, dtype: torch.dtype, wide: torch.dtype) -> GemvCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
             return cls()
-        torch = optional("torch", "torch")
         tiles = 1 if one else asked.tile_count(m // asked.heap.ranks, LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles, shots=1 if one else 2)  # type: ignore[arg-type]
-        dtypes = {"result": torch.float32} if one else {"partial": torch.float32, "result": dtype}
+        dtypes = {"result": wide} if one else {"partial": wide, "result": dtype}
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds)
         call = made.call(RowShape(m), dtypes, (columns,))
         return cls(made, call, {} if one else _places(m, asked.heap.ranks, tiles))
@@ -151,7 +150,7 @@ def _lanes(
 
 
 def in_order(lanes: torch.Tensor) -> torch.Tensor:
-    """Return the sum of lanes f32 [W, ...], added up from the first one on: [...]."""
+    """Return the sum of lanes [W, ...], added up from the first one on: [...]."""
     total = lanes[0].clone()
     for lane in lanes[1:]:
         total += lane

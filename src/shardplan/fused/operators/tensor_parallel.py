@@ -15,6 +15,7 @@ from shardplan.errors import TypingError, optional
 from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_call, check_alike
 from shardplan.fused.calls.instance import FusedInstance, PutStep, ReadStep, TileCall, instance
 from shardplan.fused.heap.failures import HeapMismatch
+from shardplan.fused.kernels.vectors import sum_dtype
 from shardplan.fused.operators.asked import Asked, splits, tile_sizes
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts
@@ -63,18 +64,17 @@ class BlocksCall:
 def _agreed(
     asked: Asked, op: str, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None, back: bool
 ) -> BlocksCall:
-    torch = optional("torch", "torch")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
         said = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (a, b))
         raise TypingError(f"{op}: {said}; legal are [M, K] and [K, N] of one dtype")
-    asked.check_devices(op, a, b)
+    asked.check_operands(op, a, b)
     whole = a.shape[0] if op == SCATTER else None
     given = splits(f"{op}: splits", parts, asked.heap.ranks, whole)
     width = a.shape[1] if op == GATHER else b.shape[1]
     facts: tuple[Hashable, ...] = (
         a.shape[0], width, None if given is None else tuple(given), a.dtype, asked.backward, asked.even and not back,
     )  # fmt: skip
-    dtype = a.dtype if op == GATHER else torch.promote_types(a.dtype, torch.float32)
+    dtype = a.dtype if op == GATHER else sum_dtype(a)
 
     def make(said: Sequence[Facts], varying: bool) -> BlocksCall:
         return BlocksCall.of(asked, op, said, dtype)
@@ -128,7 +128,7 @@ def multiply_scatter(
     assert found.made is not None and found.call is not None
     torch = optional("torch", "torch")
     heights = found.cuts.counts[0]
-    wide = torch.promote_types(a.dtype, torch.float32)
+    wide = sum_dtype(a)
     own, total = found.cuts.own(rank), torch.zeros(heights[rank], b.shape[1], dtype=wide)
 
     def put(step: PutStep) -> None:

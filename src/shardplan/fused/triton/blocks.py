@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import BackendError, TypingError, optional
-from shardplan.fused.heap.symmetric import SymmetricTensor
+from shardplan.fused.heap.symmetric import SymmetricTensor, size_class
 from shardplan.fused.operators.asked import starts
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts
@@ -60,7 +60,7 @@ class BlockKernel:
         flags = memory.alloc(LINE * 2 * memory.ranks, f"{op} flags")
         slices = memory.alloc(LINE * memory.ranks, f"{op} slices")
         self.record = KernelRecord(memory, op, programs)
-        self.room = 0
+        self.room, self.captured = 0, False
         self.words = [0, 0, 1, flags, slices, self.record.state] if out is None else [
             out.offset, 0, 0, flags, slices, self.record.state,
         ]  # fmt: skip
@@ -83,7 +83,7 @@ class BlockKernel:
         need = max(rows * columns for rows, columns in results) * dtype.itemsize
         held = self.kept.get(cuts)
         if held is None or (self.out is None and need > self.room):
-            if memory.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+            if memory.is_capturing():
                 raise BackendError(
                     f"{self.op}: captured before its first call; legal is one call of these splits before"
                 )
@@ -113,16 +113,16 @@ class BlockKernel:
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu).to(memory.device, non_blocking=True)
 
     def _grow(self, need: int) -> None:
-        """Have memory for the largest result of any rank in both slots, in steps of an eighth."""
+        """Have memory for the largest result of any rank in both slots."""
         if self.out is not None:
             if need > self.out.nbytes:
                 text = f"out {self.out.label} of {self.out.nbytes} bytes; legal are at least {need}"
                 raise TypingError(f"{self.op}: {text}, for the largest result of any rank")
             return
         if need > self.room or not self.room:
-            step = 256 << max(0, need.bit_length() - 11)
-            self.room = -(-max(need, 1) // step) * step
-            self.words[:2] = self.memory.alloc(2 * self.room, f"{self.op} result"), self.room
+            old = self.words[0] if self.room and not self.captured else None  # of which a graph writes to the last
+            self.room = size_class(need)
+            self.words[:2] = self.memory.grow(old, 2 * self.room, f"{self.op} result"), self.room
             torch = optional("torch", "torch")
             self.spots.append(torch.tensor(self.words, dtype=torch.int64, device=self.memory.device))
 
@@ -145,6 +145,7 @@ class BlockKernel:
         grid, polls = (self.programs * memory.here,), self.record.polls(self.seconds)
         first = memory.table, call.cuts, self.spots[-1], memory.rank0
         more = self.constants | {"form": FORMS.index(given.form)}
+        self.captured |= memory.is_capturing()
         if kept:
             ack_kernel[(memory.here,)](memory.table, self.spots[-1], memory.rank0, ranks=memory.ranks)
         made = kernel[grid](*first, polls, *arguments, **more, sends=True, acked=kept, **constants)

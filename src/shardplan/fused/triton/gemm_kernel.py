@@ -74,10 +74,10 @@ def gemm_kernel(
 ):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
 
-    Results are of the dtype of `like`. Of ranks in one launch, a's rows, b and bias lie one after another. Tiles of a block are taken `GROUP` rows at a
-    time, column after column. With `upcast` products are of f32: the interpreter of 3.9 takes bf16's bits
-    for integers. Where nothing is sent, the product lies in the own buffer as it is. With `stamped`, a block's most
-    tiles, the time of a tile's stores is kept in `stamps` [ranks here, ranks, stamped].
+    Results are of the dtype of `like`. Of ranks in one launch, a's rows, b and bias lie one after another. Tiles of a
+    block are taken `GROUP` rows at a time, column after column. With `upcast` products are of f32: the interpreter of
+    3.9 takes bf16's bits for integers. Where nothing is sent, the product lies in the own buffer as it is. With
+    `stamped`, a block's most tiles, the time of a tile's stores is kept in `stamps` [ranks here, ranks, stamped].
     """
     rank, p, epoch = begin_blocks(table, spot, rank0, programs)
     first = ahead(cuts, rank, rank0, form, ranks)

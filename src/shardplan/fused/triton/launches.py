@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardplan.errors import BackendError
+from shardplan.fused.heap.symmetric import size_class
 from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import TileShape
@@ -24,6 +26,7 @@ class KernelCall(NamedTuple):
     missed: list[TileMissed]
     spots: dict[str, TileSpot]
     slots: dict[str, int]
+    grown: int  # how often its instance had grown
 
 
 class FusedKernel:
@@ -34,6 +37,7 @@ class FusedKernel:
         self.memory, self.op, self.schedule, self.seconds = memory, op, schedule, seconds
         self.epoch = 0
         self.flags = self.slices = -1
+        self.grown = 0
         self.spots: dict[str, TileSpot] = {}
         self.sizes: dict[str, int] = {}
         self.calls: dict[Any, KernelCall] = {}  # what operators keep, by their key
@@ -61,10 +65,11 @@ class FusedKernel:
             self.slices = memory.alloc(LINE * max(1, protocol.slices), f"{self.op} slices")
             self.record = KernelRecord(memory, self.op, programs)
         for name, buffer in protocol.buffers.items():
-            need = -(-max(1, nbytes[name]) // 256) * 256
-            if self.sizes.get(name, 0) < need:
-                self.spots[name] = TileSpot(memory.alloc(need * buffer.slots, f"{self.op} {name}"), need)
-                self.sizes[name] = need
+            if self.sizes.get(name, 0) < nbytes[name] or name not in self.sizes:
+                old, self.sizes[name] = self.spots.get(name), size_class(nbytes[name])
+                self.grown += old is not None
+                room = memory.grow(old and old.offset, self.sizes[name] * buffer.slots, f"{self.op} {name}")
+                self.spots[name] = TileSpot(room, self.sizes[name])
 
         def boxes(rank: int, program: int, event: TilePut | TileRead) -> Sequence[int]:
             extents = protocol.buffers[event.buffer].extents[event.to if isinstance(event, TilePut) else rank]
@@ -75,13 +80,14 @@ class FusedKernel:
         where = self.flags, self.slices, self.record.state + STATE
         launches, missed = compile_launches(protocol, ranks, self.spots, *where, detail or boxes, memory.device)
         slots = {name: buffer.slots for name, buffer in protocol.buffers.items()}
-        return KernelCall(launches, missed, dict(self.spots), slots)
+        return KernelCall(launches, missed, dict(self.spots), slots, self.grown)
 
     def cached_call(self, key: Any, make: Callable[[], KernelCall]) -> KernelCall:
-        """Return the call under a key, made where there is none."""
-        if key not in self.calls:
-            self.calls[key] = make()
-        return self.calls[key]
+        """Return the call under a key, made where there is none, or its instance has grown."""
+        found = self.calls.get(key)
+        if found is None or found.grown != self.grown:
+            found = self.calls[key] = make()
+        return found
 
     def run(self, kernel: Any, call: KernelCall, *arguments: Any, **constants: Any) -> None:
         """Run an epoch: `launch`, after a look at what failed before.
@@ -100,6 +106,8 @@ class FusedKernel:
         Returns what Triton returned of launches.
         """
         memory = self.memory
+        if call.grown != self.grown:
+            raise BackendError(f"{self.op}: a call made before its instance has grown; legal is one made after that")
         self.record.missed = call.missed
         polls = self.record.polls(self.seconds)
         found: list[Any] = []

@@ -21,10 +21,17 @@ class TileMemory:
     The int32 at offset 0 of each says that a rank failed. A process has one rank; `virtual` ranks are all here.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor], rank0: int, here: int, alloc: Callable[[int, str], int]) -> None:
-        """Take the heaps, and what reserves bytes in all of them and returns their offset, a multiple of 256."""
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        rank0: int,
+        here: int,
+        alloc: Callable[[int, str], int],
+        free: Callable[[int], None] | None = None,
+    ) -> None:
+        """Take the heaps, what reserves bytes in all of them and returns their offset, by 256, and what frees them."""
         torch = optional("torch", "torch")
-        self.parts, self.rank0, self.here, self.alloc = list(parts), rank0, here, alloc
+        self.parts, self.rank0, self.here, self.alloc, self.free = list(parts), rank0, here, alloc, free
         self.ranks, self.device = len(self.parts), self.parts[rank0].device
         addresses = [part.data_ptr() for part in self.parts]
         if any(address % ALIGN for address in addresses):
@@ -45,6 +52,10 @@ class TileMemory:
             record.check()
         if self.heap is not None:
             self.heap.header.check(op)
+
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph captures what is launched."""
+        return self.on_gpu and optional("torch", "torch").cuda.is_current_stream_capturing()
 
     def settle(self) -> None:
         """Return once the device has done what was asked of it."""
@@ -70,7 +81,10 @@ class TileMemory:
         def alloc(nbytes: int, label: str) -> int:
             return heap.alloc((nbytes,), "u8", label).offset
 
-        found = cls(heap.parts or [torch.from_numpy(part) for part in heap.memory], heap.rank, 1, alloc)
+        def free(offset: int) -> None:
+            heap.free(heap.tensors[offset])
+
+        found = cls(heap.parts or [torch.from_numpy(part) for part in heap.memory], heap.rank, 1, alloc, free)
         found.heap = heap
         return found
 
@@ -84,6 +98,12 @@ class TileMemory:
             skip = -raw.data_ptr() % ALIGN
             parts.append(raw[skip : skip + nbytes + ALIGN])
         return cls(parts, 0, ranks, bump_allocator(nbytes + ALIGN))
+
+    def grow(self, offset: int | None, nbytes: int, label: str) -> int:
+        """Return the offset of so many bytes, for which those at an offset are given up; collective."""
+        if offset is not None and self.free is not None:
+            self.free(offset)
+        return self.alloc(nbytes, label)
 
     def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor on a rank's heap."""
