@@ -251,7 +251,7 @@ def moved(asked: Asked, op: str, cuts: BlockCuts, x: torch.Tensor, out: torch.Te
     """The blocks of all ranks, put together, into `out` of the heap if there is one."""
     schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
     made = instance(asked.heap, op, schedule, "", asked.seconds, find_out_tensor(op, asked.heap, out))
-    call, boxes = prepared(made, x, cuts.shape(), tuple(x.shape[2:])), cuts.own(asked.heap.rank)
+    call, boxes = prepared(made, x, cuts.shape(), tuple(x.shape[2:])), cuts.own_boxes(asked.heap.rank)
 
     def put(step: PutStep) -> None:
         step.view.copy_(x[tuple(slice(a, b) for a, b in boxes[step.to])])

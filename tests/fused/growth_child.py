@@ -42,7 +42,7 @@ def work(rank: int, exchange: Exchange) -> dict[str, Any]:
         used = heap.used - before
         x = heap.alloc((512,), "f32", "mine")
         x.local.fill_(3.0)
-        heap.free(x)
+        heap.release(x)
         again = heap.alloc((256,), "f32", "again")
         zero = not bool(again.local.any())
         return {

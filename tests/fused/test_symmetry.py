@@ -162,7 +162,10 @@ def test_shapes_of_operators_lie_apart_and_fill_the_result(ranks: int, data: st.
         shape = cuts.shape()
         assert cuts.reverse().reverse() == cuts
         for rank in range(ranks):
-            assert sum(b - a for (a, b), _ in cuts.own(rank)) in (cuts.sent(rank), ranks * cuts.sent(rank))
+            assert sum(b - a for (a, b), _ in cuts.own_boxes(rank)) in (
+                cuts.count_rows(rank),
+                ranks * cuts.count_rows(rank),
+            )
         check(TileSchedule(tiles=2).protocol(ranks, shape), ("ranks",))
 
 

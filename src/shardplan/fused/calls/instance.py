@@ -135,8 +135,8 @@ class FusedInstance:
                 self.data[name] = self.heap.alloc((buffer.slots, size_class(need)), "u8", f"{self.op} {name}")
 
     def _give_up(self, old: SymmetricTensor) -> None:
-        """All ranks are here, and so have ended the call before; agreements of calls on the old memory are forgotten."""
-        self.heap.free(old)
+        """All ranks are here, and so have ended the call before; agreements on the old memory are forgotten."""
+        self.heap.release(old)
         self.grown += 1
         known: dict[Any, Any] = self.heap.kept.get(KNOWN, {})
         for words in [words for words, call in known.items() if getattr(call, "made", None) is self]:

@@ -297,7 +297,7 @@ class SymmetricHeap:
         self.touched = max(self.touched, at + size)
         return at, size, max(self.nbytes - self.used, *(b - a for a, b in self.holes), 0)
 
-    def free(self, tensor: SymmetricTensor) -> None:
+    def release(self, tensor: SymmetricTensor) -> None:
         """Give up a tensor, on all ranks in the same order; another `alloc` may have its memory then.
 
         This rank's device has ended what it was asked for by then.

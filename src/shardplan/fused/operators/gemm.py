@@ -173,7 +173,7 @@ class GemmCall:
         tiles = asked.tile_count(sum(sizes) // len(sizes), LEAST)
         schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds, out)
-        return cls(cuts, varying, cuts.own(asked.heap.rank), made, made.call(shape, {"result": dtype}))
+        return cls(cuts, varying, cuts.own_boxes(asked.heap.rank), made, made.call(shape, {"result": dtype}))
 
 
 def backward(

@@ -53,7 +53,7 @@ class BlockMove:
         if asked.kernels is not None:
             return asked.kernels.move(asked, self.op, self.cuts, g, self.varying)
         assert self.made is not None and self.call is not None
-        boxes = self.cuts.own(asked.heap.rank)
+        boxes = self.cuts.own_boxes(asked.heap.rank)
 
         def put(step: PutStep) -> None:
             step.view.copy_(g[tuple(slice(a, b) for a, b in boxes[step.to])])

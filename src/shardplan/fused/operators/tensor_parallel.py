@@ -61,7 +61,7 @@ class BlocksCall:
         return cls(cuts, made, made.call(cuts.shape(), {"result": dtype}))
 
 
-def _agreed(
+def _agree(
     asked: Asked, op: str, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None, back: bool
 ) -> BlocksCall:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
@@ -93,7 +93,7 @@ def gather_multiply(
     `parts`, the rows of all ranks, say where they differ. b may have other columns on every rank. Collective; raises
     `TypingError` where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
-    found, rank = _agreed(asked, GATHER, a, b, parts, back), asked.heap.rank
+    found, rank = _agree(asked, GATHER, a, b, parts, back), asked.heap.rank
     if asked.kernels is not None:
         return asked.kernels.gather_multiply(asked, a, b, found.cuts)
     assert found.made is not None and found.call is not None
@@ -122,14 +122,14 @@ def multiply_scatter(
     Rows are cut by `parts`, the same on all ranks, or by the tiling rule. Addends are f32 (of f64 f64), rounded once.
     Collective; raises as `gather_multiply`.
     """
-    found, rank = _agreed(asked, SCATTER, a, b, parts, back), asked.heap.rank
+    found, rank = _agree(asked, SCATTER, a, b, parts, back), asked.heap.rank
     if asked.kernels is not None:
         return asked.kernels.multiply_scatter(asked, a, b, found.cuts)
     assert found.made is not None and found.call is not None
     torch = optional("torch", "torch")
     heights = found.cuts.counts[0]
     wide = sum_dtype(a)
-    own, total = found.cuts.own(rank), torch.zeros(heights[rank], b.shape[1], dtype=wide)
+    own, total = found.cuts.own_boxes(rank), torch.zeros(heights[rank], b.shape[1], dtype=wide)
 
     def put(step: PutStep) -> None:
         ahead = own[step.to][0][0] - rank * heights[step.to]

@@ -107,16 +107,16 @@ class BlockCuts:
         heights, widths = self.counts
         return (sum(heights), widths[rank]) if self.form == "stack" else (heights[rank], sum(widths))
 
-    def sent(self, rank: int) -> int:
+    def count_rows(self, rank: int) -> int:
         """Return the rows that a rank has."""
         if self.form == "rows":
             return sum(self.counts[rank])
         return sum(self.counts[0]) if self.form == "beside" else self.counts[0][rank]
 
-    def own(self, rank: int) -> tuple[TileBox, ...]:
+    def own_boxes(self, rank: int) -> tuple[TileBox, ...]:
         """Return the box of each destination's block in what a rank has.
 
-        >>> BlockCuts("stack", ((3, 2), (4, 1))).own(0)
+        >>> BlockCuts("stack", ((3, 2), (4, 1))).own_boxes(0)
         (((0, 3), (0, 4)), ((0, 3), (4, 5)))
         """
         if self.form == "rows":
@@ -132,7 +132,7 @@ class BlockCuts:
     def shape(self) -> BlockShape:
         """Return the boxes of all blocks in the results."""
         back = self.reverse()
-        there = [back.own(rank) for rank in range(self.ranks)]
+        there = [back.own_boxes(rank) for rank in range(self.ranks)]
         boxes = tuple(tuple(there[d][s] for d in range(self.ranks)) for s in range(self.ranks))
         return BlockShape(tuple(self.result(rank) for rank in range(self.ranks)), boxes)
 

@@ -54,8 +54,8 @@ class BlockKernel:
         self.memory, self.op, self.programs, self.out = memory, op, programs, out
         self.seconds, self.reader = 30.0, read_kernel
         self.interpreted = is_interpreted(read_kernel)
-        slots = {"slots": 1, "acks": True} if out is not None else {}
-        schedule = TileSchedule(tiles=programs, slice=programs, programs=programs, waits="second_launch", **slots)
+        acks = out is not None
+        schedule = TileSchedule("remote_first", programs, programs, programs, "second_launch", 2 - acks, acks)
         prove(schedule, memory.ranks, memory.modes(self.interpreted))
         flags = memory.alloc(LINE * 2 * memory.ranks, f"{op} flags")
         slices = memory.alloc(LINE * memory.ranks, f"{op} slices")
@@ -107,7 +107,7 @@ class BlockKernel:
         """The counts, and behind them what the ranks here have before each; copied without a wait of the host."""
         torch, memory = optional("torch", "torch"), self.memory
         here = range(memory.rank0, memory.rank0 + memory.here)
-        sizes = [cuts.counts[1][r] // ahead if cuts.form == "beside" else cuts.sent(r) for r in here]
+        sizes = [cuts.counts[1][r] // ahead if cuts.form == "beside" else cuts.count_rows(r) for r in here]
         numbers = [*(n for row in cuts.counts for n in row), *starts(sizes)[:-1]]
         on_gpu = memory.device.type != "cpu"
         return torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu).to(memory.device, non_blocking=True)
@@ -147,7 +147,8 @@ class BlockKernel:
         more = self.constants | {"form": FORMS.index(given.form)}
         self.captured |= memory.is_capturing()
         if kept:
-            ack_kernel[(memory.here,)](memory.table, self.spots[-1], memory.rank0, ranks=memory.ranks)
+            ack: Any = ack_kernel
+            ack[(memory.here,)](memory.table, self.spots[-1], memory.rank0, ranks=memory.ranks)
         made = kernel[grid](*first, polls, *arguments, **more, sends=True, acked=kept, **constants)
         block = {"block_m": 16, "block_n": 128, "aligned": call.aligned, "copies": not kept, "adds": call.adds}
         reading = (call.out, call.out.shape[1], given.columns)

@@ -83,12 +83,12 @@ def embedding_prepared(
     aligned = dim % 16 == 0 and not any(t.data_ptr() % 16 for t in tables)
     constants = {"block_b": rows, "block_d": wide, "weighted": weights is not None, "mean": mode == "mean"}
     constants |= {"aligned": aligned} | options.launch(memory, embedding_kernel)
-    arguments = (call.out, *_described(made, tables), indices, offsets, scale, dim, batch, indices.numel())
+    arguments = (call.out, *_tables_tensor(made, tables), indices, offsets, scale, dim, batch, indices.numel())
     places = [(rank, (batches[rank], sum(held), dim)) for rank in here]
     return made, call, arguments, constants, places
 
 
-def _described(made: BlockKernel, tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables_tensor(made: BlockKernel, tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Addresses and rows of tables, which seldom change."""
     torch = optional("torch", "torch")
     said = tuple((t.data_ptr(), t.shape[0]) for t in tables) or ((0, 0),)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import ahead, arrive, await_count, begin_blocks, block, landing, note, put, serve
+from shardplan.fused.triton.words import arrive, await_count, begin_blocks, block, landing, note, put, rows_ahead, serve
 
 INDEX = tl.constexpr(1 << 20)  # numbers of what is noted: from here on those of tables, below those of waits
 
@@ -56,7 +56,7 @@ def embedding_kernel(
     `dim`. An index that is no row is left out, and noted. Where nothing is sent, bags lie in the own buffer.
     """
     rank, p, epoch = begin_blocks(table, spot, rank0, programs)
-    first = ahead(cuts, rank, rank0, form, ranks)
+    first = rows_ahead(cuts, rank, rank0, form, ranks)
     done = first * 0
     ok = 1
     for step in range(ranks):

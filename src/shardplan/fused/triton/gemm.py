@@ -99,7 +99,7 @@ def _cuts_of(
 
 
 def _check_gemm(memory: TileMemory, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts, activation: str) -> None:
-    rows = sum([cuts.sent(rank) for rank in range(memory.rank0, memory.rank0 + memory.here)])
+    rows = sum([cuts.count_rows(rank) for rank in range(memory.rank0, memory.rank0 + memory.here)])
     fits = a.ndim == 2 and b.ndim == 3 and a.shape[0] == rows and b.shape[:2] == (memory.here, a.shape[1])
     if not fits or a.dtype != b.dtype or not (a.is_contiguous() and b.is_contiguous()):
         said = f"{list(a.shape)} and {list(b.shape)} for {rows} rows of {memory.here} ranks"

@@ -7,7 +7,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import ahead, arrive, await_count, begin_blocks, block, landing, put, serve, stamp
+from shardplan.fused.triton.words import (
+    arrive,
+    await_count,
+    begin_blocks,
+    block,
+    landing,
+    put,
+    rows_ahead,
+    serve,
+    stamp,
+)
 
 GROUP = tl.constexpr(8)  # rows of tiles whose columns follow each other: b's tiles stay in the cache
 NONE, RELU, GELU, SILU = (tl.constexpr(k) for k in range(4))
@@ -80,7 +90,7 @@ def gemm_kernel(
     `stamped`, a block's most tiles, the time of a tile's stores is kept in `stamps` [ranks here, ranks, stamped].
     """
     rank, p, epoch = begin_blocks(table, spot, rank0, programs)
-    first = ahead(cuts, rank, rank0, form, ranks)
+    first = rows_ahead(cuts, rank, rank0, form, ranks)
     b += (rank - rank0).to(tl.int64) * depth * columns
     bias += (rank - rank0) * columns
     done = first * 0

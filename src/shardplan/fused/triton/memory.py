@@ -82,7 +82,7 @@ class TileMemory:
             return heap.alloc((nbytes,), "u8", label).offset
 
         def free(offset: int) -> None:
-            heap.free(heap.tensors[offset])
+            heap.release(heap.tensors[offset])
 
         found = cls(heap.parts or [torch.from_numpy(part) for part in heap.memory], heap.rank, 1, alloc, free)
         found.heap = heap

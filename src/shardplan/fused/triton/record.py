@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, optional
 from shardplan.fused.heap.failures import FusedTimeout
@@ -32,7 +32,7 @@ class KernelRecord:
         self.missed: list[TileMissed] = []  # what waits of a schedule's rows are; else waits are of blocks
         self.lengths: list[int] = []  # rows of the tables of the ranks here
         self.state = memory.alloc(STATE + 64 * programs, f"{op} state")
-        self.words: torch.Tensor = torch.zeros((memory.here, 2), dtype=torch.int64, pin_memory=memory.on_gpu)
+        self.words: Any = torch.zeros((memory.here, 2), dtype=torch.int64, pin_memory=memory.on_gpu)
         self.seen = self.words.numpy()
         for k in range(memory.here):
             memory.view(memory.rank0 + k, self.state, (1,), torch.int64).fill_(self.words[k].data_ptr())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import optional
 from shardplan.fused.tiles.shapes import BlockCuts
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GATHER, SCATTER = "all_gather_gemm", "gemm_reduce_scatter"
 
 
-def _tile(memory: TileMemory, a: torch.Tensor, block: tuple[int, int, int]) -> dict[str, object]:
+def _tile(memory: TileMemory, a: torch.Tensor, block: tuple[int, int, int]) -> dict[str, Any]:
     torch = optional("torch", "torch")
     names = dict(zip(("block_m", "block_n", "block_k"), block, strict=True))
     return names | {"upcast": is_interpreted(gemm_kernel) and a.dtype == torch.bfloat16}

@@ -197,7 +197,7 @@ def serve(rank, step, ranks: tl.constexpr, remote_first: tl.constexpr):
 
 
 @triton.jit
-def _before(row, n, stride, ranks: tl.constexpr, span: tl.constexpr):
+def _sum_first(row, n, stride, ranks: tl.constexpr, span: tl.constexpr):
     """Return the sum of the first n of `ranks` numbers; `span` is a power of two from `ranks`."""
     r = tl.arange(0, span)
     return tl.sum(tl.load(row + r * stride, mask=(r < ranks) & (r < n), other=0), 0)
@@ -211,39 +211,39 @@ def block(cuts, source, to, columns, form: tl.constexpr, ranks: tl.constexpr, sp
     widths [2, ranks].
     """
     if form == ROWS:
-        row = _before(cuts + source * ranks, to, 1, ranks, span)
+        row = _sum_first(cuts + source * ranks, to, 1, ranks, span)
         high = tl.load(cuts + source * ranks + to)
         left = row * 0
         wide = left + columns
-        there = _before(cuts + to, source, ranks, ranks, span)
+        there = _sum_first(cuts + to, source, ranks, ranks, span)
         over, length = left, wide
     elif form == STACK:
-        left = _before(cuts + ranks, to, 1, ranks, span)
+        left = _sum_first(cuts + ranks, to, 1, ranks, span)
         wide = tl.load(cuts + ranks + to)
         row = left * 0
         high = tl.load(cuts + source)
-        there = _before(cuts, source, 1, ranks, span)
+        there = _sum_first(cuts, source, 1, ranks, span)
         over, length = row, wide
     elif form == GATHER:
-        there = _before(cuts, source, 1, ranks, span)
+        there = _sum_first(cuts, source, 1, ranks, span)
         high = tl.load(cuts + source)
         row = there * 0
         left, over = row, row
         wide = row + columns
         length = wide
     else:
-        row = _before(cuts, to, 1, ranks, span)
+        row = _sum_first(cuts, to, 1, ranks, span)
         high = tl.load(cuts + to)
         left = row * 0
         wide = tl.load(cuts + ranks + source)
         there = left
-        over = _before(cuts + ranks, source, 1, ranks, span)
-        length = _before(cuts + ranks, ranks, 1, ranks, span)
+        over = _sum_first(cuts + ranks, source, 1, ranks, span)
+        length = _sum_first(cuts + ranks, ranks, 1, ranks, span)
     return row, high, left, wide, there, over, length
 
 
 @triton.jit
-def ahead(cuts, rank, rank0, form: tl.constexpr, ranks: tl.constexpr):
+def rows_ahead(cuts, rank, rank0, form: tl.constexpr, ranks: tl.constexpr):
     """Return how many rows (of BESIDE tables) the ranks before have, of those whose operands lie one after another."""
     rows = 1 if form == GATHER else (ranks if form == ROWS else 2)
     return tl.load(cuts + rows * ranks + rank - rank0)
