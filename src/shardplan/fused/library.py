@@ -19,6 +19,7 @@ from shardplan.fused.calls.groups import bind, bound
 from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.library_blocks import register_blocks
+from shardplan.fused.library_operands import product_operands, refuse_tangents
 from shardplan.fused.operators import embedding, gemm, gemv
 from shardplan.fused.operators.asked import Asked, tile_sizes
 
@@ -122,7 +123,7 @@ def gemm_all_to_all(
     the result needs a gradient on every rank, since its backward needs all of them.
     """
     splits = (_ints(send_splits), _ints(recv_splits))
-    a, b, *some = _operands(gemm.NAME, a, b, *([] if bias is None else [bias]))
+    a, b, *some = product_operands(gemm.NAME, a, b, *([] if bias is None else [bias]))
     bias = some[0] if some else None
     given = (a, b, bias, group, activation, scatter, *splits, tiles, order, _gradient_anchor(group, a, b, bias))
     return torch.ops.shardplan.gemm_all_to_all(*given)
@@ -130,7 +131,7 @@ def gemm_all_to_all(
 
 def gemv_all_reduce(a: torch.Tensor, x: torch.Tensor, *, group: str, algorithm: str = "auto") -> torch.Tensor:
     """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], the same bits on each: `operators.gemv`."""
-    a, x = _operands(gemv.NAME, a, x)
+    a, x = product_operands(gemv.NAME, a, x)
     return torch.ops.shardplan.gemv_all_reduce(a, x, group, algorithm)
 
 
@@ -152,7 +153,7 @@ def embedding_bag_all_to_all(
     rank, since its backward needs all of them. Raises `TypingError`.
     """
     ranks = bound(group).ranks
-    _refuse_tangents(embedding.NAME, *weights, per_sample_weights)
+    refuse_tangents(embedding.NAME, *weights, per_sample_weights)
     if not weights and (table_counts is None or batch_splits is None):
         raise TypingError(f"{embedding.NAME}: no tables; legal are tables, or table_counts and batch_splits")
     counts = [len(weights)] * ranks if table_counts is None else [int(n) for n in table_counts]
@@ -170,7 +171,7 @@ def all_gather_gemm(
 
     `splits` are the rows of all ranks, where they differ. See `operators.tensor_parallel.gather_multiply`.
     """
-    a, b = _operands("all_gather_gemm", a, b)
+    a, b = product_operands("all_gather_gemm", a, b)
     return torch.ops.shardplan.all_gather_gemm(a, b, group, _ints(splits), _gradient_anchor(group, a, b))[0]
 
 
@@ -181,26 +182,8 @@ def gemm_reduce_scatter(
 
     See `operators.tensor_parallel.multiply_scatter`.
     """
-    a, b = _operands("gemm_reduce_scatter", a, b)
+    a, b = product_operands("gemm_reduce_scatter", a, b)
     return torch.ops.shardplan.gemm_reduce_scatter(a, b, group, _ints(splits), _gradient_anchor(group, a, b))
-
-
-def _operands(name: str, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Operands of a product as torch's own ones take them: of autocast's dtype where that is on, but for f64."""
-    _refuse_tangents(name, *operands)
-    kind = operands[0].device.type
-    if torch.is_autocast_enabled(kind):
-        return tuple(x.to(torch.get_autocast_dtype(kind)) if x.dtype != torch.float64 else x for x in operands)
-    return operands
-
-
-def _refuse_tangents(name: str, *operands: torch.Tensor | None) -> None:
-    """No operator has a derivative of forward mode, which torch would take for 0."""
-    if torch.compiler.is_compiling():
-        return
-    for x in operands:
-        if x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
-            raise TypingError(f"{name}: a derivative of forward mode; legal are gradients, backward")
 
 
 _check: Any = getattr(torch, "_check")  # noqa: B009, what fakes must call: no public name

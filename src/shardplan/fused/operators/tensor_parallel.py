@@ -50,7 +50,7 @@ class BlocksCall:
                 check_alike(op, said, "rows", "as many on every rank, or splits on all")
             if first["splits"] not in (None, rows):
                 raise HeapMismatch(f"{op}: splits {first['splits']}, but ranks have {rows} rows")
-            cuts = BlockCuts("gather", (tuple(rows),), first["width"])
+            cuts = BlockCuts("whole", (tuple(rows),), first["width"])
         else:
             heights = tuple(first["splits"] or tile_sizes(rows[0], len(said)))
             cuts = BlockCuts("rows", (heights,) * len(said), first["width"])

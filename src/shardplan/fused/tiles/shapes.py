@@ -68,10 +68,10 @@ class BlockCuts:
     - `stack`: `counts` are heights and widths; rank s has `heights[s]` rows, of which `widths[d]` columns go to rank d,
       which stacks them
     - `beside`: `heights[d]` rows of every rank go to rank d, which puts the `widths[s]` columns of rank s side by side
-    - `gather`: `counts` are heights; all rows of rank s, of `columns`, go to every rank
+    - `whole`: `counts` are heights; all rows of rank s, of `columns`, go to every rank
     """
 
-    form: Literal["rows", "stack", "beside", "gather"]
+    form: Literal["rows", "stack", "beside", "whole"]
     counts: tuple[tuple[int, ...], ...]
     columns: int = 0
 
@@ -88,7 +88,7 @@ class BlockCuts:
         """
         if self.form == "rows":
             return BlockCuts("rows", tuple(zip(*self.counts, strict=True)), self.columns)
-        if self.form == "gather":
+        if self.form == "whole":
             return BlockCuts("rows", self.counts * self.ranks, self.columns)
         return BlockCuts("beside" if self.form == "stack" else "stack", self.counts)
 
@@ -102,7 +102,7 @@ class BlockCuts:
         """Return the rows and columns that a rank gets."""
         if self.form == "rows":
             return sum([row[rank] for row in self.counts]), self.columns
-        if self.form == "gather":
+        if self.form == "whole":
             return sum(self.counts[0]), self.columns
         heights, widths = self.counts
         return (sum(heights), widths[rank]) if self.form == "stack" else (heights[rank], sum(widths))
@@ -121,7 +121,7 @@ class BlockCuts:
         """
         if self.form == "rows":
             return tuple((part, (0, self.columns)) for part in _parts(self.counts[rank]))
-        if self.form == "gather":
+        if self.form == "whole":
             return (((0, self.counts[0][rank]), (0, self.columns)),) * self.ranks
         heights, widths = self.counts
         if self.form == "stack":

@@ -15,14 +15,14 @@ from shardplan.fused.operators.asked import starts
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.tiles.symmetry import prove
-from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
+from shardplan.fused.triton.memory import LINE, TileMemory, cache_on_heap, is_interpreted
 from shardplan.fused.triton.read_kernel import ack_kernel, read_kernel
-from shardplan.fused.triton.record import LINE, STATE, KernelRecord
+from shardplan.fused.triton.record import STATE, KernelRecord
 
 if TYPE_CHECKING:
     import torch
 
-FORMS = ("rows", "stack", "beside", "gather")
+FORMS = ("rows", "stack", "beside", "whole")
 MOST = 1024  # cuts whose tensors an instance keeps
 
 

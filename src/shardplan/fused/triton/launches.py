@@ -11,8 +11,8 @@ from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import TileShape
 from shardplan.fused.tiles.symmetry import prove
-from shardplan.fused.triton.memory import TileMemory, is_interpreted
-from shardplan.fused.triton.record import LINE, STATE, KernelRecord
+from shardplan.fused.triton.memory import LINE, TileMemory, is_interpreted
+from shardplan.fused.triton.record import STATE, KernelRecord
 from shardplan.fused.triton.rows import Detail, TileMissed, TileRows, TileSpot, compile_launches
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN = 256
+LINE = 128  # bytes of a counter
 
 
 class TileMemory:

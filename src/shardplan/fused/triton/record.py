@@ -13,7 +13,6 @@ from shardplan.fused.triton.read_kernel import read_kernel
 if TYPE_CHECKING:
     from shardplan.fused.triton.rows import TileMissed
 
-LINE = 128  # bytes of a counter
 STATE = 64  # bytes of an instance's state before its epochs, 64 each
 POLLS = {True: 1_500, False: 1_000_000}  # a second, in the interpreter and on a GPU, about
 

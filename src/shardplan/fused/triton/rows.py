@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardplan.errors import optional
 from shardplan.fused.tiles.events import TileProtocol, TilePut, TileRead, TileScheduleError, TileSignal, TileWait
-from shardplan.fused.triton.record import LINE
+from shardplan.fused.triton.memory import LINE
 
 if TYPE_CHECKING:
     import torch

@@ -35,8 +35,8 @@ def gather_multiply(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each rank here the rows of all ranks times b [here, K, N], and these rows: [here, M, N], [here, M, K].
 
-    `a` [rows, K] are those of all ranks here, one rank's after the other's; cuts `gather` them. Collective; raises as
-    `BlockKernel.run`.
+    `a` [rows, K] are those of all ranks here, one rank's after the other's; cuts are of the `whole`. Collective; raises
+    as `BlockKernel.run`.
     """
     torch = optional("torch", "torch")
     options = options or KernelOptions()

@@ -167,7 +167,7 @@ def note(table, rank, state, number, seen, epoch):
 # Blocks from every rank to every rank, by a matrix of counts. `spot` int64 says where an instance lies in every heap:
 # offset of its buffer, bytes between slots, slots - 1, offsets of counters, of slices, and of its state.
 
-ROWS, STACK, BESIDE, GATHER = (tl.constexpr(k) for k in range(4))
+ROWS, STACK, BESIDE, WHOLE = (tl.constexpr(k) for k in range(4))
 LINE = tl.constexpr(128)  # bytes of a counter
 
 
@@ -207,7 +207,7 @@ def _sum_first(row, n, stride, ranks: tl.constexpr, span: tl.constexpr):
 def block(cuts, source, to, columns, form: tl.constexpr, ranks: tl.constexpr, span: tl.constexpr):
     """Return where a block comes from, first row, rows, first column, columns, and where it goes, row, column, length.
 
-    `cuts` int64 are as `BlockCuts` says: of ROWS a matrix [ranks, ranks], of GATHER heights [ranks], else heights and
+    `cuts` int64 are as `BlockCuts` says: of ROWS a matrix [ranks, ranks], of WHOLE heights [ranks], else heights and
     widths [2, ranks].
     """
     if form == ROWS:
@@ -224,7 +224,7 @@ def block(cuts, source, to, columns, form: tl.constexpr, ranks: tl.constexpr, sp
         high = tl.load(cuts + source)
         there = _sum_first(cuts, source, 1, ranks, span)
         over, length = row, wide
-    elif form == GATHER:
+    elif form == WHOLE:
         there = _sum_first(cuts, source, 1, ranks, span)
         high = tl.load(cuts + source)
         row = there * 0
@@ -245,7 +245,7 @@ def block(cuts, source, to, columns, form: tl.constexpr, ranks: tl.constexpr, sp
 @triton.jit
 def rows_ahead(cuts, rank, rank0, form: tl.constexpr, ranks: tl.constexpr):
     """Return how many rows (of BESIDE tables) the ranks before have, of those whose operands lie one after another."""
-    rows = 1 if form == GATHER else (ranks if form == ROWS else 2)
+    rows = 1 if form == WHOLE else (ranks if form == ROWS else 2)
     return tl.load(cuts + rows * ranks + rank - rank0)
 
 
