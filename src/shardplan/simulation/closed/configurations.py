@@ -61,7 +61,7 @@ class Configurations:
         """Return strategies as columns; raises `LayoutError` for one that says what no column has."""
         rows = list(strategies)
         for s in rows:
-            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", False),
+            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", None),
                                 ("offload", False)):  # fmt: skip
                 if getattr(s, name) != plain:
                     raise LayoutError(f"many strategies at once: {name}={getattr(s, name)!r}; legal is {plain!r}")
