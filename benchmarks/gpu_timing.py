@@ -144,7 +144,7 @@ def _gemm(dry: bool, ranks: int, order: str) -> dict[str, Any]:
     nbytes = m * n * dtype.itemsize
     memory = TileMemory.virtual(ranks, 2 * nbytes + (1 << 22), where)
     a, b = (torch.randn(s, device=where).to(dtype) for s in ((ranks * m, k), (ranks, k, n)))
-    options = KernelOptions(programs=_programs(dry, ranks), order=order, slice=1 if dry else 8, warps=8)
+    options = KernelOptions(programs=_programs(dry, ranks), order=order, warps=8)
     counts = [[m // ranks] * ranks] * ranks
     made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, None, counts, 0, "none", block, options)
 

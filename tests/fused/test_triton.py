@@ -99,7 +99,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_text_of_both_targets(text: dict[str, Any], said: dict[str, Any]) -> None:
     assert len(text["rows"]) == 12
-    assert [row for row in text["rows"] if not all(row.values())] == []
+    assert [row for row in text["rows"] if not all(row[key] for key in row if key != "resources")] == []
+    of_nvidia = {row["kernel"]: row["resources"] for row in text["rows"] if row["target"] == "sm_90"}
+    assert {name: each["spilled"] for name, each in of_nvidia.items()} == dict.fromkeys(of_nvidia, 0)
+    most = {"gemm": 232, "gather": 216, "embedding": 80, "gemv": 232, "move": 64, "read": 64}
+    assert [name for name, each in of_nvidia.items() if each["registers"] > most[name]] == []
     assert {row["kernel"] for row in text["rows"] if "wait" in row} == {"gather", "gemv", "read"}
     hashes = {row["source"] for row in text["rows"] if row["kernel"] == "gemm"}
     assert hashes == {said["values:2"][0]["source"]}, "the interpreter ran what was compiled"

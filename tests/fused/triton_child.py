@@ -72,7 +72,7 @@ def gemms(memory: TileMemory, found: Found) -> None:
     n, here = memory.ranks, range(memory.rank0, memory.rank0 + memory.here)
     cases = [
         (0, "none", torch.float32, KernelOptions(programs=2)),
-        (0, "gelu", torch.bfloat16, KernelOptions(programs=3, slice=2)),
+        (0, "gelu", torch.bfloat16, KernelOptions(programs=3)),
         (1, "silu", torch.float32, KernelOptions(programs=1, order="natural")),
     ]
     for k, (scatter, activation, dtype, options) in enumerate(cases):
@@ -152,7 +152,7 @@ def bags(memory: TileMemory, found: Found) -> None:
             )
             got = embedding_bag_all_to_all(
                 memory, [tables[j] for j in own], torch.cat([none, *(ids[j] for j in own)]), offsets, weights, held,
-                batches, dim, mode, options=KernelOptions(programs=2, slice=1 + k, seconds=20), dtype=dtype,
+                batches, dim, mode, options=KernelOptions(programs=2, seconds=20), dtype=dtype,
             )  # fmt: skip
             parts = torch.split(whole, batches)
             for r, each in zip(here, got, strict=True):

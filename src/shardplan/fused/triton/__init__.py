@@ -1,4 +1,4 @@
-"""Fused kernels by Triton: the three operators, and what users' own kernels are made of (arXiv 2305.06942).
+"""Fused kernels by Triton: the operators, and what users' own kernels are made of (arXiv 2305.06942).
 
 Reading order:
 
@@ -7,8 +7,10 @@ Reading order:
 - `rows`       a proved protocol of tiles as the integers that a kernel reads
 - `launches`   `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
 - `options`    `KernelOptions`: programs, order, slices, seconds
-- `gemm`, `gemv`, `embedding`   the operators, each with its kernel in a module of its own
-- `move`       the all-to-all of boxes that gradients need
+- `record`     what failed in a kernel, seen by the host without a wait
+- `blocks`     `BlockKernel`: blocks from every rank to every rank, of which kernels know a matrix of counts
+- `gemm`, `gemv`, `embedding`, `tensor_parallel`   the operators, with their kernels in modules of their own
+- `move`       the all-to-all of blocks that gradients need
 - `serving`    all of them as what runs the operators of a heap
 - `ahead`      kernels compiled without a GPU
 

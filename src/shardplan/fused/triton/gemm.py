@@ -69,6 +69,7 @@ def gemm_prepared(
     if not isinstance(cuts, BlockCuts):
         cuts = _cuts_of(memory, b, cuts, scatter, parts)
     _check_gemm(memory, a, b, cuts, activation)
+    options.check_order(NAME, "remote_first", "natural")
     columns, depth = b.shape[2], a.shape[1]
     made = block_kernel(memory, NAME, options.programs, str(a.dtype), options.seconds, out)
     call = made.call(cuts, a.dtype, varying)

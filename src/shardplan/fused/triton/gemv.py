@@ -89,7 +89,7 @@ def gemv_prepared(
     parts = torch.empty((memory.here, height, wide), dtype=torch.float32, device=memory.device)
     out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
     constants = {"ranks": memory.ranks, "wide": wide, "block_m": block[0], "block_k": block[1]}
-    constants |= {"aligned": all(d % 16 == 0 for d in depths)} | options.launch(memory, gemv_kernel)
+    constants |= {"aligned": all(d % 16 == 0 for d in depths)} | options.launch(memory, gemv_kernel, waits=True)
     return made, call, (flat, vectors, parts, out, height), constants, out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan.errors import TypingError, shown
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.triton.launches import FusedKernel
 from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
@@ -12,27 +13,21 @@ from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpre
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Programs a rank, order of destinations, tiles that signal together, seconds of a wait, and Triton's own options.
+    """Programs a rank, order of destinations, seconds of a wait, and Triton's own options.
 
-    `signals`, where it is not 0, says instead how often a destination is signalled.
-    A rank's programs of a launch on a GPU must all run at once: at most what its processors hold, over the ranks there.
+    Programs of a launch whose own others they wait for must all run at once: at most what the processors hold.
     """
 
     programs: int = 2
     order: str = "remote_first"
-    slice: int = 1
-    signals: int = 0
     seconds: float = 30.0
     warps: int = 4
     stages: int = 3
 
-    def tiles_per_signal(self, tiles: int) -> int:
-        """Return how many of a destination's tiles signal together.
-
-        >>> KernelOptions(slice=4).tiles_per_signal(3), KernelOptions(signals=2).tiles_per_signal(5)
-        (3, 3)
-        """
-        return -(-tiles // min(self.signals, tiles)) if self.signals else min(self.slice, tiles)
+    def check_order(self, op: str, *legal: str) -> None:
+        """Raise `TypingError` where a kernel has not this order."""
+        if self.order not in legal:
+            raise TypingError(f"{op}: order {shown(self.order)} of kernels of Triton; legal are {', '.join(legal)}")
 
     def schedule(self, memory: TileMemory, kernel: Any, **fields: Any) -> TileSchedule:
         """Return the schedule.
@@ -50,9 +45,9 @@ class KernelOptions:
         found.seconds = self.seconds
         return found
 
-    def launch(self, memory: TileMemory, kernel: Any) -> dict[str, Any]:
-        """Return Triton's own options: of ranks in one launch on a GPU all programs must run at once."""
+    def launch(self, memory: TileMemory, kernel: Any, waits: bool = False) -> dict[str, Any]:
+        """Return Triton's own options; where programs wait for each other, all of a GPU must run at once."""
         if is_interpreted(kernel):
             return {}
-        more = {"launch_cooperative_grid": True} if memory.here > 1 else {}
+        more = {"launch_cooperative_grid": True} if memory.here > 1 and waits else {}
         return {"num_warps": self.warps, "num_stages": self.stages, **more}

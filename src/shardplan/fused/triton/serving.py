@@ -31,7 +31,7 @@ LARGE = (128, 128, 64)
 class TritonKernels:
     """The operators on local tensors, as `operators.asked.LocalKernels` says, on the memory of a heap.
 
-    On a GPU a rank runs one program a processor, whose tiles are the kernel's own: `tiles` that a call asks for, and an
+    On a GPU a rank runs as many programs a processor as fit, whose tiles are the kernel's own: `tiles` that a call asks for, and an
     `order`, are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what fails is
     raised by the next call, or by `SymmetricHeap.check`.
     """
@@ -50,8 +50,10 @@ class TritonKernels:
             self.programs = torch.cuda.get_device_properties(self.memory.device).multi_processor_count
             self.block, self.vector = LARGE, (16, 256)
 
-    def _options(self, asked: Asked) -> KernelOptions:
-        return KernelOptions(self.programs, asked.order, seconds=asked.seconds)
+    def _options(self, asked: Asked, fit: int = 1, warps: int = 4) -> KernelOptions:
+        """So many programs on each processor of a GPU as registers let fit: `benchmarks.fused_text` counts them."""
+        programs = self.programs * (1 if self.heap.device == "cpu" else fit)
+        return KernelOptions(programs, asked.order, seconds=asked.seconds, warps=warps)
 
     @contextmanager
     def _propagate_errors(self, op: str) -> Generator[None]:
@@ -77,7 +79,7 @@ class TritonKernels:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the result of `gemm_all_to_all`."""
-        given = (cuts, 0, activation, self.block, self._options(asked), None, varying, into)
+        given = (cuts, 0, activation, self.block, self._options(asked, warps=8), None, varying, into)
         with self._propagate_errors("gemm_all_to_all"):
             mine = None if bias is None else bias.contiguous()
             found = gemm_all_to_all(self.memory, a.contiguous(), b.contiguous()[None], mine, *given)[0]
@@ -102,7 +104,7 @@ class TritonKernels:
     ) -> torch.Tensor:
         """Return the result of `embedding_bag_all_to_all`."""
         operands = (call.tables, call.indices, call.offsets, call.weights)
-        given = (held, batches, dim, call.mode, 1, 16, self._options(asked), dtype, into)
+        given = (held, batches, dim, call.mode, 1, 16, self._options(asked, fit=6), dtype, into)
         with self._propagate_errors("embedding_bag_all_to_all"):
             found = embedding_bag_all_to_all(self.memory, *operands, *given)[0]
             return found if out is None else result_or_out("embedding_bag_all_to_all", found, out)
@@ -113,16 +115,16 @@ class TritonKernels:
         """Return the results of `all_gather_gemm`."""
         with self._propagate_errors("all_gather_gemm"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
-            out, rows = gather_multiply(self.memory, *operands, self.block, self._options(asked))
+            out, rows = gather_multiply(self.memory, *operands, self.block, self._options(asked, warps=8))
             return out[0], rows[0]
 
     def multiply_scatter(self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
         """Return the result of `gemm_reduce_scatter`."""
         with self._propagate_errors("gemm_reduce_scatter"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
-            return multiply_scatter(self.memory, *operands, self.block, self._options(asked))[0]
+            return multiply_scatter(self.memory, *operands, self.block, self._options(asked, warps=8))[0]
 
     def move(self, asked: Asked, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         with self._propagate_errors(op):
-            return move(self.memory, op, cuts, g, self._options(asked), varying=varying)
+            return move(self.memory, op, cuts, g, self._options(asked, fit=8), varying=varying)
