@@ -31,8 +31,8 @@ LARGE = (128, 128, 64)
 class TritonKernels:
     """The operators on local tensors, as `operators.asked.LocalKernels` says, on the memory of a heap.
 
-    On a GPU a rank runs as many programs a processor as fit, whose tiles are the kernel's own: `tiles` that a call asks for, and an
-    `order`, are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what fails is
+    On a GPU a rank runs as many programs a processor as fit, whose tiles are the kernel's own: `tiles` that a call asks
+    for are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what fails is
     raised by the next call, or by `SymmetricHeap.check`.
     """
 
