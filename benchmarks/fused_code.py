@@ -53,12 +53,13 @@ def main() -> None:
     parser.add_argument("--python", type=Path, default=None, help="an interpreter that has Triton 3.6")
     options = parser.parse_args()
     found = [_said(Path(sys.executable)), _said(options.python or _python(OTHER))]
-    keys = ("kernel", "target", "source", "signal", "barrier", "wait", "wide")
+    keys = ("kernel", "target", "source", "signal", "barrier", "wait", "wide", "resources")
     rows = [{"triton": each["triton"]} | row for each in found for row in each["rows"]]
     controls = [{"triton": each["triton"]} | row for each in found for row in each["controls"]]
-    print(table(("triton", *keys), [[row[key] for key in ("triton", *keys)] for row in rows]))
+    print(table(("triton", *keys), [[row.get(key, "") for key in ("triton", *keys)] for row in rows]))
     print(table(tuple(controls[0]), [[str(value) for value in row.values()] for row in controls]))
-    good = all(row[key] for row in rows for key in keys[3:])
+    good = all(row.get(key, True) for row in rows for key in keys[3:-1])
+    good &= not any(row["resources"].get("spilled") for row in rows)
     good &= all(row["fails"] == sorted(row["must"].split()) for row in controls)
     print("all hold, and altered kernels fail what they must" if good else "NOT all hold")
     write(

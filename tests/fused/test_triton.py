@@ -13,7 +13,7 @@ from shardplan.errors import TypingError
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: shardplan[triton]")
 OP = "gemm_all_to_all"
 # Cases of one line share a process, which loads torch and Triton once.
-CASES = (("words:3", "silent:3"), ("values:2", "wrong:2", "again:2"), ("values:3", "values:4", "virtual:8"))
+CASES = (("words:3", "silent:3"), ("values:2", "wrong:2", "again:2"), ("values:3", "values:4"), ("virtual:8",))
 
 
 class Said(dict[str, Any]):
@@ -41,7 +41,7 @@ def test_values_on_processes(said: dict[str, Any], ranks: int) -> None:
 
 def test_values_on_virtual_ranks(said: dict[str, Any]) -> None:
     each = said["virtual:8"]
-    assert each["wrong"] == [] and each["count"] == 8 * 24 and each["same"]
+    assert each["wrong"] == [] and each["count"] == 8 * 20 and each["same"]
 
 
 @pytest.mark.parametrize(("k", "op", "wait"), [
