@@ -7,7 +7,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import arrive, await_count, begin_blocks, block, landing, note, put, rows_ahead, serve
+from shardplan.fused.triton.words import (
+    arrive,
+    await_count,
+    begin_blocks,
+    block,
+    by_16,
+    landing,
+    note,
+    put,
+    rows_ahead,
+    serve,
+)
 
 INDEX = tl.constexpr(1 << 20)  # numbers of what is noted: from here on those of tables, below those of waits
 
@@ -65,7 +76,7 @@ def embedding_kernel(
         if not sends:
             there, over, length = m0, n0, wide
         if aligned:  # said here: what a function is told of its arguments is lost
-            over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
+            over, length = by_16(over), by_16(length)
         where = landing(table, spot, to if sends else rank, epoch, like, aligned) + there * length + over
         down, held = tl.cdiv(high, block_b), wide // dim
         if acked:
@@ -83,7 +94,10 @@ def embedding_kernel(
             start = tl.maximum(tl.load(at, mask=inside, other=0).to(tl.int64), 0)
             many = tl.minimum(tl.load(at + 1, mask=inside, other=0).to(tl.int64), ids) - start
             bad, wrong = tl.zeros((block_b,), tl.int32), tl.zeros((block_b,), tl.int64)
-            out = where + b[:, None] * length + t * dim
+            begin = where + t * dim
+            if aligned:
+                begin = tl.multiple_of(begin, 16)
+            out = begin + b[:, None] * length
             for d0 in range(0, dim, block_d):
                 column = d0 + tl.arange(0, block_d)
                 total = tl.zeros((block_b, block_d), tl.float32)

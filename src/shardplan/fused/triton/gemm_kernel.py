@@ -12,6 +12,7 @@ from shardplan.fused.triton.words import (
     await_count,
     begin_blocks,
     block,
+    by_16,
     landing,
     put,
     rows_ahead,
@@ -101,8 +102,8 @@ def gemm_kernel(
         if not sends:
             there, over, length = m0, n0, m0 * 0 + columns
         if aligned:  # said here: what a function is told of its arguments is lost
-            n0, wide = tl.multiple_of(n0, 16), tl.multiple_of(wide, 16)
-            over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
+            n0, wide = by_16(n0), by_16(wide)
+            over, length = by_16(over), by_16(length)
         down, across = tl.cdiv(high, block_m), tl.cdiv(wide, block_n)
         where = landing(table, spot, to if sends else rank, epoch, like, aligned) + there * length + over
         if acked:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import arrive, begin_blocks, block, landing, put, serve
+from shardplan.fused.triton.words import arrive, begin_blocks, block, by_16, landing, put, serve
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def move_kernel(
         to = serve(rank, step, ranks, True)
         m0, high, n0, wide, there, over, length = block(cuts, rank, to, columns, form, ranks, span)
         if aligned:  # said here: what a function is told of its arguments is lost
-            n0, wide = tl.multiple_of(n0, 16), tl.multiple_of(wide, 16)
-            over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
+            n0, wide = by_16(n0), by_16(wide)
+            over, length = by_16(over), by_16(length)
         where = landing(table, spot, to, epoch, g, aligned) + there * length + over
         copy_tiles(g + m0 * columns + n0, columns, where, length, high, wide, p, programs, block_m, block_n, False)
         arrive(table, spot, rank, to, epoch, programs)

@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from shardplan.fused.triton.move_kernel import copy_tiles
-from shardplan.fused.triton.words import LINE, await_count, begin_blocks, block, end_blocks, landing, signal, word
+from shardplan.fused.triton.words import (
+    LINE,
+    await_count,
+    begin_blocks,
+    block,
+    by_16,
+    end_blocks,
+    landing,
+    signal,
+    word,
+)
 
 
 @triton.jit(do_not_specialize=["rank0", "polls"])
@@ -47,7 +57,7 @@ def read_kernel(
             if ok != 0:
                 _, high, _, wide, there, over, length = block(cuts, source, rank, columns, form, ranks, span)
                 if aligned:
-                    over, length = tl.multiple_of(over, 16), tl.multiple_of(length, 16)
+                    over, length = by_16(over), by_16(length)
                 at = there * length + over
                 came = landing(table, spot, rank, epoch, out, aligned) + at
                 if adds:

@@ -104,7 +104,7 @@ class TritonKernels:
     ) -> torch.Tensor:
         """Return the result of `embedding_bag_all_to_all`."""
         operands = (call.tables, call.indices, call.offsets, call.weights)
-        given = (held, batches, dim, call.mode, 1, 16, self._options(asked, fit=6), dtype, into)
+        given = (held, batches, dim, call.mode, 1, 16, self._options(asked, fit=5), dtype, into)
         with self._propagate_errors("embedding_bag_all_to_all"):
             found = embedding_bag_all_to_all(self.memory, *operands, *given)[0]
             return found if out is None else result_or_out("embedding_bag_all_to_all", found, out)

@@ -197,6 +197,12 @@ def serve(rank, step, ranks: tl.constexpr, remote_first: tl.constexpr):
 
 
 @triton.jit
+def by_16(n):
+    """Return a multiple of 16 as what every version of Triton sees to be one: 3.6 loses a hint on a sum."""
+    return n // 16 * 16
+
+
+@triton.jit
 def _sum_first(row, n, stride, ranks: tl.constexpr, span: tl.constexpr):
     """Return the sum of the first n of `ranks` numbers; `span` is a power of two from `ranks`."""
     r = tl.arange(0, span)
