@@ -309,9 +309,16 @@ def test_prices_decide_before_programs_are_asked_how_simple_they_are(apart: floa
     short = choice.chain([Slice(0, ("a",))], source)
     long = choice.chain([Slice(0, ("a",)), Slice(1, ("b",))], source)
     simple, dear = (choice.Chosen(p, choice.booked(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0)))
-    assert choice.cheaper(simple, dear) is choice.cheaper(dear, simple) is dear
+
+    def taken(*entered: choice.Chosen) -> choice.Chosen | None:
+        contest = choice.Contest(choice.Rules(1 << 20))
+        for one in entered:
+            contest.add(one)
+        return contest.winner
+
+    assert taken(simple, dear) is taken(dear, simple) is dear
     equal = replace(simple, price=1 + choice.TIE / 2)
-    assert choice.cheaper(equal, dear) is choice.cheaper(dear, equal) is equal
+    assert taken(equal, dear) is taken(dear, equal) is equal
 
 
 def test_the_direct_exchange_runs_over_the_axes_that_move() -> None:

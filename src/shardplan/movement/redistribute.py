@@ -1,8 +1,9 @@
 """The verb: `redistribute(source, destination)` returns the cheapest certified plan found.
 
 Without a topology the price is the bytes that the worst device receives, summed over steps, plus 0.2 % of
-`bound_bytes` per round; with one it is predicted seconds. Without one a plan's `seconds` are what its program takes on
-the topology `nominal`. Plans are deterministic, and cached by request.
+`bound_bytes` per round; with one it is predicted seconds, and what lies within 10 % of the least is told apart by bytes
+on the slowest level, then by convenience (`redistribution.choice`). Without one a plan's `seconds` are what its program
+takes on the topology `nominal`. Plans are deterministic, and cached by request.
 """
 
 from __future__ import annotations
@@ -167,6 +168,7 @@ def _cached(
 ) -> Plan:
     def planned(where: Where | None) -> Plan:
         chosen = best_program(s, t, where, limit, portable, keep, even)
-        return Plan(chosen.program, issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books))
+        claims = issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books, least=chosen.least)
+        return Plan(chosen.program, claims)
 
     return replace(planned(where), _better=lambda: better_text([(s, t)], where, planned))

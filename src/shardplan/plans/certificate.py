@@ -2,8 +2,8 @@
 
 Types, peaks and bytes are derived from the program by `core` alone; levels, seconds and their bound by `hardware` and
 the rest of this room. `status` is `floor` (seconds without latencies are within 0.1 % of their lower bound, which
-counts senders, receivers and, with a topology, cuts), `exact` (nothing cheaper in the planner's graph of types: the one
-statement a check cannot prove) or `heuristic`.
+counts senders, receivers and, with a topology, cuts), `exact` (nothing cheaper in the planner's graph of types: which,
+like `least_seconds`, a check cannot prove) or `heuristic`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Certificate:
     staging of the worst step. Without a limit the peak of one tensor keeps the bound; that of a batch of which no order
     was found that keeps it is above it. Outputs behind the destinations are inputs that the caller keeps.
     `level_bytes` sums over devices, outermost level first, () without a topology. Steps are priced under `algorithm`:
-    `auto`, the cheapest row of the library for each, or an algorithm of it.
+    `auto`, the cheapest row of the library for each, or an algorithm of it. `least_seconds` are those of the cheapest
+    program that the planner found, where it took this one for fewer bytes on the slowest level or less trouble.
     """
 
     program: Program
@@ -63,6 +64,7 @@ class Certificate:
     seconds: float
     lower_bound_seconds: float
     algorithm: str = "auto"
+    least_seconds: float | None = None
 
     @property
     def gap(self) -> float:
@@ -93,6 +95,12 @@ class Certificate:
                 raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
+        least = self.least_seconds
+        if least is not None and not self.lower_bound_seconds * (1 - RELATIVE) <= least <= self.seconds:
+            raise CertificateError(
+                f"least_seconds is claimed to be {_short(least)}, which is not between the lower bound "
+                f"{_short(self.lower_bound_seconds)} and the seconds {_short(self.seconds)}"
+            )
         if self.status == "floor" and not found.floor:
             raise CertificateError(
                 "status floor is claimed, but without latencies the seconds are more than 0.1 % above their lower bound"
@@ -223,8 +231,12 @@ def issue(
     exact: bool,
     books: Account | None = None,
     algorithm: str = "auto",
+    least: float | None = None,
 ) -> Certificate:
-    """Return the certificate of a program; `exact` is the planner's word that nothing cheaper exists."""
+    """Return the certificate of a program; `exact` is the planner's word that nothing cheaper exists.
+
+    So are `least`, the seconds of the cheapest program that it found, where it took another.
+    """
     claims, floor = derive(program, sources, destinations, where, books, algorithm)
     status = "floor" if floor else "exact" if exact else "heuristic"
     return Certificate(
@@ -235,6 +247,7 @@ def issue(
         memory_limit=memory_limit,
         status=status,
         algorithm=algorithm,
+        least_seconds=least,
         **claims,
     )
 

@@ -23,7 +23,7 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.plans.certificate import TYPES, Certificate
 from shardplan.plans.nominal import DESCRIPTION
 from shardplan.plans.plan_fields import FORMAT, PlanFields, read_fields
-from shardplan.plans.pricing import fabric_of, step_prices
+from shardplan.plans.pricing import NOISE, fabric_of, step_prices
 
 
 def plan_dict(certificate: Certificate) -> dict[str, Any]:
@@ -145,6 +145,11 @@ def annotated(c: Certificate) -> str:
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
         f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]
+    if c.least_seconds is not None:
+        lines.append(
+            f"least      {format_seconds(c.least_seconds)} by another program: within {NOISE:.0%} what counts is bytes "
+            "on the slowest level, then devices in a step, collectives by name, and steps"
+        )
     lines += [f"library    {caveat}"] if caveat else []
     lines += remarks(c)
     if c.level_bytes:

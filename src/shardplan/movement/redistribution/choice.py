@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -12,22 +13,24 @@ import numpy as np
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
 from shardplan.core.op import Op
+from shardplan.core.pattern import Groups, communicates
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.cost import Fabric, seconds
+from shardplan.hardware.prices.cost import Fabric, ran, seconds
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
 from shardplan.movement.redistribution.emit import retyping
-from shardplan.plans.nominal import longest_path
-from shardplan.plans.pricing import priced
+from shardplan.plans.nominal import longest_path, patterns
+from shardplan.plans.pricing import NOISE, priced
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
+FEW_BYTES = 0.05  # relative: bytes that nobody would trade anything for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rules:
     """What a plan must satisfy and how it is priced."""
 
@@ -38,6 +41,13 @@ class Rules:
     placement: Placement | None = None  # what the fabric was made of, where it was one
     narrow: bool = False  # candidates that keep memory limits are asked for, too
     keep: bool = False  # under a limit the inputs are the caller's: live to the end
+
+    @cached_property
+    def slow_levels(self) -> list[int]:
+        """The levels, those first over which a device has the least rate; of equal ones the inner, which carry more."""
+        assert self.fabric is not None
+        rates = [float(self.fabric.capacity(j).max()) / w.stride for j, w in enumerate(self.fabric.wires)]
+        return sorted(range(len(rates)), key=lambda j: (float(f"{rates[j]:.6g}"), -j))
 
 
 class Simplicity(NamedTuple):
@@ -50,6 +60,17 @@ class Simplicity(NamedTuple):
     text: tuple[str, ...]  # says nothing of the programs, but makes plans deterministic
 
 
+class Convenience(NamedTuple):
+    """What decides between programs that predictions do not tell apart, of as few bytes on the slowest level."""
+
+    devices: int  # that are together in a step
+    messages: int  # steps that are no collective of the library
+    moving: int  # steps with communication
+    steps: int
+    memory: int  # bytes of workspace
+    price: float
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A program that satisfies the rules, and its price."""
@@ -58,6 +79,16 @@ class Chosen:
     books: Account
     exact: bool
     price: float
+    crossing: tuple[float, ...] = ()  # bytes that leave units of every level, outermost first
+    least: float | None = None  # the price of the cheapest found, where this was taken for fewer bytes or less trouble
+
+    @staticmethod
+    def of(program: Program, books: Account, exact: bool, rules: Rules) -> Chosen:
+        """Return a program with its price."""
+        if rules.fabric is None:
+            return Chosen(program, books, exact, price(program, books, rules))
+        found = priced(program, rules.fabric)
+        return Chosen(program, books, exact, found.seconds, tuple(itertools.accumulate(found.level_bytes)))
 
     @cached_property
     def simplicity(self) -> Simplicity:
@@ -70,6 +101,86 @@ class Chosen:
             sum(s.op.peers for s in steps),
             tuple(op_text(s.op, s.operands) for s in steps),
         )
+
+    def convenience(self, rules: Rules) -> Convenience:
+        """How convenient the program is: only asked of several that predictions do not tell apart."""
+        assert rules.fabric is not None
+        steps, found = self.program.steps, patterns(self.program)
+        library = rules.fabric.library
+        grouped = [isinstance(ran(x.pattern, library), Groups) for x in found]
+        moving = [communicates(x.pattern) for x in found]
+        return Convenience(
+            max((self._together(k, len(x.devices)) for k, x in enumerate(found) if moving[k]), default=0),
+            sum(moves and not alike for moves, alike in zip(moving, grouped, strict=True)),
+            sum(moving),
+            len(steps),
+            self.books.workspace_bytes,
+            self.price,
+        )
+
+    def _together(self, k: int, taking_part: int) -> int:
+        """The devices of a step that hear from each other."""
+        op, (t, *_) = self.program.steps[k].op, self.program.step_types(self.program.steps[k])[0]
+        axes = op.members(t)
+        group = math.prod(t.mesh.span(a).size for a in axes) if axes else taking_part
+        return 2 if op.peers == 1 else min(taking_part, group)
+
+
+class Contest:
+    """The programs of one move that may be chosen, of all that were entered.
+
+    Without a topology that is the cheapest, and of equal prices the simplest. With one it is, of those within `NOISE`
+    of the least seconds, what puts fewest bytes on the slowest level, then what is most convenient; a program that is
+    proved to be cheapest stands.
+    """
+
+    def __init__(self, rules: Rules, below: float = math.inf) -> None:
+        """Begin; what cannot cost less than `below` is not counted."""
+        self.rules, self.below = rules, below
+        self.margin = TIE if rules.fabric is None else NOISE
+        self.entered: list[Chosen] = []
+
+    @property
+    def least(self) -> Chosen | None:
+        """The cheapest so far; of equal prices the simplest, then the first."""
+        return _cheapest(self.entered)
+
+    def enter(self, found: Iterable[tuple[Program, bool]]) -> None:
+        """Price programs, which come with whether they are exact; live shards between steps keep the bound."""
+        for program, exact in found:
+            most = min([self.below, *(x.price * (1 + self.margin) for x in self.entered)])
+            if most < math.inf and least_price(program, self.rules) > most * (1 + TIE):
+                continue
+            books = booked(program)
+            if books.peak_bytes <= self.rules.bound:
+                self.add(Chosen.of(program, books, exact, self.rules))
+
+    def add(self, new: Chosen) -> None:
+        """Let in one whose price is known."""
+        every = [*self.entered, new]
+        most = min(x.price for x in every) * (1 + self.margin)
+        self.entered = [x for x in every if x.price <= most]
+
+    @property
+    def winner(self) -> Chosen | None:
+        """The one that is taken."""
+        least = self.least
+        if least is None or self.rules.fabric is None or least.exact:
+            return least
+        # The slowest level that any of them crosses.
+        slow = next((j for j in self.rules.slow_levels if any(x.crossing[j] > 0 for x in self.entered)), 0)
+        most = min(x.crossing[slow] for x in self.entered) * (1 + FEW_BYTES)
+        few = [x for x in self.entered if x.crossing[slow] <= most]
+        best = min(few, key=lambda x: (x.convenience(self.rules), x.simplicity)) if len(few) > 1 else few[0]
+        return best if best.price <= least.price * (1 + TIE) else replace(best, exact=False, least=least.price)
+
+
+def _cheapest(found: Sequence[Chosen]) -> Chosen | None:
+    """The cheapest; of equal prices the simplest, then the first."""
+    if len(found) < 2:
+        return found[0] if found else None
+    most = min(x.price for x in found) * (1 + TIE)
+    return min((x for x in found if x.price <= most), key=lambda x: x.simplicity)
 
 
 def chain(ops: Sequence[Op], source: TensorType) -> Program:
@@ -188,32 +299,6 @@ def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable
 def booked(program: Program) -> Account:
     """Return the account of a program; remembered."""
     return account(program)
-
-
-def cheapest(
-    best: Chosen | None, found: Iterable[tuple[Program, bool]], rules: Rules, below: float = math.inf
-) -> Chosen | None:
-    """Return the cheapest of the best so far and of `found`; of equal prices the simplest, then the first.
-
-    What cannot cost less than `below`, or than the best, is not counted. Between steps live shards keep the bound,
-    whatever the limit is.
-    """
-    for program, exact in found:
-        most = min(below, math.inf if best is None else best.price)
-        if most < math.inf and least_price(program, rules) > most * (1 + TIE):
-            continue
-        books = booked(program)
-        if books.peak_bytes <= rules.bound:
-            best = cheaper(best, Chosen(program, books, exact, price(program, books, rules)))
-    return best
-
-
-def cheaper(best: Chosen | None, new: Chosen) -> Chosen:
-    """Return the cheaper of two; of equal prices the simpler, then the first."""
-    tie = best is not None and abs(new.price - best.price) <= TIE * best.price
-    if best is None or (new.simplicity < best.simplicity if tie else new.price < best.price):
-        return new
-    return best
 
 
 def too_little(asked: str, limit: int, least: int, absolute: int) -> Infeasible:

@@ -19,16 +19,14 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Fabric, affine
-from shardplan.movement.batches.crossings import crossings
+from shardplan.movement.batches.crossings import crossings, near_moves
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.redistribution.choice import (
     Chosen,
+    Contest,
     Rules,
     booked,
-    cheaper,
-    cheapest,
     keeping,
-    price,
     programs,
     too_little,
 )
@@ -78,10 +76,10 @@ def best_program(
     if most is None:
         raise too_little(f"redistribute {s} to {t}", limit, *(least for _, least in narrow.least))
     fitting = [(cuts, chunks) for cuts in narrow.ways if cuts.workspace(chunks := cuts.chunks(limit, most)) <= limit]
-    best = None
+    contest = Contest(rules)
     for program in (cuts.cut(chunks) for cuts, chunks in fitting):
-        books = account(program)
-        best = cheaper(best, Chosen(program, books, False, price(program, books, rules)))
+        contest.add(Chosen.of(program, account(program), False, rules))
+    best = contest.winner
     assert best is not None
     return best
 
@@ -119,19 +117,21 @@ def narrowest(
 
 
 def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) -> Chosen | None:
-    """Return the cheapest of all candidates under the rules, or None where none can be cheaper than `below`."""
+    """Return the best of all candidates under the rules, or None where none can be cheaper than `below`."""
     seen: set[tuple[Op, ...]] = set()
+    contest = Contest(rules, below)
 
-    def among(best: Chosen | None, found: Iterator[Candidate]) -> Chosen | None:
-        return cheapest(best, programs(found, s, t, rules, seen), rules, below)
+    def enter(found: Iterator[Candidate]) -> None:
+        contest.enter(programs(found, s, t, rules, seen))
 
-    best = among(None, _reductions(s, t, rules))
-    if best is None or not settled(s):
-        best = among(best, _ways(s, t, rules))
+    enter(_reductions(s, t, rules))
+    if contest.least is None or not settled(s):
+        enter(_ways(s, t, rules))
         if not (rules.portable or rules.fabric or (s.all_even and t.all_even)):
             # Of uneven types the search is no proof, and under other rules it finds other ways.
-            best = among(best, _ways(s, t, replace(rules, portable=True)))
-    return among(best, offered(s, t, rules, best))
+            enter(_ways(s, t, replace(rules, portable=True)))
+    enter(offered(s, t, rules, contest.least))
+    return contest.winner
 
 
 def _reductions(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
@@ -179,7 +179,9 @@ def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidat
     p = make_problem(s, t)
     rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
     found = candidates(s, t, Request(rules.bound, rules.portable, rates, rules.narrow, rules.keep), p)
-    return found if rules.fabric is None else with_levels(found, s, rules.fabric, rules.placement)
+    if rules.fabric is None:
+        return found
+    return with_levels(itertools.chain(found, near_moves(s, t, rules.fabric)), s, rules.fabric, rules.placement)
 
 
 def _rates(p: Problem, fabric: Fabric) -> Rates:
