@@ -14,7 +14,6 @@ from tests.strategies import rngs
 
 import shardplan as sp
 from shardplan.core.ops import Exchange, Send
-from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.batches.idle_peers import relayed_ops
 from shardplan.movement.redistribution.choice import FEW_BYTES, Chosen, Contest, booked, chain
 from shardplan.movement.redistribution.single import rules_of

@@ -70,6 +70,8 @@ def parcels_of(source: Rows, target: Rows, near: tuple[int, ...] = ()) -> Parcel
         # How many blocks part a holder from the receiver comes before what it has sent.
         ways = ((d != here, sum(d // n != here // n for n in near), sent[d], d, k) for k, d in there)
         for away, _, _, device, k in sorted(ways):
+            if not len(rest):
+                break
             inside, rest = split(rest, source.boxes[k])
             found.extend((k, row, part) for part in inside)
             if away:

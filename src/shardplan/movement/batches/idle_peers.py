@@ -16,14 +16,14 @@ from shardplan.core.messages import message_count, messages, own_places, tabled
 from shardplan.core.ops import Exchange, Op, Send
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.plans.pricing import NOISE
 
 _MOST_MESSAGES = 1 << 11  # that are dealt out one by one
-_IDLE = 1.1  # the busiest sender of a node over the mean, from which on peers are idle
 Held = dict[int, list[np.ndarray]]  # by device id the boxes that it is to hold, which do not overlap
 
 
 def relayed_ops(s: TensorType, t: TensorType, fabric: Fabric | None) -> tuple[Op, ...]:
-    """Return the ops of a move from `s` to `t`, neither of them partial, over idle peers; none where none is idle."""
+    """Return the ops of a move from `s` to `t`, neither of them partial, over idle peers; none where it cannot pay."""
     if fabric is None or not fabric.far or tabled(s, t) or s.layout.root or message_count(s, t) > _MOST_MESSAGES:
         return ()
     stride = fabric.wires[fabric.far - 1].stride
@@ -35,11 +35,19 @@ def relayed_ops(s: TensorType, t: TensorType, fabric: Fabric | None) -> tuple[Op
     crosses = node[senders] != there[receivers]
     load = np.bincount(senders[crosses], sizes[crosses], s.mesh.size)
     mean = {n: float(load[node == n].mean()) for n in np.unique(node).tolist()}
-    if not any(load[k] > _IDLE * mean[n] for k, n in enumerate(node.tolist())):
+    if not _worth(load * s.itemsize, max(mean.values()) * s.itemsize, fabric):
         return ()
     table = _table(s, t, (senders, receivers, crosses), node, mean)
     last = Exchange(t.layout, near=blocks) if s.mesh == t.mesh else Send(t.layout, t.mesh, near=blocks)
     return Exchange(boxes=table, near=blocks), last
+
+
+def _worth(load: np.ndarray, evenly: float, fabric: Fabric) -> bool:
+    """Whether what the busiest device sends out of its node, in bytes, over what all do evenly pays for a step more."""
+    far = fabric.wires[fabric.far - 1]
+    rate = float(fabric.capacity(fabric.far - 1).max()) / far.stride
+    over, most = float(load.max()) - evenly, float(load.max()) / rate
+    return over / rate > NOISE * most + fabric.first_hop() + over / fabric.near_rate
 
 
 def _table(
