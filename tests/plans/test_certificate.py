@@ -62,6 +62,7 @@ def mutations(rng: random.Random, c: sp.Certificate) -> list[tuple[str, Any]]:
             out.append((name, value[::-1] if value[::-1] != value else tuple(sorted(value))))
     for name in ("seconds", "lower_bound_seconds"):
         out += [(name, getattr(c, name) * 1.001 + 1e-9), (name, -1.0), (name, math.nan)]
+    out += [("least_seconds", c.seconds * 1.001 + 1e-9), ("least_seconds", -1.0), ("least_seconds", math.nan)]
     out.append(("level_bytes", (*c.level_bytes, 1.0)))
     if c.types:
         k = rng.randrange(len(c.types))

@@ -96,7 +96,8 @@ class Certificate:
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
         least = self.least_seconds
-        if least is not None and not self.lower_bound_seconds * (1 - RELATIVE) <= least <= self.seconds:
+        legal = isinstance(least, float) and self.lower_bound_seconds * (1 - RELATIVE) <= least <= self.seconds
+        if least is not None and not legal:
             raise CertificateError(
                 f"least_seconds is claimed to be {_short(least)}, which is not between the lower bound "
                 f"{_short(self.lower_bound_seconds)} and the seconds {_short(self.seconds)}"

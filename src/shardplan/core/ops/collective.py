@@ -16,7 +16,7 @@ from shardplan.core.counted import Counted, RoundMessages, count
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
-from shardplan.core.messages import FIGURES, Packed, at_root
+from shardplan.core.messages import FIGURES, Packed, at_root, copied
 from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, StepPattern, taking_part
 from shardplan.core.tensor import TensorType
@@ -135,7 +135,12 @@ class Collective(Op):
         if not every:
             return Local(float(sum(counted(self, t, typed(self, t)).written * t.itemsize for t in operands)))
         found = RoundMessages.merged(every)
-        return Messages(found.sender, found.receiver, found.amount.astype(np.float64), self.chunks)
+        return Messages(found.sender, found.receiver, found.amount.astype(np.float64), self.chunks, self._own(operands))
+
+    def _own(self, operands: Sequence[TensorType]) -> float:
+        """The bytes that a device copies of what it has; of what is reduced none, which is folded where it comes."""
+        ends = [(t, typed(self, t)) for t in operands]
+        return float(sum(copied(t, u) for t, u in ends if t.layout.partial == u.layout.partial))
 
     def turns(self, *operands: TensorType) -> Iterator[list[RoundMessages]]:
         """Yield the messages of every round that has any, in bytes, those of each operand."""
@@ -267,11 +272,14 @@ class Grouped(Collective):
         """Return the messages of the algorithm that is said, in their rounds."""
         times = 1 if self.algorithm in SEGMENTED else self.chunks
         found = [RoundMessages.merged(turn) for turn in self.turns(*operands)]
-        rounds = [Messages(one.sender, one.receiver, one.amount / times) for one in found]
+        own = self._own(operands) / times
+        rounds = [
+            Messages(one.sender, one.receiver, one.amount / times, own=own * (k == 0)) for k, one in enumerate(found)
+        ]
         if not rounds:
             return Local(0.0)
         if len(rounds) == 1:
-            return Messages(rounds[0].sender, rounds[0].receiver, rounds[0].nbytes * times, times)
+            return Messages(rounds[0].sender, rounds[0].receiver, rounds[0].nbytes * times, times, own * times)
         steps = (
             StepPattern(one, taking_part(one, operands[0].mesh.ids), (k - 1,) * (k > 0)) for k, one in enumerate(rounds)
         )
@@ -341,7 +349,13 @@ def assemble(
 
 
 def point_to_point(
-    t: TensorType, u: TensorType, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, chunks: int
+    t: TensorType,
+    u: TensorType,
+    sender: np.ndarray,
+    receiver: np.ndarray,
+    nbytes: np.ndarray,
+    chunks: int,
+    own: float = 0.0,
 ) -> Messages:
     """Return messages by device id from places in the two meshes."""
-    return Messages(t.mesh.ids[sender], u.mesh.ids[receiver], nbytes.astype(np.float64), chunks)
+    return Messages(t.mesh.ids[sender], u.mesh.ids[receiver], nbytes.astype(np.float64), chunks, own)

@@ -22,6 +22,7 @@ from shardplan.core.message_totals import message_totals
 from shardplan.core.messages import (
     Packed,
     at_root,
+    copied,
     lacking,
     messages,
     most_senders,
@@ -203,7 +204,10 @@ class Permute(Collective):
         if pairs is None or not len(pairs[0]):
             return Local(0.0)
         sizes = sum(typed(self, x).elements()[pairs[1]] * x.itemsize for x in operands)
-        return point_to_point(t, typed(self, t), *pairs, np.asarray(sizes), self.chunks)
+        home = (t.boxes() != typed(self, t).boxes()).any(axis=(1, 2))  # what cuts its new tile out of its own
+        home[pairs[1]] = False
+        own = sum(int(typed(self, x).elements()[home].max(initial=0)) * x.itemsize for x in operands)
+        return point_to_point(t, typed(self, t), *pairs, np.asarray(sizes), self.chunks, float(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +287,13 @@ class General(Collective):
         t = operands[0]
         alike = all(x == t for x in operands)
         totals = message_totals(t, typed(self, t), *self.choice, len(operands)) if alike else None
+        own = float(sum(copied(x, typed(self, x)) for x in operands))
         if totals is None:
             found = self._listed(operands)
-            return Messages(*found, self.chunks) if len(found[0]) else Local(0.0)
-        return (
-            Messages.later(totals, lambda: self._listed(operands), self.chunks) if len(totals.devices) else Local(0.0)
-        )
+            return Messages(*found, self.chunks, own) if len(found[0]) else Local(0.0)
+        if not len(totals.devices):
+            return Local(0.0)
+        return Messages.later(totals, lambda: self._listed(operands), self.chunks, own)
 
     def _listed(self, operands: Sequence[TensorType]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         t, u = operands[0], typed(self, operands[0])

@@ -8,7 +8,7 @@ certificate, placement, audit and simulation, asks `price`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import assert_never
 
@@ -308,13 +308,14 @@ def _busy(pattern: Overlap, fabric: Fabric, algorithm: str, measured: FusedConst
 
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
     if pattern.totals is not None and (found := message_totals(pattern.totals, fabric)) is not None:
+        found = replace(found, own=pattern.own)
         return min(_message_rows(found, pattern.chunks, fabric, algorithm), key=lambda one: one.seconds)
     keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
     if not bool(keep.any()):
         return Price("none", 0.0, 0.0, _none(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
     flows = Flows(sender, receiver, pattern.nbytes[keep])
-    rows = _message_rows(messages(flows, fabric), pattern.chunks, fabric, algorithm)
+    rows = _message_rows(replace(messages(flows, fabric), own=pattern.own), pattern.chunks, fabric, algorithm)
     return min(rows, key=lambda one: one.seconds)
 
 

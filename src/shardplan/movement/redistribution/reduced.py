@@ -38,7 +38,7 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     # Where the steps over all factors do not type on this shape, those over what axes have on a level together may.
     for apart in (True, False):
         found = reduction(s, t, fabric, apart)
-        ops = None if found is None else found.even()
+        ops = None if found is None else found.even(fabric.library.member_order)
         if found is not None and ops is not None:
             yield Candidate(tuple(ops), exact=found.whole and settled(s))
             return
