@@ -1,10 +1,10 @@
 """Lower bounds in seconds: what no point-to-point algorithm can beat, whatever it does.
 
 Cut, count and gather bounds, at the best rates that any row of the library reaches, over the ways of the devices that
-take part. An element counts once where it enters, and once out of all its holders together: whoever has it may pass it
-on. Where a level reduces in the network, reductions have no count bound; the others still hold. Of collectives, members
-are device ids, int64 [G, k], and nbytes is B, what a member holds before, float64 [G]; their bounds are of bandwidth
-only.
+take part; of moves without addends, that any row reaches which does more than reduce. An element counts once where it
+enters, and once out of all its holders together: whoever has it may pass it on. Where a level reduces in the network,
+reductions have no count bound; the others still hold. Of collectives, members are device ids, int64 [G, k], and nbytes
+is B, what a member holds before, float64 [G]; their bounds are of bandwidth only.
 
 An *island* are devices that meshes join, directly or over others. Every op but a send stays on one mesh, so what goes
 from island to island goes by sends, at the rates of the library's messages. A set of units that has its islands whole

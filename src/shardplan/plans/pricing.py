@@ -20,6 +20,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Price, prices
 from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.prices.library import without_reductions
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.bounds import boxes_on, capacity, most_over, moves_bound
 from shardplan.plans.nominal import nominal_fabric, patterns
@@ -155,7 +156,10 @@ def seconds_bound(
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
-    found = [started(fabric, last, most_over(np.asarray(least, np.float64), capacity(fabric, last, at)[at]), at)]
+    # What has no addends is moved, by no row that only reduces.
+    moving = fabric.under(without_reductions(fabric.library))
+    every = fabric if any(x.layout.partial for x in (*sources, *destinations)) else moving
+    found = [started(every, last, most_over(np.asarray(least, np.float64), capacity(every, last, at)[at]), at)]
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
@@ -164,7 +168,7 @@ def seconds_bound(
         if tabled(s, t):
             continue
         moves.append((boxes_on(s, ids), boxes_on(t, ids), s.itemsize))
-    return Bound.largest([*found, moves_bound(moves, ids, fabric, _islands((*own, *meshes), ids))])
+    return Bound.largest([*found, moves_bound(moves, ids, moving, _islands((*own, *meshes), ids))])
 
 
 def _islands(meshes: Sequence[Mesh], ids: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ TOML files in `libraries/`, and every number in them is cited there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from shardplan.hardware.toml_fields import basic_string, known, parsed
 from shardplan.hardware.units import exact, parse_seconds
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")  # as `Groups.kind`
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 SERVED = (*KINDS, "messages")
 # What `traffic` knows: an algorithm's hops and loads.
 ALGORITHM_NAMES = ("ring", "tree", "nvls", "nvls_tree", "collnet", "network", "p2p")
@@ -99,6 +100,13 @@ class Library:
         rows = tuple(row for row in self.rows if op in row.ops)
         named = tuple(row for row in rows if asked in (row.algorithm, row.name))
         return named or tuple(row for row in rows if not row.asked)
+
+
+@lru_cache(maxsize=32)
+def without_reductions(table: Library) -> Library:
+    """Return a library without the rows that only reduce, by which nothing goes where there are no addends."""
+    rows = tuple(row for row in table.rows if not set(row.ops) <= set(REDUCING))
+    return replace(table, rows=rows or table.rows)
 
 
 @cache
