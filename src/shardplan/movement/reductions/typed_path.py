@@ -132,7 +132,8 @@ class TypedPath:
             varied = [a for f in edge.instruction.grouping.varies for a in self.atoms[f]]
             if not level_major:
                 order = scattered if set(varied) <= set(scattered) else list(itertools.chain(*self.target.atoms))
-                varied.sort(key=order.index if set(varied) <= set(order) else varied.index)
+                if set(varied) <= set(order):
+                    varied.sort(key=order.index)
             ops.append(self._op(edge.instruction.collective, varied, homes))
             for atoms, before, after in zip(self.atoms, edge.source, edge.target, strict=True):
                 scattered += atoms if before < after == "S" else ()
