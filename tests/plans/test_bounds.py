@@ -221,9 +221,7 @@ def test_copies_beyond_the_first_are_gathered():
     s, _ = between(range(16), range(8))
     t = s.with_layout(sp.Layout(((),)), sp.Mesh({"y": 16}, devices=range(16, 32)))
     both = s.nbytes / (16 * 0.93 * 50e9) * (1 / 0.8 + 1 / 1.0)
-    assert seconds_bound([s], [t], Fabric(DGX)).transfer == pytest.approx(
-        max(both, s.nbytes / (8 * 0.93 * 50e9) / 1.0)
-    )
+    assert seconds_bound([s], [t], Fabric(DGX)).transfer == pytest.approx(max(both, s.nbytes / (8 * 0.93 * 50e9) / 1.0))
 
 
 def test_a_row_that_starts_sooner_is_slower():
