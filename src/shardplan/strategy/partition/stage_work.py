@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from shardplan.core.accounting import books_of, held_inside
+from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import Nested, nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
@@ -60,7 +61,7 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
     whole = job.model.forward or job.model.program
     tables = {s.operands[0] for s in whole.steps if s.op.name in READS_ROWS and s.operands[0] in parameters}
     embedding = max((_held_elements(job, name) for name in tables if name in mine), default=0)
-    logits = _logits(job) if "loss" in forward.outputs else 0
+    logits = math.prod(loss_logits(job)) if "loss" in forward.outputs else 0
     scores = [runtime.score * _scores(op.body) for op, _ in loops]
     masks = [runtime.mask * math.prod(op.body.input_types[0].local_shape(0)) for op, _ in loops]
     again = strategy.recompute
@@ -79,7 +80,7 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
                 layer=layer_work(job, program) + more,
                 unit=unit if strategy.fsdp or strategy.zero == 3 else 0,
                 weight=weight,
-                gradient=gradient,
+                summed=gradient if strategy.reduce_dtype is None else numpy_dtype(strategy.reduce_dtype).itemsize,
                 logits=0 if kind == "W" else logits,
                 embedding=0 if kind == "F" else embedding,
             )
@@ -165,12 +166,12 @@ def _held_elements(job: Job, name: str) -> int:
     return math.prod(-(-n // cut.get(d, 1)) for d, n in zip(job.model.dims[name], shape, strict=True) if d != LAYER)
 
 
-def _logits(job: Job) -> int:
-    """Elements of the largest value that the loss reads, on a device."""
+def loss_logits(job: Job) -> tuple[int, ...]:
+    """Return the shape on a device of the largest value that the loss reads; one of no elements where there is none."""
     program = job.model.forward or job.model.program
     steps = [s for s in program.steps if (op := computing(s.op)) is not None and op.kernel_class == "loss"]
     types = [job.settled.type_of(((), o)) for s in steps for o in s.operands if ((), o) in job.settled.sources]
-    return max((math.prod(t.local_shape(0)) for t in types), default=0)
+    return max((t.local_shape(0) for t in types), key=math.prod, default=(0,))
 
 
 def _attention(body: Program) -> list[Step]:
