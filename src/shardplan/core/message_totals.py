@@ -1,10 +1,12 @@
-"""What every device sends and receives in the general move, without listing the messages: see `core.messages`."""
+"""What every device sends, receives and copies in the general move, without listing messages: see `core.messages`."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
-from shardplan.core.messages import lacking, sender_counts, served, tabled
+from shardplan.core.messages import FIGURES, at_root, kept, lacking, own_places, sender_counts, served, tabled
 from shardplan.core.pattern import MessageTotals
 from shardplan.core.tensor import TensorType
 
@@ -24,3 +26,13 @@ def message_totals(
     order = order[(given.elements + lacks)[order] > 0]
     every = given.counts, heard, given.elements * s.itemsize * copies, lacks * copies
     return MessageTotals(s.mesh.ids[order], *(one[order].astype(np.float64) for one in every))
+
+
+@lru_cache(maxsize=FIGURES)
+def own_copy_bytes(s: TensorType, t: TensorType) -> int:
+    """Return the most bytes that a device of `t` copies of what it holds; one whose box stays as it is copies none."""
+    if tabled(s, t):
+        return int(kept(s, t).max(initial=0)) * t.itemsize
+    places = own_places(s, t)
+    moves = (s.boxes()[places] != t.boxes()).any(axis=(1, 2)) & at_root(t)
+    return int(kept(s, t)[moves].max(initial=0)) * t.itemsize

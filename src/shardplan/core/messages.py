@@ -116,16 +116,6 @@ def lacking(s: TensorType, t: TensorType) -> np.ndarray:
     return np.where(at_root(t), t.elements() - kept(s, t), 0) * t.itemsize
 
 
-@lru_cache(maxsize=FIGURES)
-def copied(s: TensorType, t: TensorType) -> int:
-    """Return the most bytes that a device of `t` copies of what it holds; one whose box stays as it is copies none."""
-    if tabled(s, t):
-        return int(kept(s, t).max(initial=0)) * t.itemsize
-    places = own_places(s, t)
-    moves = (s.boxes()[places] != t.boxes()).any(axis=(1, 2)) & at_root(t)
-    return int(kept(s, t)[moves].max(initial=0)) * t.itemsize
-
-
 def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per dim, the first and one-past-last source tile that each receiver's box meets.
 

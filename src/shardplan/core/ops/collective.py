@@ -16,7 +16,8 @@ from shardplan.core.counted import Counted, RoundMessages, count
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
-from shardplan.core.messages import FIGURES, Packed, at_root, copied
+from shardplan.core.message_totals import own_copy_bytes
+from shardplan.core.messages import FIGURES, Packed, at_root
 from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, StepPattern, taking_part
 from shardplan.core.tensor import TensorType
@@ -135,12 +136,14 @@ class Collective(Op):
         if not every:
             return Local(float(sum(counted(self, t, typed(self, t)).written * t.itemsize for t in operands)))
         found = RoundMessages.merged(every)
-        return Messages(found.sender, found.receiver, found.amount.astype(np.float64), self.chunks, self._own(operands))
+        return Messages(
+            found.sender, found.receiver, found.amount.astype(np.float64), self.chunks, self._kept_bytes(operands)
+        )
 
-    def _own(self, operands: Sequence[TensorType]) -> float:
+    def _kept_bytes(self, operands: Sequence[TensorType]) -> float:
         """The bytes that a device copies of what it has; of what is reduced none, which is folded where it comes."""
         ends = [(t, typed(self, t)) for t in operands]
-        return float(sum(copied(t, u) for t, u in ends if t.layout.partial == u.layout.partial))
+        return float(sum(own_copy_bytes(t, u) for t, u in ends if t.layout.partial == u.layout.partial))
 
     def turns(self, *operands: TensorType) -> Iterator[list[RoundMessages]]:
         """Yield the messages of every round that has any, in bytes, those of each operand."""
@@ -272,7 +275,7 @@ class Grouped(Collective):
         """Return the messages of the algorithm that is said, in their rounds."""
         times = 1 if self.algorithm in SEGMENTED else self.chunks
         found = [RoundMessages.merged(turn) for turn in self.turns(*operands)]
-        own = self._own(operands) / times
+        own = self._kept_bytes(operands) / times
         rounds = [
             Messages(one.sender, one.receiver, one.amount / times, own=own * (k == 0)) for k, one in enumerate(found)
         ]

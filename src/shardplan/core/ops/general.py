@@ -18,11 +18,10 @@ from shardplan.core.holders import checked_near
 from shardplan.core.layout import Layout
 from shardplan.core.lowering import Boxes, Copy, Ints, Put, Region, Round, Take
 from shardplan.core.mesh import Mesh
-from shardplan.core.message_totals import message_totals
+from shardplan.core.message_totals import message_totals, own_copy_bytes
 from shardplan.core.messages import (
     Packed,
     at_root,
-    copied,
     lacking,
     messages,
     most_senders,
@@ -287,7 +286,7 @@ class General(Collective):
         t = operands[0]
         alike = all(x == t for x in operands)
         totals = message_totals(t, typed(self, t), *self.choice, len(operands)) if alike else None
-        own = float(sum(copied(x, typed(self, x)) for x in operands))
+        own = float(sum(own_copy_bytes(x, typed(self, x)) for x in operands))
         if totals is None:
             found = self._listed(operands)
             return Messages(*found, self.chunks, own) if len(found[0]) else Local(0.0)

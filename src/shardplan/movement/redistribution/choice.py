@@ -110,7 +110,7 @@ class Chosen:
         grouped = [isinstance(ran(x.pattern, library), Groups) for x in found]
         moving = [communicates(x.pattern) for x in found]
         return Convenience(
-            max((self._together(k, len(x.devices)) for k, x in enumerate(found) if moving[k]), default=0),
+            max((self._group_size(k, len(x.devices)) for k, x in enumerate(found) if moving[k]), default=0),
             sum(moves and not alike for moves, alike in zip(moving, grouped, strict=True)),
             sum(moving),
             len(steps),
@@ -118,7 +118,7 @@ class Chosen:
             self.price,
         )
 
-    def _together(self, k: int, taking_part: int) -> int:
+    def _group_size(self, k: int, taking_part: int) -> int:
         """The devices of a step that hear from each other."""
         op, (t, *_) = self.program.steps[k].op, self.program.step_types(self.program.steps[k])[0]
         axes = op.members(t)
@@ -141,7 +141,7 @@ class Contest:
         self.entered: list[Chosen] = []
 
     @property
-    def least(self) -> Chosen | None:
+    def cheapest(self) -> Chosen | None:
         """The cheapest so far; of equal prices the simplest, then the first."""
         return _cheapest(self.entered)
 
@@ -164,7 +164,7 @@ class Contest:
     @property
     def winner(self) -> Chosen | None:
         """The one that is taken."""
-        least = self.least
+        least = self.cheapest
         if least is None or self.rules.fabric is None or least.exact:
             return least
         # The slowest level that any of them crosses.

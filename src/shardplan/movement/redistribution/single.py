@@ -125,12 +125,12 @@ def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) 
         contest.enter(programs(found, s, t, rules, seen))
 
     enter(_reductions(s, t, rules))
-    if contest.least is None or not settled(s):
+    if contest.cheapest is None or not settled(s):
         enter(_ways(s, t, rules))
         if not (rules.portable or rules.fabric or (s.all_even and t.all_even)):
             # Of uneven types the search is no proof, and under other rules it finds other ways.
             enter(_ways(s, t, replace(rules, portable=True)))
-    enter(offered(s, t, rules, contest.least))
+    enter(offered(s, t, rules, contest.cheapest))
     return contest.winner
 
 
