@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from compute_examples import UNEQUAL, Example
 from gradient_examples import GRADIENTS, ONE
-from shardplan.core.dim_names import DimNames, Names, dim_names, links, ordered
+from shardplan.core.dim_names import DimNames, Names, dim_names, links, steps_by_value
 from shardplan.core.draft import Draft
 from shardplan.core.gradients import Gradients, gradients
 from shardplan.core.layout import Layout
@@ -463,7 +463,7 @@ def test_names_do_not_hang_on_the_order_of_steps(p: Program, rng: random.Random)
     for one in (p, with_gradients(p).program):
         other, _ = shuffled(one, rng)
         assert by_value(other, dim_names(other, {})) == by_value(one, dim_names(one, {}))
-        assert sorted(ordered(one)) == list(range(len(one.steps)))
+        assert sorted(steps_by_value(one)) == list(range(len(one.steps)))
 
 
 MESH = Mesh(x=2)

@@ -34,10 +34,10 @@ from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.core.walk import inside, opened, program_leaves, turns
+from shardplan.core.walk import open_together, posted_steps, program_leaves, turns
 from shardplan.execution.drive import Hands, drive, finish, wrap_blocking
 from shardplan.plans.certificate import derive
-from shardplan.plans.pricing import fabric_of, priced
+from shardplan.plans.pricing import fabric_of, price_program
 from shardplan.simulation.predict import predict
 
 
@@ -151,10 +151,12 @@ def test_a_repeat_costs_what_its_body_written_out_costs(program: Program) -> Non
     assert predict(program).seconds == pytest.approx(predict(whole).seconds)
     topology = sp.Topology.load("dgx-a100", nodes=2)
     fabric = fabric_of(topology, program.meshes)
-    seconds, transfer, levels = priced(program, fabric)
-    assert (seconds, transfer, *levels) == pytest.approx((sum_of := priced(whole, fabric))[:2] + sum_of[2])
+    seconds, transfer, levels = price_program(program, fabric)
+    assert (seconds, transfer, *levels) == pytest.approx((sum_of := price_program(whole, fabric))[:2] + sum_of[2])
     assert predict(program, topology).seconds == pytest.approx(seconds)
-    assert sum(leaf.times for leaf in program_leaves(program)) == sum(len(inside(v.step)) for _, v in turns(program))
+    assert sum(leaf.times for leaf in program_leaves(program)) == sum(
+        len(posted_steps(v.step)) for _, v in turns(program)
+    )
 
 
 def depth(program: Program) -> int:
@@ -284,9 +286,9 @@ def together(steps: Sequence[Step] = MOVES, outputs: Sequence[str] = ("c", "d"))
 def test_a_swap_over_two_meshes() -> None:
     program = together()
     apart = Program({"0": A, "1": B}, [Step(s.op, (str(k),), (str(k + 2),)) for k, s in enumerate(MOVES)], ("3", "2"))
-    crossed = opened(together(outputs=("d", "c")))[0]
+    crossed = open_together(together(outputs=("d", "c")))[0]
     assert [(s.operands, s.results) for s in crossed.steps] == [(("0",), ("3",)), (("1",), ("2",))]
-    assert opened(program) == (apart, (0, 0)) and opened(apart) == (apart, (0, 1))
+    assert open_together(program) == (apart, (0, 0)) and open_together(apart) == (apart, (0, 1))
     assert Program.parse(str(program)) == program and program.devices == (0, 1, 2, 3)
     books, want = account(program), account(apart)
     assert books.received.tolist() == want.received.tolist() == [24, 8, 16, 16]
@@ -332,7 +334,7 @@ def test_moves_together_are_priced_on_the_same_links() -> None:
         return Program(op.body.inputs, [Step(op, tuple(names), results)], results)
 
     def cost(p: Program) -> float:
-        return priced(p, fabric_of(topology, p.meshes)).seconds
+        return price_program(p, fabric_of(topology, p.meshes)).seconds
 
     one = cost(alone)
     assert cost(pair((s, t))) == one
@@ -615,4 +617,4 @@ def test_ninety_six_layers_cost_what_one_does() -> None:
     assert account(program).received.tolist() == [10**9 * 128] * 2
     assert Program.parse(str(program)) == program
     topology = sp.Topology.load("nominal", devices=2)
-    assert predict(program, topology).seconds == priced(program, fabric_of(topology, program.meshes)).seconds > 1
+    assert predict(program, topology).seconds == price_program(program, fabric_of(topology, program.meshes)).seconds > 1

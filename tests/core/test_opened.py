@@ -26,7 +26,7 @@ from shardplan.core.ops import (
     Split,
     TopK,
 )
-from shardplan.core.ops.composed import Composed, differs, opened, zeros
+from shardplan.core.ops.composed import Composed, decompose_sharded, differs, zeros
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.core.tensor import TensorType
@@ -54,13 +54,13 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
             pass
         needs = tuple(k for k, t in enumerate(types) if differs(t))
         try:
-            forward = opened(op, types)
+            forward = decompose_sharded(op, types)
             draft = Draft.of(types)
             made = draft.copy(forward.steps, lambda n: n)
             out = [made.get(r, r) for r in forward.results]
             cotangents = {r: draft.types[r].with_layout(Layout(draft.types[r].layout.dims)) for r in out}
             dys = [draft.given(t) if differs(t) else zeros(draft, t, r) for r, t in cotangents.items()]
-            body = opened(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
+            body = decompose_sharded(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
         except LayoutError:
             continue
         own = [*map(str, range(len(types))), *dys]
@@ -86,7 +86,10 @@ def test_no_logit_is_gathered() -> None:
     types = [TensorType.parse("f64[7, 4, 6@y]", MESH), TensorType.parse("i32[7, 4]", MESH)]
     seed = TensorType.parse("f64[7, 4]", MESH)
     assert isinstance(op, Composed)
-    for body, given in ((opened(op, types), types), (opened(Backward(op, (0,)), [*types, seed]), [*types, seed])):
+    for body, given in (
+        (decompose_sharded(op, types), types),
+        (decompose_sharded(Backward(op, (0,)), [*types, seed]), [*types, seed]),
+    ):
         draft = Draft.of(given)
         names = draft.copy(body.steps, lambda n: n)
         moved = [s for s in draft.steps if s.op.name == "all_reduce"]

@@ -25,7 +25,7 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.ops.collective import counted, moving
+from shardplan.core.ops.collective import lowering_counts, moving
 from shardplan.core.pattern import Groups, Local, Messages
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -134,7 +134,7 @@ def test_what_is_sent_is_what_is_received(case: tuple[Op, TensorType]) -> None:
     assert ids.tolist() == list(t.mesh.devices) and sent.sum() == op.received(t).sum()
     move = moving(op)
     assert move is not None
-    assert sent.tolist() == (counted(move, t, u).sent_by(t) * t.itemsize).tolist()
+    assert sent.tolist() == (lowering_counts(move, t, u).sent_by(t) * t.itemsize).tolist()
 
 
 @given(some.applied())

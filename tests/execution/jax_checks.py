@@ -27,7 +27,7 @@ from shardplan.core.group_rounds import addends, scatter_sums
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round
 from shardplan.core.messages import at_root
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops import (
     AllGather,
@@ -422,7 +422,7 @@ def bytes_of_ops(kinds: Collection[type] = (Op,)) -> Any:
     wrong: list[str] = []
     more: dict[str, int] = {}
     for op, types in alone():
-        if nested(op) or not isinstance(op, tuple(kinds)):  # the text of a body counts its bytes once
+        if as_nested(op) or not isinstance(op, tuple(kinds)):  # the text of a body counts its bytes once
             continue
         program = single(op, types)
         kinds_moved, got, _ = moved(program)

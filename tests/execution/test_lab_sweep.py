@@ -8,7 +8,7 @@ import pytest
 from execution.lab_here import needs_lab
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.lab import sweep as sweeping
-from shardplan.execution.lab.experiments import Experiment, emulated, pairs
+from shardplan.execution.lab.experiments import Experiment, emulated_topology, pairs
 from shardplan.execution.lab.item import WrongResult
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.standard import CLUSTERS, CROSSED, STANDARD, competing, draw_experiments
@@ -65,7 +65,7 @@ def test_pairs_are_all_placements_and_programs() -> None:
 
 
 def test_the_closed_form_has_the_same_constants() -> None:
-    slow = emulated(FIRST.build().topology)
+    slow = emulated_topology(FIRST.build().topology)
     assert [level.latency for level in slow.levels] == [3e-4, 3e-4]
     assert slow.levels[0].bandwidth == pytest.approx(2.5e8 * 1448 / 1514)
 

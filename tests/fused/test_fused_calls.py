@@ -14,7 +14,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 from core.test_fused import BAGS, EXPERTS, GEMV, ULYSSES, all_fused, shards
-from shardplan.core.ops.fused import Fused, fused
+from shardplan.core.ops.fused import Fused, as_fused
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
 from shardplan.execution.lower import members_of
@@ -75,7 +75,7 @@ def everywhere(ranks: int, work: Callable[[int, Callable[[bytes], list[bytes]]],
 def test_fused_calls_mean_their_bodies(name: str) -> None:
     program = all_fused(Program.parse(CASES[name.removesuffix(" in one shot")]))
     step = program.steps[-1]
-    op = fused(step.op)
+    op = as_fused(step.op)
     assert isinstance(op, Fused)
     op = replace(op, shots=1) if name.endswith("shot") else op  # type: ignore[call-arg]
     given = [[np.asarray(x) for x in each] for each in shards(op.body)]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardplan.core.expression_tree import CUBIC, GELU_EXACT
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Elementwise, LayerNorm, ReduceDims, RmsNorm
 from shardplan.core.program import Program
@@ -68,7 +68,7 @@ def imported(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Mod
 
 def ops(program: Program) -> Iterator[Op]:
     for step in program.steps:
-        inner = nested(step.op)
+        inner = as_nested(step.op)
         yield from ops(inner.body) if inner is not None else (step.op,)
 
 

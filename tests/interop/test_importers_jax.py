@@ -14,7 +14,7 @@ from tests.interop import jax_decoders as plain
 from tests.interop.test_importers_torch import flops, times
 
 import shardplan as sp
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.reference import run_program
 from shardplan.errors import LayoutError, TypingError
 from shardplan.interop.importers import load
@@ -123,7 +123,7 @@ def test_a_job_lies_as_constraints_say() -> None:
     model = constrained(pinned_to(("data", "tensor"), "data", None, "tensor"), layers=3)
     assert times(model.program) == [3] and len(model.constraints) == 1
     job = sp.partition(model, sp.Strategy(data=2, tensor=2))
-    bodies = [op.body for s in job.programs[0, "F"].steps if (op := nested(s.op))]
+    bodies = [op.body for s in job.programs[0, "F"].steps if (op := as_nested(s.op))]
     pins = [str(body.types[s.results[0]]) for body in bodies for s in body.steps if s.op.name == "pin"]
     assert pins == ["f32[2@data, 5, 4@tensor]"]
     rng = np.random.default_rng(0)

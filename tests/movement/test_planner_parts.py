@@ -25,7 +25,7 @@ from shardplan.movement.batches.tiles import _rate
 from shardplan.movement.placing.place import Ranking
 from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.problem import _neighbours, problem
-from shardplan.movement.redistribution.reduced import reducing, settled
+from shardplan.movement.redistribution.reduced import is_settled, reducing
 from shardplan.movement.redistribution.space import _meeting
 from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.type_graph import step_state
@@ -78,8 +78,8 @@ def test_a_graph_without_some_axes_is_not_said_to_hold_every_type() -> None:
 
 def test_what_lies_at_a_root_may_still_be_planned_otherwise() -> None:
     mesh = sp.Mesh(a=2, b=2)
-    assert settled(typed("f32[8]{+a,+b}", mesh)) and settled(typed("f32[8@a]{+b}", mesh))
-    assert not settled(typed("f32[8@a]{root:b}", mesh)) and not settled(typed("f32[8]{+a}", mesh))
+    assert is_settled(typed("f32[8]{+a,+b}", mesh)) and is_settled(typed("f32[8@a]{+b}", mesh))
+    assert not is_settled(typed("f32[8@a]{root:b}", mesh)) and not is_settled(typed("f32[8]{+a}", mesh))
 
 
 def test_the_slowest_level_between_two_meshes_gives_the_rate() -> None:

@@ -308,7 +308,9 @@ def test_prices_decide_before_programs_are_asked_how_simple_they_are(apart: floa
     source = sp.TensorType.parse("f32[4, 4]", sp.Mesh(a=2, b=2))
     short = choice.chain([Slice(0, ("a",))], source)
     long = choice.chain([Slice(0, ("a",)), Slice(1, ("b",))], source)
-    simple, dear = (choice.Chosen(p, choice.booked(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0)))
+    simple, dear = (
+        choice.Chosen(p, choice.account_of(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0))
+    )
     assert choice.cheaper(simple, dear) is choice.cheaper(dear, simple) is dear
     equal = replace(simple, price=1 + choice.TIE / 2)
     assert choice.cheaper(equal, dear) is choice.cheaper(dear, equal) is equal

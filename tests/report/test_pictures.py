@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import shardplan as sp
-from shardplan.core.messages import kept
+from shardplan.core.messages import overlap_elements
 from shardplan.core.ops import AllReduce, Slice, ToPartial
 from shardplan.core.step import Step
 from shardplan.report.contents import frames
@@ -54,7 +54,7 @@ def test_frames_follow_the_types(source, destination):
             lacking = [(volume(h.box) - volume(h.kept)) * 4 for h in frame.held]
             assert lacking == received.tolist()
             if step.op.name != "permute":
-                assert [volume(h.kept) for h in frame.held] == kept(before, after).tolist()
+                assert [volume(h.kept) for h in frame.held] == overlap_elements(before, after).tolist()
 
 
 @pytest.mark.parametrize(("source", "destination"), PAIRS)

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.core.draft import Draft
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.layers import Softmax
 from shardplan.core.program import Program
@@ -75,7 +75,7 @@ def test_what_a_layer_moves_with_what_is_carried_stays_there() -> None:
     for text, ahead in ((BODY, 0), (apart, 1)):
         program = Program.parse(text)
         found = prefetched(program, ("w",))
-        op = nested(found.steps[0].op)
+        op = as_nested(found.steps[0].op)
         assert op is not None and op.ahead == ahead
         given = [[rng.normal(size=t.local_shape(k)).astype(np.float32) for k in range(2)] for t in program.input_types]
         for x, y in zip(run_program(found, given)[0], run_program(program, given)[0], strict=True):

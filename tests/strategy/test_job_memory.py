@@ -8,7 +8,7 @@ import pytest
 
 from shardplan import CertificateError, Job, Model, Strategy, partition
 from shardplan.core.accounting import held_inside
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
 from shardplan.strategy.partition.memory import certify, moments, saved_bytes, state_bytes
@@ -111,7 +111,7 @@ def test_a_layer_that_is_gathered_early_is_held() -> None:
     layer = 2 * (LAYER["cut"] + LAYER["whole"])
     plain, early = job(data=4, fsdp=True), job(data=4, fsdp=True, prefetch=True)
     for kind in ("F", "B"):
-        (op,) = (op for step in early.programs[0, kind].steps if (op := nested(step.op)))
+        (op,) = (op for step in early.programs[0, kind].steps if (op := as_nested(step.op)))
         assert held_inside(op.body, op.kept, op.ahead) - held_inside(op.body, op.kept) == layer
     for less, more in zip(moments(plain, 0), moments(early, 0), strict=True):
         assert less.during <= more.during <= less.during + 2 * layer and less.after == more.after

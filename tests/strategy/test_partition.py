@@ -17,7 +17,7 @@ from shardplan import (
     TopologyError,
     partition,
 )
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves, turns
 from shardplan.plans.pricing import fabric_of
@@ -382,12 +382,12 @@ def test_what_is_gathered_ahead_is_as_much() -> None:
         plain, early = (partition(one, Strategy(**strategy, prefetch=on)) for on in (False, True))
         assert certify(plain).axis_bytes == certify(early).axis_bytes
         for kind in ("F", "B"):
-            (op,) = (op for step in early.programs[0, kind].steps if (op := nested(step.op)) and not op.at_once)
+            (op,) = (op for step in early.programs[0, kind].steps if (op := as_nested(step.op)) and not op.at_once)
             run = [visit.step.op.name for _, visit in turns(early.programs[0, kind]) if "gather" in visit.step.op.name]
             assert op.ahead == len([m for m in early.movements[0, kind] if m.path and "gather" in str(m.plan.program)])
             assert {step.op.name for step in op.body.steps[: op.ahead]} <= {"all_gather", "together"}
             assert run == [v.step.op.name for _, v in turns(plain.programs[0, kind]) if "gather" in v.step.op.name]
-        sizes.add(sum(len(op.body.steps) for p in early.programs.shared for s in p.steps if (op := nested(s.op))))
+        sizes.add(sum(len(op.body.steps) for p in early.programs.shared for s in p.steps if (op := as_nested(s.op))))
     assert len(sizes) == 1
 
 
@@ -524,7 +524,7 @@ def test_a_bucket_of_layers_is_moved_together() -> None:
             sides = m.plan.program.input_types, m.plan.program.output_types
             larger = [max(t.local_bytes(), u.local_bytes()) for t, u in zip(*sides, strict=True)]
             assert bucket == "1 GB" or sum(larger) <= bucket
-    (op,) = (op for step in job.programs[0, "B"].steps if (op := nested(step.op)))
+    (op,) = (op for step in job.programs[0, "B"].steps if (op := as_nested(step.op)))
     names = [step.op.name for step in op.body.steps]
     first = names.index("reduce_scatter")  # of a bucket, right behind its last gradient: it waits for no other
     assert {*op.body.steps[first - 1].results} & {*op.body.steps[first].operands} and first < len(names) / 2

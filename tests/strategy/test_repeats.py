@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops import Crop, Einsum, Elementwise, Reshape, RmsNorm
 from shardplan.core.program import Program
 from shardplan.core.reference import run_program
@@ -75,7 +75,7 @@ def flat_steps(found: Recovered) -> list[object]:
         at.update((r, (len(lines) - 1, j)) for j, r in enumerate(step.results))
 
     for step in found.program.steps:
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is None:
             write(step, value)
             continue
@@ -110,7 +110,7 @@ def stacked(found: Recovered, values: Mapping[str, np.ndarray]) -> dict[str, np.
 
 
 def times(found: Recovered) -> list[int]:
-    return [op.times for s in found.program.steps if (op := nested(s.op))]
+    return [op.times for s in found.program.steps if (op := as_nested(s.op))]
 
 
 def checked(flat: Program) -> list[int]:
@@ -191,9 +191,9 @@ def test_unrolling_gives_back_the_graph(layers: str, shared: bool, outputs: str)
 
 def test_a_built_model_comes_back() -> None:
     model = Model.load("llama", layers=5, hidden=8, heads=2, ffn=12, seq=3, vocab=11, training=False)
-    (number,) = (k for k, s in enumerate(model.program.steps) if nested(s.op))
+    (number,) = (k for k, s in enumerate(model.program.steps) if as_nested(s.op))
     step = model.program.steps[number]
-    op = nested(step.op)
+    op = as_nested(step.op)
     assert op is not None
     assert op.times == 5
     inputs = {n: t for n, t in model.program.inputs if n not in step.operands[-op.cut :]}
@@ -216,6 +216,6 @@ def test_a_built_model_comes_back() -> None:
     found = recovered(Program(inputs, [*flat, *last], model.program.outputs))
     assert times(found) == [5]
     assert [len(group) for group in found.stacks.values()] == [5] * op.cut
-    (made,) = (nested(s.op) for s in found.program.steps if nested(s.op))
+    (made,) = (as_nested(s.op) for s in found.program.steps if as_nested(s.op))
     assert made is not None
     assert [s.op for s in made.body.steps] == [s.op for s in op.body.steps]

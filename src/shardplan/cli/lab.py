@@ -22,7 +22,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task, needs
 from shardplan.execution.lab.cluster import Leaf, Rate
-from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated
+from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated_topology
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.session import REPETITIONS
 from shardplan.execution.lab.standard import STANDARD
@@ -200,7 +200,7 @@ def in_order(mesh: Mesh, cluster: Cluster) -> Placement:
     Its topology has the payload's share and the latency of the lab: what plans are priced on. Raises `TopologyError`
     where the mesh has another number of devices than the cluster ranks.
     """
-    every = list(placements(mesh, emulated(cluster.topology)))
+    every = list(placements(mesh, emulated_topology(cluster.topology)))
     return next((p for p in every if np.array_equal(p.device_mesh().reshape(-1), np.arange(mesh.size))), every[0])
 
 

@@ -1,4 +1,4 @@
-"""`closed`: a program in which composites that are written out are one step again: the inverse of a decomposition.
+"""`close_composites`: composites that are written out become one step again: the inverse of a decomposition.
 
 Found are softmax, layer and RMS norm, GELU, SiLU and attention. What is compared are formulas, up to the order of sums
 and products, casts to wider floats and dims of size 1; a mean is a sum by the number of its elements. A mask is the
@@ -55,7 +55,7 @@ class Formulas:
         """The value that one is, but for dims of size 1 and casts between floats."""
         while (step := self.made.get(name)) is not None:
             t, u = self.types[step.operands[0]] if step.operands else None, self.types[name]
-            thin = isinstance(step.op, Reshape) and t is not None and _squeezed(t) == _squeezed(u)
+            thin = isinstance(step.op, Reshape) and t is not None and _sizes_above_one(t) == _sizes_above_one(u)
             cast = isinstance(step.op, Cast) and t is not None and _wider(t, u) and self._exact(step.operands[0])
             if not thin and not cast:
                 break
@@ -302,7 +302,7 @@ def composite(f: Formulas, name: str) -> Found | None:
     return None
 
 
-def closed(program: Program, rule: Rule) -> Program:
+def close_composites(program: Program, rule: Rule) -> Program:
     """Return the program with composites as one step each; `rule` may write a step in another way, too."""
     f = Formulas(program)
     draft, names = Draft(dict(program.inputs)), {n: n for n, _ in program.inputs}
@@ -355,5 +355,5 @@ def _wider(t: TensorType, u: TensorType) -> bool:
     return t.itemsize <= u.itemsize and all(numpy_dtype(x.dtype).kind in "fV" for x in (t, u))
 
 
-def _squeezed(t: TensorType) -> tuple[int, ...]:
+def _sizes_above_one(t: TensorType) -> tuple[int, ...]:
     return tuple(n for n in t.shape if n > 1)

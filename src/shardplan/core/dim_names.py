@@ -29,7 +29,7 @@ from shardplan.core.ops.compute import FactorTyped, computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import TypingError, shown
+from shardplan.errors import TypingError, excerpt
 
 Names = tuple[str, ...]  # of a dim or a factor, of which there is one for each of its parts, major to minor
 
@@ -76,7 +76,7 @@ def dim_names(
     ((('hidden',), ('d0',)), (('d0',), ('ffn',)))
     """
     top = _DimLevel(program.types)
-    given = [part for name, names in inputs.items() for part in _given(program, top, name, names)]
+    given = [part for name, names in inputs.items() for part in _name_input_dims(program, top, name, names)]
     top.program(program)
     top.gradients(program, origins, top)
     for x, y in (pair for level in top.every() for pair in level.carried):
@@ -86,16 +86,16 @@ def dim_names(
     return _Naming(given, stacks).names(top, program)
 
 
-def _given(program: Program, top: _DimLevel, name: str, names: tuple[str | None, ...]) -> Iterator[_DimPart]:
+def _name_input_dims(program: Program, top: _DimLevel, name: str, names: tuple[str | None, ...]) -> Iterator[_DimPart]:
     """Give the dims of an input their names."""
     t = dict(program.inputs).get(name)
     if t is None or len(names) != t.ndim:
         what = f"legal are {t.ndim} of %{name}, {t}" if t else f"there is no input %{name}"
-        raise TypingError(f"dim_names: the names {shown(names)}; {what}")
+        raise TypingError(f"dim_names: the names {excerpt(names)}; {what}")
     for d, (part, said) in enumerate(zip(top.values[name], names, strict=True)):
         if said is not None:
             if not said.isidentifier():
-                raise TypingError(f"dim_names: the name {shown(said)} of %{name}; legal are letters, digits and '_'")
+                raise TypingError(f"dim_names: the name {excerpt(said)} of %{name}; legal are letters, digits and '_'")
             part.name, part.origin = said, f"dim {d} of input %{name}"
             yield part
 
@@ -184,7 +184,7 @@ class _DimLevel:
 
     def program(self, program: Program) -> None:
         """Join what its steps join."""
-        for number in ordered(program):
+        for number in steps_by_value(program):
             self.step(number, program.steps[number])
 
     def step(self, number: int, step: Step) -> None:
@@ -237,7 +237,7 @@ class _DimLevel:
                 self.bodies[number].gradients(step.op.body, origin.inner, forward.bodies[origin.forward])
 
 
-def ordered(program: Program) -> list[int]:
+def steps_by_value(program: Program) -> list[int]:
     """Return the numbers of the steps in an order that hangs on their values alone, not on that of the steps."""
     makers = {r: k for k, step in enumerate(program.steps) for r in step.results}
     done: dict[int, None] = {}
@@ -335,7 +335,7 @@ class _Naming:
 
     def names(self, level: _DimLevel, program: Program) -> DimNames:
         """Return those of a program, and of the bodies in it."""
-        order = ordered(program)
+        order = steps_by_value(program)
         first = [name for name, _ in program.inputs]
         values = {n: tuple(map(self.of, level.values[n])) for n in first}
         bodies: dict[int, DimNames] = {}

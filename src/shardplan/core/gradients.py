@@ -28,7 +28,7 @@ from shardplan.errors import TypingError
 Keep = Callable[[Step, bool], bool]  # of a forward step, and whether it only lays a value out anew
 
 
-def kept(step: Step, moved: bool) -> bool:
+def keep_computed(step: Step, moved: bool) -> bool:
     """Keep all that no movement only laid out anew."""
     return not moved
 
@@ -57,7 +57,7 @@ class Gradients:
     origins: tuple[Origin | None, ...]
 
 
-def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = kept) -> Gradients:
+def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = keep_computed) -> Gradients:
     """Return the program with the gradients of `loss`, a scalar, in the values `wanted`.
 
     A gradient has the layout of its value's dims, and may be partial over axes that the value does not use. `keep` says

@@ -19,7 +19,7 @@ FILLED = 8  # how often a chain is filled: its start and end then take an eighth
 Of = Callable[[Ints | int], Region]  # of members, given by their index in each device's group
 
 
-def opened(actions: Iterable[Action], rounds: Iterator[Round]) -> Iterator[Round]:
+def prepend_actions(actions: Iterable[Action], rounds: Iterator[Round]) -> Iterator[Round]:
     """Yield the rounds, the first one with these actions before its own."""
     first = next(rounds, Round())
     yield Round.of((*actions, *first.actions), first.closes)
@@ -40,12 +40,12 @@ def gather(group: Group, own: Region, block: Of, chunks: int, algorithm: str) ->
                     closes=s == group.size - 2,
                 )
         elif algorithm == "doubling":
-            yield from _doubled(group, own, block, c, chunks)
+            yield from _recursive_doubling(group, own, block, c, chunks)
         else:
             yield exchange(group, lambda k: own, block, c, chunks)
 
 
-def _turned(group: Group, stride: int, digit: int) -> Iterator[tuple[Ints, Ints]]:
+def _digit_peers(group: Group, stride: int, digit: int) -> Iterator[tuple[Ints, Ints]]:
     """Yield the members to give to, and those to take from, over one digit of the members' indices."""
     mine = group.me // stride % digit
     for turn in range(1, digit):
@@ -53,12 +53,12 @@ def _turned(group: Group, stride: int, digit: int) -> Iterator[tuple[Ints, Ints]
         yield group.me + there * stride, group.me + back * stride
 
 
-def _doubled(group: Group, own: Region, block: Of, chunk: int, chunks: int) -> Iterator[Round]:
+def _recursive_doubling(group: Group, own: Region, block: Of, chunk: int, chunks: int) -> Iterator[Round]:
     """Yield the rounds of a gather, major digit first: a member passes on all parts that it has."""
     span = group.size
     for digit in group.digits:
         actions: list[Action] = []
-        for there, back in _turned(group, span // digit, digit):
+        for there, back in _digit_peers(group, span // digit, digit):
             for more in range(0, group.size, span):
                 given = block(group.me % span + more) if span < group.size else own
                 actions.append(group.put(there, given.cut(chunk, chunks)))
@@ -116,7 +116,7 @@ def scatter_sums(
                 )
                 given = target
         elif algorithm == "doubling":
-            yield from _halved(group, addend, here, reduction, c, chunks)
+            yield from _recursive_halving(group, addend, here, reduction, c, chunks)
         else:
             n = here.elements()
             actions: list[Action] = []
@@ -131,7 +131,9 @@ def scatter_sums(
             yield Round.of([*actions, *sums])
 
 
-def _halved(group: Group, addend: Of, total: Region, reduction: str, chunk: int, chunks: int) -> Iterator[Round]:
+def _recursive_halving(
+    group: Group, addend: Of, total: Region, reduction: str, chunk: int, chunks: int
+) -> Iterator[Round]:
     """Yield the rounds of a scatter of sums, minor digit first: a member gives what is for others, and sums up its own.
 
     The sums of every round lie behind those of the round before, from which they are made.
@@ -152,7 +154,7 @@ def _halved(group: Group, addend: Of, total: Region, reduction: str, chunk: int,
             total if left == 1 else run_of("s", (made + k) * room, held(group.me % span + k * span).elements())
             for k in range(left)
         ]
-        for turn, (there, back) in enumerate(_turned(group, stride, digit)):
+        for turn, (there, back) in enumerate(_digit_peers(group, stride, digit)):
             for k in range(left):
                 slot = run_of("t", (turn * left + k) * room, into[k].elements())
                 actions.append(group.put(there, held(there % span + k * span)))

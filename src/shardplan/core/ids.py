@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.compute import IdRange, computing
 from shardplan.core.program import Program
@@ -44,7 +44,7 @@ def _read(program: Program, named: Mapping[str, str]) -> Iterator[tuple[str, IdR
     """What a program reads as ids, by what `named` calls it; values that it does not name are computed."""
     names, types = dict(named), program.types
     for step in program.steps:
-        inner, op = nested(step.op), computing(step.op)
+        inner, op = as_nested(step.op), computing(step.op)
         if inner is not None:
             pairs = zip(step.operands, inner.body.inputs, strict=True)
             # What is carried is another value in the next run.

@@ -14,7 +14,7 @@ from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import COMBINE
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import Scanner, axes_text
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 REDUCTIONS = tuple(COMBINE)
 Spec = Sequence[str | Sequence[str] | None]
@@ -41,11 +41,11 @@ class Layout:
         lists = (*self.dims, self.partial, self.root) if isinstance(self.dims, tuple) else (self.dims,)  # pyright: ignore[reportUnnecessaryIsInstance]
         for found in lists:
             if not isinstance(found, tuple) or not all(isinstance(name, str) for name in found):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise LayoutError(f"a layout has {shown(found)} where a tuple of names of axes is legal")
+                raise LayoutError(f"a layout has {excerpt(found)} where a tuple of names of axes is legal")
         known = isinstance(self.reduction, str) and self.reduction in REDUCTIONS
         if not known and (self.partial or self.reduction is not None):
             raise LayoutError(
-                f"the partial axes {shown(self.partial)} have the reduction {shown(self.reduction)}; "
+                f"the partial axes {excerpt(self.partial)} have the reduction {excerpt(self.reduction)}; "
                 f"legal are {', '.join(REDUCTIONS)}"
             )
         if not self.partial:  # of nothing there is no reduction: equal layouts are equal values

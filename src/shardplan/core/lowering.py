@@ -164,7 +164,7 @@ class Round(NamedTuple):
         return (*self.puts, *self.meanwhile, *self.takes, *self.then)
 
 
-def matched(one: Round, ids: Sequence[int], what: str) -> list[tuple[int, int, Region, Region]]:
+def match_messages(one: Round, ids: Sequence[int], what: str) -> list[tuple[int, int, Region, Region]]:
     """Return the messages of a round: the rows of sender and receiver, what is put, and where it is taken.
 
     `ids` are those of all devices that take part, by row. Raises `TypingError`, which `what` opens, where what is put
@@ -216,10 +216,10 @@ def side_by_side(devices: Ints, strands: Sequence[tuple[int, int, Lowering]]) ->
     all its other buffers have the latter.
     """
     buffers = {f"{name}{made}": b for _, made, one in strands for name, b in one.buffers.items()}
-    return Lowering(devices, buffers, lambda: _woven(strands))
+    return Lowering(devices, buffers, lambda: _merge_rounds(strands))
 
 
-def _woven(strands: Sequence[tuple[int, int, Lowering]]) -> Iterator[Round]:
+def _merge_rounds(strands: Sequence[tuple[int, int, Lowering]]) -> Iterator[Round]:
     def named(region: Region, k: int) -> Region:
         given, made, _ = strands[k]
         return replace(region, buffer=f"{region.buffer}{given if region.buffer == 'x' else made}")

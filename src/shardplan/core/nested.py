@@ -80,7 +80,7 @@ class Nested(Op):
         return (*found[: self.kept], *(rows(u, self.times) for u in found[self.kept :]))
 
 
-def nested(op: Op) -> Nested | None:
+def as_nested(op: Op) -> Nested | None:
     """Return an op where it has a body, else None."""
     return op if isinstance(op, Nested) else None
 

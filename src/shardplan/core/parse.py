@@ -19,7 +19,7 @@ from shardplan.core.registry import every_op, op_named
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, scan_table_name, scan_type
 from shardplan.core.text import BODY, WORDS
-from shardplan.errors import LayoutError, ParseError, ShardplanError, shown
+from shardplan.errors import LayoutError, ParseError, ShardplanError, excerpt
 
 _VALUE = re.compile(r"%[A-Za-z0-9_.]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
@@ -36,7 +36,7 @@ _ATTRIBUTES = re.compile(r"[^\n]*?\)(?=[ \t]*(?::|\n|$))")
 MOST_NESTED = 16  # bodies inside each other
 
 
-def _whole(value: object, _: object = None) -> bool:
+def _is_whole(value: object, _: object = None) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -44,18 +44,18 @@ def _tuple_of(item: Callable[[object], bool]) -> Callable[[object, object], bool
     return lambda value, _: isinstance(value, tuple) and all(map(item, value))
 
 
-def _any(value: object, _: object) -> bool:
+def _is_anything(value: object, _: object) -> bool:
     return True
 
 
 # By the annotation of an op's field, what a text may say there; of a field with another annotation, anything.
 _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
-    "int": _whole,
+    "int": _is_whole,
     "bool": lambda value, _: isinstance(value, bool),
-    "float": lambda value, _: isinstance(value, float) or _whole(value),
+    "float": lambda value, _: isinstance(value, float) or _is_whole(value),
     "str": lambda value, _: isinstance(value, str),
-    "Dims": lambda value, _: _whole(value) or _tuple_of(_whole)(value, _),
-    "tuple[int, ...]": _tuple_of(_whole),
+    "Dims": lambda value, _: _is_whole(value) or _tuple_of(_is_whole)(value, _),
+    "tuple[int, ...]": _tuple_of(_is_whole),
     "tuple[str, ...]": _tuple_of(lambda x: isinstance(x, str)),
     "Layout": lambda value, _: isinstance(value, Layout),
     "Layout | None": lambda value, _: isinstance(value, Layout),
@@ -244,9 +244,9 @@ class _Parser:
                 s.expect("=", "an attribute")
                 s.skip()
                 value, end = self.attribute(), s.position
-                if not _KINDS.get(str(fields[key].type), _any)(value, self.meshes):
+                if not _KINDS.get(str(fields[key].type), _is_anything)(value, self.meshes):
                     s.position = at
-                    raise s.error(f"{name}: {key}={shown(value)} is no {fields[key].type}")
+                    raise s.error(f"{name}: {key}={excerpt(value)} is no {fields[key].type}")
                 s.position = end
                 attributes[key] = self.meshes.get(value, value) if fields[key].type == "Mesh" else value
                 if not s.take(","):

@@ -15,7 +15,7 @@ from shardplan.core.op import Array, Shards, poison
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, type_of
 from shardplan.core.walk import walk
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 
 def _index(box: np.ndarray) -> tuple[slice, ...]:
@@ -36,7 +36,7 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
     t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
     if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
+        raise LayoutError(f"distribute takes a numpy array, got {excerpt(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
     if t.layout.boxes is not None:
@@ -154,7 +154,7 @@ def _array(what: str, value: object) -> Array:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError):  # lists of unequal lengths, objects that refuse
-        raise LayoutError(f"{what}: the shard {shown(value)} is no array") from None
+        raise LayoutError(f"{what}: the shard {excerpt(value)} is no array") from None
 
 
 def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:

@@ -1,9 +1,9 @@
-"""`resized`: a program in which dims of some names have other sizes; every shape is derived again from factors.
+"""`resize_dims`: a program in which dims of some names have other sizes; every shape is derived again from factors.
 
-Ops are given the new sizes of their factors (`Compute.resized`), and types follow from the inputs. What does not follow
-is an error that names it: a result of another size than the names of its dims say, rows of a table beyond its end, and
-beside a sum along a dim that changes a number that stands for a size. A sum divided by the number of its elements is a
-mean: see `counted_means`.
+Ops are given the new sizes of their factors (`Compute.resize_dims`), and types follow from the inputs. What does not
+follow is an error that names it: a result of another size than the names of its dims say, rows of a table beyond its
+end, and beside a sum along a dim that changes a number that stands for a size. A sum divided by the number of its
+elements is a mean: see `counted_means`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardplan.core.dim_names import DimNames, Names, links
 from shardplan.core.dtypes import stands_for
 from shardplan.core.expression_tree import Binary, Name, Number, walk
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.compute import computing
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
         return size
 
 
-def resized(program: Program, names: DimNames, sizes: Sizes) -> Program:
+def resize_dims(program: Program, names: DimNames, sizes: Sizes) -> Program:
     """Return the program with dims of other sizes, on one device.
 
     Raises `TypingError` naming the step where a size does not follow.
@@ -55,7 +55,7 @@ def resized(program: Program, names: DimNames, sizes: Sizes) -> Program:
     >>> x = TensorType.parse("f32[3]", "x=1")
     >>> p = Program({"x": x}, [Step(Expand("h -> b=4 h"), ("x",), ("y",))], ("y",))
     >>> named = dim_names(p, {"x": ("h",)})
-    >>> resized(p, named, Sizes({"h": 3, "d0": 4}, {"h": 5, "d0": 2})).steps[0].op
+    >>> resize_dims(p, named, Sizes({"h": 3, "d0": 4}, {"h": 5, "d0": 2})).steps[0].op
     Expand(spec='h -> b=2 h', over=Layout(dims=(), partial=(), reduction=None, root=()))
     """
     return _Resizer(program, names, sizes, {}).program()
@@ -109,7 +109,7 @@ class _Resizer:
         return replace(step, op=op)
 
     def op(self, number: int, step: Step, given: Sequence[TensorType]) -> Op:
-        inner, compute = nested(step.op), computing(step.op)
+        inner, compute = as_nested(step.op), computing(step.op)
         if inner is not None:
             return self.body(number, step, inner)
         if compute is None:
@@ -191,7 +191,7 @@ def counted_means(program: Program) -> Program:
             many = math.prod(t.shape[d] for d in sums.op.dims)
             if sums.op.reduction == "sum" and many > 1 and _divides(op, many, t.dtype):
                 step = replace(step, op=replace(sums.op, reduction="mean"), operands=sums.operands)
-        inner = nested(op)
+        inner = as_nested(op)
         steps.append(step if inner is None else replace(step, op=replace(inner, body=counted_means(inner.body))))
     needed, live = {*program.outputs}, list[Step]()
     for step in reversed(steps):

@@ -13,7 +13,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
 from shardplan.core.op import Array, Shards
-from shardplan.core.part import Part, Positions, blocks, corners, descent, moved, numbers, run_part
+from shardplan.core.part import Part, Positions, blocks, corners, descent, moved_values, numbers, run_part
 from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, gather, spread
 from shardplan.core.tensor import TensorType
@@ -196,7 +196,7 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
     results = execute(program, [distribute(arrays[name], t) for name, t in program.inputs], backend)
     origin = {name: name for name, _ in program.inputs}
     for step in program.steps:
-        origin |= {result: origin[operand] for operand, result in moved(step) if operand in origin}
+        origin |= {result: origin[operand] for operand, result in moved_values(step) if operand in origin}
     sums: list[str] = []
     equal: list[bool] = []
     for name, shards, t in zip(program.outputs, results, program.output_types, strict=True):

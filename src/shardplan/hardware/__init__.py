@@ -25,7 +25,7 @@ This room imports `core` and the errors, and numpy.
 from shardplan.hardware.level import DeviceSpec, Level, Link
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.placement import Matrix, Placement, count, orders, placements
-from shardplan.hardware.prices.cost import Price, chosen, level_bytes, linear_cost, price, seconds
+from shardplan.hardware.prices.cost import Price, cheapest_algorithm, level_bytes, linear_cost, price, seconds
 from shardplan.hardware.prices.fabric import Fabric, Flows
 from shardplan.hardware.recognise import matrix_of
 from shardplan.hardware.topology import Topology
@@ -59,7 +59,7 @@ __all__ = [
     "price",
     "seconds",
     "level_bytes",
-    "chosen",
+    "cheapest_algorithm",
     "linear_cost",
     "parse_bytes",
     "parse_rate",

@@ -32,7 +32,7 @@ class Bound(NamedTuple):
         return Bound(*(max(each) for each in zip((0.0, 0.0), *bounds, strict=True)))
 
 
-def started(fabric: Fabric, j: int, transfer: float, at: Ints) -> Bound:
+def bound_with_starts(fabric: Fabric, j: int, transfer: float, at: Ints) -> Bound:
     """Return the bound of what ways of level j carry in `transfer` seconds at the best rates; 0 of nothing.
 
     Some way carries no less than all do on average. The steps that use it, in turn or at once, take the start of the

@@ -17,8 +17,8 @@ from shardplan.core import border
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
-from shardplan.core.target_counts import uncounted
-from shardplan.errors import LayoutError, ShardplanError, near_text, shown
+from shardplan.core.target_counts import take_count_as_input
+from shardplan.errors import LayoutError, ShardplanError, excerpt, near_text
 from shardplan.strategy.decoders import decoder
 from shardplan.strategy.other_sizes import with_sizes
 from shardplan.strategy.others import perceptron, recommender
@@ -105,7 +105,7 @@ class Model:
         known = presets()
         if name not in known and name not in _FAMILIES:
             raise ShardplanError(
-                f"Model.load: {shown(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
+                f"Model.load: {excerpt(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
                 f"legal is one of {len(known)} presets, which docs/models.md lists, or a family: {', '.join(_FAMILIES)}"
             )
         border.flag("Model.load: training", training, ShardplanError)
@@ -155,7 +155,7 @@ class Model:
         found = {key: tuple(names) for key, names in dims.items()}
         for key, t in program.inputs:
             if len(found.get(key, ())) != t.ndim:
-                said = shown(found.get(key))
+                said = excerpt(found.get(key))
                 raise ShardplanError(f"Model.of: the dims of {key}, {t}, are {said}; legal are {t.ndim} names")
         owned = {
             key: Parameter(tuple(zip(found[key], types[key].shape, strict=True)), key, " ".join(found[key]))
@@ -192,7 +192,8 @@ class Model:
         Raises `ShardplanError` naming a parameter that would change; and of a program the step that hides a size.
         """
         asked = {
-            name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
+            name: border.whole_number(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError)
+            for name, n in sizes.items()
         }
         if not self._loaded():
             return self._derived({"sequence" if name == "seq" else name: n for name, n in asked.items()})
@@ -213,7 +214,7 @@ class Model:
     def with_given_count(self) -> Model:
         """Return the model as jobs run it: how many targets of a step count is an input of it (`target_counts`)."""
         program = self.forward or self.program
-        found = uncounted(program) if self.fields["training"] else program
+        found = take_count_as_input(program) if self.fields["training"] else program
         return self if found is program else _remade(self, found, self.fields)
 
     @property
@@ -250,7 +251,7 @@ class Model:
         for value in given:
             if value not in self.parameters:
                 raise LayoutError(
-                    f"{self.name} has no parameter {shown(value)}{near_text(str(value), self.parameters)}"
+                    f"{self.name} has no parameter {excerpt(value)}{near_text(str(value), self.parameters)}"
                 )
         found: dict[str, Array] = {}
         filled: dict[str, int] = {}

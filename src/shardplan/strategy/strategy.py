@@ -120,8 +120,8 @@ class Strategy:
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
         for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch"):
-            border.whole(f"strategy: {name}", getattr(self, name), 1)
-        border.whole("strategy: zero", self.zero, 0, 3)
+            border.whole_number(f"strategy: {name}", getattr(self, name), 1)
+        border.whole_number("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
         if self.rotates and self.context == 1:
             kind = self.context_kind
@@ -139,20 +139,20 @@ class Strategy:
         replicas = self.data * self.microbatch
         if self.global_batch is None:
             object.__setattr__(self, "global_batch", replicas)
-        batch = border.whole("strategy: global_batch", self.global_batch, 1)
+        batch = border.whole_number("strategy: global_batch", self.global_batch, 1)
         if batch < replicas:
             raise LayoutError(
                 f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; "
                 f"legal are {replicas} and more"
             )
-        group = self.data if self.shard is None else border.whole("strategy: shard", self.shard, 1)
+        group = self.data if self.shard is None else border.whole_number("strategy: shard", self.shard, 1)
         if self.data % group or group * inside % self.expert:
             legal = [n for n in range(1, self.data + 1) if self.data % n == 0 and n * inside % self.expert == 0]
             raise LayoutError(
                 f"strategy: shard={group} does not divide data={self.data}, or expert={self.expert} does not divide "
                 f"shard * context * tensor; legal are {legal}"
             )
-        border.whole("strategy: offload_layers", self.offload_layers, 0)
+        border.whole_number("strategy: offload_layers", self.offload_layers, 0)
         if self.attention is not None:
             border.choice("strategy: attention", self.attention, ATTENTION)
         for name in ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap"):
@@ -176,7 +176,7 @@ class Strategy:
 
         if self.cuts is not None:
             object.__setattr__(self, "cuts", tuple(border.items("strategy: cuts", self.cuts, "layers")))
-            layers = [border.whole("strategy: cuts", n, 1) for n in self.cuts]
+            layers = [border.whole_number("strategy: cuts", n, 1) for n in self.cuts]
             if layers != sorted(set(layers)):
                 raise LayoutError(f"strategy: cuts={self.cuts}; legal are layers in order, each once")
         self._order()
@@ -202,7 +202,7 @@ class Strategy:
                     )
         if self.interleave is None:
             object.__setattr__(self, "interleave", chunks)
-        several = border.whole("strategy: interleave", self.interleave, 1)
+        several = border.whole_number("strategy: interleave", self.interleave, 1)
         if isinstance(said, str) and several != chunks and not GENERATORS[said].free:
             raise ScheduleError(f"schedule {said} has {chunks} chunks a rank, {several} were asked for")
 

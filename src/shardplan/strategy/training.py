@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.gradients import Keep, Origin, gradients, kept
+from shardplan.core.gradients import Keep, Origin, gradients, keep_computed
 from shardplan.core.op import Op
 from shardplan.core.ops import AdamW, Cast, Elementwise, Sgd
 from shardplan.core.program import Program
@@ -70,7 +70,7 @@ def trained(
     wanted: Iterable[str],
     optimizer: str | None = None,
     settings: Mapping[str, float] = MappingProxyType({}),
-    keep: Keep = kept,
+    keep: Keep = keep_computed,
     *,
     master: bool = False,
 ) -> Training:

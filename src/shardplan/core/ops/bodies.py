@@ -58,10 +58,10 @@ class Repeat(Nested):
     def __post_init__(self) -> None:
         """Check the counts, and that what is carried keeps its type."""
         body = self.body
-        border.whole("repeat: n", self.n, 0, kind=TypingError)
-        border.whole("repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError)
-        border.whole("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
-        border.whole("repeat: ahead", self.ahead, 0, len(body.steps), TypingError)
+        border.whole_number("repeat: n", self.n, 0, kind=TypingError)
+        border.whole_number("repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError)
+        border.whole_number("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
+        border.whole_number("repeat: ahead", self.ahead, 0, len(body.steps), TypingError)
         carried = {name for name, _ in body.inputs[: self.carried]}
         for number, step in enumerate(body.steps[: self.ahead]):
             if late := [o for o in step.operands if o in carried]:

@@ -18,7 +18,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.homeward import homeward
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.collective import moving
@@ -170,7 +170,7 @@ class Opened(Draft):
             return super().every(op, *operands, stopped=stopped)
         except LayoutError:
             if isinstance(op, Composed):
-                body = opened(op, [self.types[o] for o in operands])
+                body = decompose_sharded(op, [self.types[o] for o in operands])
                 names = self.copy(body.steps, lambda name: operands[int(name)])
                 return tuple(names[r] for r in body.results)
             whole = [self.reduced(o, self.types[o].layout.partial) for o in operands]
@@ -179,7 +179,7 @@ class Opened(Draft):
             return super().every(op, *whole, stopped=stopped)
 
 
-def opened(op: Composed, types: Sequence[TensorType]) -> Decomposition:
+def decompose_sharded(op: Composed, types: Sequence[TensorType]) -> Decomposition:
     """Return the steps of an op on operands that may be sharded where the whole op does not type, with reductions."""
     draft = Opened.of(types)
     return draft.done(*op.write(draft, *types))
@@ -262,10 +262,10 @@ class Reverse:
 
     def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
         """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
-        if moving(step.op) is not None and nested(step.op) is None:
+        if moving(step.op) is not None and as_nested(step.op) is None:
             pairs = zip(step.operands, came, strict=True)
             return [c and homeward(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
-        inner = nested(step.op)
+        inner = as_nested(step.op)
         if inner is not None and inner.overlaps:
             return self._inside(number, inner, step, came, wants)
         op = computing(step.op)

@@ -197,7 +197,7 @@ def at_place(place: int) -> Where:
     return where
 
 
-def counted(what: str, operands: Sequence[TensorType], count: int) -> Sequence[TensorType]:
+def check_arity(what: str, operands: Sequence[TensorType], count: int) -> Sequence[TensorType]:
     """Return the operands, or raise `TypingError` where they are not `count` in number."""
     if len(operands) != count:
         raise TypingError(f"{what} takes {count} operands, not {len(operands)}")

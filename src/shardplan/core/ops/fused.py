@@ -63,7 +63,7 @@ class Fused(Nested):
 
     def __post_init__(self) -> None:
         """Check the body."""
-        border.whole(f"{self.name}: tiles", self.tiles, 0, MOST_TILES, TypingError)
+        border.whole_number(f"{self.name}: tiles", self.tiles, 0, MOST_TILES, TypingError)
         body = self.body
         last = body.steps[-1] if body.steps else None
         if last is None or not isinstance(last.op, self.move) or body.outputs != last.results or len(last.results) != 1:
@@ -187,7 +187,7 @@ class GemvAllReduce(Fused):
     @property
     def form(self) -> GemvForm:
         """As a matrix and a thin one."""
-        border.whole(f"{self.name}: shots", self.shots, 1, 2, TypingError)
+        border.whole_number(f"{self.name}: shots", self.shots, 1, 2, TypingError)
         return gemv_form(self.name, self.body)
 
     @property
@@ -213,9 +213,9 @@ class EmbeddingBagAllToAll(Fused):
         return bag_form(self.name, self.body)
 
 
-def fused(op: Op) -> Fused | None:
+def as_fused(op: Op) -> Fused | None:
     """Return an op where it is a fused one."""
     return op if isinstance(op, Fused) else None
 
 
-__all__ = ["EmbeddingBagAllToAll", "Fused", "GemmAllToAll", "GemvAllReduce", "fused", "unfit"]
+__all__ = ["EmbeddingBagAllToAll", "Fused", "GemmAllToAll", "GemvAllReduce", "as_fused", "unfit"]

@@ -16,7 +16,7 @@ from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import WHOLE, At, IdRange, Ruled, Size, counted
+from shardplan.core.ops.compute import WHOLE, At, IdRange, Ruled, Size, check_arity
 from shardplan.core.ops.placing import check_value
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -53,7 +53,7 @@ class Gather(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Rows are reduced with a sum."""
-        table, ids = counted(self.name, operands, 2)
+        table, ids = check_arity(self.name, operands, 2)
         _check_rows(self.name, ids, table.dtype)
         rest, many = _words("h", table.ndim - 1), _words("b", ids.ndim)
         return rule_of(self.name, f"[v {rest}] [{many}] -> [{many} {rest}] | sum: v", operands)
@@ -115,7 +115,7 @@ class ScatterAdd(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The dims of the ids are reduced with a sum."""
-        values, ids = counted(self.name, operands, 2)
+        values, ids = check_arity(self.name, operands, 2)
         _check_rows(self.name, ids, values.dtype)
         if self.rows < 1 or values.ndim < ids.ndim:
             raise TypingError(f"{self.name}: {self.rows} rows of {values} by {ids}; legal are a row and a dim for each")
@@ -166,7 +166,7 @@ class Write(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The places pass, and all other dims; the ids stay whole."""
-        target, values, ids = counted(self.name, operands, 3)
+        target, values, ids = check_arity(self.name, operands, 3)
         _check_rows(self.name, ids, "")
         if not 0 <= self.dim < target.ndim or values.dtype != target.dtype:
             raise TypingError(f"write {values} along dim {self.dim} of {target}; legal are one dtype and a dim it has")
@@ -222,7 +222,7 @@ class Made(Ruled):
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Refuse operands, and a value whose addends are not said."""
-        counted(self.name, operands, 0)
+        check_arity(self.name, operands, 0)
         t = self.made()
         if t.layout.partial:
             raise TypingError(f"{self.name}: {t} is partial; legal are sharded, replicated and rooted values")

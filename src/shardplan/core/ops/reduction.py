@@ -20,7 +20,16 @@ from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
 from shardplan.core.ops.collective import Grouped, InPlace, cut, major
-from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, nested, unused, with_dims, without_suffix
+from shardplan.core.ops.movement import (
+    Dims,
+    by_dim,
+    check_chunks,
+    check_dim,
+    check_nested,
+    unused_atoms,
+    with_dims,
+    without_suffix,
+)
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -74,7 +83,7 @@ class ReduceScatter(Grouped):
             changed[d] = t.atoms[d] + t.mesh.expand(names)
         layout = with_dims(t.layout, t.mesh, changed)
         u = t.with_layout(replace(layout, partial=left, reduction=self.reduction if left else None))
-        return nested(self.name, t, u)
+        return check_nested(self.name, t, u)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """q - 1 addends of the part that a device keeps."""
@@ -329,10 +338,10 @@ class ToPartial(InPlace):
         d = self._dim(t)
         layout = t.layout
         if d is None:
-            unused(self.name, t, self.axes)
+            unused_atoms(self.name, t, self.axes)
         else:
             layout = with_dims(layout, t.mesh, {d: without_suffix(self.name, t, d, self.axes)})
-            nested(self.name, t, t.with_layout(layout))
+            check_nested(self.name, t, t.with_layout(layout))
         if self.reduction == "root":
             if d is not None:
                 raise TypingError(f"to_partial(root) over {axes_text(self.axes)}: they must be unused in {t}")

@@ -31,7 +31,7 @@ from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.reduction import ReduceScatter
-from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, own, tile_backward, tile_forward
+from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, tile_backward, tile_forward, whole_block
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -56,7 +56,7 @@ class _Rotating(Overlapped):
 
     def __post_init__(self) -> None:
         """Check the order."""
-        border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+        border.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
 
     @property
     def kernel_class(self) -> KernelClass:
@@ -82,14 +82,14 @@ class _Rotating(Overlapped):
         column = Zigzag(u.shape[1], self.zigzag).written(d, t.mesh)
         axes = self.members(t)
         row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
-        return masked(d, row, column, x)
+        return mask_scores(d, row, column, x)
 
     def _gathered(self, d: Draft, name: str) -> str:
         axes = self.members(d.types[name])
         return d(AllGather(SEQUENCE, axes), name) if axes else name
 
 
-def masked(d: Draft, row: str, column: str, scores: str) -> str:
+def mask_scores(d: Draft, row: str, column: str, scores: str) -> str:
     """Write scores of which those of a position `column` behind the position `row` do not count."""
     late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
     return d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
@@ -156,8 +156,8 @@ class RingAttention(_Rotating):
         """As many rounds as tiles, in all but the last of which they go on."""
         ring = TileRing(self.members(operands[1]), operands, devices, self._order(operands[0]))
         kind = wide_name(operands[0].dtype)
-        out = own("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
-        state = out, own("y1", ring.queries[:, :4])
+        out = whole_block("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
+        state = out, whole_block("y1", ring.queries[:, :4])
         buffers = {f"t{k}": Buffer(ring.most * (ring.size > 1), operands[1].dtype) for k in (0, 1)}
         if out.buffer == "sum":
             buffers["sum"] = Buffer(out.elements, kind)
@@ -167,7 +167,7 @@ class RingAttention(_Rotating):
         def rounds() -> Iterator[Round]:
             yield from ring.loaded()
             for r in range(ring.size):
-                sources = own("x0", ring.queries), *ring.at_hand(r), *(state if r else ())
+                sources = whole_block("x0", ring.queries), *ring.at_hand(r), *(state if r else ())
                 n, more = (ring.tile(r + k).elements * (r < ring.size - 1) for k in (0, 1))
                 yield Round(
                     (ring.put(f"t{r % 2}", n),),
@@ -250,7 +250,7 @@ class RingAttentionBackward(_Rotating):
             buffers |= {f"d{k}": Buffer(ring.most * (k or not alone), kind) for k in (0, 1)}
             buffers["sum"] = Buffer(np.prod(ring.queries, axis=1), kind)
         buffers["part"] = Buffer(ring.most * (not alone), kind)
-        dq = own("y0" if joint else "sum", ring.queries)
+        dq = whole_block("y0" if joint else "sum", ring.queries)
         run = partial(tile_backward, scale=self._scale(operands[0]), order=self._order(operands[0]))
         work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK + self.causal
 
@@ -263,9 +263,10 @@ class RingAttentionBackward(_Rotating):
             yield from ring.loaded()
             for r in range(ring.size):
                 made = ring.tile(r, "part") if r else sums(0)
-                sources = (own("x0", ring.queries), *ring.at_hand(r),
-                           *(own(f"x{k}", ring.queries[:, :4]) for k in (3, 4)),
-                           own("x5", ring.queries[:, :4], operands[2].shape[-1]), *([dq] if r else []))  # fmt: skip
+                sources = (whole_block("x0", ring.queries), *ring.at_hand(r),
+                           *(whole_block(f"x{k}", ring.queries[:, :4]) for k in (3, 4)),
+                           whole_block("x5", ring.queries[:, :4], operands[2].shape[-1]),
+                           *([dq] if r else []))  # fmt: skip
                 kernel = ring.kernel(run, sources, (dq, *made.blocks), r, work)
                 n, more = (ring.tile(r + k).elements * (r < ring.size - 1) for k in (0, 1))
                 puts, takes = [ring.put(f"t{r % 2}", n)], [ring.take(f"t{(r + 1) % 2}", more)]
@@ -281,9 +282,9 @@ class RingAttentionBackward(_Rotating):
                 yield Round((ring.put(last.buffer, last.elements, last.start),), (),
                             (ring.take(home.buffer, home.elements),))  # fmt: skip
             found = (last if alone else home).blocks
-            into = own("y1", found[0].shape), own("y2", found[1].shape)
+            into = whole_block("y1", found[0].shape), whole_block("y2", found[1].shape)
             yield ring.rounded(
-                (dq, *found) if not joint else found, (own("y0", ring.queries), *into) if not joint else into
+                (dq, *found) if not joint else found, (whole_block("y0", ring.queries), *into) if not joint else into
             )
 
         return Lowering(devices, buffers, rounds)

@@ -94,7 +94,7 @@ class Zigzag(NamedTuple):
         return write(Crop((0,), (self.n,)), found) if count * self.tile > self.n else found
 
 
-def seen(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+def count_visible(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """Return whether any query of runs sees any key of others, and how many pairs: half of those on the diagonal.
 
     Runs are their first positions, and those behind the last: int64 [..., runs].

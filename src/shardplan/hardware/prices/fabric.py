@@ -41,7 +41,7 @@ def busiest(load: Load) -> float:
     return max((float(seconds.max()) for seconds in load if seconds is not None and seconds.size), default=0.0)
 
 
-def added(loads: Iterable[Load]) -> Load:
+def add_loads(loads: Iterable[Load]) -> Load:
     """Return the load of what runs at once; of nothing an empty one."""
     total: list[Floats | None] = []
     for load in loads:
@@ -52,7 +52,7 @@ def added(loads: Iterable[Load]) -> Load:
     return tuple(total)
 
 
-def scaled(load: Load, factors: Sequence[float]) -> Load:
+def scale_load(load: Load, factors: Sequence[float]) -> Load:
     """Return a load with every level's seconds times a factor."""
     return tuple(None if s is None else s * f for s, f in zip(load, factors, strict=True))
 
@@ -122,7 +122,7 @@ class Fabric:
                 cast(Floats, factors)[unit] = factor
             parallel = level.uplinks / ways
             ports = _port_factors(level, units, ways)
-            rates = level.delivered * parallel * _slowed(level, ports, factors)
+            rates = level.delivered * parallel * _rate_factors(level, ports, factors)
             wires.append(_Wires(level, stride, units, ways, parallel, factors, ports, rates))
         self.wires = tuple(wires)
 
@@ -330,7 +330,7 @@ def _port_factors(level: Level, units: int, ways: int) -> Floats | None:
     return cast(Floats, fine.mean(axis=2).reshape(-1))
 
 
-def _slowed(level: Level, ports: Floats | None, factors: Floats | None) -> Floats | float:
+def _rate_factors(level: Level, ports: Floats | None, factors: Floats | None) -> Floats | float:
     """The factors on the rate of every resource of a level, 1 where none is slow; `ports` of ways, `factors` of units.
 
     A link is as fast as the slower of its two ends.

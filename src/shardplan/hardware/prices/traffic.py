@@ -57,10 +57,10 @@ def _ring(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffi
         return _flows(list(ring(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
     volume = edge_volume(kind, laid.k) * nbytes
     hops = passes(kind) * laid.fresh.astype(np.float64)
-    return [Traffic(hops, spread(laid, volume, volume), laid.walk.sum_edges(volume), _own(kind, laid, nbytes))]
+    return [Traffic(hops, spread(laid, volume, volume), laid.walk.sum_edges(volume), _own_bytes(kind, laid, nbytes))]
 
 
-def _own(kind: str, laid: Laid, nbytes: Floats) -> float:
+def _own_bytes(kind: str, laid: Laid, nbytes: Floats) -> float:
     """The bytes of a member's own part of the result."""
     return float(nbytes.max()) * own_share(kind, laid.k)
 
@@ -75,16 +75,16 @@ def _tree(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffi
 
 
 def _nvls(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
-    return _switched(laid, nbytes, row, _double)
+    return _in_switches(laid, nbytes, row, _double)
 
 
 def _collnet(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     if laid.nodes.max() == 1 or not all(laid.reduces[0]):
         return None
-    return _switched(laid, nbytes, row, lambda n: 1.0)
+    return _in_switches(laid, nbytes, row, lambda n: 1.0)
 
 
-def _switched(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]) -> list[Traffic] | None:
+def _in_switches(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]) -> list[Traffic] | None:
     """Nodes whose switches reduce; None where they do not, or are too small."""
     inner = laid.reduces[1]
     least, most = laid.inside
@@ -132,7 +132,7 @@ def _p2p(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic
     if _starts_inside(laid.fabric):
         hops[-1] += hops[:far].sum(axis=0)
         hops[:far] = other_nodes(laid)
-    return [Traffic(hops, load, moved, _own(kind, laid, nbytes))]
+    return [Traffic(hops, load, moved, _own_bytes(kind, laid, nbytes))]
 
 
 def messages(flows: Flows, fabric: Fabric) -> Traffic:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardplan.errors import LayoutError, ParseError, shown
+from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.found import (
     UnknownModel,
     family_and_switches,
@@ -61,7 +61,7 @@ class AskedConfig:
                 within = within.setdefault(name, {})
                 if not isinstance(within, dict):
                     raise ParseError(
-                        f"--set {key}: {name} is {shown(within)} in the config; legal is a field of an object"
+                        f"--set {key}: {name} is {excerpt(within)} in the config; legal is a field of an object"
                     )
             within[last] = value
         return out

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.core.closing import closed
+from shardplan.core.closing import close_composites
 from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
 from shardplan.core.step import Step
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter, Stored
 from shardplan.strategy.model import Model, modelled
@@ -64,7 +64,7 @@ def model_of(
         warnings.warn(f"{name}: {w.opaques} operations are opaque: they run nowhere, and stay whole", stacklevel=3)
     program, results = _program(flat, training)
     rule = AttentionRule()
-    program = _stopping(counted_means(closed(program, rule)))
+    program = _stopping(counted_means(close_composites(program, rule)))
     w.meanings += [*rule.said, *_tables(flat)]
     made = recovered(program, _stack_name)
     program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
@@ -118,7 +118,7 @@ def _stopping(program: Program) -> Program:
     held: dict[str, str] = {}
     steps = list[Step]()
     for step in program.steps:
-        inner = nested(step.op)
+        inner = as_nested(step.op)
         if step.stopped and step.results[0] not in program.outputs:
             held[step.results[0]] = held.get(step.operands[0], step.operands[0])
             continue
@@ -172,7 +172,7 @@ def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, t
     for key in names:
         if key not in w.inputs:
             raise ShardplanError(
-                f"load: names of {shown(key)}, which is no input; inputs are {', '.join(w.inputs)}"[:400]
+                f"load: names of {excerpt(key)}, which is no input; inputs are {', '.join(w.inputs)}"[:400]
             )
     given = {key: tuple(said) for key, said in names.items()}
     found = dim_names(program, given)
@@ -195,7 +195,7 @@ def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, t
 
 def _programs(program: Program) -> Iterator[Program]:
     yield program
-    for op in (nested(step.op) for step in program.steps):
+    for op in (as_nested(step.op) for step in program.steps):
         yield from _programs(op.body) if op else ()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.closing import closed
+from shardplan.core.closing import close_composites
 from shardplan.core.closing_attention import AttentionRule
 from shardplan.core.dtypes import short_name
 from shardplan.core.nested import row
@@ -83,7 +83,7 @@ def _body(
 ) -> Program:
     """The program of a body, with composites as one step and names that no other value has."""
     rule, steps = AttentionRule(), [inner.draft.steps[k] for k in inner.draft.live(outputs)]
-    program = closed(Program(given, steps, outputs), rule)
+    program = close_composites(Program(given, steps, outputs), rule)
     own = {r: f"{tag}.{r}" for s in program.steps for r in s.results}
     w.meanings += [(own.get(v, v), said) for v, said in (*inner.meanings, *rule.said)]
     new = [Step(s.op, tuple(own.get(o, o) for o in s.operands), tuple(own[r] for r in s.results), s.stopped)

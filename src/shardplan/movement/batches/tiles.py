@@ -51,11 +51,11 @@ def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
         for first in range(t.ndim):
             for tile in _cut(t, pieces, first, levels):
                 try:
-                    ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
+                    ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _tiles_met(s, tile.type)
                 except (LayoutError, TypingError):  # on the way a dim is uneven over a part of an axis
                     continue
     found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
-    listed = itertools.accumulate(_met(s, tile.type) * t.mesh.size for tile in found)
+    listed = itertools.accumulate(_tiles_met(s, tile.type) * t.mesh.size for tile in found)
     return [tile for k, (tile, n) in enumerate(zip(found, listed, strict=True)) if n <= MOST_LISTED or not k]
 
 
@@ -167,7 +167,7 @@ def _seconds(
     return total
 
 
-def _met(s: TensorType, u: TensorType) -> int:
+def _tiles_met(s: TensorType, u: TensorType) -> int:
     """How many tiles of `s` a tile of `u` meets, if they nest."""
     cuts = lambda x, d: math.prod(x.mesh.span(a).size for a in x.layout.dims[d])  # noqa: E731
     return math.prod(max(1, -(-cuts(s, d) // cuts(u, d))) for d in range(s.ndim))

@@ -94,7 +94,7 @@ class Placed:
         return tuple(found)
 
 
-def ranked(
+def rank_placements(
     candidates: Sequence[Placement],
     demands: Sequence[Demand],
     programs: Programs = "best",

@@ -189,7 +189,7 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
     if len(busy) > most:  # all types are too many
-        return None if stiff else pooled(source, target, natural)
+        return None if stiff else pool_types(source, target, natural)
     # Unused runs serve a path as room to slice into, the largest best.
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: (-_product(mesh, r), _stride(mesh, r)))
     runs = busy + idle[: max(0, most - len(busy))]
@@ -210,7 +210,7 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
     return Problem(source, target, tuple(runs), rigid, fine and not fixed, fixed)
 
 
-def pooled(source: TensorType, target: TensorType, natural: Iterable[Run]) -> Problem | None:
+def pool_types(source: TensorType, target: TensorType, natural: Iterable[Run]) -> Problem | None:
     """Return a pool of types over the finest runs that there are, or None where these are too many."""
     mesh, ends = source.mesh, (source, target)
     uneven = {d for t in ends for d, even in enumerate(t.even) if not even}

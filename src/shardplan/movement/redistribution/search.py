@@ -169,7 +169,7 @@ class Needs:
         return [float(self.between(graph.edges(a, b, out=True), np.array(a), b)[0]) for a, b in pairs]
 
 
-def corrected(
+def insert_known(
     found: np.ndarray, known: Mapping[tuple[int, int], float], end: int, others: np.ndarray, out: bool
 ) -> np.ndarray:
     """Put what is known exactly of some pairs of types in its place among what was found of one and others."""
@@ -209,7 +209,7 @@ def shortest(
         """The costs from or to a type, and what gives the least cost of any path."""
         e = graph.edges(end, here if len(here) < len(graph.types) else None, out=out, portable=objective.portable)
         ends = (np.array(end), here) if out else (here, np.array(end))
-        cost = corrected(objective.price(e), known, end, here, out)
+        cost = insert_known(objective.price(e), known, end, here, out)
         if within is not None:
             cost = np.where(within[0].between(e, *ends) <= within[1], cost, np.inf)
         return cost, lambda: objective.floor(e, graph, *ends)
@@ -271,7 +271,7 @@ def narrowest(
             e, a, b = graph.edges(end, out=out, portable=portable), *(np.array(end), everyone)[:: 1 if out else -1]
             legal = np.isfinite(e.paid) & allowed[a] & allowed[b] & (a != b)
             needs.rows[end, out] = np.where(legal, needs.between(e, a, b), np.inf)
-        return corrected(needs.rows[end, out].copy(), needs.known, end, everyone, out)
+        return insert_known(needs.rows[end, out].copy(), needs.known, end, everyone, out)
 
     column, first = need(t, out=False), need(s, out=True)
     floor = max(column.min(), first.min())
@@ -286,10 +286,10 @@ def narrowest(
         better = (out < reach) & ~closed
         reach[better], parent[better] = out[better], node
         through = np.where(better, np.maximum(out, column), np.inf)
-        k = _first(through, column)
+        k = _first_least(through, column)
         if through[k] < best:
             best, last = float(through[k]), k
-        node = _first(np.where(closed, np.inf, reach), column)
+        node = _first_least(np.where(closed, np.inf, reach), column)
         if closed[node]:
             break
     nodes = [t, last]
@@ -298,7 +298,7 @@ def narrowest(
     return Path(tuple(reversed(nodes)), best, expansions < budget) if np.isfinite(best) else None
 
 
-def _first(key: np.ndarray, tie: np.ndarray) -> int:
+def _first_least(key: np.ndarray, tie: np.ndarray) -> int:
     """Where the key is least, and of these the tie."""
     least = np.flatnonzero(key == key.min())
     return int(least[np.argmin(tie[least])])

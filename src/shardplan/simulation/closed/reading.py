@@ -14,7 +14,7 @@ from functools import partial
 
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -153,7 +153,7 @@ class _Reader:
         return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums, shared_dim(dims) is not None)
 
     def _step(self, block: ReadBlock, number: int, step: Step) -> None:
-        loop = nested(step.op)
+        loop = as_nested(step.op)
         if loop is not None:
             self._loop(block, number, step, loop)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.pattern import AtOnce, InTurn, Local, Overlap, Pattern, Work, communicates
 from shardplan.core.program import Program
@@ -106,7 +106,7 @@ class Pricing:
         return tuple(self._node(program, step, number) for number, step in enumerate(program.steps))
 
     def _node(self, program: Program, step: Step, number: int) -> Node:
-        op = nested(step.op)
+        op = as_nested(step.op)
         operands, results = program.step_types(step)
         if op is None or op.at_once or op.overlaps:
             cost = self.cost(step.op, operands, results)

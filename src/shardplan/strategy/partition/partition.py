@@ -15,7 +15,7 @@ from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
 from shardplan.core.target_counts import COUNT
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.plans.pricing import where_of
@@ -61,7 +61,7 @@ def partition(
     does nothing.
     """
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
-        given = f"{shown(model)} and {shown(strategy)}"
+        given = f"{excerpt(model)} and {excerpt(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     check_predicted(strategy)
     check_options(model, strategy, tables=layouts is None)
@@ -122,7 +122,7 @@ class _Partition:
         for line in lines:
             strange = [a for d in (line.op.pinned or Layout(())).dims for a in d if a not in AXES]
             if strange:
-                what = f"the model pins %{line.results[0]} to {line.op.pinned}, of the axis {shown(strange[0])}"
+                what = f"the model pins %{line.results[0]} to {line.op.pinned}, of the axis {excerpt(strange[0])}"
                 raise LayoutError(f"{what}; legal are {', '.join(AXES)}")
 
     def _of(self, name: str) -> str:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardplan.core.layout import Layout
-from shardplan.core.nested import nested, row, rows
+from shardplan.core.nested import as_nested, row, rows
 from shardplan.core.ops import Cast, Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
@@ -217,7 +217,7 @@ def values_of(program: Program, inputs: set[str]) -> set[str]:
     """Return the values of a program that any of some inputs has a part in, and these."""
     found = {*inputs}
     for step in program.steps:
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is None:
             found |= {*step.results} if found & {*step.operands} else set()
             continue

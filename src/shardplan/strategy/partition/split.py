@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardplan.core.nested import Nested, nested, rows
+from shardplan.core.nested import Nested, as_nested, rows
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -58,7 +58,7 @@ def _handed_on(program: Program) -> set[str]:
     """What repeats carry from run to run for more than itself: cotangents, and no sums."""
     found: set[str] = set()
     for step in program.steps:
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is not None and not op.at_once:
             reads = [_needed(op.body, o) for o in op.body.outputs]
             for k, (name, _) in enumerate(op.body.inputs[: op.kept]):
@@ -98,7 +98,7 @@ class _Split:
             if not mine:
                 rest.append((number, step))
                 continue
-            op = nested(step.op)
+            op = as_nested(step.op)
             pair = _Pair(step) if op is None or op.at_once else _Loop(op, mine).pair(step, self.types)
             self.first.append(pair.first)
             self.types |= pair.stacks

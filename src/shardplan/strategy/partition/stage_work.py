@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from shardplan.core.accounting import books_of, held_inside
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -108,7 +108,7 @@ def layer_work(job: Job, program: Program) -> int:
 def _loops(program: Program) -> Iterator[tuple[Nested, tuple[str, ...]]]:
     """Yield the ops with layers, and what they read."""
     for step in program.steps:
-        if (op := nested(step.op)) is not None:
+        if (op := as_nested(step.op)) is not None:
             yield op, step.operands
 
 

@@ -54,7 +54,7 @@ def refused(
             raise ScheduleError(
                 f"in_flight has {len(bounds)} bounds; legal is one for each of {len(found.ranks)} ranks"
             )
-        in_flight = [border.whole("in_flight", n, kind=ScheduleError) for n in bounds]
+        in_flight = [border.whole_number("in_flight", n, kind=ScheduleError) for n in bounds]
     where = spots(found)
     laws = (_owners(found, where), _complete(found, where), _messages(found, where))
     for law in laws:

@@ -41,7 +41,7 @@ def solve(shop: Shop, nodes: int = NODES, known: Schedule | None = None) -> Solv
     `known` is a schedule of the shop to be improved on, by default the list scheduler's.
     """
     for time in (t for times in shop.times for t in times):
-        border.whole("solve: a time", time, 1, kind=ScheduleError)
+        border.whole_number("solve: a time", time, 1, kind=ScheduleError)
     best = known or listed(shop)
     makespan = int(max(shop.ends(shop.orders(best))))
     search = Search(shop, nodes)

@@ -30,7 +30,7 @@ def drawn(found: Schedule, cost: Cost | None = None, columns: int = 100) -> str:
     rank 1  ..F0B0--F1B1--F2B2--....
     bubble 3, idle 3 of 12
     """
-    whole = border.whole("columns", columns, 20, kind=ScheduleError)
+    whole = border.whole_number("columns", columns, 20, kind=ScheduleError)
     replayed = replay(found, cost or Times())
     label = len(f"rank {len(found.ranks) - 1}  ")
     scale = min(2.0 / _shortest(replayed), (whole - label) / max(replayed.makespan, 1e-300))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardplan.core import border
-from shardplan.errors import ScheduleError, line, shown
+from shardplan.errors import ScheduleError, excerpt, line
 from shardplan.plans.plan_file import write_atomic
 from shardplan.strategy.schedules.action import COMPUTE, OURS, OVERLAP, Action
 
@@ -50,11 +50,11 @@ class Schedule:
             for action in actions:
                 if action is not None and not isinstance(action, Action):
                     raise ScheduleError(
-                        f"Schedule: rank {i} has {shown(action)}; legal is an Action, or None for an idle slot"
+                        f"Schedule: rank {i} has {excerpt(action)}; legal is an Action, or None for an idle slot"
                     )
             rows.append(tuple(actions))
-        border.whole("Schedule: microbatches", self.microbatches, 1, kind=ScheduleError)
-        border.whole("Schedule: copies", self.copies, 1, kind=ScheduleError)
+        border.whole_number("Schedule: microbatches", self.microbatches, 1, kind=ScheduleError)
+        border.whole_number("Schedule: copies", self.copies, 1, kind=ScheduleError)
         counts: Counter[tuple[int, int]] = Counter(
             (a.stage, rank) for rank, row in enumerate(rows) for a in _leaves(row)
         )
@@ -88,15 +88,17 @@ class Schedule:
             what: int(n) for n, _, what in (size.partition(" ") for size in sizes) if n.isdecimal() and len(n) < 10
         }
         if said.split(" ", 1)[0] != "schedule" or "microbatches" not in found or len(found) != len(sizes):
-            raise ScheduleError(f"a schedule begins with {shown(head)}; legal is as in 'schedule 1f1b, 8 microbatches'")
+            raise ScheduleError(
+                f"a schedule begins with {excerpt(head)}; legal is as in 'schedule 1f1b, 8 microbatches'"
+            )
         if found.keys() - {"microbatches", "copies"}:
-            raise ScheduleError(f"a schedule has {shown(head)}; legal are microbatches and copies")
+            raise ScheduleError(f"a schedule has {excerpt(head)}; legal are microbatches and copies")
         ranks: list[list[Action | None]] = []
         for i, row in enumerate(rows):
             number, colon, actions = row.partition(":")
             if not colon or number.strip() != str(i):
                 raise ScheduleError(
-                    f"line {i + 2} of a schedule is {shown(row)}; legal is the list of rank {i}, as in '{i}: 0F0 0B0'"
+                    f"line {i + 2} of a schedule is {excerpt(row)}; legal is the list of rank {i}, as in '{i}: 0F0 0B0'"
                 )
             ranks.append([None if a == IDLE else Action.parse(a) for a in actions.split()])
         return Schedule(_tuples(ranks), found["microbatches"], found.get("copies", 1), said.partition(" ")[2])

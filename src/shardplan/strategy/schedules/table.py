@@ -65,9 +65,13 @@ def schedule(
     1: 1F0 1B0 1F1 1B1
     """
     made = GENERATORS[border.choice("schedule", name, GENERATORS, ScheduleError)]
-    border.whole(f"schedule {name}: ranks", ranks, 1, kind=ScheduleError)
-    border.whole(f"schedule {name}: microbatches", microbatches, 1, kind=ScheduleError)
-    v = made.chunks if chunks is None else border.whole(f"schedule {name}: chunks", chunks, 1, kind=ScheduleError)
+    border.whole_number(f"schedule {name}: ranks", ranks, 1, kind=ScheduleError)
+    border.whole_number(f"schedule {name}: microbatches", microbatches, 1, kind=ScheduleError)
+    v = (
+        made.chunks
+        if chunks is None
+        else border.whole_number(f"schedule {name}: chunks", chunks, 1, kind=ScheduleError)
+    )
     if v != made.chunks and not made.free:
         raise ScheduleError(f"schedule {name} has {made.chunks} chunks a rank, {v} were asked for")
     found = Schedule(tuple(map(tuple, made.rows(ranks, microbatches, v))), microbatches, made.copies, name)
