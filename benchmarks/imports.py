@@ -25,7 +25,7 @@ from tests.canonical.form import canonical
 from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import optional
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -128,7 +128,7 @@ def facts(model: Model, held: dict[str, np.ndarray], wanted: np.ndarray) -> dict
     files = {name for p in model.parameters.values() for _, name in p.names()}
     values = model.pack({n: x for n, x in held.items() if n in files}) | {"ids": held["ids"]} | dict(model.constants)
     values = form.values(values)
-    ((found,),) = run_program(form.program, [[values[n]] for n, _ in form.program.inputs])
+    ((found,),) = run_reference(form.program, [[values[n]] for n, _ in form.program.inputs])
     return {
         "repeats": [op.times for s in model.program.steps if (op := as_nested(s.op))],
         "parameters": model.parameter_count,

@@ -44,7 +44,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.ops.composed import Reverse, differs, needing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 
@@ -287,7 +287,9 @@ def on_one(op: Op, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     out = draft.every(op, *names)
     return [
         x
-        for (x,) in run_program(Program(list(zip(names, types, strict=True)), draft.steps, out), [[x] for x in values])
+        for (x,) in run_reference(
+            Program(list(zip(names, types, strict=True)), draft.steps, out), [[x] for x in values]
+        )
     ]
 
 

@@ -230,7 +230,7 @@ def scatter_gathers(patch: Set) -> None:
         out = list(shards)
         for group in t.mesh.group_places(self.axes):
             total = reduction._sum(shards, group, self.reduction)  # pyright: ignore[reportPrivateUsage]
-            first = movement.cut(total, t.boxes()[group[0]], u.boxes()[group[0]])
+            first = movement.cut_box(total, t.boxes()[group[0]], u.boxes()[group[0]])
             for m in group:
                 out[m] = np.resize(first, u.local_shape(int(m)))
         return out

@@ -37,7 +37,7 @@ from shardplan.core.ops.compute import computing
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.ops.opaque import Opaque
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.errors import TypingError
 
@@ -101,7 +101,7 @@ def _folded(program: Program, constants: Mapping[str, np.ndarray]) -> tuple[Prog
         return program, dict(constants)
     given = [(n, t) for n, t in program.inputs if n in constants]
     part = _live(Program(given, [s for s in program.steps if {*s.results} <= known], small))
-    arrays = dict(zip(small, run_program(part, [[constants[n]] for n, _ in given]), strict=True))
+    arrays = dict(zip(small, run_reference(part, [[constants[n]] for n, _ in given]), strict=True))
     made = {n: shards[0] for n, shards in arrays.items()}
     same = {n: x.flat[0].item() for n, x in made.items()
             if x.dtype.kind in "biuf" and (x == x.flat[0]).all() and np.isfinite(x.flat[0])}  # fmt: skip

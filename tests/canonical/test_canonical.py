@@ -21,7 +21,7 @@ from shardplan.core.expression_tree import Binary, Call, Negate, Node
 from shardplan.core.nested import as_nested
 from shardplan.core.ops import Einsum, Elementwise, Repeat
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.errors import TypingError
 from shardplan.strategy import Model
@@ -41,7 +41,7 @@ def values_of(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def run(program: Program, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [shards[0] for shards in run_program(program, [[values[n]] for n, _ in program.inputs])]
+    return [shards[0] for shards in run_reference(program, [[values[n]] for n, _ in program.inputs])]
 
 
 def text(program: Program) -> str:

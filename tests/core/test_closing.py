@@ -13,7 +13,7 @@ from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Einsum, Elementwise, LayerNorm, ReduceDims, RmsNorm, Softmax
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 
 X, ROW = (TensorType.parse(t, "x=1") for t in ("f32[2, 3, 8]", "f32[8]"))
@@ -30,7 +30,7 @@ def written_out(op: Op, *types: TensorType) -> Program:
 
 def run(program: Program) -> np.ndarray:
     rng = np.random.default_rng(0)
-    return run_program(program, [[rng.normal(size=t.shape).astype("f4")] for t in program.input_types])[0][0]
+    return run_reference(program, [[rng.normal(size=t.shape).astype("f4")] for t in program.input_types])[0][0]
 
 
 CASES = [

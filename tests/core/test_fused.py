@@ -13,7 +13,7 @@ from shardplan.core.gradients import gradients
 from shardplan.core.ops import EmbeddingBagAllToAll, GemmAllToAll, GemvAllReduce, ReduceDims, Repeat
 from shardplan.core.ops.fused_forms import GemmForm
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.errors import TypingError
 
@@ -88,7 +88,7 @@ def shards(program: Program, seed: int = 0) -> list[list[np.ndarray]]:
 def assert_alike(one: Program, other: Program, seed: int = 0) -> None:
     assert one.output_types == other.output_types
     given_ = shards(one, seed)
-    for x, y in zip(run_program(one, given_), run_program(other, given_), strict=True):
+    for x, y in zip(run_reference(one, given_), run_reference(other, given_), strict=True):
         for a, b in zip(x, y, strict=True):
             np.testing.assert_array_equal(a, b)
 

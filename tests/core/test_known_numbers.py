@@ -25,7 +25,7 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Cast, Constant, Einsum, Elementwise, Gather, ReduceDims, RmsNorm, Softmax
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.resizing import Sizes, counted_means, resize_dims
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -117,7 +117,7 @@ def test_a_constant_that_is_widened_is_what_its_dtype_made_of_it() -> None:
         found = close_composites(flat, AttentionRule())
         assert (RmsNorm(value) in [s.op for s in found.steps]) == known
         given = [[np.random.default_rng(k).normal(size=t.shape)] for k, t in enumerate(flat.input_types)]
-        assert np.abs(run_program(found, given)[0][0] - run_program(flat, given)[0][0]).max() <= 1e-12
+        assert np.abs(run_reference(found, given)[0][0] - run_reference(flat, given)[0][0]).max() <= 1e-12
 
 
 @pytest.mark.parametrize(

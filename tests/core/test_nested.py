@@ -31,7 +31,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import open_together, posted_steps, program_leaves, turns
@@ -135,7 +135,7 @@ def arrays(program: Program, seed: int = 0) -> list[list[np.ndarray]]:
 @given(some.repeats())
 def test_a_repeat_means_its_body_written_out(program: Program) -> None:
     data = arrays(program)
-    want, got = run_program(unrolled(program), data), run_program(program, data)
+    want, got = run_reference(unrolled(program), data), run_reference(program, data)
     assert all(np.array_equal(x, y) for a, b in zip(want, got, strict=True) for x, y in zip(a, b, strict=True))
     assert unrolled(program).output_types == program.output_types
 
@@ -297,7 +297,7 @@ def test_a_swap_over_two_meshes() -> None:
     staged = sum(s.op.staging(t) for s, t in zip(MOVES, (A, B), strict=True))
     assert books.workspace_bytes == 4 * (6 + 6 + 4 + 4) + staged
     data = arrays(program)
-    for x, y in zip(run_program(program, data), run_program(apart, data), strict=True):
+    for x, y in zip(run_reference(program, data), run_reference(apart, data), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
 
 
@@ -315,7 +315,7 @@ def test_moves_together_come_in_chunks() -> None:
     assert books.workspace_bytes < whole.workspace_bytes
     assert books.latencies == (2 * whole.latencies[0],) and books.received.tolist() == whole.received.tolist()
     data = arrays(program)
-    for x, y in zip(run_program(program, data), run_program(cut, data), strict=True):
+    for x, y in zip(run_reference(program, data), run_reference(cut, data), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
 
 
@@ -371,7 +371,7 @@ def test_a_repeat_of_swaps_is_certified() -> None:
     assert claims["received_bytes"] == tuple(5 * n for n in account(body).received.tolist()) != (0, 0, 0, 0)
     assert claims["rounds"] == 5 * (2 + 2 + 2) and claims["types"] == (A, B)
     data = arrays(program)
-    for x, y in zip(run_program(program, data), data, strict=True):
+    for x, y in zip(run_reference(program, data), data, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
 
 
@@ -435,7 +435,7 @@ def test_what_shares_storage_may_be_written_in_place(program: Program) -> None:
     ]
     names = [name for name, _ in program.inputs]
     with np.errstate(all="ignore"):
-        want = run_program(program, data)
+        want = run_reference(program, data)
         got = play(program, {n: [x.copy() for x in shards] for n, shards in zip(names, data, strict=True)})
     for shards, others in zip(want, got, strict=True):
         for x, y in zip(shards, others, strict=True):
@@ -503,7 +503,7 @@ def measured(program: Program) -> tuple[int, dict[str, np.ndarray]]:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    want = run_program(program, [[np.full(u.shape, 3.0)] for u in program.input_types])
+    want = run_reference(program, [[np.full(u.shape, 3.0)] for u in program.input_types])
     assert all(np.array_equal(x, y) for x, (y,) in zip(got, want, strict=True))
     assert all((x == 3).all() for x in data.values())  # the caller's
     return most + sum(x.nbytes for x in data.values()), dict(zip(program.outputs, got, strict=True))
@@ -549,7 +549,7 @@ def check_driven(program: Program) -> None:
     before = [[x.copy()] for x in given.values()]
     with np.errstate(all="ignore"):
         got = finish(drive(hands.steps(program), dict(given), program.outputs, CountingWire()))
-        want = run_program(program, before)
+        want = run_reference(program, before)
     for x, (y,) in zip([*given.values(), *got], [*before, *want], strict=True):
         np.testing.assert_array_equal(x, y)
 

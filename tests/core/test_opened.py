@@ -28,7 +28,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.ops.composed import Composed, decompose_sharded, differs, zeros
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
 
@@ -74,7 +74,7 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
             seeds = [rng.normal(size=t.shape) for _, t in inputs[len(types) :]]
             whole = by_torch(example, given, seeds)
         shards = [oracle.spread(a, t, rng) for a, t in zip([*given, *seeds], program.input_types, strict=True)]
-        for x, t, want in zip(run_program(program, shards), program.output_types, whole, strict=True):
+        for x, t, want in zip(run_reference(program, shards), program.output_types, whole, strict=True):
             assert oracle.wrong(x, t, want, 1e-9) is None, ([str(t) for t in types], str(program))
         count += 1
     assert (count > 0) != (name in WHOLE), count

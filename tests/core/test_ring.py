@@ -17,7 +17,7 @@ from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.pattern import AtOnce, InTurn, Messages, StepPattern, Work
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute, run_program
+from shardplan.core.reference import collect, distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
@@ -99,7 +99,7 @@ def test_it_is_its_decomposition(cut: tuple[Any, ...], zigzag: int) -> None:
         least = 0.02 if "bf16" in cut else 1e-12
         found, results = op.reference(shards, given), op.infer(*given)
         assert whole.output_types == results
-        for x, y, t in zip(found, run_program(whole, shards), results, strict=True):
+        for x, y, t in zip(found, run_reference(whole, shards), results, strict=True):
             a, b = (collect(z, t).astype(float) for z in (x, y))
             assert np.abs(a - b).max() <= least * np.abs(b).max()
 

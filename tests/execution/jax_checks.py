@@ -59,7 +59,7 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.pattern import Local
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
@@ -259,7 +259,7 @@ def reductions() -> Any:
         program = Program(dict.fromkeys(names, t), steps, results)  # compiled as one: each costs a tenth of a second
         most = 2 if dtype == "bool" else 6
         shards = [[rng.integers(0, most, t.local_shape()).astype(numpy_dtype(dtype)) for _ in range(8)] for _ in ops]
-        found = zip(ops, program.output_types, run_program(program, shards), jax_run(program, shards), strict=True)
+        found = zip(ops, program.output_types, run_reference(program, shards), jax_run(program, shards), strict=True)
         for op, result, expected, got in found:
             for x, y, here in zip(got, expected, at_root(result), strict=True):
                 if here and not np.array_equal(np.asarray(x), y):
@@ -328,7 +328,7 @@ def exact_bits() -> Any:
             t = typed(dtype + text)
             program = single(op, [t])
             array = np.broadcast_to(values[:, None], t.shape).copy() if t.ndim == 2 else values
-            expected = run_program(program, [distribute(array, t)])[0]
+            expected = run_reference(program, [distribute(array, t)])[0]
             got = jax_run(program, [distribute(array, t)])[0]
             for x, y, here in zip(got, expected, at_root(program.output_types[0]), strict=True):
                 if here and np.asarray(x).tobytes() != y.tobytes():
@@ -656,7 +656,7 @@ def donated() -> Any:
         program = Program({"0": t}, steps, outputs)
         shards = _place_shards("0", t, distribute(array, t))
         got = run_placed(program, [shards], donated=("0",))
-        expected = run_program(program, [distribute(array, t)])
+        expected = run_reference(program, [distribute(array, t)])
         if not all(np.array_equal(x, y) for a, b in zip(got, expected, strict=True) for x, y in zip(a, b, strict=True)):
             wrong.append(f"{name}: other values")
         if [x.is_deleted() for x in shards] != [name == "twice"] * 8:

@@ -23,7 +23,7 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Re
 from shardplan.core.ops.collective import Collective, Grouped, moving
 from shardplan.core.pattern import Messages
 from shardplan.core.program import Program, Step
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.replay import replayed
@@ -203,9 +203,9 @@ def test_sums_are_taken_in_member_order(op: Op) -> None:
     program = one("f32[24]{+a,+b}", op, sp.Mesh({"a": 2, "b": 3}, devices=(4, 2, 0, 5, 1, 3)))
     rng = np.random.default_rng(1)
     shards = [(rng.standard_normal(24) * 10.0 ** rng.integers(-6, 7, 24)).astype(np.float32) for _ in range(6)]
-    ((got,), _), (want,) = played(program, [shards], driven(steps.bind)), run_program(program, [shards])
+    ((got,), _), (want,) = played(program, [shards], driven(steps.bind)), run_reference(program, [shards])
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
-    (other,) = run_program(program, [shards[::-1]])
+    (other,) = run_reference(program, [shards[::-1]])
     assert [x.tobytes() for x in other] != [x.tobytes() for x in want]
 
 
@@ -333,7 +333,7 @@ def same(program: Program, engine: str, batched: bool = False) -> Network:
         for t in program.input_types
     ]
     got, network = played(program, shards, driven(BINDERS[engine], None, batched))
-    for outs, wants, t in zip(got, run_program(program, shards), program.output_types, strict=True):
+    for outs, wants, t in zip(got, run_reference(program, shards), program.output_types, strict=True):
         for k in np.flatnonzero(at_root(t)):
             assert np.array_equal(outs[k], wants[k])
     return network

@@ -16,7 +16,7 @@ import torch
 from core.test_fused import BAGS, EXPERTS, GEMV, ULYSSES, all_fused, shards
 from shardplan.core.ops.fused import Fused, as_fused
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.execution.lower import members_of
 from shardplan.fused.calls.moved import counted
 from shardplan.fused.deciding.kernels import fused_call
@@ -79,7 +79,7 @@ def test_fused_calls_mean_their_bodies(name: str) -> None:
     assert isinstance(op, Fused)
     op = replace(op, shots=1) if name.endswith("shot") else op  # type: ignore[call-arg]
     given = [[np.asarray(x) for x in each] for each in shards(op.body)]
-    (want,) = run_program(op.body, given)
+    (want,) = run_reference(op.body, given)
     operands = tuple(t for _, t in op.body.inputs)
     group = members_of(op, operands[0], 0)
     call = fused_call(op, len(group))

@@ -23,7 +23,7 @@ from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Elementwise, LayerNorm, ReduceDims, RmsNorm
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -61,7 +61,7 @@ def imported(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Mod
     assert np.abs(found - wanted).max() <= 1e-9 * np.abs(wanted).max()
     form = canonical(model.program, model.constants)
     values = form.values({f"inputs_{k}": x.numpy() for k, x in enumerate(inputs)} | dict(model.constants))
-    ((again,),) = run_program(form.program, [[values[n]] for n, _ in form.program.inputs])
+    ((again,),) = run_reference(form.program, [[values[n]] for n, _ in form.program.inputs])
     assert np.abs(again - wanted).max() <= 1e-9 * np.abs(wanted).max()
     return model
 

@@ -17,7 +17,7 @@ from tests.interop.test_importers_torch import times
 
 import shardplan as sp
 from shardplan.core.nested import as_nested
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -35,7 +35,7 @@ def gpt(p: Any, ids: Any) -> Any:
 
 def run(model: Model, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     held = values | dict(model.constants)
-    return [x[0] for x in run_program(model.program, [[held[n]] for n, _ in model.program.inputs])]
+    return [x[0] for x in run_reference(model.program, [[held[n]] for n, _ in model.program.inputs])]
 
 
 def same(function: Callable[..., Any], *arrays: Any, rtol: float = 1e-5) -> Model:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import ShardplanError, TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -43,7 +43,7 @@ def exported(module: nn.Module, *inputs: Tensor) -> Any:
 def outputs(model: Model, module: nn.Module, inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
     checkpoint = {n: p.detach().numpy() for n, p in module.named_parameters()}
     values = model.pack(checkpoint) | {n: x.numpy() for n, x in inputs.items()} | dict(model.constants)
-    found = run_program(model.program, [[values[n]] for n, _ in model.program.inputs])
+    found = run_reference(model.program, [[values[n]] for n, _ in model.program.inputs])
     return [shards[0] for shards in found]
 
 

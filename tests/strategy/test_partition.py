@@ -203,7 +203,7 @@ def test_experts_take_data_then_context_then_tensor(
 
 def test_the_job_run_by_hand_is_the_models() -> None:
     """One stage, programs in the order that the schedule says."""
-    from shardplan.core.reference import collect, distribute, run_program
+    from shardplan.core.reference import collect, distribute, run_reference
 
     found, strategy = model("mlp"), Strategy(data=2, global_batch=4)
     job, big = partition(found, strategy), found.resize(batch=4)
@@ -215,13 +215,13 @@ def test_the_job_run_by_hand_is_the_models() -> None:
         assert action is not None and action.microbatch is not None
         k, p = action.microbatch, job.programs[0, action.kind]
         rows = {n: distribute(given[n][2 * k : 2 * k + 2], dict(p.inputs)[n]) for n in job.batch if n in p.types}
-        out = run_program(p, [(values | saved[k] | rows)[n] for n, _ in p.inputs])
+        out = run_reference(p, [(values | saved[k] | rows)[n] for n, _ in p.inputs])
         made = dict(zip(p.outputs, out, strict=True))
         saved[k] |= {n: x for n, x in made.items() if n.startswith("saved.")}
         values |= {n.removeprefix("next."): x for n, x in made.items() if n.startswith("next.")}
         loss += float(made["loss"][0]) if "loss" in made else 0.0
     p = job.programs[0, "OPT"]
-    out = dict(zip(p.outputs, run_program(p, [values[n] for n, _ in p.inputs]), strict=True))
+    out = dict(zip(p.outputs, run_reference(p, [values[n] for n, _ in p.inputs]), strict=True))
     want, whole = by_name(big.program, given), stepped(job, given)
     got = collect(out["next.layers.weight"], p.types["next.layers.weight"])
     assert apart(np.asarray(loss), want["loss"]) < 1e-12 and apart(got, want["next.layers.weight"]) < 1e-12

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from shardplan.core.nested import as_nested
 from shardplan.core.ops import Crop, Einsum, Elementwise, Reshape, RmsNorm
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.strategy import Model
-from shardplan.strategy.repeats import Recovered, recovered
+from shardplan.strategy.repeats import Recovered, recover_repeats
 
 ONE = "x=1"
 X, W, G = (TensorType.parse(t, ONE) for t in ("f32[2, 3]", "f32[3, 3]", "f32[3]"))
@@ -101,7 +101,7 @@ def values_of(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def runs(program: Program, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [shards[0] for shards in run_program(program, [[values[n]] for n, _ in program.inputs])]
+    return [shards[0] for shards in run_reference(program, [[values[n]] for n, _ in program.inputs])]
 
 
 def stacked(found: Recovered, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -114,7 +114,7 @@ def times(found: Recovered) -> list[int]:
 
 
 def checked(flat: Program) -> list[int]:
-    found = recovered(flat)
+    found = recover_repeats(flat)
     assert flat_steps(found) == canonical(flat)
     values = values_of(flat)
     before, after = runs(flat, values), runs(found.program, stacked(found, values))
@@ -143,12 +143,12 @@ def test_layers_are_found(layers: str, expected: list[int]) -> None:
 @pytest.mark.parametrize("outputs", ["every", "some", "weights"])
 def test_what_leaves_a_layer_is_a_row(outputs: str) -> None:
     flat = written("a" * 6, outputs=outputs)
-    assert len(times(recovered(flat))) == 1
+    assert len(times(recover_repeats(flat))) == 1
     checked(flat)
 
 
 def test_shared_weights_and_invariants_are_not_stacked() -> None:
-    found = recovered(written("a" * 6, shared=True, invariant=True))
+    found = recover_repeats(written("a" * 6, shared=True, invariant=True))
     assert times(found) == [6]
     assert [group[0] for group in found.stacks.values()] == ["g0"]
     checked(written("a" * 6, shared=True, invariant=True))
@@ -213,7 +213,7 @@ def test_a_built_model_comes_back() -> None:
         Step(s.op, tuple(x if o == step.results[0] else o for o in s.operands), s.results)
         for s in model.program.steps[number + 1 :]
     ]
-    found = recovered(Program(inputs, [*flat, *last], model.program.outputs))
+    found = recover_repeats(Program(inputs, [*flat, *last], model.program.outputs))
     assert times(found) == [5]
     assert [len(group) for group in found.stacks.values()] == [5] * op.cut
     (made,) = (as_nested(s.op) for s in found.program.steps if as_nested(s.op))

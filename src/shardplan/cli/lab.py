@@ -26,7 +26,7 @@ from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated_topo
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.session import REPETITIONS
 from shardplan.execution.lab.standard import STANDARD
-from shardplan.execution.lab.sweep import MOST_LATE, Progress, estimate, sweep
+from shardplan.execution.lab.sweep import MOST_LATE, Progress, estimate, measure_experiments
 from shardplan.execution.lab.validate import validate
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.units import parse_bytes
@@ -321,7 +321,7 @@ def _run_sweep(
     if say is not None and todo:
         minutes = estimate(todo, repetitions, engine) / 60
         say(f"{len(todo)} experiments of {len(chosen)} to measure, about {minutes:.0f} minutes; result in {path.name}")
-    return sweep(
+    return measure_experiments(
         chosen,
         engine=engine,
         repetitions=repetitions,

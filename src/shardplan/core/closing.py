@@ -25,7 +25,7 @@ from shardplan.core.ops.layers import LayerNorm, RmsNorm, Softmax
 from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
@@ -201,7 +201,7 @@ class Formulas:
                 if needed & {*step.results}:
                     steps.append(step)
                     needed |= {*step.operands}
-            self.masks[key] = run_program(Program((), steps[::-1], (name,)), ())[0][0]
+            self.masks[key] = run_reference(Program((), steps[::-1], (name,)), ())[0][0]
         return self.masks[key]
 
 

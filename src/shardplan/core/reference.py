@@ -45,10 +45,10 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
             for where, view in t.layout.boxes.views(device, storage):
                 view[...] = array[where]
         return stored
-    return spread(array, t, t.boxes(), np.arange(array.size).reshape(array.shape))
+    return spread_addends(array, t, t.boxes(), np.arange(array.size).reshape(array.shape))
 
 
-def spread(array: Array, t: TensorType, boxes: np.ndarray, flat: Array) -> list[Array]:
+def spread_addends(array: Array, t: TensorType, boxes: np.ndarray, flat: Array) -> list[Array]:
     """Return what every device holds of an array in its box, int64 [devices, ndim, 2].
 
     `flat` numbers the elements of the whole value; only their remainders by the number of addends count.
@@ -157,7 +157,7 @@ def _array(what: str, value: object) -> Array:
         raise LayoutError(f"{what}: the shard {excerpt(value)} is no array") from None
 
 
-def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
+def run_reference(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
     """Return the shards of every output, given those of every input (all devices, in mesh order).
 
     Raises `LayoutError` when an input has the wrong number or shape of shards.

@@ -16,7 +16,7 @@ from shardplan.core import border
 from shardplan.core.ids import check_shard_ids
 from shardplan.core.program import Program
 from shardplan.core.reference import check_shards
-from shardplan.core.reference import run_program as reference
+from shardplan.core.reference import run_reference as reference
 from shardplan.errors import BackendError, LayoutError, ShardplanError, excerpt, optional
 from shardplan.execution.hand import Hand, Offer
 from shardplan.execution.job_arrays import check_step_arrays

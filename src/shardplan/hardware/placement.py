@@ -24,7 +24,7 @@ from shardplan.core.mesh import Mesh, primes
 from shardplan.core.notation import MOST_DIGITS
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import ParseError, TopologyError, excerpt
-from shardplan.hardware.digit_order import Digit, cut, level_orders, normal_order
+from shardplan.hardware.digit_order import Digit, level_digits, level_orders, normal_order
 from shardplan.hardware.topology import Topology, topology_of
 
 Matrix = tuple[tuple[int, ...], ...]
@@ -116,7 +116,7 @@ class Placement:
         >>> [[d.name for d in level] for level in Placement(Mesh(a=8, b=2), topology, ((2, 4), (1, 2))).digits()]
         [['a.node'], ['a.gpu', 'b']]
         """
-        found = [cut(level, self.column(j), self.order[j]) for j, level in enumerate(self.topology.levels)]
+        found = [level_digits(level, self.column(j), self.order[j]) for j, level in enumerate(self.topology.levels)]
         parts = Counter(axis for one in found for axis, _ in one)
         levels: list[tuple[Digit, ...]] = []
         for j, (level, one) in enumerate(zip(self.topology.levels, found, strict=True)):

@@ -25,7 +25,7 @@ from shardplan.strategy.others import perceptron, recommender
 from shardplan.strategy.parameter import Array, Parameter
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes, PerceptronSizes, RecommenderSizes
-from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, renamed, trained
+from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, rename_values, training_program
 
 _PRESETS = Path(__file__).parent / "presets"
 _FAMILIES: dict[str, tuple[Any, Any]] = {  # sizes, and what writes the program
@@ -125,7 +125,7 @@ class Model:
             ].dtype
         kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
         said = {"training": training, "optimizer": optimizer, "dtype": kind}
-        return _built(name, sizes, said | ({"precision": precision} if precision else {}), settings)
+        return _build_model(name, sizes, said | ({"precision": precision} if precision else {}), settings)
 
     @staticmethod
     def of(
@@ -162,7 +162,7 @@ class Model:
             for key in border.names("Model.of: parameters", tuple(parameters))
         }
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
-        return modelled(name, program, found, owned, {}, fields, settings)
+        return assemble_model(name, program, found, owned, {}, fields, settings)
 
     def mixed(self, precision: str) -> Model:
         """Return the model under a recipe, as `load` has it.
@@ -315,7 +315,7 @@ def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
         {key: model.dims.get(key, ()) for key, _ in forward.inputs},
         {k: fields[k] for k in known if k in fields},
     )
-    made = modelled(model.name, forward, dims, model.parameters, {}, fields, settings)
+    made = assemble_model(model.name, forward, dims, model.parameters, {}, fields, settings)
     return dataclasses.replace(made, constants=model.constants, constraints=model.constraints)
 
 
@@ -333,7 +333,7 @@ def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: 
     return kind(**given)
 
 
-def _built(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str, float]) -> Model:
+def _build_model(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str, float]) -> Model:
     """Write the program of some sizes."""
     scope = Scope(said["dtype"])
     _, write = _FAMILIES[sizes.family]
@@ -341,14 +341,14 @@ def _built(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str
     replaced = {key: f"next.{key}" for key in scope.replaced}
     results = sorted(scope.results.items(), key=lambda item: "." in item[0])  # those of the whole model come first
     names = {value: key for key, value in results} | {v: replaced[k] for k, v in scope.replaced.items()}
-    program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
+    program = rename_values(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
     fields = {**said, **settings, **dataclasses.asdict(sizes)}
     said = {key: value for key, value in fields.items() if key not in ("family", "source")}
-    return modelled(name, program, dims, scope.parameters, replaced, said, settings)
+    return assemble_model(name, program, dims, scope.parameters, replaced, said, settings)
 
 
-def modelled(
+def assemble_model(
     name: str,
     program: Program,
     dims: Mapping[str, tuple[str, ...]],
@@ -362,7 +362,7 @@ def modelled(
     if fields["training"]:
         recipe, wanted = fields.get("precision"), [key for key, p in parameters.items() if p.trained]
         master = recipe is not None and PRECISIONS[recipe].master
-        made = trained(program, wanted, fields["optimizer"], settings, master=master)
+        made = training_program(program, wanted, fields["optimizer"], settings, master=master)
         # What an optimizer keeps of a parameter has its dims; the number of the step has none.
         names |= {key: names.get(key.rpartition(".")[0], ()) for key, _ in made.program.inputs if key not in names}
     return Model(

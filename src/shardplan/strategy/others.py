@@ -38,7 +38,7 @@ def recommender(s: Scope, c: RecommenderSizes, training: bool) -> None:
         s.input(f"sparse.{t}", {"batch": c.batch, "bag": c.bag}, "i32")
     if training:
         s.input("clicks", {"batch": c.batch})
-    bottom = _named(("features", c.dense_features), c.bottom, "embedding")
+    bottom = _mlp_dims(("features", c.dense_features), c.bottom, "embedding")
     dense = _layers(s, "bottom", "bot_l", bottom, "dense", relu_last=True)
     vectors = [dense]
     for t, rows in enumerate(c.table_rows):
@@ -49,7 +49,7 @@ def recommender(s: Scope, c: RecommenderSizes, training: bool) -> None:
     products = s.einsum("bnd,bmd->bnm", joint, joint)
     pairs = [s(Reshape("b one=1 m -> b m"), s(Crop((0, k, 0), (c.batch, k + 1, k)), products)) for k in range(1, n)]
     width = c.embedding_dim + n * (n - 1) // 2
-    top = _named(("pairs", width), c.top, "click")
+    top = _mlp_dims(("pairs", width), c.top, "click")
     odds = _layers(s, "top", "top_l", top, s(Concat(1), dense, *pairs), relu_last=False)
     odds = s(Reshape("b one=1 -> b"), odds)
     if training:
@@ -69,6 +69,6 @@ def _layers(s: Scope, name: str, file: str, dims: Sequence[tuple[str, int]], x: 
     return x
 
 
-def _named(first: tuple[str, int], widths: Sequence[int], last: str) -> list[tuple[str, int]]:
+def _mlp_dims(first: tuple[str, int], widths: Sequence[int], last: str) -> list[tuple[str, int]]:
     """The dims of an MLP; those inside take turns, so that a product's two are not of one name."""
     return [first, *zip(itertools.cycle(("ffn", "hidden")), widths[:-1], strict=False), (last, widths[-1])]

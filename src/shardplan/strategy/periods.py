@@ -81,10 +81,10 @@ class Flat(NamedTuple):
         np.minimum.at(low, makers, first)
         np.maximum.at(high, makers, last)
         made = np.flatnonzero(high >= 0)
-        return _covered(n, low[made], high[made]), _covered(n, first, last)
+        return _cover_counts(n, low[made], high[made]), _cover_counts(n, first, last)
 
 
-def _covered(n: int, first: Ints, last: Ints) -> Ints:
+def _cover_counts(n: int, first: Ints, last: Ints) -> Ints:
     """How many spans, both ends included, each number is in."""
     found = np.zeros(n + 2, dtype=np.int64)
     np.add.at(found, first, 1)

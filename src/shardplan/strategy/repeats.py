@@ -1,4 +1,4 @@
-"""`recovered`: a program in which layers that are written out one after another are the body of a `repeat`.
+"""`recover_repeats`: a program in which layers that are written out one after another are the body of a `repeat`.
 
 Layers are found as maximal runs of consecutive steps that are alike (`periods`), and verified: op, types and wiring of
 every step. A layer reads what it makes, what the one before it made, what is the same for all of them, and inputs of
@@ -29,14 +29,14 @@ class Recovered(NamedTuple):
     stacks: Mapping[str, tuple[str, ...]]
 
 
-def recovered(program: Program, called: Callable[[tuple[str, ...]], str] = lambda names: names[0]) -> Recovered:
+def recover_repeats(program: Program, called: Callable[[tuple[str, ...]], str] = lambda names: names[0]) -> Recovered:
     """Return the program with its runs as `repeat`; `called` names a stack after the inputs that are its rows.
 
     >>> from shardplan.core.ops import Einsum
     >>> x, w = (TensorType.parse(t, "x=1") for t in ("f32[2, 3]", "f32[3, 3]"))
     >>> steps = [Step(Einsum("bi,io->bo"), (str(k), f"w{k}"), (str(k + 1),)) for k in range(4)]
     >>> flat = Program({"0": x} | {f"w{k}": w for k in range(4)}, steps, ("4",))
-    >>> found = recovered(flat, lambda names: "w")
+    >>> found = recover_repeats(flat, lambda names: "w")
     >>> [step.op.times for step in found.program.steps], found.stacks
     ([4], {'w': ('w0', 'w1', 'w2', 'w3')})
     """

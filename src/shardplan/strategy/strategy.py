@@ -270,7 +270,7 @@ class Strategy:
     def layouts(self, model: Model) -> Layouts:
         """Return the tables of a model's names; text that parses back, and that `partition` takes, edited or not."""
         axes = self.axes(model)
-        held = {name: tuple(_held(model, name, axes)) for name in model.parameters}
+        held = {name: tuple(_held_cuts(model, name, axes)) for name in model.parameters}
         batch, sequence = ([a for a in axes if a in these] for these in (BATCH, SEQUENCE))
         zero = 3 if self.fsdp else self.zero
         stored: list[TableLine] = []
@@ -301,7 +301,7 @@ class Strategy:
                 else TableLine((f"gradient.{name}",), (), sums)
             )
         lines = [TableLine((name,), cuts) for name, cuts in held.items() if cuts]
-        return Layouts(tuple(self._serve(axes)), _joined(stored), _joined(lines))
+        return Layouts(tuple(self._serve(axes)), _join_lines(stored), _join_lines(lines))
 
     def _serve(self, axes: Mapping[str, int]) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
         """What every axis serves."""
@@ -346,7 +346,7 @@ def shared_dim(dims: Iterable[str]) -> str | None:
     return "embedding" if mine and mine[-1] == "embedding" and mine[0] == "rows" else None
 
 
-def _held(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
+def _held_cuts(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How a parameter is held: experts one by one, and what tensor axes cut."""
     sizes = _sizes(model, name)
     shared, sharing = shared_dim(sizes), tuple(a for a in axes if a in SHARING.values())
@@ -371,7 +371,7 @@ def _state_names(model: Model, parameter: str) -> tuple[str, ...]:
     return (pattern,) if names == tuple(n for n in model.dims if fnmatchcase(n, pattern)) else names
 
 
-def _joined(lines: list[TableLine]) -> tuple[TableLine, ...]:
+def _join_lines(lines: list[TableLine]) -> tuple[TableLine, ...]:
     """Lines that say the same as one."""
     found: dict[tuple[object, object], list[str]] = {}
     for line in lines:

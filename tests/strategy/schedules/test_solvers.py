@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import Shop, Times, check, in_flight, listed, replay, schedule, solve
+from shardplan.strategy.schedules import Shop, Times, check, in_flight, list_schedule, replay, schedule, solve
 from shardplan.strategy.schedules.exact import Search
 from shardplan.strategy.schedules.shop import Pass
 
@@ -68,7 +68,7 @@ def test_the_exact_solver_equals_enumeration() -> None:
 def test_gaps_to_the_optimum_at_equal_memory(name: str, times: tuple[int, int, int]) -> None:
     for p, m in ((1, 3), (2, 4), (3, 3), (4, 4)):
         shop = shop_of(name, p, m, times)
-        found, quick = solve(shop, 20_000), listed(shop, 2000)
+        found, quick = solve(shop, 20_000), list_schedule(shop, 2000)
         made = replay(schedule(name, p, m), Times(*times)).makespan
         check(quick, shop.bounds)
         length = replay(quick, Times(*times)).makespan
@@ -110,14 +110,14 @@ def test_a_search_that_is_cut_off_says_so() -> None:
 
 def test_the_beam_finds_what_rules_and_local_search_do_not() -> None:
     shop = shop_of("v-half", 4, 6, (1, 1, 1))
-    assert replay(listed(shop), Times(1, 1, 1)).makespan == 41 == solve(shop).makespan
+    assert replay(list_schedule(shop), Times(1, 1, 1)).makespan == 41 == solve(shop).makespan
 
 
 def test_a_w_makes_room_at_the_bound_of_memory() -> None:
     """The rules alone reach the optimum here: a W that ends behind the next event goes first where no forward may."""
     shop = Shop((0, 1, 2), 3, ((4, 1, 4), (1, 4, 4), (4, 4, 5)), (2, 2, 2))
     cost = Times(*([each[k] for each in shop.times] for k in range(3)))
-    assert replay(listed(shop, 0), cost).makespan == solve(shop).makespan
+    assert replay(list_schedule(shop, 0), cost).makespan == solve(shop).makespan
 
 
 def test_unequal_stages_are_scheduled_within_their_bounds() -> None:
@@ -126,7 +126,7 @@ def test_unequal_stages_are_scheduled_within_their_bounds() -> None:
         times = tuple(tuple(random.randint(0, 5) for _ in range(3)) for _ in range(p * v))
         bounds = tuple(random.randint(v, 2 * v + 1) for _ in range(p))
         shop = Shop(tuple(range(p)) * v, 6, times, bounds)
-        found = check(listed(shop, 200), bounds)
+        found = check(list_schedule(shop, 200), bounds)
         cost = Times(*([each[k] for each in times] for k in range(3)))
         assert replay(found, cost).makespan == max(shop.ends(shop.orders(found)))
         assert replay(found, cost).makespan >= max(shop.busy(r) for r in range(p))

@@ -19,7 +19,7 @@ from shardplan.core.op import Array, Shards
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.pattern import AtOnce, InTurn, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
@@ -113,7 +113,7 @@ class Repeat(Nested):
         runs: list[list[list[Array]]] = []  # by run, by stacked result: shards
         for k in self.order:
             mine = [[x[k, ...] for x in shards] for shards in operands[whole:]]
-            found = run_program(self.body, [*state, *operands[self.carried : whole], *mine])
+            found = run_reference(self.body, [*state, *operands[self.carried : whole], *mine])
             state = [*found[: self.carried]]
             runs.append(found[self.carried :])
         runs = runs[:: -1 if self.reverse else 1]
@@ -194,7 +194,7 @@ class Together(Nested):
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the moves."""
-        return run_program(self.body, operands)
+        return run_reference(self.body, operands)
 
     def received(self, *operands: TensorType) -> np.ndarray:
         """Those of all moves."""

@@ -313,7 +313,7 @@ def major(shape: tuple[int, ...], dim: int) -> bool:
     return all(n <= 1 for n in shape[:dim])
 
 
-def cut(array: Array, frm: Sequence[Sequence[int]] | np.ndarray, to: Sequence[Sequence[int]] | np.ndarray) -> Array:
+def cut_box(array: Array, frm: Sequence[Sequence[int]] | np.ndarray, to: Sequence[Sequence[int]] | np.ndarray) -> Array:
     """Return the part of `array`, which holds the box `frm`, that lies in the box `to` (inside `frm`)."""
     return array[tuple(slice(b[0] - a[0], b[1] - a[0]) for a, b in zip(frm, to, strict=True))]
 
@@ -337,7 +337,7 @@ def assemble(
         index = tuple(slice(b - a, c - a) for (a, _), (b, c) in zip(box, part, strict=True))
         if filled + out[index].size > out.size:
             raise TypingError(f"{what}: two senders deliver the same element of the box {box.tolist()}")
-        out[index] = cut(array, frm, part)
+        out[index] = cut_box(array, frm, part)
         filled += out[index].size
     if filled != out.size:
         raise TypingError(f"{what}: {out.size - filled} elements of the box {box.tolist()} have no sender")

@@ -38,7 +38,7 @@ from shardplan.core.ops.movement import AllToAll
 from shardplan.core.ops.reduction import AllReduce
 from shardplan.core.pattern import Overlap, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
@@ -109,7 +109,7 @@ class Fused(Nested):
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the body."""
-        return run_program(self.body, operands)
+        return run_reference(self.body, operands)
 
     def received(self, *operands: TensorType) -> np.ndarray:
         """Those of the move."""

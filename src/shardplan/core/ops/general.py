@@ -38,7 +38,7 @@ from shardplan.core.op import Array, Shards, poison
 from shardplan.core.ops.collective import (
     Collective,
     assemble,
-    cut,
+    cut_box,
     major,
     meet,
     point_to_point,
@@ -248,7 +248,7 @@ class General(Collective):
         for s, r in zip(senders, receivers, strict=True):
             part = meet(before[s], after[r])
             if part is not None:
-                pieces[r].append((part, cut(shards[s], before[s], part)))
+                pieces[r].append((part, cut_box(shards[s], before[s], part)))
         return [
             assemble(after[r], pieces[r], dtype, self.name) if needed[r] else poison(u.local_shape(r), dtype)
             for r in range(u.mesh.size)

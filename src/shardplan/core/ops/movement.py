@@ -31,7 +31,7 @@ from shardplan.core.ops.collective import (
     Grouped,
     InPlace,
     assemble,
-    cut,
+    cut_box,
     major,
 )
 from shardplan.core.pattern import Local, Pattern
@@ -140,7 +140,7 @@ class Slice(InPlace):
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Cut every shard."""
-        return [cut(x, t.boxes()[k], u.boxes()[k]).copy() for k, x in enumerate(shards)]
+        return [cut_box(x, t.boxes()[k], u.boxes()[k]).copy() for k, x in enumerate(shards)]
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """A view: no bytes."""

@@ -19,7 +19,7 @@ from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Ro
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
-from shardplan.core.ops.collective import Grouped, InPlace, cut, major
+from shardplan.core.ops.collective import Grouped, InPlace, cut_box, major
 from shardplan.core.ops.movement import (
     Dims,
     by_dim,
@@ -100,7 +100,7 @@ class ReduceScatter(Grouped):
         for group in t.mesh.group_places(self.axes):
             total = _sum(shards, group, self.reduction)
             for m in group:
-                out[m] = cut(total, t.boxes()[m], u.boxes()[m]).copy()
+                out[m] = cut_box(total, t.boxes()[m], u.boxes()[m]).copy()
         return out
 
     def packed(self, t: TensorType, u: TensorType) -> Packed:

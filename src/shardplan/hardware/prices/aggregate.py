@@ -1,7 +1,7 @@
 """Collectives whose load follows from how many members each unit holds, without listing flows.
 
-All-to-all; reductions inside switches; and rings and trees of a library that orders members itself (`spread`). Groups,
-members and bytes are as in `traffic`; in order of ids, the members in one unit are neighbours at every level.
+All-to-all; reductions inside switches; and rings and trees of a library that orders members itself (`unit_load`).
+Groups, members and bytes are as in `traffic`; in order of ids, the members in one unit are neighbours at every level.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def ring_crossings(laid: Laid) -> Crossings:
     return Crossings(edges, tuple(times))
 
 
-def spread(laid: Laid, near: Floats, far: Floats) -> Load:
+def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
     """Return the load when every unit that a group crosses gives out and takes in some bytes: `near` or `far`, [G].
 
     Over ports they are dealt out to the members in the unit, each on its rail, and count as often as the group's walk

@@ -29,7 +29,7 @@ import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
 from shardplan.core.pattern import MessageTotals
-from shardplan.hardware.prices.aggregate import Laid, all_to_all, in_network, other_nodes, spread
+from shardplan.hardware.prices.aggregate import Laid, all_to_all, in_network, other_nodes, unit_load
 from shardplan.hardware.prices.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Load
 from shardplan.hardware.prices.library import LibraryRow
@@ -57,7 +57,7 @@ def _ring(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffi
         return _flows(list(ring(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
     volume = edge_volume(kind, laid.k) * nbytes
     hops = passes(kind) * laid.fresh.astype(np.float64)
-    return [Traffic(hops, spread(laid, volume, volume), laid.walk.sum_edges(volume), _own_bytes(kind, laid, nbytes))]
+    return [Traffic(hops, unit_load(laid, volume, volume), laid.walk.sum_edges(volume), _own_bytes(kind, laid, nbytes))]
 
 
 def _own_bytes(kind: str, laid: Laid, nbytes: Floats) -> float:
@@ -104,7 +104,7 @@ def _in_nodes(laid: Laid, nbytes: Floats, near: Floats, passes: int, far: Callab
     hops[top[over], np.flatnonzero(over)] = 2 * np.ceil(np.log2(nodes[over]))  # a tree is as slow as it is deep
     factor = np.array([far(int(n)) for n in nodes])
     moved = (laid.fresh * 2 * nbytes).sum(axis=1)
-    return [Traffic(hops, spread(laid, near * nbytes, factor * nbytes), moved)]
+    return [Traffic(hops, unit_load(laid, near * nbytes, factor * nbytes), moved)]
 
 
 @lru_cache(maxsize=1024)

@@ -27,10 +27,10 @@ from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter, Stored
-from shardplan.strategy.model import Model, modelled
+from shardplan.strategy.model import Model, assemble_model
 from shardplan.strategy.parameter import Parameter
-from shardplan.strategy.repeats import recovered
-from shardplan.strategy.training import renamed
+from shardplan.strategy.repeats import recover_repeats
+from shardplan.strategy.training import rename_values
 
 Names = Mapping[str, Sequence[str | None]]
 _FREE = re.compile(r"d\d+")
@@ -66,8 +66,8 @@ def model_of(
     rule = AttentionRule()
     program = _stopping(counted_means(close_composites(program, rule)))
     w.meanings += [*rule.said, *_tables(flat)]
-    made = recovered(program, _stack_name)
-    program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
+    made = recover_repeats(program, _stack_name)
+    program = rename_values(made.program, dict(zip(made.program.outputs, results, strict=True)))
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
     dims = _dims(program, w, dict(names or {}))
     parameters: dict[str, Parameter] = {}
@@ -81,7 +81,7 @@ def model_of(
                  if made.stacks.get(key, (key,))[0] in flat.constants}  # fmt: skip
     kinds = [program.types[key].dtype for key in parameters] or ["f32"]
     fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
-    found = modelled(name, program, dims, parameters, {}, fields, settings)
+    found = assemble_model(name, program, dims, parameters, {}, fields, settings)
     pins = ((step.results[0], op.pinned) for level in _programs(program) for step in level.steps
             if (op := computing(step.op)) is not None)  # fmt: skip
     said = {value: layout.dims for value, layout in pins if layout is not None}

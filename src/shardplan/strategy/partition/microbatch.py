@@ -27,7 +27,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.opening import Refused, in_rounds, opened
-from shardplan.strategy.training import renamed, trained
+from shardplan.strategy.training import rename_values, training_program
 
 WEIGHT = "weight"  # the input that says what every sequence counts
 Rows = tuple[int, int]  # of the layers of a loop, those of a stage
@@ -100,10 +100,10 @@ def microbatch(
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
     wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
-    made = trained(program, wanted, keep=_keep(program, recompute, inside))
+    made = training_program(program, wanted, keep=_keep(program, recompute, inside))
     names = {g: f"new.{g}" for g in made.gradients.values()}  # `gradient.w` is what they are added to
     found = {w: names[g] for w, g in made.gradients.items()}
-    whole = renamed(made.program, names)
+    whole = rename_values(made.program, names)
     block = flow(whole, dim_names(whole, dims, made.origins))
     return Microbatch(block, len(program.steps), cuts, made.origins, found, copies, dims)
 
@@ -192,7 +192,7 @@ def _weighted(program: Program, dims: Mapping[str, tuple[str, ...]]) -> Program:
 
 def _scaled(program: Program, count: int) -> Program:
     """A program whose loss is its part of the mean over so many microbatches."""
-    inner = renamed(program, {"loss": "loss.whole"})
+    inner = rename_values(program, {"loss": "loss.whole"})
     step = Step(Elementwise(f"a / {count}"), ("loss.whole",), ("loss",))
     outputs = tuple("loss" if o == "loss.whole" else o for o in inner.outputs)
     return Program(inner.inputs, (*inner.steps, step), outputs)

@@ -6,7 +6,7 @@ from shardplan.errors import LayoutError, ScheduleError
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules import Schedule, check, schedule
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS
-from shardplan.strategy.schedules.offload import offloaded
+from shardplan.strategy.schedules.offload import add_offloads
 from shardplan.strategy.strategy import NARROW, Strategy
 from shardplan.strategy.training import PRECISIONS
 
@@ -56,7 +56,7 @@ def ordered(strategy: Strategy, model: Model) -> Schedule:
         )
     if not strategy.offload:
         return found
-    if (away := offloaded(found)) == found:
+    if (away := add_offloads(found)) == found:
         raise LayoutError(
             f"strategy: offload with {strategy.microbatches} microbatches under {found.called}: a backward pass comes "
             "next, or next but one; legal are schedules with more between a forward pass and its backward pass"

@@ -18,7 +18,7 @@ from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
-from shardplan.strategy.training import MASTER, OPTIMIZERS, renamed
+from shardplan.strategy.training import MASTER, OPTIMIZERS, rename_values
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
 Types = Mapping[str, TensorType]
@@ -236,4 +236,4 @@ def values_of(program: Program, inputs: set[str]) -> set[str]:
 def named(program: Program, names: Mapping[str, str]) -> Program:
     """Return a program in which some values have names, which others that had them give away."""
     moved = {name: f"{name}." for name in names.values() if name in program.types and names.get(name, "") != name}
-    return renamed(program, moved | dict(names))
+    return rename_values(program, moved | dict(names))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardplan.core import border
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.listing import listed
+from shardplan.strategy.schedules.listing import list_schedule
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import Orders, Shop
 from shardplan.strategy.schedules.tree import Key, ShopTree
@@ -42,7 +42,7 @@ def solve(shop: Shop, nodes: int = NODES, known: Schedule | None = None) -> Solv
     """
     for time in (t for times in shop.times for t in times):
         border.whole_number("solve: a time", time, 1, kind=ScheduleError)
-    best = known or listed(shop)
+    best = known or list_schedule(shop)
     makespan = int(max(shop.ends(shop.orders(best))))
     search = Search(shop, nodes)
     least = int(search.tree.bound(search.tree.root))

@@ -18,7 +18,7 @@ Cost = Callable[[Action], float]
 MESSAGES = (*SENDS, *RECEIVES)
 
 
-def grouped(row: tuple[Action | None, ...], batched: bool) -> list[list[tuple[int, Action]]]:
+def post_groups(row: tuple[Action | None, ...], batched: bool) -> list[list[tuple[int, Action]]]:
     """The slots of a rank, those of messages that are posted together in one."""
     groups: list[list[tuple[int, Action]]] = []
     talking = False
@@ -51,7 +51,7 @@ class ListRun:
     ) -> None:
         self.found, self.mode, self.cost, self.message, self.together = found, messages, cost, message, together
         self.alone = not any(a is not None and a.kind in MESSAGES for row in found.ranks for a in row)
-        self.rows = [grouped(row, messages == "batched") for row in found.ranks]
+        self.rows = [post_groups(row, messages == "batched") for row in found.ranks]
         self.heads, self.clocks = [0] * len(self.rows), [message * 0] * len(self.rows)
         self.posted: dict[Action, float] = {}
         self.done: dict[Action, float] = {}

@@ -120,7 +120,9 @@ class Schedule:
 
     def only(self, keep: Callable[[Action], bool]) -> Schedule:
         """Return the schedule without idle slots and without what `keep` does not keep, of an overlap its parts."""
-        return Schedule(tuple(tuple(_kept(row, keep)) for row in self.ranks), self.microbatches, self.copies, self.name)
+        return Schedule(
+            tuple(tuple(_kept_actions(row, keep)) for row in self.ranks), self.microbatches, self.copies, self.name
+        )
 
     def compute_only(self) -> Schedule:
         """Return the computations alone, in their order."""
@@ -185,7 +187,7 @@ def _leaves(row: Sequence[Action | None]) -> Iterator[Action]:
     return (leaf for action in row if action is not None for leaf in action.leaves)
 
 
-def _kept(row: Sequence[Action | None], keep: Callable[[Action], bool]) -> Iterator[Action]:
+def _kept_actions(row: Sequence[Action | None], keep: Callable[[Action], bool]) -> Iterator[Action]:
     for action in row:
         parts = () if action is None else tuple(a for a in action.leaves if keep(a))
         if action is not None and parts == action.leaves:

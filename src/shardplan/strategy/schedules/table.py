@@ -10,7 +10,7 @@ from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.dualpipe import dualpipe, dualpipev
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.schedules.simple import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1, zb_h2
+from shardplan.strategy.schedules.simple import gpipe, interleaved_rows, looped_bfs, one_f_one_b, zb_h1, zb_h2
 from shardplan.strategy.schedules.vshape import v_half, v_min, zb_v
 
 Rows = list[list[Action]]
@@ -40,7 +40,7 @@ def _interleaved_in_flight(p: int, m: int, v: int, r: int) -> int:
 GENERATORS: dict[str, Generator] = {
     "gpipe": Generator(lambda p, m, v: gpipe(p, m), lambda p, m, v, r: m),
     "1f1b": Generator(lambda p, m, v: one_f_one_b(p, m), lambda p, m, v, r: min(p - r, m)),
-    "interleaved": Generator(interleaved, _interleaved_in_flight, chunks=2, free=True),
+    "interleaved": Generator(interleaved_rows, _interleaved_in_flight, chunks=2, free=True),
     "looped-bfs": Generator(looped_bfs, lambda p, m, v, r: m * v, chunks=2, free=True),
     "zb-h1": Generator(lambda p, m, v: zb_h1(p, m), lambda p, m, v, r: min(p, m)),
     "zb-h2": Generator(lambda p, m, v: zb_h2(p, m), lambda p, m, v, r: min(2 * p - 1, m)),
