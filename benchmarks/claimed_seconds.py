@@ -211,7 +211,7 @@ def ordered(rng: random.Random, mesh: sp.Mesh) -> tuple[sp.Mesh, dict[str, tuple
     made = mesh
     for axis, n in mesh.shape.items():
         if len(found := primes(n)) > 1:
-            made = made.ordered(axis, *rng.sample(found, len(found)))
+            made = made.reorder_factors(axis, *rng.sample(found, len(found)))
     return made, {a: (a,) for a in mesh.axes}
 
 

@@ -199,7 +199,7 @@ def one(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], runs: bool, ta
     tally.plans += 1
     status = plan.certificate.status
     tally.statuses[status] = tally.statuses.get(status, 0) + 1
-    targets = [*listed(t), *(plan.program.types[name] for name in plan.certificate.kept)]
+    targets = [*listed(t), *(plan.program.types[name] for name in plan.certificate.kept_inputs)]
     hold(plan, targets)
     if runs:
         boxed = any(x.layout.boxes for x in (*listed(s), *targets))

@@ -87,7 +87,7 @@ def total(ops: Iterable[tuple[int, Op, Sequence[TensorType]]]) -> Moved:
     """Add up ops: how often, the op, its operands."""
     received, spent, counts = 0, 0.0, Counter[str]()
     for times, op, types in ops:
-        if got := int(op.received(*types).max(initial=0)):
+        if got := int(op.received_bytes(*types).max(initial=0)):
             received += times * got
             spent += times * seconds(op.pattern(*types), fabric(types[0]))
             counts[SHORT.get(op.name, op.name)] += times

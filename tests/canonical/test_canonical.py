@@ -246,7 +246,7 @@ def test_what_is_the_same_in_every_run_is_made_before() -> None:
     (step,) = (s for s in canonical(program).program.steps if as_nested(s.op))
     body = as_nested(step.op)
     assert body is not None
-    first = body.kept
+    first = body.carried_count
     fixed = {n for n, _ in body.body.inputs[first : len(body.body.inputs) - body.cut]}
     assert not [s for s in body.body.steps if {*s.operands} <= fixed]
 

@@ -38,7 +38,7 @@ def test_a_plan_is_booked_right(pair: Pair, portable: bool) -> None:
     assert books.peak_bytes == max(shard(t, d) for t in chain for d in program.devices)
     received = dict.fromkeys(program.devices, 0)
     for k, step in enumerate(program.steps):
-        got = step.op.received(chain[k]).tolist()
+        got = step.op.received_bytes(chain[k]).tolist()
         relabels = isinstance(step.op, Send) and sp.same(chain[k], chain[k + 1])  # the result is the operand's storage
         live = max(shard(chain[k], d) + shard(chain[k + 1], d) * (not relabels) for d in program.devices)
         assert books.step_workspaces[k] == live + step.op.staging(chain[k])

@@ -95,7 +95,7 @@ def test_moves_bring_every_element_and_no_more(pair: tuple[TensorType, TensorTyp
     before = {d: set(elements(s, k).values()) for k, d in enumerate(s.mesh.devices)}
     lack = [set(elements(t, k).values()) - before.get(d, set()) for k, d in enumerate(t.mesh.devices)]
     op = program.steps[0].op
-    assert (op.received(s) / 4).tolist() == [len(x) for x in lack]
+    assert (op.received_bytes(s) / 4).tolist() == [len(x) for x in lack]
     senders, receivers, sizes = messages(s, t)
     assert all(s.mesh.devices[a] != t.mesh.devices[b] for a, b in zip(senders, receivers, strict=True))
     assert np.bincount(receivers, sizes, t.mesh.size).tolist() == [len(x) for x in lack]

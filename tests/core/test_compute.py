@@ -463,11 +463,11 @@ def test_an_axis_of_size_one_shards_nothing() -> None:
 def test_flops_and_bytes_are_those_of_the_worst_device() -> None:
     a, b = typed("bf16[9@x, 10@y]", "bf16[10@y, 7]")
     assert Einsum("ik,kj->ij").flops(a, b) == 2 * 5 * 3 * 7
-    assert Einsum("ik,kj->ij").touched(a, b) == 2 * (5 * 3 + 3 * 7 + 5 * 7)
+    assert Einsum("ik,kj->ij").touched_bytes(a, b) == 2 * (5 * 3 + 3 * 7 + 5 * 7)
     assert Einsum("ij->ji").flops(a) == 0
     assert Elementwise("relu(a) + 2 * a").flops(a) == 3 * 15
     assert ReduceDims((0,)).flops(a) == 15
-    assert ReduceDims((0,)).touched(a) == 2 * (15 + 3)
+    assert ReduceDims((0,)).touched_bytes(a) == 2 * (15 + 3)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f8e4m3"])

@@ -112,8 +112,8 @@ def test_bytes_are_those_of_the_steps(text: str) -> None:
     operands, results = found.step_types(step)
     last = program.steps[-1]
     types = program.step_types(last)[0]
-    np.testing.assert_array_equal(step.op.received(*operands), last.op.received(*types))
-    np.testing.assert_array_equal(step.op.sent(*operands)[1], last.op.sent(*types)[1])
+    np.testing.assert_array_equal(step.op.received_bytes(*operands), last.op.received_bytes(*types))
+    np.testing.assert_array_equal(step.op.sent_bytes(*operands)[1], last.op.sent_bytes(*types)[1])
     assert step.op.rounds(*operands) == last.op.rounds(*types)
     assert step.op.infer(*operands) == results
     assert step.op.members(operands[0]) == ("x",)

@@ -311,7 +311,12 @@ def test_moves_together_come_in_chunks() -> None:
     assert [inner.op.chunks for inner in body.steps] == [2, 2] and cut.steps[0].op.chunks == 2
     assert Program.parse(str(cut)) == cut
     whole, books = account(program), account(cut)
-    assert step.op.staged(A, B)(2) == cut.steps[0].op.staging(A, B) < step.op.staging(A, B) == step.op.staged(A, B)(1)
+    assert (
+        step.op.staging_by_chunks(A, B)(2)
+        == cut.steps[0].op.staging(A, B)
+        < step.op.staging(A, B)
+        == step.op.staging_by_chunks(A, B)(1)
+    )
     assert books.workspace_bytes < whole.workspace_bytes
     assert books.latencies == (2 * whole.latencies[0],) and books.received.tolist() == whole.received.tolist()
     data = arrays(program)
@@ -406,23 +411,27 @@ def repeated(op: Repeat, operands: list[list[np.ndarray]], taken: dict[int, int]
     """Run a body again and again: what shares an operand's storage must be found there after every run."""
     names, whole = [name for name, _ in op.body.inputs], len(operands) - op.cut
     mine = {j: [x if j in taken.values() else x.copy() for x in shards] for j, shards in enumerate(operands)}
-    state = [mine[j] for j in range(op.kept)]
+    state = [mine[j] for j in range(op.carried_count)]
     stacks = [
         mine[taken[k]] if k in taken else [np.empty((op.n, *t.local_shape(d)), "f4") for d in range(t.mesh.size)]
         for k, t in enumerate(op.body.output_types)
     ]
     for k in op.order:
-        given = [*state, *operands[op.kept : whole], *([x[k, ...] for x in mine[j]] for j in range(whole, len(names)))]
-        ends = play(op.body, dict(zip(names, given, strict=True)), names[op.kept : whole])
+        given = [
+            *state,
+            *operands[op.carried_count : whole],
+            *([x[k, ...] for x in mine[j]] for j in range(whole, len(names))),
+        ]
+        ends = play(op.body, dict(zip(names, given, strict=True)), names[op.carried_count : whole])
         for number, shards in enumerate(ends):
             for n, x in enumerate(shards):
-                home = stacks[number][n] if number < op.kept else stacks[number][n][k, ...]
+                home = stacks[number][n] if number < op.carried_count else stacks[number][n][k, ...]
                 if number in taken:
                     assert not x.size or np.shares_memory(home, x)
-                elif number >= op.kept:
+                elif number >= op.carried_count:
                     home[...] = x
-        state = [ends[j] if j in taken else [x.copy() for x in ends[j]] for j in range(op.kept)]
-    return [*state, *stacks[op.kept :]]
+        state = [ends[j] if j in taken else [x.copy() for x in ends[j]] for j in range(op.carried_count)]
+    return [*state, *stacks[op.carried_count :]]
 
 
 @settings(max_examples=200, deadline=None)

@@ -59,7 +59,7 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
             made = draft.copy(forward.steps, lambda n: n)
             out = [made.get(r, r) for r in forward.results]
             cotangents = {r: draft.types[r].with_layout(Layout(draft.types[r].layout.dims)) for r in out}
-            dys = [draft.given(t) if differs(t) else zeros(draft, t, r) for r, t in cotangents.items()]
+            dys = [draft.add_input(t) if differs(t) else zeros(draft, t, r) for r, t in cotangents.items()]
             body = decompose_sharded(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
         except LayoutError:
             continue
@@ -69,7 +69,9 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
         inputs = [(str(k), t) for k, t in enumerate(types)]
         inputs += [(c, draft.types[c]) for c in dys if differs(draft.types[c])]
         program = Program(inputs, draft.steps, [*out, *(back.get(r, r) for r in body.results)])
-        assert {s.op.name for s in program.steps if s.op.received(*program.step_types(s)[0]).any()} <= {"all_reduce"}
+        assert {s.op.name for s in program.steps if s.op.received_bytes(*program.step_types(s)[0]).any()} <= {
+            "all_reduce"
+        }
         if not whole:
             seeds = [rng.normal(size=t.shape) for _, t in inputs[len(types) :]]
             whole = by_torch(example, given, seeds)
@@ -120,7 +122,7 @@ def test_updates_are_torchs(op: Composed) -> None:
             assert oracle.wrong(found[1], t, m, 1e-12) is None and oracle.wrong(found[2], t, v, 1e-12) is None
     assert [a for a, _ in op.aliases] == list(range(len(op.aliases)))
     shared = [types[b] for _, b in op.aliases]  # is read, and written
-    assert op.touched(*types) == sum(t.local_bytes() for t in (*types, *shared))
+    assert op.touched_bytes(*types) == sum(t.local_bytes() for t in (*types, *shared))
 
 
 def test_a_narrow_softmax_is_rounded_once() -> None:

@@ -114,10 +114,10 @@ def test_every_other_tile_comes_once_and_two_are_staged(cut: tuple[Any, ...]) ->
     group = np.zeros_like(tiles)
     for members in places:
         group[members] = tiles[members].sum()
-    assert op.received(*given).tolist() == ((group - tiles) * k.itemsize).tolist()
+    assert op.received_bytes(*given).tolist() == ((group - tiles) * k.itemsize).tolist()
     cotangents = group * wide * (places.shape[1] > 1)
-    assert rear.received(*more).tolist() == ((group - tiles) * k.itemsize + cotangents).tolist()
-    assert op.sent(*given)[1].sum() == op.received(*given).sum()
+    assert rear.received_bytes(*more).tolist() == ((group - tiles) * k.itemsize + cotangents).tolist()
+    assert op.sent_bytes(*given)[1].sum() == op.received_bytes(*given).sum()
     rounds = places.shape[1] - 1
     assert (op.rounds(*given), rear.rounds(*more)) == (rounds, rounds + 2 * (rounds > 0))
     sums = 0 if k.itemsize >= 4 else given[0].elements().max() // 8 * 5 * wide  # of the result, where it is narrow
@@ -126,7 +126,7 @@ def test_every_other_tile_comes_once_and_two_are_staged(cut: tuple[Any, ...]) ->
         account(
             Program({"q": given[0], "k": k, "v": v}, [Step(op, ("q", "k", "v"), ("y", "l"))], ("y",))
         ).received.tolist()
-        == op.received(*given).tolist()
+        == op.received_bytes(*given).tolist()
     )
 
 

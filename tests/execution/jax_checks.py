@@ -433,7 +433,7 @@ def bytes_of_ops(kinds: Collection[type] = (Op,)) -> Any:
         widened = added and type(op) in NATIVE and any(t.dtype == "bf16" for t in types)
         if got != ({d: 2 * n for d, n in says.items()} if widened else says):  # XLA:CPU adds bf16 in f32
             wrong.append(f"{op} of {', '.join(map(str, types))}: {got} bytes received, not {says}")
-        received = dict(zip(program.output_types[0].mesh.devices, map(int, op.received(*types)), strict=True))
+        received = dict(zip(program.output_types[0].mesh.devices, map(int, op.received_bytes(*types)), strict=True))
         if any(says[d] != n for d, n in received.items()):
             more[op.name] = more.get(op.name, 0) + 1
         if any(says[d] < n for d, n in received.items()):
@@ -596,13 +596,13 @@ class GatherToFirst(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        own, first = before.whole("x"), group.me == 0
+        own, first = before.whole_region("x"), group.me == 0
 
         def tile(k: int) -> Region:
-            return after.part("y", Boxes(t, group.place(group.size - 1 - k if self.backwards else k))).only(first)
+            return after.part("y", Boxes(t, group.place(group.size - 1 - k if self.backwards else k))).restrict(first)
 
         takes = [group.take(k, tile(k)) for k in range(1, group.size)]
-        yield Round.of([Copy(own.only(first), tile(0)), group.put(0, own.only(~first)), *takes])
+        yield Round.of([Copy(own.restrict(first), tile(0)), group.put(0, own.restrict(~first)), *takes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,7 +635,7 @@ def outside() -> Any:
     for op, s in cases:
         program = single(op, [s])
         wrong += compare(str(op), program)
-        received = dict(zip(s.mesh.devices, op.received(s).tolist(), strict=True))
+        received = dict(zip(s.mesh.devices, op.received_bytes(s).tolist(), strict=True))
         _, got, _ = moved(program)
         if got != received:
             wrong.append(f"{op}: {got} bytes received, not {received}")

@@ -173,11 +173,11 @@ class GatherToFirst(Collective):
 
     def lower(self, t: sp.TensorType, u: sp.TensorType, devices: np.ndarray, algorithm: str) -> Iterator[Round]:
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        first, own = group.me == 0, before.whole("x")
-        tiles = [after.part("y", Boxes(t, group.place(k))).only(first) for k in range(group.size)]
+        first, own = group.me == 0, before.whole_region("x")
+        tiles = [after.part("y", Boxes(t, group.place(k))).restrict(first) for k in range(group.size)]
         targets = tiles[::-1] if self.turned else tiles
         takes = [group.take(k, targets[k]) for k in range(1, group.size)]
-        yield Round.of([group.put(0, own.only(~first)), Copy(own.only(first), targets[0]), *takes], self.closes)
+        yield Round.of([group.put(0, own.restrict(~first)), Copy(own.restrict(first), targets[0]), *takes], self.closes)
 
 
 @pytest.mark.parametrize("turned", [False, True])

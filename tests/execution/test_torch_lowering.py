@@ -163,7 +163,9 @@ def test_by_any_algorithm_ranks_stage_no_more_than_is_said(
         by = replace(move, algorithm=algorithm).in_chunks(chunks)
         program = program_of(by, t.mesh, *[str(t)] * n)
         assert max(staged(program, d) for d in t.mesh.devices) <= by.staging(*[t] * n), by
-        assert by.sent(*[t] * n)[1].sum() == by.received(*[t] * n).sum() == move.received(*[t] * n).sum()
+        assert (
+            by.sent_bytes(*[t] * n)[1].sum() == by.received_bytes(*[t] * n).sum() == move.received_bytes(*[t] * n).sum()
+        )
 
 
 COMPOSED = [
@@ -358,11 +360,14 @@ class Relay(Collective):
     def lower(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         group, here = Group(t, ("x",), devices), Boxes(t, places_of(t.mesh, devices))
         for source, taken, closes in (("x", "hop", self.waits), ("hop", "y", True)):
-            moves = group.put(group.me + 1, here.whole(source)), group.take(group.me - 1, here.whole(taken))
+            moves = (
+                group.put(group.me + 1, here.whole_region(source)),
+                group.take(group.me - 1, here.whole_region(taken)),
+            )
             yield Round.of(moves, closes)
 
     def buffers(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
-        return {"hop": Buffer(Boxes(t, places_of(t.mesh, devices)).whole("x").elements(), t.dtype)}
+        return {"hop": Buffer(Boxes(t, places_of(t.mesh, devices)).whole_region("x").elements(), t.dtype)}
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -385,7 +390,9 @@ class Fold(Collective):
         wide, high = (
             np.broadcast_to(np.array(box), (len(devices), 2, 2)) for box in ([[0, 2], [1, 4]], [[1, 4], [0, 2]])
         )
-        yield Round.of([Copy(here.whole("x"), here.whole("y")), Copy(Region("x", wide), Region("y", high), "sum")])
+        yield Round.of(
+            [Copy(here.whole_region("x"), here.whole_region("y")), Copy(Region("x", wide), Region("y", high), "sum")]
+        )
 
 
 def test_a_copy_between_boxes_of_other_shapes() -> None:
@@ -407,11 +414,11 @@ class Collect(Collective):
 
     def lower(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         group, (before, after) = Group(t, (self.axis,), devices), Boxes.ends(t, u, devices)
-        own, first = before.whole("x"), group.me == 0
+        own, first = before.whole_region("x"), group.me == 0
         members = range(group.size)
         blocks = [after.part("y", Boxes(t, group.place(k))) for k in (members[::-1] if self.backwards else members)]
         takes = [group.take(k, blocks[k]) for k in members[1:]]
-        yield Round.of([Copy(own.only(first), blocks[0]), group.put(0, own.only(~first)), *takes])
+        yield Round.of([Copy(own.restrict(first), blocks[0]), group.put(0, own.restrict(~first)), *takes])
 
 
 @pytest.mark.parametrize("backwards", [False, True])

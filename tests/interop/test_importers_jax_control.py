@@ -89,7 +89,7 @@ def test_what_a_scan_carries_reads_and_stacks(reverse: bool) -> None:
 
     model = same(function, numbers(2, 3), numbers(5, 3, 3), numbers(5, 3), numbers(3))
     (op,) = (op for s in model.program.steps if (op := as_nested(s.op)))
-    assert (op.times, op.kept, op.cut, op.backwards) == (5, 3, 2, reverse)
+    assert (op.times, op.carried_count, op.cut, op.backwards) == (5, 3, 2, reverse)
 
 
 def test_scans_inside_scans() -> None:

@@ -64,7 +64,7 @@ def test_a_program_enters_and_leaves_another_order_of_factors_for_nothing() -> N
     assert (first, sorted(moved), last) == ("send", ["all_to_all", "permute"], "send")
     for step in (plan.program.steps[0], plan.program.steps[-1]):
         types = [plan.program.types[name] for name in step.operands]
-        assert not step.op.received(*types).any() and step.op.rounds(*types) == 0
+        assert not step.op.received_bytes(*types).any() and step.op.rounds(*types) == 0
     whole = sp.TensorType.parse("i32[72@b, 72@a]", "a=12, b=6")
     program = sp.redistribute(str(whole), "i32[72@a, 72@b]", mesh=whole.mesh, portable=True).program
     array = np.arange(72 * 72, dtype=np.int32).reshape(72, 72)
@@ -124,7 +124,7 @@ def test_uneven_tiles_are_priced_as_their_ops_are(text: str, ndim: int, shape: t
             assert (row.bytes[b], row.rounds[b], row.kind[b]) == (column.bytes[a], column.rounds[a], column.kind[a])
             t, received, rounds = types[a], 0, 0
             for op in edge(p, a, b, portable, graph):
-                received += int(op.received(t).max())
+                received += int(op.received_bytes(t).max())
                 rounds += op.rounds(t)
                 t = op.infer(t)[0]
             assert same(t, types[b])

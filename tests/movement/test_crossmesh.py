@@ -209,7 +209,7 @@ def test_what_a_relabel_made_is_not_the_callers() -> None:
     s, t = T("i32[8@a, 2, 2]", a), T("i32[8, 2@q, 2@p]{max:r}", b)
     plan = plan_kept(s, t, None, 64, keep=True)
     plan.certificate.check()
-    assert plan.certificate.workspace_bytes <= 64 and plan.certificate.kept == ("0",)
+    assert plan.certificate.workspace_bytes <= 64 and plan.certificate.kept_inputs == ("0",)
     assert oracle.unsound(Program(plan.program.inputs, plan.program.steps, plan.program.outputs[:1]), [t]) is None
 
 

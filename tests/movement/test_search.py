@@ -176,7 +176,7 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
                 continue
             found, received, moved, rounds = t, 0, 0, 0
             for op in edge(p, a, b):
-                received += int(op.received(found).max())
+                received += int(op.received_bytes(found).max())
                 moved += oracle.moved(op, found)
                 rounds += op.rounds(found)
                 (found,) = op.infer(found)

@@ -48,7 +48,7 @@ def test_frames_follow_the_types(source, destination):
             box = frame.type.box(place)
             assert held.box in (box, None) and (held.box is not None or volume(box) == 0 or frame.type.layout.root)
     for frame, step in zip(drawn[1:], p.steps, strict=True):
-        received = step.op.received(*p.step_types(step)[0])
+        received = step.op.received_bytes(*p.step_types(step)[0])
         before, after = p.types[step.operands[0]], p.types[step.results[0]]
         if frame.how == "received" and not (before.layout.root or after.layout.root):
             lacking = [(volume(h.box) - volume(h.kept)) * 4 for h in frame.held]

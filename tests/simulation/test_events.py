@@ -146,7 +146,7 @@ def tasks_of(program: Program, topology: Topology) -> tuple[list[list[Task]], li
 def plain_cases(seed: int, count: int) -> Iterator[tuple[str, Program]]:
     """Programs without bodies."""
     for case in cases(seed, count, 8):
-        if all(visit.nested is None for visit in walk(case.program)):
+        if all(visit.nested_op is None for visit in walk(case.program)):
             yield f"{case.name}: {case.program}", case.program
 
 

@@ -24,7 +24,7 @@ def test_every_step_receives_what_its_op_says(devices: int) -> None:
         found = script_of(program).received()
         for number, step in enumerate(program.steps):
             operands, results = program.step_types(step)
-            want = step.op.received(*operands)
+            want = step.op.received_bytes(*operands)
             got = np.array([found.get((d, number), 0) for d in step.op.devices(*results).tolist()])
             ops = [s.op for s in posted_steps(step)]
             assert got.sum() == want.sum(), (case.name, number, str(program))

@@ -112,7 +112,7 @@ def test_a_layer_that_is_gathered_early_is_held() -> None:
     plain, early = job(data=4, fsdp=True), job(data=4, fsdp=True, prefetch=True)
     for kind in ("F", "B"):
         (op,) = (op for step in early.programs[0, kind].steps if (op := as_nested(step.op)))
-        assert held_inside(op.body, op.kept, op.ahead) - held_inside(op.body, op.kept) == layer
+        assert held_inside(op.body, op.carried_count, op.ahead) - held_inside(op.body, op.carried_count) == layer
     for less, more in zip(moments(plain, 0), moments(early, 0), strict=True):
         assert less.during <= more.during <= less.during + 2 * layer and less.after == more.after
     assert [m.during for m in moments(early, 0)][1] >= state_bytes(early, 0) + 2 * layer
@@ -261,9 +261,9 @@ def body_of(found: Job, kind: str) -> Round:
     ((op, types),) = [
         (op, types)
         for _, op, types in program_leaves(found.programs[0, kind])
-        if computing(op) and op.received(*types).any()
+        if computing(op) and op.received_bytes(*types).any()
     ]
-    return Round(op.staging(*types), int(op.received(*types).max()))
+    return Round(op.staging(*types), int(op.received_bytes(*types).max()))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])

@@ -306,7 +306,7 @@ def around(job: Job, kind: str) -> dict[str, int]:
     """The ops of a program that are no moves and receive something, and how often they run."""
     found = Counter[str]()
     for times, op, types in program_leaves(job.programs[0, kind]):
-        if computing(op) is not None and op.received(*types).any():
+        if computing(op) is not None and op.received_bytes(*types).any():
             found[op.name] += times
     return found
 

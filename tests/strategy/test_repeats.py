@@ -80,18 +80,18 @@ def flat_steps(found: Recovered) -> list[object]:
             write(step, value)
             continue
         whole, outs = len(step.operands) - op.cut, list[list[object]]()
-        state = [value.get(o, o) for o in step.operands[: op.kept]]
+        state = [value.get(o, o) for o in step.operands[: op.carried_count]]
         for k in op.order:
-            outer = [*state, *(value.get(o, o) for o in step.operands[op.kept : whole])]
+            outer = [*state, *(value.get(o, o) for o in step.operands[op.carried_count : whole])]
             outer += [rows[o][k] for o in step.operands[whole:]]
             inner = dict(zip((n for n, _ in op.body.inputs), outer, strict=True))
             for s in op.body.steps:
                 write(s, inner)
             made = [inner[o] for o in op.body.outputs]
-            state = made[: op.kept]
-            outs.append(made[op.kept :])
+            state = made[: op.carried_count]
+            outs.append(made[op.carried_count :])
         value |= zip(step.results, state, strict=False)
-        rows |= zip(step.results[op.kept :], zip(*outs, strict=True), strict=True)
+        rows |= zip(step.results[op.carried_count :], zip(*outs, strict=True), strict=True)
     return [*lines, [value.get(o, o) for o in found.program.outputs]]
 
 

@@ -167,7 +167,10 @@ class _Entry(NamedTuple):
 
 
 def _entry(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], ledger: _Ledger) -> _Entry:
-    got, given = ledger.level(op.devices(*results), op.received(*operands)), ledger.level(*op.sent(*operands))
+    got, given = (
+        ledger.level(op.devices(*results), op.received_bytes(*operands)),
+        ledger.level(*op.sent_bytes(*operands)),
+    )
     received = _worst(got)
     moved = max(received, _worst(given))
     rounds = op.rounds(*operands)

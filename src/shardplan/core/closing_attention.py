@@ -49,10 +49,10 @@ class AttentionRule:
             x = _softmax_source(f, weights)
             scores = _scores(f, x) if x else None
             if scores is not None:
-                return self._written(f, draft, step, k, weights, scores, names)
+                return self._write_attention(f, draft, step, k, weights, scores, names)
         return None
 
-    def _written(
+    def _write_attention(
         self, f: Formulas, draft: Draft, step: Step, k: int, weights: str, scores: Scores, names: Mapping[str, str]
     ) -> str | None:
         assert isinstance(scores.step.op, Einsum)
@@ -167,9 +167,9 @@ def _scores(f: Formulas, name: str) -> Scores | None:
         if found.kind == "where" and not mask and found.parts[0].value:
             _, yes, no = found.parts
             along = _mask_dims(f, step, found.parts[0].value)
-            if f.opened(no).kind == "number" and f.opened(no).number * scale <= LOW:
+            if f.expand_term(no).kind == "number" and f.expand_term(no).number * scale <= LOW:
                 mask, kept, name = found.parts[0].value, True, yes.value
-            elif f.opened(yes).kind == "number" and f.opened(yes).number * scale <= LOW:
+            elif f.expand_term(yes).kind == "number" and f.expand_term(yes).number * scale <= LOW:
                 mask, kept, name = found.parts[0].value, False, no.value
             else:
                 return None

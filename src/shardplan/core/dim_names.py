@@ -79,10 +79,10 @@ def dim_names(
     given = [part for name, names in inputs.items() for part in _name_input_dims(program, top, name, names)]
     top.program(program)
     top.gradients(program, origins, top)
-    for x, y in (pair for level in top.every() for pair in level.carried):
+    for x, y in (pair for level in top.all_levels() for pair in level.carried):
         if None in (x.root().name, y.root().name):
             _join(x, y, "dim_names")
-    stacks = [part for level in top.every() for part in level.stacks]
+    stacks = [part for level in top.all_levels() for part in level.stacks]
     return _Naming(given, stacks).names(top, program)
 
 
@@ -176,11 +176,11 @@ class _DimLevel:
         self.stacks: list[_DimPart] = []
         self.carried: list[tuple[_DimPart, _DimPart]] = []  # as they enter the body, and as others have them
 
-    def every(self) -> Iterator[_DimLevel]:
+    def all_levels(self) -> Iterator[_DimLevel]:
         """Yield it and those inside it."""
         yield self
         for level in self.bodies.values():
-            yield from level.every()
+            yield from level.all_levels()
 
     def program(self, program: Program) -> None:
         """Join what its steps join."""
@@ -192,7 +192,7 @@ class _DimLevel:
         where = f"{self.where}step {number} ({step.op.name})"
         self.factors[number] = {}
         if isinstance(step.op, Nested):
-            self._nested(number, step.op, step, where)
+            self._join_body(number, step.op, step, where)
             return
         found = links(step.op, tuple(self.types[o] for o in step.operands))
         factors = self.factors[number] = {n: _DimPart(size) for n, size in found.sizes.items()}
@@ -201,22 +201,22 @@ class _DimLevel:
             for part, names in zip(self.values[name], dims, strict=True):
                 _match([factors[n] for n in names], [part], where)
 
-    def _nested(self, number: int, op: Nested, step: Step, where: str) -> None:
+    def _join_body(self, number: int, op: Nested, step: Step, where: str) -> None:
         inner = self.bodies[number] = _DimLevel(op.body.types, f"{where}, ")
         names = [name for name, _ in op.body.inputs]
         stack = _DimPart(op.times)
-        whole, rows = len(names) - op.cut, len(op.body.outputs) if op.at_once else op.kept
+        whole, rows = len(names) - op.cut, len(op.body.outputs) if op.at_once else op.carried_count
         self.stacks += [] if op.at_once else [stack]
         for outside, inside, bare in ((step.operands, names, whole), (step.results, op.body.outputs, rows)):
             if inside is not names:
                 inner.program(op.body)
             for k, (name, row) in enumerate(zip(outside, inside, strict=True)):
-                if k < op.kept:
+                if k < op.carried_count:
                     inner.carried += zip(inner.values[names[k]], self.values[name], strict=True)
                     continue
                 lead = [] if k < bare else [stack]
                 self.join(self.values[name], [*lead, *inner.values[row]], where)
-        for name, row in zip(names, op.body.outputs[: op.kept], strict=False):
+        for name, row in zip(names, op.body.outputs[: op.carried_count], strict=False):
             inner.carried += zip(inner.values[name], inner.values[row], strict=True)
 
     def join(self, xs: Iterable[_DimPart], ys: Iterable[_DimPart], where: str) -> None:

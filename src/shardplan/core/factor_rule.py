@@ -215,7 +215,8 @@ def _candidates(held: list[_Held], operands: Sequence[TensorType]) -> list[tuple
     found: list[tuple[str, ...]] = []
     for p in held:
         room = all(
-            not set(p.atoms) & (set(operands[q.operand].mesh.expand(operands[q.operand].layout.used)) - set(q.atoms))
+            not set(p.atoms)
+            & (set(operands[q.operand].mesh.expand(operands[q.operand].layout.used_axes)) - set(q.atoms))
             and sum(r.operand == q.operand for r in held) == 1
             for q in held
         )

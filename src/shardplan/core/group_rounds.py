@@ -85,8 +85,8 @@ def exchange(group: Group, given: Of, taken: Of, chunk: int, chunks: int) -> Rou
     actions: list[Action] = []
     for k in range(group.size):
         others = group.me != k
-        actions.append(group.put(k, given(k).only(others).cut(chunk, chunks)))
-        actions.append(group.take(k, taken(k).only(others).cut(chunk, chunks)))
+        actions.append(group.put(k, given(k).restrict(others).cut(chunk, chunks)))
+        actions.append(group.take(k, taken(k).restrict(others).cut(chunk, chunks)))
     return Round.of(actions)
 
 
@@ -123,11 +123,11 @@ def scatter_sums(
             sums: list[Action] = []
             for k in range(q):
                 others, fold = me != k, reduction if k else None
-                slot = run_of("t", (k - (me < k)) * _room(total, chunks), n).only(others)
-                actions.append(group.put(k, addend(k).only(others).cut(c, chunks)))
+                slot = run_of("t", (k - (me < k)) * _room(total, chunks), n).restrict(others)
+                actions.append(group.put(k, addend(k).restrict(others).cut(c, chunks)))
                 actions.append(group.take(k, slot))
-                sums.append(Copy(own.only(~others).cut(c, chunks), here.only(~others), fold))
-                sums.append(Copy(slot, here.only(others), fold))
+                sums.append(Copy(own.restrict(~others).cut(c, chunks), here.restrict(~others), fold))
+                sums.append(Copy(slot, here.restrict(others), fold))
             yield Round.of([*actions, *sums])
 
 
@@ -205,7 +205,7 @@ def passed_on(
         start, stop = (n * at // np.maximum(segments, 1) for at in (k, k + 1))
         return run_of(region.buffer, start, np.where(rows, stop - start, 0))
 
-    kept = Copy(x.only(nth == 0), y.only(nth == 0))
+    kept = Copy(x.restrict(nth == 0), y.restrict(nth == 0))
     if q == 1:
         yield Round.of([kept])
     count = int(segments.max(initial=0)) + q - 2 if q > 1 else 0
@@ -233,22 +233,24 @@ def binomial(group: Group, step: int, x: Region, y: Region, fold: str | None) ->
     me, q = group.me, group.size
     distances = [1 << k for k in range((q - 1).bit_length())]
     if fold is None:
-        yield Round.of([Copy(x.only(me == 0), y.only(me == 0))], closes=False)
+        yield Round.of([Copy(x.restrict(me == 0), y.restrict(me == 0))], closes=False)
     else:
-        yield Round.of([Copy(x.only(me % 2 == 0), y.only(me % 2 == 0))], closes=False)  # the others only pass theirs on
+        yield Round.of(
+            [Copy(x.restrict(me % 2 == 0), y.restrict(me % 2 == 0))], closes=False
+        )  # the others only pass theirs on
     for distance in distances[::-step]:
         near = group.live & (me % (2 * distance) == 0) & (me + distance < q)
         far = group.live & (me % (2 * distance) == distance)
         if fold is None:
-            yield Round.of([group.put(me + distance, y.only(near)), group.take(me - distance, y.only(far))])
+            yield Round.of([group.put(me + distance, y.restrict(near)), group.take(me - distance, y.restrict(far))])
         else:
             given = x if distance == 1 else y
             staged = run_of("t", np.zeros_like(me), np.where(near, y.elements(), 0))
             yield Round.of(
                 [
-                    group.put(me - distance, given.only(far)),
+                    group.put(me - distance, given.restrict(far)),
                     group.take(me + distance, staged),
-                    Copy(staged, y.only(near), fold),
+                    Copy(staged, y.restrict(near), fold),
                 ]
             )
 

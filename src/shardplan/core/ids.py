@@ -48,7 +48,7 @@ def _read(program: Program, named: Mapping[str, str]) -> Iterator[tuple[str, IdR
         if inner is not None:
             pairs = zip(step.operands, inner.body.inputs, strict=True)
             # What is carried is another value in the next run.
-            handed = [(o, name) for k, (o, (name, _)) in enumerate(pairs) if inner.at_once or k >= inner.kept]
+            handed = [(o, name) for k, (o, (name, _)) in enumerate(pairs) if inner.at_once or k >= inner.carried_count]
             yield from _read(inner.body, {name: names[o] for o, name in handed if o in names})
         elif op is not None:
             ranges = op.ids(*(types[o] for o in step.operands))

@@ -50,7 +50,7 @@ class Layout:
             )
         if not self.partial:  # of nothing there is no reduction: equal layouts are equal values
             object.__setattr__(self, "reduction", None)
-        if self.boxes is not None and self.used:
+        if self.boxes is not None and self.used_axes:
             raise LayoutError(f"{self} lies in a table of boxes, so it names no axes")
 
     @property
@@ -59,7 +59,7 @@ class Layout:
         return tuple(None if not d else d[0] if len(d) == 1 else d for d in self.dims)
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def used_axes(self) -> tuple[str, ...]:
         """Every axis named, dims first."""
         return (*(a for d in self.dims for a in d), *self.partial, *self.root)
 
@@ -224,7 +224,7 @@ def _fold_set(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _check_once(mesh: Mesh, layout: Layout) -> None:
     seen: dict[int | str, str] = {}
-    for name in layout.used:
+    for name in layout.used_axes:
         for key in mesh.span(name).atoms or (name,):  # a name of size 1 has no atoms, and may not stand twice either
             if key in seen:
                 other = seen[key]

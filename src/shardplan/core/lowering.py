@@ -48,7 +48,7 @@ class Region:
         c, count = self.chunk
         return n * (c + 1) // count - n * c // count if count > 1 else n
 
-    def only(self, rows: Ints) -> Region:
+    def restrict(self, rows: Ints) -> Region:
         """Return the region of the devices that `rows`, bool [devices], says."""
         return replace(self, box=np.where(rows[:, None, None], self.box, 0))
 
@@ -259,7 +259,7 @@ class Boxes:
         """Return what the devices of those ids hold before and after an op from type `t` to `u`."""
         return Boxes(t, places_of(t.mesh, devices)), Boxes(u, places_of(u.mesh, devices))
 
-    def whole(self, buffer: str) -> Region:
+    def whole_region(self, buffer: str) -> Region:
         """Return the shards."""
         n = np.prod(self.boxes[:, :, 1] - self.boxes[:, :, 0], axis=1, dtype=np.int64) * self.live
         return run_of(buffer, np.zeros_like(n), n)

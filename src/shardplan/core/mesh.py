@@ -138,7 +138,7 @@ class Mesh:
         _set(mesh, self.shape, self.devices, splits)
         return mesh
 
-    def ordered(self, axis: str, /, *factors: int) -> Mesh:
+    def reorder_factors(self, axis: str, /, *factors: int) -> Mesh:
         """Return this mesh with the prime factors of `axis` in another order: `data=12(3,2,2)`."""
         legal = primes(self.span(axis).size)
         factors = tuple(border.whole_number(f"a factor of {axis}", n, 2) for n in factors)

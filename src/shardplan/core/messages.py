@@ -99,7 +99,7 @@ def overlap_elements(s: TensorType, t: TensorType) -> np.ndarray:
     if has_box_table(s, t):
         found = parcels(s, t)
         out = np.zeros(t.mesh.size, dtype=counter(t))
-        np.add.at(out, found.ends[1][found.kept], found.sizes[found.kept])
+        np.add.at(out, found.ends[1][found.stay_mask], found.sizes[found.stay_mask])
         return out
     places = own_places(s, t)
     a, b = s.boxes()[places], t.boxes()  # a place of -1 reads some row, which is dropped below
@@ -153,10 +153,10 @@ def messages(
     """
     if has_box_table(s, t):
         found = parcels(s, t, near, axes)
-        away = [ends[~found.kept] for ends in found.ends]
+        away = [ends[~found.stay_mask] for ends in found.ends]
         pairs, number = np.unique(away[0] * t.mesh.size + away[1], return_inverse=True)
         size = np.zeros(len(pairs), dtype=counter(t))
-        np.add.at(size, number, found.sizes[~found.kept])
+        np.add.at(size, number, found.sizes[~found.stay_mask])
         return pairs // t.mesh.size, pairs % t.mesh.size, size
     ranges = _ranges(s, t)
     cuts = [tiles(s, d) for d in range(s.ndim)]

@@ -99,7 +99,7 @@ class _Scope:
     claims: list[Claim] = field(default_factory=list[Claim])
     outputs: tuple[str, ...] = ()
 
-    def written(self, text: str) -> Written:
+    def finish(self, text: str) -> Written:
         return Written(tuple(self.inputs), tuple(self.steps), self.outputs, tuple(self.claims), text)
 
 
@@ -178,10 +178,10 @@ class _Parser:
             return float(number) if re.search(r"[.eE]", number) else int(number)
         name = s.name("an attribute's value")
         if s.peek("("):
-            return self.made(name, *self.known(name))
+            return self.read_op(name, *self.op_class(name))
         return WORDS.get(name, name)
 
-    def known(self, name: str) -> tuple[type[Op], int]:
+    def op_class(self, name: str) -> tuple[type[Op], int]:
         """Return the op of a name, which was read last, and where it stands."""
         s = self.scanner
         start = s.position - len(name)
@@ -192,7 +192,7 @@ class _Parser:
         s.expect("(", f"the op {name}")
         return cls, start
 
-    def made(self, name: str, cls: type[Op], start: int) -> Op:
+    def read_op(self, name: str, cls: type[Op], start: int) -> Op:
         """Read what stands behind the operands of an op, and make it."""
         s = self.scanner
         attributes = self.attributes(name, cls)
@@ -207,7 +207,7 @@ class _Parser:
     def op(self) -> tuple[Op, tuple[str, ...], tuple[int, ...]]:
         s = self.scanner
         name = s.name("an op")
-        cls, start = self.known(name)
+        cls, start = self.op_class(name)
         operands: list[str] = []
         stopped: list[int] = []
         while (stop := s.match(_STOP) is not None) or s.peek("%"):
@@ -221,7 +221,7 @@ class _Parser:
         if guess and op is not None:
             s.position = guess.end()
             return op, tuple(operands), tuple(stopped)
-        op = self.made(name, cls, start)
+        op = self.read_op(name, cls, start)
         if guess and guess.end() == s.position:
             self.known_ops[key] = op
         return op, tuple(operands), tuple(stopped)
@@ -267,7 +267,7 @@ class _Parser:
                 raise s.error(f"expected '}}' behind the body of {name}")
             self.line()
             self.newline()
-        written, self.scope, self.depth = self.scope.written(self.text), outer, self.depth - 1
+        written, self.scope, self.depth = self.scope.finish(self.text), outer, self.depth - 1
         try:
             return self.verified(written)
         except ParseError:
@@ -344,4 +344,4 @@ def parse_text(text: str, verified: Callable[[Written], Any]) -> Any:
     while not scanner.end():
         parser.line()
         parser.newline()
-    return verified(parser.scope.written(parser.text))
+    return verified(parser.scope.finish(parser.text))

@@ -164,7 +164,7 @@ class TensorType:
         return count * self.itemsize
 
     @property
-    def whole(self) -> TensorType:
+    def whole_type(self) -> TensorType:
         """This type; of a part of a value (`core.part`) the type of the whole."""
         return self
 

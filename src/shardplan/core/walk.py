@@ -30,7 +30,7 @@ class Visit(NamedTuple):
     freed: set[str]  # the values that no later step or output reads: operands, and results that are never read
 
     @property
-    def nested(self) -> Nested | None:
+    def nested_op(self) -> Nested | None:
         """The op, where it has a body."""
         return as_nested(self.step.op)
 
@@ -90,14 +90,16 @@ def turns(program: Program) -> Iterator[tuple[int, Visit]]:
     that runs at once is one step.
     """
     for visit in walk(program):
-        if visit.nested is None or visit.nested.at_once:
+        if visit.nested_op is None or visit.nested_op.at_once:
             yield visit.number, visit
             continue
-        every = [(number < visit.nested.ahead, (visit.number, inner)) for number, inner in turns(visit.nested.body)]
+        every = [
+            (number < visit.nested_op.ahead, (visit.number, inner)) for number, inner in turns(visit.nested_op.body)
+        ]
         early, late = ([one for ahead, one in every if ahead is side] for side in (True, False))
-        for left in range(visit.nested.times, -1, -1):
+        for left in range(visit.nested_op.times, -1, -1):
             yield from early if left else ()
-            yield from late if left < visit.nested.times else ()
+            yield from late if left < visit.nested_op.times else ()
 
 
 def posted_steps(step: Step) -> Sequence[Step]:

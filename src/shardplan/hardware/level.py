@@ -125,7 +125,7 @@ class Level:
         border.text(f"{where}: source", self.source, TopologyError)
 
     @property
-    def delivered(self) -> float:
+    def delivered_rate(self) -> float:
         """The bytes per second of a port, or a link, that arrive."""
         return self.bandwidth * self.efficiency
 
@@ -190,7 +190,7 @@ class DeviceSpec:
 
         `f16` and `bf16` stand for each other, `f8` for `f8...`, and `f4` for `f4...`.
         """
-        found = self._stated(dtype)
+        found = self._stated_flops(dtype)
         if found is None:
             stated = ", ".join(name for name, _ in self.flops) or "none"
             raise TopologyError(f"device: no flops are stated for {dtype!r}; stated: {stated}")
@@ -198,9 +198,9 @@ class DeviceSpec:
 
     def rate(self, dtype: str) -> float:
         """Return the operations per second for a dtype, infinite where none are stated."""
-        return self._stated(dtype) or math.inf
+        return self._stated_flops(dtype) or math.inf
 
-    def _stated(self, dtype: str) -> float | None:
+    def _stated_flops(self, dtype: str) -> float | None:
         table = dict(self.flops)
         names = (dtype, {"f16": "bf16", "bf16": "f16"}.get(dtype, dtype[:2]), "*")
         return next((table[name] for name in names if name in table), None)

@@ -32,7 +32,7 @@ def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
     >>> matrix_of(np.arange(16).reshape(8, 2), Topology.load("dgx-a100", nodes=2))
     ((2, 4), (1, 2))
     """
-    array = topology.checked(ids)
+    array = topology.check_ids(ids)
     if array.size != topology.size or np.unique(array).size != array.size:
         raise TopologyError(
             f"the mesh names {np.unique(array).size} distinct devices in {array.size} places; "

@@ -97,15 +97,15 @@ class Topology:
         return " x ".join(f"{level.name}={level.size}" for level in self.levels)
 
     def digits(self, ids: ArrayLike) -> NDArray[np.int64]:
-        """Return the level digits of topology ids [n], outermost first: int64 [n, L]; errors as of `checked`.
+        """Return the level digits of topology ids [n], outermost first: int64 [n, L]; errors as of `check_ids`.
 
         >>> Topology.load("dgx-a100", nodes=2).digits([0, 9]).tolist()
         [[0, 0], [1, 1]]
         """
-        flat = self.checked(ids).reshape(-1)
+        flat = self.check_ids(ids).reshape(-1)
         return flat[:, None] // np.array(self.strides) % np.array(self.level_sizes)
 
-    def checked(self, ids: ArrayLike) -> NDArray[np.int64]:
+    def check_ids(self, ids: ArrayLike) -> NDArray[np.int64]:
         """Return topology ids as int64, in the same shape; raises `TopologyError` for what is none."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and (int(array.min()) < 0 or int(array.max()) >= self.size):

@@ -192,7 +192,7 @@ def audit(
         return Audit(launch, findings, rows, (), None, best, None, torn or (reason,), text, kept)
     paid = [price(demand_pattern(d.op, launch.groups(d.axes), d.nbytes), fabric, algorithm) for d in demands]
     whole = [d.count * p.seconds for d, p in zip(demands, paid, strict=True)]
-    waited = [d.exposed(s) for d, s in zip(demands, whole, strict=True)]
+    waited = [d.exposed_seconds(s) for d, s in zip(demands, whole, strict=True)]
     total = sum(waited)
     fastest, ranking = ranking[0], _steady_rows(launch, ranking, total)
     best = _best(launch, findings, ranking, total)
@@ -365,5 +365,5 @@ def _leaving(paid: Price, demand: Demand, fabric: Fabric) -> list[Floats]:
         if seconds is None or paid.row is None:
             found.append(np.zeros((wires.units, 1)))
         else:
-            found.append(demand.count * paid.row.share(j < fabric.far) * fabric.sent(j, seconds))
+            found.append(demand.count * paid.row.share(j < fabric.far) * fabric.unit_bytes(j, seconds))
     return found

@@ -60,7 +60,7 @@ class Launch:
                 f"Topology.load(..., {topology.levels[0].name}s=...)"
                 + (" or with --nodes" if topology.levels[0].name == "node" else "")
             )
-        topology.checked(self.ids)
+        topology.check_ids(self.ids)
         if len(set(self.ids)) != count:
             twice = next(d for k, d in enumerate(self.ids) if d in self.ids[:k])
             first, second = [k for k, d in enumerate(self.ids) if d == twice][:2]

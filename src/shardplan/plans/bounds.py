@@ -201,7 +201,9 @@ def _cut_bounds(
     count = int(label.max(initial=0)) + 1
     if count == 1:
         return []
-    sends = fabric.under(replace(fabric.library, rows=tuple(r for r in fabric.library.rows if "messages" in r.ops)))
+    sends = fabric.with_library(
+        replace(fabric.library, rows=tuple(r for r in fabric.library.rows if "messages" in r.ops))
+    )
     leave, into = np.zeros((2, count))
     for source, target, itemsize in tiles:
         one, other = label[source.device[0]], label[target.device[0]]
@@ -351,7 +353,7 @@ def _arcs(
     parent = keys % (fabric.wires[j].units // level.size)
     held = np.zeros((len(keys), level.size), dtype=np.int64)
     held[row.reshape(-1), unit % level.size] = count
-    link = level.delivered * level.uplinks * fabric.library.best_share(j < fabric.far)
+    link = level.delivered_rate * level.uplinks * fabric.library.best_share(j < fabric.far)
     own = np.full(fabric.wires[j].units // level.size, 2 * link)  # an arc has two ends
     if j > 0:
         own = own + fabric.capacity(j - 1)

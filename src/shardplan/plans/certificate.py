@@ -71,7 +71,7 @@ class Certificate:
         return got / least if least else math.inf if got else 1.0
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kept_inputs(self) -> tuple[str, ...]:
         """The inputs that the caller keeps: outputs behind those of the destinations."""
         return self.program.outputs[len(self.destinations) :]
 

@@ -39,7 +39,7 @@ class Plan:
             raise ShardplanError("a plan of a program and the certificate of another; legal is that of the program")
 
     @staticmethod
-    def later(program: Program, issued: Callable[[], Certificate]) -> Plan:
+    def from_issuer(program: Program, issued: Callable[[], Certificate]) -> Plan:
         """Return a plan whose certificate is derived when it is asked for: its bounds take longer than a program."""
         plan = object.__new__(Plan)
         object.__setattr__(plan, "program", program)

@@ -141,7 +141,7 @@ def annotate_steps(c: Certificate) -> str:
         + f"; {c.status}",
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
         f"{format_bytes(c.workspace_bytes)}"
-        + (f" with {len(c.kept)} kept" if c.kept else "")
+        + (f" with {len(c.kept_inputs)} kept" if c.kept_inputs else "")
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
         f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]

@@ -99,7 +99,7 @@ def _after(program: Program, number: int, step: Step, devices: Sequence[int], no
         if k >= MOST_VALUES:
             break
         before = operands[k] if moved_values(step) else None
-        got = step.op.received(before) if before else np.zeros(u.mesh.size)
+        got = step.op.received_bytes(before) if before else np.zeros(u.mesh.size)
         kept = {} if before is None else _kept(got, before, u, devices)
         made.append(Frame(f"step {number + 1}", text, note, name, u, _how(before, u, got), _holdings(u, devices, kept)))
     return made

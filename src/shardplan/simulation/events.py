@@ -67,7 +67,9 @@ def _timeline(program: Program, patterns: Sequence[StepPattern], clocks: Floats,
     starts = np.concatenate([np.zeros((1, len(ids))), clocks])
     for number, (step, name, one) in enumerate(zip(program.steps, step_names(program), patterns, strict=True)):
         operands, results = program.step_types(step)
-        received = dict(zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True))
+        received = dict(
+            zip(step.op.devices(*results).tolist(), step.op.received_bytes(*operands).tolist(), strict=True)
+        )
         stream, kind = "comm" if communicates(one.pattern) else "compute", step.op.name
         ends = starts[number : number + 2, np.searchsorted(ids, one.devices)].tolist()
         for device, start, end in zip(one.devices.tolist(), *ends, strict=True):

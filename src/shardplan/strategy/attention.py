@@ -42,7 +42,7 @@ def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -
         part, dim = Within("part", 3, k), f"(part {' '.join(dims)})"
         weight = s.parameter(name, {"hidden": c.hidden, **dims}, f"{block}.c_attn.weight", f"hidden {dim}", part)
         bias = s.parameter(f"{name}_bias", dims, f"{block}.c_attn.bias", dim, part)
-        made.append(s.each("a + b", s.einsum(f"bsh,{spec}", x, weight), bias))
+        made.append(s.elementwise("a + b", s.einsum(f"bsh,{spec}", x, weight), bias))
     queries, keys, values = made
     keys = write_cache(s, c, given, "key_cache", one, keys)
     values = write_cache(s, c, given, "value_cache", one, values)

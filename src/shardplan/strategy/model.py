@@ -164,14 +164,14 @@ class Model:
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
         return assemble_model(name, program, found, owned, {}, fields, settings)
 
-    def mixed(self, precision: str) -> Model:
+    def with_precision(self, precision: str) -> Model:
         """Return the model under a recipe, as `load` has it.
 
         Raises `ShardplanError` for a model made of a program of another dtype.
         """
         dtype = PRECISIONS[border.choice("precision", precision, tuple(PRECISIONS), ShardplanError)].dtype
         fields: dict[str, Any] = {**self.fields, "precision": precision}
-        if self._loaded():
+        if self._is_loaded():
             return Model.load(self.name, **fields)
         if self.fields["dtype"] != dtype or self.forward is None:
             made = self.fields["dtype"]
@@ -180,7 +180,7 @@ class Model:
             )
         return _remade(self, self.forward, fields)
 
-    def _loaded(self) -> bool:
+    def _is_loaded(self) -> bool:
         return "family" in presets().get(self.name, {}) or self.name in _FAMILIES
 
     def resize(self, **sizes: int) -> Model:
@@ -195,8 +195,8 @@ class Model:
             name: border.whole_number(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError)
             for name, n in sizes.items()
         }
-        if not self._loaded():
-            return self._derived({"sequence" if name == "seq" else name: n for name, n in asked.items()})
+        if not self._is_loaded():
+            return self._with_dims({"sequence" if name == "seq" else name: n for name, n in asked.items()})
         fields: dict[str, Any] = {**self.fields, **asked}
         found = Model.load(self.name, **fields)
         for name, p in self.parameters.items():
@@ -205,7 +205,7 @@ class Model:
                 raise ShardplanError(f"resize of {self.name}: {text} changes the parameter {name}; load it with that")
         return found
 
-    def _derived(self, asked: Mapping[str, int]) -> Model:
+    def _with_dims(self, asked: Mapping[str, int]) -> Model:
         """The model, which was made of a program, with other sizes of some dims."""
         program = self.forward or self.program
         made = with_sizes(f"resize of {self.name}", program, self.dims, self.parameters, self.constants, asked)

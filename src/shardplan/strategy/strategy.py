@@ -197,7 +197,7 @@ class Strategy:
             for name, has in sizes.items():
                 if getattr(self, name) not in (has, None):
                     raise ScheduleError(
-                        f"strategy: {name}={getattr(self, name)} with {said.called} of {len(said.ranks)} ranks, "
+                        f"strategy: {name}={getattr(self, name)} with {said.label} of {len(said.ranks)} ranks, "
                         f"{chunks} chunks and {said.microbatches} microbatches; legal is {name}={has}"
                     )
         if self.interleave is None:
@@ -217,7 +217,7 @@ class Strategy:
         return -(-self.sequences // (self.data * self.microbatch))
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kept_names(self) -> tuple[str, ...]:
         """What is kept as it was moved; all parameters under `fsdp` with `zero` 2."""
         named = border.names("strategy: keep", self.keep)
         return ("*", *named) if self.fsdp and self.zero == 2 else named

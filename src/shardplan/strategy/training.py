@@ -106,7 +106,7 @@ def training_program(
         first, mine = f"{w}.{MASTER}" if master else w, [f"{w}.{part}" for part in rule.state]
         for name in (*([first] if master else []), *mine):
             states[name] = draft.types[name] = TensorType(kept, t.shape, t.layout, t.mesh)
-        out = draft.every(op, first, made[w], *mine, *now)
+        out = draft.write_step(op, first, made[w], *mine, *now)
         replaced |= {w: draft(Cast(t.dtype), out[0])} if master else {}
         replaced |= zip((first, *mine), out, strict=True)
     names_of = {v: f"next.{name}" for name, v in replaced.items()}

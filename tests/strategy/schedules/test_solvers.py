@@ -57,10 +57,10 @@ def test_the_exact_solver_equals_enumeration() -> None:
         check(found.schedule, shop.bounds)
         # The tree itself is right: it has an order of the least makespan and none of a shorter one.
         search = Search(shop, 10**6)
-        assert search.tree.bound(search.tree.root) <= least
-        reached = search.within(int(least))
+        assert search.tree.lower_bound(search.tree.root) <= least
+        reached = search.order_within(int(least))
         assert reached is not None and max(shop.ends(reached)) == least
-        assert Search(shop, 10**6).within(int(least) - 1) is None
+        assert Search(shop, 10**6).order_within(int(least) - 1) is None
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 2, 2)])
@@ -85,21 +85,21 @@ def test_zb_h1_is_shortest_and_1f1b_is_not_once_w_is_free() -> None:
 def test_waiting_may_be_worth_more_than_what_is_ready() -> None:
     """Without a rank that waits although it could begin something, the least would be 44."""
     shop = Shop((0, 1, 2), 3, ((1, 8, 2), (1, 1, 8), (1, 5, 1)), (2, 2, 1))
-    assert Search(shop, 10**6).within(40) is not None
+    assert Search(shop, 10**6).order_within(40) is not None
     assert solve(shop).makespan == 40
 
 
 def test_a_forward_may_leave_its_room_to_a_later_stage() -> None:
     """The optimum (CP-SAT's too): with two forwards a rank, one that could begin would stop the chain for ever."""
     shop = Shop((0, 1, 1, 0), 2, ((7, 5, 5), (8, 2, 7), (4, 4, 8), (2, 6, 2)), (2, 2))
-    assert Search(shop, 10**5).within(88) is None and Search(shop, 10**5).within(89) is not None
+    assert Search(shop, 10**5).order_within(88) is None and Search(shop, 10**5).order_within(89) is not None
 
 
 def test_values_under_way_are_compared() -> None:
     """The optimum (CP-SAT's too), 103, is lost to a node whose ranks are free no later, but whose values come later."""
     chunks = ((8, 4, 2), (3, 7, 2), (7, 4, 8), (8, 2, 3), (1, 6, 1), (8, 3, 8))
     search = Search(Shop((0, 1) * 3, 2, chunks, (6, 4)), 10**5)
-    assert search.within(102) is None and search.within(103) is not None and search.left > 0
+    assert search.order_within(102) is None and search.order_within(103) is not None and search.left > 0
 
 
 def test_a_search_that_is_cut_off_says_so() -> None:

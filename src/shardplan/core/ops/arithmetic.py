@@ -271,7 +271,7 @@ class Expand(Ruled):
         held = dict(zip(rule.operands[0], size.operands[0], strict=True))
         return (arrays[0].reshape(tuple(held.get(d, 1) for d in rule.results[0])),)
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """New dims of these sizes."""
         return replace(self, spec=said_anew(self.spec, sizes))
 

@@ -54,7 +54,7 @@ class Collective(Op):
         made = {d: poison(u.local_shape(k), dtype) for k, d in enumerate(u.mesh.devices)}
         absent = np.empty(0, dtype)
         arrays = {"x": [given.get(d, absent) for d in ids.tolist()], "y": [made.get(d, absent) for d in ids.tolist()]}
-        interpret(self.lowered(t, u, ids), arrays, self.name)
+        interpret(self.lower_operand(t, u, ids), arrays, self.name)
         return [made[d] for d in u.mesh.devices]
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class Collective(Op):
         """Return the staging buffers that `lower` names, beside "x" and "y"."""
         return {}
 
-    def lowered(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str = "") -> Lowering:
+    def lower_operand(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str = "") -> Lowering:
         """Return the lowering of one operand "x" that becomes "y"; raises `TypingError` for an unknown algorithm."""
         if algorithm and algorithm not in (*ALGORITHMS, *self.algorithms):
             legal = ", ".join(dict.fromkeys((*ALGORITHMS, *self.algorithms)))
@@ -79,7 +79,7 @@ class Collective(Op):
         """Lower the operands side by side; an op that does not have the algorithm takes its first one."""
         return side_by_side(
             devices,
-            [(k, k, self.lowered(t, result_type(self, t), devices, algorithm)) for k, t in enumerate(operands)],
+            [(k, k, self.lower_operand(t, result_type(self, t), devices, algorithm)) for k, t in enumerate(operands)],
         )
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -103,7 +103,7 @@ class Collective(Op):
         """Who says its bytes and staging: its class for its usual algorithm; those of another one are counted."""
         return type(self) if self.algorithm in ("", self.algorithms[0]) else Collective
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Sum over the operands."""
         parts = [self._saying.received_one(self, t, result_type(self, t)) for t in operands]
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
@@ -112,7 +112,7 @@ class Collective(Op):
         """Return the bytes each device receives for one operand, int64 [devices]."""
         return lowering_counts(self, t, u).received_by(u) * u.itemsize
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Sum over the operands."""
         parts = [self._saying.sent_one(self, t, result_type(self, t)) for t in operands]
         return operands[0].mesh.ids, parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
@@ -125,7 +125,7 @@ class Collective(Op):
         """Return the most peers that a device hears from, in all rounds of a chunk."""
         return max(lowering_counts(self, t, result_type(self, t)).rounds for t in operands)
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Return what the worst device packs of one operand, on either side."""
         return lowering_counts(self, t, u).packed
 
@@ -136,7 +136,7 @@ class Collective(Op):
             return Local(
                 float(sum(lowering_counts(self, t, result_type(self, t)).written * t.itemsize for t in operands))
             )
-        found = RoundMessages.merged(every)
+        found = RoundMessages.merge_parts(every)
         return Messages(found.sender, found.receiver, found.amount.astype(np.float64), self.chunks)
 
     def turns(self, *operands: TensorType) -> Iterator[list[RoundMessages]]:
@@ -149,16 +149,16 @@ class Collective(Op):
 
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
-        return self.staged(*operands)(self.chunks)
+        return self.staging_by_chunks(*operands)(self.chunks)
 
-    def staged(self, *operands: TensorType, shared: bool = False) -> Callable[[int], int]:
+    def staging_by_chunks(self, *operands: TensorType, shared: bool = False) -> Callable[[int], int]:
         """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises.
 
         `shared` says that other moves share its messages, so that nothing goes straight from or into an operand.
         """
         pairs = [(t, result_type(self, t)) for t in operands]
         # Thousands of a batch are of a few types.
-        known = {t: self._saying.packed(self, t, u) for t, u in dict(pairs).items()}
+        known = {t: self._saying.packing(self, t, u) for t, u in dict(pairs).items()}
         packed = [known[t] for t in operands]
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
@@ -203,7 +203,7 @@ class InPlace(Collective):
         """None."""
         return 0
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Nothing."""
         return Packed(0, 0, True, True)
 
@@ -237,7 +237,7 @@ class Grouped(Collective):
         if places.shape[1] < 2:
             return Local(0.0)
         if self.algorithm:
-            return self._composed(*operands)
+            return self._as_messages(*operands)
         held = np.zeros(len(places))
         for operand in operands:
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
@@ -267,10 +267,10 @@ class Grouped(Collective):
         sizes = (t.elements()[places] for t in (*operands, *results) if not t.all_even)
         return all(bool((size == size[:, :1]).all()) for size in sizes)
 
-    def _composed(self, *operands: TensorType) -> Pattern:
+    def _as_messages(self, *operands: TensorType) -> Pattern:
         """Return the messages of the algorithm that is said, in their rounds."""
         times = 1 if self.algorithm in SEGMENTED else self.chunks
-        found = [RoundMessages.merged(turn) for turn in self.turns(*operands)]
+        found = [RoundMessages.merge_parts(turn) for turn in self.turns(*operands)]
         rounds = [Messages(one.sender, one.receiver, one.amount / times) for one in found]
         if not rounds:
             return Local(0.0)
@@ -291,7 +291,7 @@ def moving(op: Op) -> Collective | None:
 def lowering_counts(op: Collective, t: TensorType, u: TensorType) -> Counted:
     """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
     one = op if op.algorithm in SEGMENTED else op.in_chunks(1)
-    return count(t, u, lambda ids: one.lowered(t, u, ids))
+    return count(t, u, lambda ids: one.lower_operand(t, u, ids))
 
 
 @lru_cache(maxsize=FIGURES)

@@ -90,12 +90,12 @@ class Fused(Nested):
         return cls(body, **options), given
 
     @property
-    def kept(self) -> int:
+    def carried_count(self) -> int:
         """Its result is the body's."""
         return 1
 
     @property
-    def moved(self) -> tuple[Collective, TensorType, TensorType]:
+    def move_with_types(self) -> tuple[Collective, TensorType, TensorType]:
         """The move, and the types before and behind it."""
         last = self.body.steps[-1]
         op = moving(last.op)
@@ -104,18 +104,18 @@ class Fused(Nested):
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """The axes of the move."""
-        op, before, _ = self.moved
+        op, before, _ = self.move_with_types
         return op.members(before)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the body."""
         return run_reference(self.body, operands)
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Those of the move."""
         return books_of(self.body).received
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Those of the move."""
         return self.devices(), books_of(self.body).sent
 
@@ -130,12 +130,12 @@ class Fused(Nested):
     def staging(self, *operands: TensorType) -> int:
         """What a run of the body holds beside operands and result."""
         # The result is the body's own; types are even, so that every device is the worst.
-        return max(0, held_inside(self.body, 0) - self.moved[2].local_bytes())
+        return max(0, held_inside(self.body, 0) - self.move_with_types[2].local_bytes())
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """The kernels of the body and its move, tile by tile."""
         *before, last = step_patterns(self.body)
-        _, t, u = self.moved
+        _, t, u = self.move_with_types
         whole = u.local_bytes() if t.layout.partial else 0
         return Overlap(tuple(before), last, t.local_bytes(), whole, self.tiles, self.in_one_shot, self.kind)
 

@@ -77,7 +77,7 @@ def deliver(
 def deliver_parcels(found: Parcels, t: TensorType, u: TensorType, devices: Ints, chunks: int) -> Iterator[Round]:
     """Yield the rounds of a move with a table of boxes at either end: all its parcels, each a message of its own."""
     senders, receivers = found.source.ids[found.given], found.target.ids[found.taken]
-    home, away = np.flatnonzero(found.kept), np.flatnonzero(~found.kept)
+    home, away = np.flatnonzero(found.stay_mask), np.flatnonzero(~found.stay_mask)
     give = lambda k: _part("x", t, found.source, found.given[k], found.boxes[k], k >= 0)  # noqa: E731
     take = lambda k: _part("y", u, found.target, found.taken[k], found.boxes[k], k >= 0)  # noqa: E731
     peer = lambda k, ends: np.where(k >= 0, ends[k], -1)  # noqa: E731
@@ -161,7 +161,7 @@ class Permute(Collective):
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver each pair's tile; the rest keep theirs."""
         source = np.arange(t.mesh.size)
-        pairs = permutation(t.whole, u.whole)
+        pairs = permutation(t.whole_type, u.whole_type)
         if pairs is not None:
             source[pairs[1]] = pairs[0]
         held = at_root(u)
@@ -177,7 +177,7 @@ class Permute(Collective):
         """One, if anything moves."""
         return int(any(self.received_one(t, result_type(self, t)).any() for t in operands))
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """The tile is sent and received whole; a cut tile is contiguous when only its major dim is cut."""
         before, after = t.local_shape(), u.local_shape()
         cuts = [d for d in range(t.ndim) if before[d] != after[d]]
@@ -186,7 +186,7 @@ class Permute(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """One message a pair; a device that holds its own tile copies it."""
-        pairs = permutation(t.whole, u.whole)
+        pairs = permutation(t.whole_type, u.whole_type)
         assert pairs is not None  # typed so
         home = np.ones(u.mesh.size, dtype=bool)
         home[pairs[1]] = False
@@ -238,7 +238,7 @@ class General(Collective):
         """Deliver the messages; what a device holds already it keeps."""
         if has_box_table(t, u):
             return Collective.move(self, shards, t, u)
-        senders, receivers, _ = messages(t.whole, u.whole, *self.choice)
+        senders, receivers, _ = messages(t.whole_type, u.whole_type, *self.choice)
         before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
         own, held, needed = own_places(t, u), at_root(t), at_root(u)
         pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
@@ -259,14 +259,14 @@ class General(Collective):
         if has_box_table(t, u):
             yield from deliver_parcels(parcels(t, u, *self.choice), t, u, devices, self.chunks)
             return
-        senders, receivers, _ = messages(t.whole, u.whole, *self.choice)
+        senders, receivers, _ = messages(t.whole_type, u.whole_type, *self.choice)
         yield from deliver(t, u, devices, senders, receivers, np.ones(u.mesh.size, dtype=bool), self.chunks)
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
         return max(most_senders(t, result_type(self, t)) for t in operands)
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """All that is sent, and all that is received."""
         return traffic(t, u, *self.choice)
 
@@ -274,7 +274,7 @@ class General(Collective):
         """One part a peer; with a table of boxes, one a parcel."""
         if has_box_table(t, u):
             found = parcels(t, u, *self.choice)
-            counts = [int(np.bincount(ends[~found.kept]).max(initial=1)) for ends in found.ends]
+            counts = [int(np.bincount(ends[~found.stay_mask]).max(initial=1)) for ends in found.ends]
             return counts[0], counts[1]
         return sent_in_general(t, u, *self.choice).receivers, max(1, most_senders(t, u))
 
@@ -284,13 +284,15 @@ class General(Collective):
         alike = all(x == t for x in operands)
         totals = message_totals(t, result_type(self, t), *self.choice, len(operands)) if alike else None
         if totals is None:
-            found = self._listed(operands)
+            found = self._list_messages(operands)
             return Messages(*found, self.chunks) if len(found[0]) else Local(0.0)
         return (
-            Messages.later(totals, lambda: self._listed(operands), self.chunks) if len(totals.devices) else Local(0.0)
+            Messages.from_totals(totals, lambda: self._list_messages(operands), self.chunks)
+            if len(totals.devices)
+            else Local(0.0)
         )
 
-    def _listed(self, operands: Sequence[TensorType]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _list_messages(self, operands: Sequence[TensorType]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         t, u = operands[0], result_type(self, operands[0])
         moves = [messages(x, result_type(self, x), *self.choice) for x in operands]
         width = u.mesh.size

@@ -90,7 +90,7 @@ class Gather(Ruled):
         """None."""
         return 0.0
 
-    def touched(self, *operands: TensorType) -> int:
+    def touched_bytes(self, *operands: TensorType) -> int:
         """Ids, and each row that is gathered twice: read and written; not the table."""
         (t,) = self.infer(*operands)
         return operands[1].local_bytes() + 2 * t.local_bytes()
@@ -196,7 +196,7 @@ class Write(Ruled):
         """None."""
         return 0.0
 
-    def touched(self, *operands: TensorType) -> int:
+    def touched_bytes(self, *operands: TensorType) -> int:
         """Ids, and each value twice: read and written; not the target."""
         return operands[2].local_bytes() + 2 * operands[1].local_bytes()
 
@@ -206,24 +206,24 @@ class Made(Ruled):
     """An op without operands: all factors are its results', `over` also says root axes, and it says the mesh."""
 
     @abc.abstractmethod
-    def made(self) -> TensorType:
+    def stated_type(self) -> TensorType:
         """Return the type as the fields say it, checked but for addends, which are not said."""
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """A result only."""
-        shape = self.made().shape
+        shape = self.stated_type().shape
         names = factor_names(len(shape))
         return rule_of(self.name, f"-> [{' '.join(names)}]", operands, **dict(zip(names, shape, strict=True)))
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """A shape of these sizes."""
-        said: dict[str, object] = {"shape": tuple(sizes[n] for n in factor_names(len(self.made().shape)))}
+        said: dict[str, object] = {"shape": tuple(sizes[n] for n in factor_names(len(self.stated_type().shape)))}
         return replace(self, **said)
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Refuse operands, and a value whose addends are not said."""
         check_arity(self.name, operands, 0)
-        t = self.made()
+        t = self.stated_type()
         if t.layout.partial:
             raise TypingError(f"{self.name}: {t} is partial; legal are sharded, replicated and rooted values")
         return (t,)
@@ -253,7 +253,7 @@ class Iota(Made):
     over: Layout = field()  # without the default that it has elsewhere
     mesh: Mesh
 
-    def made(self) -> TensorType:
+    def stated_type(self) -> TensorType:
         """As the fields say."""
         t = TensorType(self.dtype, self.shape, self.over, self.mesh)
         if not 0 <= self.dim < t.ndim:
@@ -279,7 +279,7 @@ class Constant(Made):
     over: Layout = field()  # without the default that it has elsewhere
     mesh: Mesh
 
-    def made(self) -> TensorType:
+    def stated_type(self) -> TensorType:
         """As the fields say."""
         t = TensorType(self.dtype, self.shape, self.over, self.mesh)
         check_value(self.name, self.value, t.dtype)

@@ -171,7 +171,7 @@ class EmbeddingBag(Composed):
         """Each is a row of the table."""
         return {1: IdRange(operands[0].shape[0])}
 
-    def touched(self, *operands: TensorType) -> int:
+    def touched_bytes(self, *operands: TensorType) -> int:
         """Ids, the rows that are read, and their sums; not the table."""
         table, ids = operands
         rows = math.prod(ids.local_shape(0)) * math.prod(table.local_shape(0)[1:]) * table.itemsize
@@ -206,7 +206,7 @@ class Attention(Composed):
         if self.zigzag > 1 and (len(operands) > 3 or q.shape[1] != k.shape[1]):
             raise TypingError(f"zigzag={self.zigzag} of {q} with keys {k}; legal is 1, or a sequence and itself")
         if self.causal and self.zigzag > 1:
-            column = Zigzag(q.shape[1], self.zigzag).written(d, q.mesh)
+            column = Zigzag(q.shape[1], self.zigzag).write_positions(d, q.mesh)
             row = d(Reshape("s -> s one=1"), column)
             scores = mask_scores(d, row, column, scores)
         elif self.causal:
@@ -309,7 +309,7 @@ class Concat(Composed):
     ) -> Sequence[str | None]:
         """The cotangent in parts: of the operands only the sizes are read, so that none is saved for it."""
         sizes = tuple(draft.types[o].shape[self.dim] for o in operands)
-        found = draft.every(Split(self.dim, sizes), cotangents[0])
+        found = draft.write_step(Split(self.dim, sizes), cotangents[0])
         return [part if want else None for part, want in zip(found, wanted, strict=True)]
 
 

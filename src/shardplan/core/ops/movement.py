@@ -104,7 +104,7 @@ def without_suffix(op: str, t: TensorType, dim: int, axes: tuple[str, ...]) -> t
 def unused_atoms(op: str, t: TensorType, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the atoms of `axes`, or raise `TypingError` when the type uses one of them."""
     atoms = t.mesh.expand(axes)
-    busy = set(t.mesh.expand(t.layout.used))
+    busy = set(t.mesh.expand(t.layout.used_axes))
     if len(set(atoms)) != len(atoms) or busy & set(atoms):
         raise TypingError(f"{op}: the axes {axes_text(axes)} are not all unused in {t}")
     return atoms
@@ -149,7 +149,7 @@ class Slice(InPlace):
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Copy the part."""
         before, after = Boxes.ends(t, u, devices)
-        yield Round.of((Copy(before.part("x", after), after.whole("y")),))
+        yield Round.of((Copy(before.part("x", after), after.whole_region("y")),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class AllGather(Grouped):
         """Assemble within groups."""
         return group_move(self, shards, t, u)
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """The shard is sent whole; the gathered parts are contiguous when one major dim is gathered."""
         dims = list(by_dim(self.name, self.dim, self.axes))
         shape = u.local_shape()
@@ -193,7 +193,7 @@ class AllGather(Grouped):
         """Pass the shards on whole."""
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
         block: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
-        own = before.whole("x")
+        own = before.whole_region("x")
         yield from prepend_actions([Copy(own, block(group.me))], gather(group, own, block, self.chunks, algorithm))
 
 
@@ -240,7 +240,7 @@ class AllToAll(Grouped):
         """One per peer: q - 1, by any algorithm."""
         return math.prod(operands[0].mesh.span(a).size for a in self.axes) - 1
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Sent pieces are contiguous when the cut dim is major, received ones when the joined dim is."""
         before, after = t.local_shape(), u.local_shape()
         natural = self.order in ((), self.axes)

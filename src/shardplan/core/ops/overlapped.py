@@ -51,11 +51,11 @@ class Overlapped(FactorTyped):
         """Add up the kernels of the device that has most to do."""
         return _figures(self, operands).flops
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Add up what is taken."""
         return _figures(self, operands).received
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Add up what is put."""
         return operands[0].mesh.ids, _figures(self, operands).sent
 
@@ -106,7 +106,7 @@ def _figures(op: Overlapped, operands: tuple[TensorType, ...]) -> _Figures:
             there = np.flatnonzero(amount)
             sent += amount
             messages.append(RoundMessages(ids[there], put.peer[there], amount[there]))
-        joint = RoundMessages.merged(messages) if messages else None
+        joint = RoundMessages.merge_parts(messages) if messages else None
         works = [w for kernel in one.kernels if (w := _work(kernel, operands[0].dtype, widths, op.kernel_class))]
         if joint is not None and not joint.amount.size:
             joint = None

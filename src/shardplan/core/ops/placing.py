@@ -72,7 +72,7 @@ class Reshape(Ruled):
         back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
         return [draft(Reshape(" -> ".join(back)), cotangents[0])]
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """The same factors; sizes that the text says are the new ones."""
         return replace(self, spec=said_anew(self.spec, sizes))
 
@@ -185,7 +185,7 @@ class Crop(Ruled):
             )
         return _resizing_rule(self.name, t, [b - a for a, b in zip(self.start, self.stop, strict=True)])
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """A dim that is whole stays so; of one that is cut the start stays, where the dim itself does."""
         rule, stop = self.rule(*before), list[int]()
         whole = zip(self.start, self.stop, before[0].shape, after[0].shape, rule.results[0], strict=True)
@@ -291,7 +291,7 @@ class Pin(Ruled):
     to: Layout
 
     @property
-    def pinned(self) -> Layout:
+    def pinned_layout(self) -> Layout:
         """The layout."""
         return self.to
 

@@ -103,7 +103,7 @@ class ReduceScatter(Grouped):
                 out[m] = cut_box(total, t.boxes()[m], u.boxes()[m]).copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Parts are sent from the shard when they are contiguous in it, and received into a buffer to be added."""
         dims = list(by_dim(self.name, self.dim, self.axes))
         shape, q = t.local_shape(), math.prod(t.mesh.span(a).size for a in self.axes)
@@ -113,7 +113,7 @@ class ReduceScatter(Grouped):
     def _parts(self, t: TensorType, u: TensorType, devices: Ints) -> tuple[Group, Of, Region]:
         """The groups, what a device adds to a member's part, and the part that is its own."""
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        return group, lambda k: before.part("x", Boxes(u, group.place(k))), after.whole("y")
+        return group, lambda k: before.part("x", Boxes(u, group.place(k))), after.whole_region("y")
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Give every member its addends, and add up what comes."""
@@ -161,7 +161,7 @@ class AllReduce(Grouped):
                 out[m] = total.copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """q - 1 addends of the own part arrive in a buffer; what is sent is contiguous."""
         size, q = math.prod(t.local_shape()), math.prod(t.mesh.span(a).size for a in self.axes)
         return Packed(size, (q - 1) * -(-size // q), True, False)
@@ -169,7 +169,7 @@ class AllReduce(Grouped):
     def _parts(self, t: TensorType, devices: Ints) -> tuple[Group, Of, Of]:
         """The groups, and a member's part of the flat shard, cut by the tiling rule, before and after."""
         group = Group(t, self.axes, devices)
-        n = Boxes(t, group.places).whole("x").elements()
+        n = Boxes(t, group.places).whole_region("x").elements()
         room = -(-n // group.size)
 
         def part(buffer: str, k: Ints | int) -> Region:
@@ -183,7 +183,9 @@ class AllReduce(Grouped):
         group, given, made = self._parts(t, devices)
         if algorithm == "tree":
             held = Boxes(t, group.places)
-            rounds = double_tree(group, held.whole("x"), held.whole("y"), t.itemsize, self.chunks, self.reduction)
+            rounds = double_tree(
+                group, held.whole_region("x"), held.whole_region("y"), t.itemsize, self.chunks, self.reduction
+            )
             yield from rounds
             return
         own = made(group.me)
@@ -194,7 +196,7 @@ class AllReduce(Grouped):
         """Room for addends."""
         group, given, made = self._parts(t, devices)
         if algorithm == "tree":
-            held = Boxes(t, group.places).whole("x").elements()
+            held = Boxes(t, group.places).whole_region("x").elements()
             return {"t": Buffer(tree_room(held, t.itemsize, self.chunks), t.dtype)}
         return addends(group, given, made(group.me), t.dtype, self.chunks, algorithm)
 
@@ -235,7 +237,7 @@ class Reduce(Grouped):
             out[group[0]] = _sum(shards, group, self.reduction)
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Addends arrive in a buffer of one shard."""
         size = math.prod(t.local_shape())
         return Packed(size, size, True, False)
@@ -244,7 +246,7 @@ class Reduce(Grouped):
         """A chain, or a binomial tree, towards the first member."""
         group = Group(t, self.axes, devices)
         held = Boxes(t, group.places)  # a member away from the root takes sums in what will not be read
-        x, y = held.whole("x"), held.whole("y")
+        x, y = held.whole_region("x"), held.whole_region("y")
         if algorithm == "tree":
             yield from binomial(group, -1, x, y, self.reduction)
         else:
@@ -252,7 +254,7 @@ class Reduce(Grouped):
 
     def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
         """Room for one addend, in a tree."""
-        held = Boxes(t, places_of(t.mesh, devices)).whole("x").elements()
+        held = Boxes(t, places_of(t.mesh, devices)).whole_region("x").elements()
         return {"t": Buffer(held, t.dtype)} if algorithm == "tree" else {}
 
 
@@ -295,7 +297,7 @@ class Broadcast(Grouped):
                 out[m] = shards[group[0]].copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Sent and received whole."""
         size = math.prod(t.local_shape())
         return Packed(size, size, True, True)
@@ -304,7 +306,7 @@ class Broadcast(Grouped):
         """A chain, or a binomial tree, from the first member on."""
         group = Group(u, self.axes, devices)
         held = Boxes(u, group.places)
-        x, y = held.whole("x"), held.whole("y")
+        x, y = held.whole_region("x"), held.whole_region("y")
         if algorithm == "tree":
             yield from binomial(group, 1, x, y, None)
         else:
@@ -376,12 +378,12 @@ class ToPartial(InPlace):
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Keep, fill or drop."""
         before, after = Boxes.ends(t, u, devices)
-        whole = after.whole("y")
+        whole = after.whole_region("y")
         if self._dim(t) is not None:
             fill, keep = before.live, before.live
         else:
             first = t.mesh.index(self.axes)[before.places] == 0
             keep = before.live & (first | (self.reduction in IDEMPOTENT))
             fill = before.live & ~keep & (self.reduction != "root")
-        blank = Copy(None, whole.only(fill), None if self.reduction == "root" else self.reduction)
-        yield Round.of((blank, Copy(before.whole("x").only(keep), after.part("y", before).only(keep))))
+        blank = Copy(None, whole.restrict(fill), None if self.reduction == "root" else self.reduction)
+        yield Round.of((blank, Copy(before.whole_region("x").restrict(keep), after.part("y", before).restrict(keep))))

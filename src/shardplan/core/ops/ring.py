@@ -79,12 +79,12 @@ class _Rotating(Overlapped):
         x = d(Elementwise(f"a * {self._scale(t)}"), d(Einsum("bsgrd,btgd->bsgrt"), q, k))
         if not self.causal:
             return x
-        column = Zigzag(u.shape[1], self.zigzag).written(d, t.mesh)
+        column = Zigzag(u.shape[1], self.zigzag).write_positions(d, t.mesh)
         axes = self.members(t)
         row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
         return mask_scores(d, row, column, x)
 
-    def _gathered(self, d: Draft, name: str) -> str:
+    def _gather_sequence(self, d: Draft, name: str) -> str:
         axes = self.members(d.types[name])
         return d(AllGather(SEQUENCE, axes), name) if axes else name
 
@@ -105,7 +105,7 @@ class RingAttention(_Rotating):
 
     >>> q, k = (TensorType.parse(f"f32[2, 12@c, 4, {dims}8]", "c=3") for dims in ("2, ", ""))
     >>> op = RingAttention()
-    >>> print(*op.infer(q, k, k), op.received(q, k, k))
+    >>> print(*op.infer(q, k, k), op.received_bytes(q, k, k))
     f32[2, 12@c, 4, 2, 8] f32[2, 12@c, 4, 2] [4096 4096 4096]
     """
 
@@ -128,13 +128,15 @@ class RingAttention(_Rotating):
         """Keys and values gathered, and attention."""
         self.infer(*operands)
         d = Draft.of(operands)
-        x = self._scores(d, widened(d, "0"), self._gathered(d, widened(d, "1")))
+        x = self._scores(d, widened(d, "0"), self._gather_sequence(d, widened(d, "1")))
         top = d(ReduceDims((4,), "max", keep=True), x)
         e = d(Elementwise("exp(a - b)"), x, top, stopped=(1,))
         total = d(ReduceDims((4,), keep=True), e)
-        out = d(Einsum("bsgrt,btge->bsgre"), d(Elementwise("a / b"), e, total), self._gathered(d, widened(d, "2")))
+        out = d(
+            Einsum("bsgrt,btge->bsgre"), d(Elementwise("a / b"), e, total), self._gather_sequence(d, widened(d, "2"))
+        )
         lse = d(Elementwise("log(a) + b"), total, top, stopped=(1,))
-        return d.done(cast_to(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
+        return d.decomposition(cast_to(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
 
     def pull(
         self,
@@ -145,10 +147,10 @@ class RingAttention(_Rotating):
         wanted: Sequence[bool],
     ) -> Sequence[str | None]:
         """One ring back; what it takes of the results is made before: their product with the cotangents."""
-        came, more = (draft.reduced(c, draft.types[c].layout.partial) for c in cotangents)
+        came, more = (draft.reduce_axes(c, draft.types[c].layout.partial) for c in cotangents)
         inner = draft(Einsum("bsgre,bsgre->bsgr"), widened(draft, came), widened(draft, results[0]))
         inner = draft(Elementwise("a - b"), inner, more)
-        return draft.every(
+        return draft.write_step(
             RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came
         )
 
@@ -165,7 +167,7 @@ class RingAttention(_Rotating):
         work = 2 * sum(t.shape[-1] for t in (operands[0], operands[2])) + _PAIRS + self.causal
 
         def rounds() -> Iterator[Round]:
-            yield from ring.loaded()
+            yield from ring.load_rounds()
             for r in range(ring.size):
                 sources = whole_block("x0", ring.queries), *ring.at_hand(r), *(state if r else ())
                 n, more = (ring.tile(r + k).elements * (r < ring.size - 1) for k in (0, 1))
@@ -175,7 +177,7 @@ class RingAttention(_Rotating):
                     kernels=(ring.kernel(run, sources, state, r, work),),
                 )
             if out.buffer == "sum":
-                yield ring.rounded((out,), (out._replace(buffer="y0"),))
+                yield ring.write_round((out,), (out._replace(buffer="y0"),))
 
         return Lowering(devices, buffers, rounds)
 
@@ -223,7 +225,7 @@ class RingAttentionBackward(_Rotating):
         """Keys and values gathered; their cotangents reduced and scattered."""
         self.infer(*operands)
         d, axes = Draft.of(operands), self.members(operands[1])
-        q, k, v = widened(d, "0"), self._gathered(d, widened(d, "1")), self._gathered(d, widened(d, "2"))
+        q, k, v = widened(d, "0"), self._gather_sequence(d, widened(d, "1")), self._gather_sequence(d, widened(d, "2"))
         came, of = widened(d, "5"), operands[0].dtype
         one = " ".join("bsgr")
         lse, less = (d(Reshape(f"{one} -> {one} one=1"), name) for name in ("3", "4"))
@@ -234,7 +236,7 @@ class RingAttentionBackward(_Rotating):
         for spec, x, y in (("bsgrt,bsgrd->btgd", ds, q), ("bsgrt,bsgre->btge", p, came)):
             made = d(Einsum(spec), x, y)
             found.append(d(ReduceScatter(SEQUENCE, axes), made) if axes else made)
-        return d.done(*(cast_to(d, name, of) for name in found))
+        return d.decomposition(*(cast_to(d, name, of) for name in found))
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
         """As many rounds as tiles, and one in which the last cotangents come home.
@@ -260,7 +262,7 @@ class RingAttentionBackward(_Rotating):
             return ring.tile(r, f"t{(r + 1) % 2}", ahead) if joint else ring.tile(r, f"d{(r + 1) % 2}")
 
         def rounds() -> Iterator[Round]:
-            yield from ring.loaded()
+            yield from ring.load_rounds()
             for r in range(ring.size):
                 made = ring.tile(r, "part") if r else sums(0)
                 sources = (whole_block("x0", ring.queries), *ring.at_hand(r),
@@ -275,7 +277,7 @@ class RingAttentionBackward(_Rotating):
                     gone, came = sums(r - 1), sums(r)
                     puts.append(ring.put(gone.buffer, gone.elements, gone.start))
                     takes.append(ring.take(came.buffer, came.elements, came.start))
-                    then = (Copy(made.region.only(kernel.live), came.region.only(kernel.live), "sum"),)
+                    then = (Copy(made.region.restrict(kernel.live), came.region.restrict(kernel.live), "sum"),)
                 yield Round(tuple(puts), (), tuple(takes), then, kernels=(kernel,))
             home, last = ring.tile(ring.size, f"{'t' if joint else 'd'}{(ring.size + 1) % 2}"), sums(ring.size - 1)
             if not alone:
@@ -283,7 +285,7 @@ class RingAttentionBackward(_Rotating):
                             (ring.take(home.buffer, home.elements),))  # fmt: skip
             found = (last if alone else home).blocks
             into = whole_block("y1", found[0].shape), whole_block("y2", found[1].shape)
-            yield ring.rounded(
+            yield ring.write_round(
                 (dq, *found) if not joint else found, (whole_block("y0", ring.queries), *into) if not joint else into
             )
 

@@ -82,7 +82,7 @@ class TileRing:
         pairs = self.sizes[:, None] * self.sizes
         self.seen = pairs > 0, pairs
         if order is not None:
-            low, high = order.within(self.starts, self.starts + self.sizes)
+            low, high = order.position_runs(self.starts, self.starts + self.sizes)
             self.seen = count_visible((low[:, None], high[:, None]), (low[None], high[None]))
 
     def _shape(self, t: TensorType) -> Ints:
@@ -109,7 +109,7 @@ class TileRing:
         found = self.tile(0)
         return whole_block("x1", found.keys), whole_block("x2", found.values)
 
-    def loaded(self) -> Iterator[Round]:
+    def load_rounds(self) -> Iterator[Round]:
         """Yield what puts a device's own keys and values one behind the other, so that they go in one message."""
         if self.size > 1:
             zero = np.zeros(len(self.queries), dtype=np.int64)
@@ -135,7 +135,7 @@ class TileRing:
         numbers = np.stack([self.starts[mine], self.starts[other]], axis=1)
         return Kernel(run, sources, targets, numbers, live & self.group.live, work * heads * pairs)
 
-    def rounded(self, sources: tuple[BufferBlock, ...], targets: tuple[BufferBlock, ...]) -> Round:
+    def write_round(self, sources: tuple[BufferBlock, ...], targets: tuple[BufferBlock, ...]) -> Round:
         """Return a round that writes blocks into results."""
         none = np.zeros((len(self.queries), 0), dtype=np.int64)
         live = np.any([b.elements > 0 for b in sources], axis=0)

@@ -127,7 +127,7 @@ class ToSlots(Ruled):
     capacity: int
     over: Layout = WHOLE
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """Refuse another number of tokens a group: the capacity is a share of it."""
         _same_tokens(self.name, self.capacity, before[0], after[0])
         return self
@@ -210,7 +210,7 @@ class Dispatch(Composed):
     capacity: int
     over: Layout = WHOLE
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """Refuse another number of tokens a group: the capacity is a share of it."""
         _same_tokens(self.name, self.capacity, before[0], after[0])
         return self

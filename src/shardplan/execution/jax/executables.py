@@ -318,15 +318,15 @@ def _trace_loop(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
     whole = len(names) - op.cut
 
     def run(state: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        values = dict(zip(names, (*state, *arrays[op.kept : whole], *rows), strict=True))
+        values = dict(zip(names, (*state, *arrays[op.carried_count : whole], *rows), strict=True))
         _trace(op.body, op.body.steps, values, wire)
         found = [wire.varying(values[n]) for n in op.body.outputs]
-        return found[: op.kept], found[op.kept :]
+        return found[: op.carried_count], found[op.carried_count :]
 
     if op.at_once:
         return run((), ())[1]
     if op.overlaps:
-        return run(arrays[: op.kept], ())[0]
-    state = [wire.varying(x) for x in arrays[: op.kept]]
+        return run(arrays[: op.carried_count], ())[0]
+    state = [wire.varying(x) for x in arrays[: op.carried_count]]
     state, stacks = lax.scan(run, state, arrays[whole:], length=op.times, reverse=op.backwards)
     return [*state, *stacks]

@@ -83,7 +83,7 @@ def bind_native(
             starts.append(SpotCopy(whole, whole._replace(buffer=f"y{k}")))
     call = NATIVE[native.kind]
     reduction = getattr(dist.ReduceOp, (operands[0].layout.reduction or "sum").upper())
-    received, sent = (int(x[place]) for x in (op.received(*operands), op.sent(*operands)[1]))
+    received, sent = (int(x[place]) for x in (op.received_bytes(*operands), op.sent_bytes(*operands)[1]))
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
         out = [make(wire) for make in makers]

@@ -132,7 +132,7 @@ def _row(
         ".".join(map(str, one.place)),
         one.kind.name,
         tuple(str(program.types[name]) for name in (*given, *move.results)),
-        int(move.op.sent(*operands)[1].max(initial=0)),
+        int(move.op.sent_bytes(*operands)[1].max(initial=0)),
         {},
         str(UNFUSED),
         one.reason,
@@ -165,7 +165,7 @@ def _row(
     if held + need > memory:
         text = f"{need} B for {SLOTS} slots beside {held} B of the program; the device has {memory:.0f} B"
         return blocked(one.place[-1], "memory", text), None
-    best = decision.chosen
+    best = decision.best_variant
     if best == UNFUSED:
         return replace(row, reason="not_faster"), None
     return replace(row, reason="fused", choice=str(best)), apply_variant(one.op, best)

@@ -74,7 +74,7 @@ class Laid:
         return self.spanned[self.fabric.far - 1] if self.fabric.far else np.ones(len(self.members), dtype=np.int64)
 
     @cached_property
-    def inside(self) -> tuple[Ints, Ints]:
+    def members_per_node(self) -> tuple[Ints, Ints]:
         """The least and the most members that every group has in a node, [G]."""
         if not self.fabric.far:
             whole = np.full(len(self.members), self.k)

@@ -206,7 +206,10 @@ def affine(kinds: tuple[str, ...], members: Ints, fabric: Fabric) -> tuple[tuple
 def _affine(
     kinds: tuple[str, ...], ids: bytes, shape: tuple[int, int], topology: Topology, library: Library, launch: float
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    members, fabric = np.frombuffer(ids, dtype=np.int64).reshape(shape), Fabric(topology, launch=launch).under(library)
+    members, fabric = (
+        np.frombuffer(ids, dtype=np.int64).reshape(shape),
+        Fabric(topology, launch=launch).with_library(library),
+    )
     return offers_of(kinds, members, fabric)
 
 

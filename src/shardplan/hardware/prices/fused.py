@@ -277,7 +277,7 @@ class FusedDecision:
     index: Floats
 
     @property
-    def chosen(self) -> FusedVariant:
+    def best_variant(self) -> FusedVariant:
         """The variant that is chosen for one piece of work."""
         return self.variants[int(self.index)]
 
@@ -286,9 +286,9 @@ def decide(work: FusedWork, constants: FusedConstants, least_gain: float = LEAST
     """Return the fastest variant; a fused one only where it saves `least_gain` of the unfused seconds or more.
 
     >>> one = FusedConstants("x", latency=1e-6, bandwidth=1e9, copy_bandwidth=4e9, signal=1e-6)
-    >>> print(decide(FusedWork(1e-3, 2e6, 2), one).chosen)
+    >>> print(decide(FusedWork(1e-3, 2e6, 2), one).best_variant)
     fused n=16
-    >>> print(decide(FusedWork(1e-3, 2e3, 2), one).chosen)
+    >>> print(decide(FusedWork(1e-3, 2e3, 2), one).best_variant)
     unfused
     """
     ways = variants(work.reduces)

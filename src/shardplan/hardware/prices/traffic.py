@@ -68,7 +68,7 @@ def _own_bytes(kind: str, laid: Laid, nbytes: Floats) -> float:
 def _tree(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     if laid.fabric.library.member_order:
         return _flows(list(tree(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
-    most = laid.inside[1]
+    most = laid.members_per_node[1]
     # No less than the bound of any all-reduce, also where a node holds one member.
     near = np.maximum(np.minimum(2.0, most - 1), 2 * (laid.k - 1) / laid.k)
     return _in_nodes(laid, nbytes, near, 2, _double)
@@ -87,7 +87,7 @@ def _collnet(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Tra
 def _in_switches(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]) -> list[Traffic] | None:
     """Nodes whose switches reduce; None where they do not, or are too small."""
     inner = laid.reduces[1]
-    least, most = laid.inside
+    least, most = laid.members_per_node
     if not inner or not all(inner) or least.min() < row.members:
         return None
     return _in_nodes(laid, nbytes, 1 + 1 / least + row.per_member * most, 1, far)
@@ -142,7 +142,7 @@ def messages(flows: Flows, fabric: Fabric) -> Traffic:
     for end, other in ((flows.sender, flows.receiver), (flows.receiver, flows.sender)):
         device, at = np.unique(end, return_inverse=True)
         at, width = at.reshape(-1), len(device)
-        level = fabric.crossed(end, other)
+        level = fabric.outermost_level(end, other)
         inner = np.zeros(width, dtype=np.int64)
         keep = np.ones(len(level), dtype=bool)
         if far and _starts_inside(fabric):

@@ -120,7 +120,7 @@ def msccl_text(
     """
     r = recipe(program, placement)
     mesh = program.output_types[0].mesh
-    if mesh.expand(r.program.output_types[0].layout.used):
+    if mesh.expand(r.program.output_types[0].layout.used_axes):
         raise BackendError(
             f"msccl: the program ends in {program.output_types[0]}; legal is the whole payload on every device, since "
             f"the export is an all-reduce"

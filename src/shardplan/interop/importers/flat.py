@@ -82,7 +82,7 @@ def model_of(
     kinds = [program.types[key].dtype for key in parameters] or ["f32"]
     fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
     found = assemble_model(name, program, dims, parameters, {}, fields, settings)
-    pins = ((step.results[0], op.pinned) for level in _programs(program) for step in level.steps
+    pins = ((step.results[0], op.pinned_layout) for level in _programs(program) for step in level.steps
             if (op := computing(step.op)) is not None)  # fmt: skip
     said = {value: layout.dims for value, layout in pins if layout is not None}
     return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said))

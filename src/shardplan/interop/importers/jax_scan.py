@@ -56,7 +56,7 @@ def write_scan(
     w.opaques += inner.opaques
     body = _body(w, inner, [pair for side in given for pair in side], outputs, tag)
     op = Repeat(params["length"], body, len(outer[0]), len(outer[2]), bool(params["reverse"]))
-    return [w.view_value(r) for r in w.draft.every(op, *(n for side in outer for n in side))]
+    return [w.view_value(r) for r in w.draft.write_step(op, *(n for side in outer for n in side))]
 
 
 def _rows(w: FlatWriter, v: Seen) -> tuple[str, tuple[Group, ...]]:

@@ -65,7 +65,7 @@ class _Batch:
         return [i for i in self.items if i.ops]
 
     @property
-    def ordered(self) -> list[BatchItem]:
+    def items_in_order(self) -> list[BatchItem]:
         """Shrinking tensors first, large ones before small ones, then growing ones, small before large.
 
         So that live bytes fall as early and rise as late as they can.
@@ -123,7 +123,7 @@ class _Best:
 def _plan_unlimited(batch: _Batch) -> Booked:
     """The cheapest of the programs that keep the bound, else the one with the least peak found."""
     best = _Best(batch.rules)
-    ways = [(way, pack_tensors(way.ordered, None)) for way in _tile_choices(batch)]
+    ways = [(way, pack_tensors(way.items_in_order, None)) for way in _tile_choices(batch)]
     packs = ways[0][1]
     if len(packs) > FEW_PACKS or (batch.rules.fabric is None and len(batch.items) > _FEW_TENSORS):
         for late in (False, True):
@@ -144,7 +144,7 @@ def _plan_unlimited(batch: _Batch) -> Booked:
             last = cost
     if best.cheapest is None:
         for way in _direct_moves(batch):
-            best.offer(assemble_program(side_by_side([pack_tensors(way.ordered, None)]), way.items))
+            best.offer(assemble_program(side_by_side([pack_tensors(way.items_in_order, None)]), way.items))
     found = best.cheapest or best.least
     assert found is not None  # the first is offered whatever there is
     return found
@@ -221,7 +221,7 @@ def _groups_within(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Ba
     """
     spare = max(0, limit - batch.rules.bound)
     rooms = (*(limit // k for k in _PARTS_OF_LIMIT), *(spare // k for k in _PARTS_OF_SPARE))
-    ordered = batch.ordered
+    ordered = batch.items_in_order
     few, known = len(ordered) <= _FEW_TENSORS, set[tuple[tuple[tuple[int, ...], ...], ...]]()
     alone, beside, single = (
         lambda room: [[pack] for pack in pack_tensors(ordered, room)],

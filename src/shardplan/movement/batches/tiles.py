@@ -65,7 +65,7 @@ def _levels(mesh: Mesh, fabric: Fabric | None) -> list[int]:
         return [0] * len(mesh.atoms)
     ids = fabric.topology_ids(mesh.ids)
     groups = [ids[mesh.group_places((atom.name,))] for atom in mesh.atoms]
-    return [int(fabric.crossed(np.broadcast_to(g[:, :1], g.shape), g).min()) for g in groups]
+    return [int(fabric.outermost_level(np.broadcast_to(g[:, :1], g.shape), g).min()) for g in groups]
 
 
 def _rate(s: TensorType, t: TensorType, fabric: Fabric | None) -> float:
@@ -73,7 +73,7 @@ def _rate(s: TensorType, t: TensorType, fabric: Fabric | None) -> float:
     if fabric is None:
         return 1.0
     ids = fabric.topology_ids(np.concatenate([s.mesh.ids, t.mesh.ids]))
-    outer = min(int(fabric.crossed(np.broadcast_to(ids[:1], ids.shape), ids).min()), len(fabric.wires) - 1)
+    outer = min(int(fabric.outermost_level(np.broadcast_to(ids[:1], ids.shape), ids).min()), len(fabric.wires) - 1)
     return min(float(fabric.capacity(j).max()) / w.stride for j, w in enumerate(fabric.wires) if j >= outer)
 
 
@@ -89,7 +89,7 @@ def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]
     So there are as many as products of primes at every level, and, where a dim may be uneven, as sets of axes. Alike
     are taken in the order of ids, however the mesh is written.
     """
-    mesh, busy = t.mesh, set(t.mesh.expand(t.layout.used))
+    mesh, busy = t.mesh, set(t.mesh.expand(t.layout.used_axes))
     digits = digits_by_id(mesh)
     alike: dict[tuple[int, int], list[Atoms]] = {}
     for a in sorted(range(len(mesh.atoms)), key=digits.__getitem__):

@@ -59,7 +59,7 @@ def degradation(rows: Sequence[Placed]) -> Degraded | None:
             """Seconds of the programs after a renaming; what has no program is left out."""
             fabric = Fabric(topology, ids[best.placement.position()])
             return sum(
-                d.exposed(d.count * price_program(plan.program, fabric, best.algorithm).seconds)
+                d.exposed_seconds(d.count * price_program(plan.program, fabric, best.algorithm).seconds)
                 for plan, d in plans
                 if plan is not None
             )

@@ -52,19 +52,19 @@ class Demand:
     def __str__(self) -> str:
         """Say the demand in a line."""
         times = "" if self.count == 1 else f" x {self.count:g}"
-        return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}{self.behind}"
+        return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}{self.hidden_text}"
 
     @property
-    def behind(self) -> str:
+    def hidden_text(self) -> str:
         """Behind how much compute it runs, as traffic says it; empty where behind none."""
         if self.hidden_part:
             return f" behind {100 * self.hidden_part:g}%"
         return f" behind {format_seconds(self.hidden_seconds)}" if self.hidden_seconds else ""
 
-    def exposed(self, seconds: float) -> float:
+    def exposed_seconds(self, seconds: float) -> float:
         """Return what a step waits of the seconds that the demand takes in it: what compute does not hide.
 
-        >>> Demand(("data",), "all_reduce", 2e9, hidden_seconds=0.05).exposed(0.065)
+        >>> Demand(("data",), "all_reduce", 2e9, hidden_seconds=0.05).exposed_seconds(0.065)
         0.015
         """
         return max(0.0, seconds - seconds * self.hidden_part - self.hidden_seconds)

@@ -104,7 +104,7 @@ def least_price(program: Program, rules: Rules) -> float:
     rate = 1.0 if rules.fabric is None else 1 / float(rules.fabric.capacity(len(rules.fabric.wires) - 1).max())
     for step in program.steps:
         (t,), (u,) = program.step_types(step)
-        received = int(step.op.received(t).max(initial=0))
+        received = int(step.op.received_bytes(t).max(initial=0))
         if rules.fabric is None:
             total += received + ROUND_CHARGE * rules.bound * step.op.rounds(t) * step.op.chunks
         elif received:
@@ -137,7 +137,7 @@ def programs(
 
 def has_copies(t: TensorType) -> bool:
     """Say whether several devices may hold one thing, so that it matters who sends it."""
-    return t.layout.boxes is not None or len(set(t.mesh.expand(t.layout.used))) < len(t.mesh.atoms)
+    return t.layout.boxes is not None or len(set(t.mesh.expand(t.layout.used_axes))) < len(t.mesh.atoms)
 
 
 def _compose_collectives(program: Program, rules: Rules) -> Iterator[Program]:

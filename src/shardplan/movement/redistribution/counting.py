@@ -54,7 +54,7 @@ def _edge_cost(p: Problem, pair: tuple[int, int], objective: Objective, graph: G
             (u,) = op.infer(t)
         except (TypingError, LayoutError):
             return math.inf
-        moved = max(int(op.received(t).max(initial=0)), int(op.sent(t)[1].max(initial=0)))
+        moved = max(int(op.received_bytes(t).max(initial=0)), int(op.sent_bytes(t)[1].max(initial=0)))
         total += moved / p.nbytes * objective.byte + op.rounds(t) * objective.turn
         t = u
     return total + objective.step

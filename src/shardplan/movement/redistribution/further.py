@@ -33,7 +33,7 @@ def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> 
     for _ in range(_MOST_POOLS):
         if pools is None or best is None:
             break
-        wider = pools.around(p.type(node) for node in best.nodes)
+        wider = pools.pool_around(p.type(node) for node in best.nodes)
         found = _cheaper(wider, objective, bound, least)
         if found is None:
             break

@@ -38,14 +38,14 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     # Where the steps over all factors do not type on this shape, those over what axes have on a level together may.
     for apart in (True, False):
         found = reduction(s, t, fabric, apart)
-        ops = None if found is None else found.even()
+        ops = None if found is None else found.even_ops()
         if found is not None and ops is not None:
             yield Candidate(tuple(ops), exact=found.whole and is_settled(s))
             return
         found = None if levelled is None else reduction(*levelled, fabric, apart)
         if found is None:
             continue
-        even = found.even()
+        even = found.even_ops()
         ops = found.flat() if even is None else even
         if ops is not None:
             there, back = Send(found.source.layout, found.source.mesh), Send(t.layout, t.mesh)
@@ -58,7 +58,7 @@ def is_settled(s: TensorType) -> bool:
 
     Devices with equal addends may each reduce a part of them, and what lies at a root may be spread at any time.
     """
-    return len(set(s.mesh.expand(s.layout.used))) == len(s.mesh.atoms) and not s.layout.root
+    return len(set(s.mesh.expand(s.layout.used_axes))) == len(s.mesh.atoms) and not s.layout.root
 
 
 def with_levels(

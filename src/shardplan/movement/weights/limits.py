@@ -70,7 +70,7 @@ def least_seconds(demands: Sequence[RefitDemand], fabric: Fabric) -> float:
     devices = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]))
     # By messages, as every refit moves: a collective may reach more of a rate.
     rows = fabric.library.serving("messages", "auto")
-    fabric = fabric.under(replace(fabric.library, rows=tuple(rows)))
+    fabric = fabric.with_library(replace(fabric.library, rows=tuple(rows)))
     at = fabric.topology_ids(devices)
     worst = [Bound(0.0, 0.0)]
     for j, wires in enumerate(fabric.wires):

@@ -158,7 +158,7 @@ class RefitPlan:
         return seconds_on(Messages(s, t, size.astype(np.float64)), fabric) if len(s) else 0.0
 
     @cached_property
-    def bound(self) -> float:
+    def bound_seconds(self) -> float:
         """The least seconds in which all elements can arrive, sent by owners; see `limits`."""
         fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
         families = self.source.families

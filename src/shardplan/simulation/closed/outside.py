@@ -28,7 +28,7 @@ def outside_layers(program: Program, forwards: int, end: int) -> OutsideLayers:
         op = as_nested(step.op)
         if op is not None:
             run = -2
-            made |= dict.fromkeys(step.results[: op.kept], run)
+            made |= dict.fromkeys(step.results[: op.carried_count], run)
             continue
         made |= dict.fromkeys((r for r in step.results if differs(program.types[r])), run)
         late |= {*step.operands} if run == -2 else set()

@@ -203,7 +203,7 @@ class _Every:
         position = np.full(int(first.max(initial=0)) + 1, -1, dtype=np.int64)
         position[first] = self.laid.fabric.topology_ids(ids)
         made = Fabric(self.laid.fabric.topology, position, launch=self.laid.fabric.launch)
-        return made.under(self.laid.fabric.library)
+        return made.with_library(self.laid.fabric.library)
 
     def issue(self, rank: int) -> int:
         """Add what a host issues next; it waits for nothing."""

@@ -91,7 +91,7 @@ class Pricing:
         names = {op.name}
         stream, received = COMPUTE, 0
         if communicates(pattern):
-            received = int(op.received(*operands).max(initial=0))
+            received = int(op.received_bytes(*operands).max(initial=0))
             # An axis that is split into sub-axes is one.
             axes = tuple(dict.fromkeys(a.partition(".")[0] for a in op.members(operands[0]))) if operands else ()
             level = level_of(cost, self.fabric)
@@ -115,7 +115,7 @@ class Pricing:
         body = op.body
         inner = [self._node(body, s, k) for k, s in enumerate(body.steps)]
         names = [name for name, _ in body.inputs]
-        carried = tuple(zip(names[: op.kept], body.outputs[: op.kept], strict=True))
+        carried = tuple(zip(names[: op.carried_count], body.outputs[: op.carried_count], strict=True))
         enters, results = (
             tuple(zip(step.operands, names, strict=True)),
             tuple(zip(step.results, body.outputs, strict=True)),

@@ -82,7 +82,7 @@ def compiled(
         said = (pipeline, len(schedule.ranks)), (microbatches, schedule.microbatches)
         if any(given is not None and given != own for given, own in said):
             raise ScheduleError(
-                f"{schedule.called} has {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches; "
+                f"{schedule.label} has {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches; "
                 f"{pipeline} and {microbatches} were asked for"
             )
         return _compiled_schedule(schedule, schedule.name, messages)

@@ -225,7 +225,7 @@ def values_of(program: Program, inputs: set[str]) -> set[str]:
         entered = {name for o, name in zip(step.operands, names, strict=True) if o in found}
         while True:  # what is carried goes round
             inside = values_of(op.body, entered)
-            more = {names[k] for k in range(op.kept) if op.body.outputs[k] in inside} - entered
+            more = {names[k] for k in range(op.carried_count) if op.body.outputs[k] in inside} - entered
             if not more:
                 break
             entered |= more

@@ -61,7 +61,7 @@ def _handed_on(program: Program) -> set[str]:
         op = as_nested(step.op)
         if op is not None and not op.at_once:
             reads = [_needed(op.body, o) for o in op.body.outputs]
-            for k, (name, _) in enumerate(op.body.inputs[: op.kept]):
+            for k, (name, _) in enumerate(op.body.inputs[: op.carried_count]):
                 if any(name in read for j, read in enumerate(reads) if j != k):
                     found.add(step.results[k])
     return found
@@ -158,14 +158,14 @@ class _Loop:
             leaves = [body.outputs[k] for k in chosen]
             cut = _Split(body, {*leaves} - {*names})
             read = _read(cut.first, leaves)
-            more = {k for k in range(op.kept) if names[k] in read} - chosen
+            more = {k for k in range(op.carried_count) if names[k] in read} - chosen
             if not more:
                 break
             chosen = chosen | more
         self.op, self.cut = op, cut
         self.chosen, self.left = ([k for k in range(len(body.outputs)) if (k in chosen) == early] for early in (1, 0))
         # Rows that enter a run of the first, or that it makes, are gone when the rest runs.
-        gone = {names[k] for k in self.chosen if k < op.kept} | cut.made
+        gone = {names[k] for k in self.chosen if k < op.carried_count} | cut.made
         self.rows = sorted(_read(cut.rest, (body.outputs[k] for k in self.left)) & gone)
 
     def pair(self, step: Step, taken: Mapping[str, TensorType]) -> _Pair:

@@ -178,9 +178,9 @@ def crossings(found: Schedule, where: Spots) -> Iterator[tuple[Action, Action, A
 
 def consumers(found: Schedule, made: Action) -> Iterator[tuple[Action, str]]:
     """Yield the computations that may take what one makes, and the kind of send that carries it."""
-    if made.kind == "F" and (to := found.after(made.stage)) is not None:
+    if made.kind == "F" and (to := found.stage_after(made.stage)) is not None:
         yield Action(to, "F", made.microbatch), "SEND_F"
-    if made.kind in ("B", "I") and (to := found.before(made.stage)) is not None:
+    if made.kind in ("B", "I") and (to := found.stage_before(made.stage)) is not None:
         yield Action(to, "B", made.microbatch), "SEND_B"
         yield Action(to, "I", made.microbatch), "SEND_B"
 

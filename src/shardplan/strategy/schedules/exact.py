@@ -45,9 +45,9 @@ def solve(shop: Shop, nodes: int = NODES, known: Schedule | None = None) -> Solv
     best = known or list_schedule(shop)
     makespan = int(max(shop.ends(shop.orders(best))))
     search = Search(shop, nodes)
-    least = int(search.tree.bound(search.tree.root))
+    least = int(search.tree.lower_bound(search.tree.root))
     while least < makespan:
-        found = search.within(least)
+        found = search.order_within(least)
         if search.left <= 0:
             break
         if found is not None:
@@ -63,7 +63,7 @@ class Search:
     def __init__(self, shop: Shop, nodes: int) -> None:
         self.tree, self.left = ShopTree(shop), nodes
 
-    def within(self, makespan: int) -> Orders | None:
+    def order_within(self, makespan: int) -> Orders | None:
         """Return an order that is done by then, or None where there is none (or no nodes are left)."""
         seen: dict[Key, list[tuple[float, ...]]] = {}
         stack = [self.tree.root]
@@ -72,7 +72,7 @@ class Search:
             self.left -= 1
             if node.path and sum(map(len, node.done)) == self.tree.passes:  # its bound holds the ends of all
                 return self.tree.orders(node)
-            children = [child for child in self.tree.children(node) if self.tree.bound(child) <= makespan]
+            children = [child for child in self.tree.children(node) if self.tree.lower_bound(child) <= makespan]
             for child in reversed(children):
                 times, known = self.tree.times_of(child), seen.setdefault(child.key, [])
                 if any(all(a <= b for a, b in zip(one, times, strict=True)) for one in known):

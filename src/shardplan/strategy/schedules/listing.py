@@ -27,7 +27,7 @@ def list_schedule(shop: Shop, moves: int | None = None) -> Schedule:
     moves = PASSES // (3 * shop.microbatches * len(shop.owners)) if moves is None else moves
     moves = min(moves, 12_000)
     orders, tree = best_listed(shop), ShopTree(shop)
-    if moves and _score(shop, orders)[0] > tree.bound(tree.root):
+    if moves and _score(shop, orders)[0] > tree.lower_bound(tree.root):
         found = beam_search(tree, min(WIDTH, NODES // tree.passes))
         orders = min((orders, found), key=lambda one: _score(shop, one)) if found else orders
         orders = local_search(shop, orders, moves)

@@ -42,7 +42,7 @@ def place_messages(
     0: 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD
     1: 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD
     """
-    bare = check(found.only(lambda a: a.kind not in (*MESSAGES, *STATE)))
+    bare = check(found.filter_actions(lambda a: a.kind not in (*MESSAGES, *STATE)))
     computed = (leaf for row in bare.ranks for a in row if a is not None for leaf in a.leaves if leaf.kind in COMPUTE)
     if any(cost(leaf) <= 0 for leaf in computed):
         raise ScheduleError("placed: a computation takes no time; legal are times above 0")

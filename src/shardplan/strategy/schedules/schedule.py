@@ -104,7 +104,7 @@ class Schedule:
         return Schedule(_tuples(ranks), found["microbatches"], found.get("copies", 1), said.partition(" ")[2])
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """What errors call it."""
         return f"the schedule {self.name}".rstrip()
 
@@ -118,7 +118,7 @@ class Schedule:
         """Whether sends and receives are placed: torch's format `compute_comms`, else `compute_only`."""
         return any(a is not None and a.kind not in (*COMPUTE, OVERLAP, *OURS) for row in self.ranks for a in row)
 
-    def only(self, keep: Callable[[Action], bool]) -> Schedule:
+    def filter_actions(self, keep: Callable[[Action], bool]) -> Schedule:
         """Return the schedule without idle slots and without what `keep` does not keep, of an overlap its parts."""
         return Schedule(
             tuple(tuple(_kept_actions(row, keep)) for row in self.ranks), self.microbatches, self.copies, self.name
@@ -126,13 +126,13 @@ class Schedule:
 
     def compute_only(self) -> Schedule:
         """Return the computations alone, in their order."""
-        return self.only(lambda a: a.kind in COMPUTE)
+        return self.filter_actions(lambda a: a.kind in COMPUTE)
 
-    def before(self, stage: int) -> int | None:
+    def stage_before(self, stage: int) -> int | None:
         """The stage whose forward feeds this one's, None for the first of a chain."""
         return stage - 1 if stage % (self.stages // self.copies) else None
 
-    def after(self, stage: int) -> int | None:
+    def stage_after(self, stage: int) -> int | None:
         """The stage that this one's forward feeds, None for the last of a chain."""
         return stage + 1 if (stage + 1) % (self.stages // self.copies) else None
 

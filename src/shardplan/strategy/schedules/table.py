@@ -75,4 +75,4 @@ def schedule(
     if v != made.chunks and not made.free:
         raise ScheduleError(f"schedule {name} has {made.chunks} chunks a rank, {v} were asked for")
     found = Schedule(tuple(map(tuple, made.rows(ranks, microbatches, v))), microbatches, made.copies, name)
-    return found.only(lambda a: a.kind == "F") if forward_only else found
+    return found.filter_actions(lambda a: a.kind == "F") if forward_only else found

@@ -46,7 +46,7 @@ def _circle(run: ListRun) -> CounterExample | None:
         return None
     seen: dict[int, tuple[Place, Action, Action]] = {}
     while stuck not in seen:
-        step = run.wanted(stuck)
+        step = run.awaited_action(stuck)
         assert step is not None, "a rank that stands waits for something"
         seen[stuck] = step
         stuck = run.placed[step[2]][0][0]
