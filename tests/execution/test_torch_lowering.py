@@ -47,7 +47,7 @@ from shardplan.execution.torch.steps import MOST_KEPT
 
 X, LARGE = sp.Mesh({"x": 4}, devices=(2, 0, 3, 1)), 300_000
 MESSAGES: tuple[Engine, ...] = ("ring", "tree", "direct")
-BINDERS: dict[str, Binder] = {"torch": steps.bind} | {e: partial(steps.bind, algorithm=e) for e in MESSAGES}
+BINDERS: dict[str, Binder] = {"torch": steps.bind_step} | {e: partial(steps.bind_step, algorithm=e) for e in MESSAGES}
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def test_sums_are_taken_in_member_order(op: Op) -> None:
     program = one("f32[24]{+a,+b}", op, sp.Mesh({"a": 2, "b": 3}, devices=(4, 2, 0, 5, 1, 3)))
     rng = np.random.default_rng(1)
     shards = [(rng.standard_normal(24) * 10.0 ** rng.integers(-6, 7, 24)).astype(np.float32) for _ in range(6)]
-    ((got,), _), (want,) = played(program, [shards], driven(steps.bind)), run_reference(program, [shards])
+    ((got,), _), (want,) = played(program, [shards], driven(steps.bind_step)), run_reference(program, [shards])
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
     (other,) = run_reference(program, [shards[::-1]])
     assert [x.tobytes() for x in other] != [x.tobytes() for x in want]
