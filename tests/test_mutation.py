@@ -18,7 +18,7 @@ from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, coll
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.movement import redistribute
-from shardplan.movement.redistribution import choice, emit, search, single
+from shardplan.movement.redistribution import choice, emit, search, single_move
 from shardplan.plans import certificate
 
 Set = Callable[..., None]
@@ -39,7 +39,7 @@ def clear() -> None:
     """Forget every plan and box that was cached."""
     for module in (
         redistribute,
-        single,
+        single_move,
         tensor,
         messages,
         accounting,
@@ -154,7 +154,7 @@ def permute_dropped(patch: Set) -> None:
 
 
 def same_always(patch: Set) -> None:
-    for module in (tensor, choice, single, certificate):
+    for module in (tensor, choice, single_move, certificate):
         if hasattr(module, "same"):
             patch(module, "same", lambda t, u: t.shape == u.shape)
 

@@ -29,8 +29,8 @@ import numpy as np
 from tests.canonical.order import Taken, ordered
 from tests.canonical.rules import Rewriting, fused
 
-from shardplan.core.closing import MOST_MASK, close_composites
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import MOST_MASK, close_composites
 from shardplan.core.nested import as_nested
 from shardplan.core.ops.bodies import Repeat
 from shardplan.core.ops.compute import computing

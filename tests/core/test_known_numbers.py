@@ -14,8 +14,8 @@ import pytest
 from tests.canonical.form import canonical
 from tests.canonical.normal_expression import normal
 
-from shardplan.core.closing import close_composites
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import dim_names
 from shardplan.core.draft import Draft
 from shardplan.core.expression import Expression

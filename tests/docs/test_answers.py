@@ -19,7 +19,7 @@ GONE = {
     "simulation.closed.links": ("LevelRates",),
     "hardware.level:DeviceSpec": ("kernel_seconds",),
     "simulation.closed.form:ClosedForm": ("bounded",),
-    "movement.redistribution.reduced": ("_reduction",),
+    "movement.redistribution.reducing_candidates": ("_reduction",),
     "simulation.closed.memory": ("in_flight", "buffers", "LOGIT", "SCORE", "MASKS", "_staying"),
 }
 # Who reads the rate or the latency of a link, outside `hardware`, and for what: nobody makes a price of them.

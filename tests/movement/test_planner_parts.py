@@ -25,7 +25,7 @@ from shardplan.movement.batches.tiles import _rate
 from shardplan.movement.placing.place import Ranking
 from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.problem import _neighbours, problem
-from shardplan.movement.redistribution.reduced import is_settled, reducing
+from shardplan.movement.redistribution.reducing_candidates import is_settled, reducing
 from shardplan.movement.redistribution.space import _meeting
 from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.type_graph import step_state

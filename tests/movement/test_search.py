@@ -24,7 +24,7 @@ from shardplan.movement.redistribution.closed_form import closed_form, counts
 from shardplan.movement.redistribution.emit import direct, edge
 from shardplan.movement.redistribution.problem import Problem, problem
 from shardplan.movement.redistribution.search import STEP, Needs, Objective, Rates, narrowest, shortest
-from shardplan.movement.redistribution.single import choose
+from shardplan.movement.redistribution.single_move import choose
 from shardplan.movement.redistribution.space import LOCAL, MOVE
 from shardplan.plans.pricing import fabric_of
 

@@ -15,7 +15,7 @@ from hardware.topologies import GB, any_topology, grouped, route, switches
 from shardplan.core.pattern import Groups, Messages
 from shardplan.hardware import Fabric, Level, Topology, price, seconds
 from shardplan.movement.redistribution.choice import Rules, programs
-from shardplan.movement.redistribution.single import _searched_candidates
+from shardplan.movement.redistribution.single_move import _searched_candidates
 from shardplan.plans import bounds
 from shardplan.plans.bounds import (
     Tiles,

@@ -26,9 +26,9 @@ from shardplan.core.step import Step
 from shardplan.core.walk import walk
 from shardplan.errors import ShardplanError, TopologyError
 from shardplan.hardware.level import DeviceSpec, Level
-from shardplan.hardware.prices.apart import group_loads, resource_starts, routes
 from shardplan.hardware.prices.cost import price, row_shares
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.prices.group_loads import group_loads, resource_starts, routes
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 from shardplan.plans.pricing import fabric_of, step_prices

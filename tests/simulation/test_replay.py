@@ -17,8 +17,8 @@ from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, TopologyError
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.apart import resource_starts, routes
 from shardplan.hardware.prices.fabric import Fabric, Flows, busiest
+from shardplan.hardware.prices.group_loads import resource_starts, routes
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 from shardplan.plans.pricing import Where

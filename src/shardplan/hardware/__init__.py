@@ -14,7 +14,7 @@ Reading order:
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `prices/`        what communication costs: `fabric` (resources and loads), `aggregate` and `algorithms` (loads of
                    collectives, counted or as flows), `library` (tables of rows), `traffic` (hops and loads of an
-                   algorithm), `cost` (the price of a pattern), `apart` (its groups one by one), `critical_path`
+                   algorithm), `cost` (the price of a pattern), `group_loads` (its groups one by one), `critical_path`
                    (when steps run), `fused` (a computation whose tiles leave as soon as they are there)
 - `measured/`      what others measured: `samples` and `nccl_log` (files), `sample_setup` (topology and pattern of a
                    sample), `fitting` (tables fitted to samples)

@@ -22,8 +22,8 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
 from shardplan.movement.batches.batch import plan_batch
-from shardplan.movement.better import better_text
-from shardplan.movement.redistribution.single import best_program
+from shardplan.movement.better_placement import better_text
+from shardplan.movement.redistribution.single_move import best_program
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, where_of

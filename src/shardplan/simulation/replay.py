@@ -19,8 +19,8 @@ import numpy as np
 
 from shardplan.errors import ShardplanError, TopologyError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.apart import resource_starts, routes
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.group_loads import resource_starts, routes
 from shardplan.plans.pricing import Where, fabric_of
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.interval import Interval

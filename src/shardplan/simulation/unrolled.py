@@ -21,9 +21,9 @@ import numpy as np
 from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, StepPattern
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
-from shardplan.hardware.prices.apart import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.prices.cost import Price, as_messages, price, row_shares
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.group_loads import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.prices.library import Library
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.timeline import TimelineError

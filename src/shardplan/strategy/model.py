@@ -20,9 +20,9 @@ from shardplan.core.program import Program
 from shardplan.core.target_counts import take_count_as_input
 from shardplan.errors import LayoutError, ShardplanError, excerpt, near_text
 from shardplan.strategy.decoders import decoder
-from shardplan.strategy.other_sizes import with_sizes
-from shardplan.strategy.others import perceptron, recommender
+from shardplan.strategy.model_sizes import with_sizes
 from shardplan.strategy.parameter import Array, Parameter
+from shardplan.strategy.perceptrons import perceptron, recommender
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes, PerceptronSizes, RecommenderSizes
 from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, rename_values, training_program

@@ -12,13 +12,13 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.counted import Counted, RoundMessages, count
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
 from shardplan.core.messages import FIGURES, Packed, at_root
 from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, StepPattern, taking_part
+from shardplan.core.round_messages import Counted, RoundMessages, count
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError, excerpt
 

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 from shardplan.core.draft import Decomposition, Draft
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.homeward import homeward
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.nested import Nested, as_nested
@@ -24,6 +23,7 @@ from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.compute import Compute, IdRange, KernelClass, LocalRun, Where, computing
 from shardplan.core.ops.indexing import Constant
+from shardplan.core.reshard_cotangent import reshard_cotangent
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
@@ -267,7 +267,7 @@ class Reverse:
         """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
         if moving(step.op) is not None and as_nested(step.op) is None:
             pairs = zip(step.operands, came, strict=True)
-            return [c and homeward(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
+            return [c and reshard_cotangent(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
         inner = as_nested(step.op)
         if inner is not None and inner.overlaps:
             return self._body_gradient(number, inner, step, came, wants)

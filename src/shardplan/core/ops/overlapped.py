@@ -13,13 +13,13 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from shardplan.core.counted import RoundMessages
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Ints, Kernel, Lowering
 from shardplan.core.op import Array, Shards, poison, results_of
 from shardplan.core.ops.compute import FactorTyped, LocalRun, Where
 from shardplan.core.pattern import AtOnce, InTurn, Messages, Pattern, StepPattern, Work, taking_part
+from shardplan.core.round_messages import RoundMessages
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.core.closing import close_composites
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import as_nested

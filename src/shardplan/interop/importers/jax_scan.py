@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.closing import close_composites
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dtypes import short_name
 from shardplan.core.nested import row
 from shardplan.core.ops import Repeat

@@ -28,7 +28,7 @@ from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import TIE, Rules, chain, price, too_little
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.emit import direct, retyping
-from shardplan.movement.redistribution.single import best_program, narrowest
+from shardplan.movement.redistribution.single_move import best_program, narrowest
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, occupied_fabric

@@ -17,7 +17,7 @@ from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.counting import counted_paths
 from shardplan.movement.redistribution.emit import direct, ops_of_path
-from shardplan.movement.redistribution.further import further
+from shardplan.movement.redistribution.fallback_candidates import fallback_candidates
 from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest
@@ -87,7 +87,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                 yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
                 cheapest += [(objective, found)] if objective == base and graph is p.graph else []
         if not timed:
-            yield from map(Candidate, further(p, first, request.bound, path))
+            yield from map(Candidate, fallback_candidates(p, first, request.bound, path))
         if request.narrow and a != b:
             if graph is not p.graph:
                 found = shortest(p.graph, a, b, base, legal, budget=min(budget, _EXPANSIONS_VARIANT))

@@ -19,8 +19,8 @@ import numpy as np
 
 from shardplan.core.pattern import Groups
 from shardplan.errors import ScheduleError, ShardplanError
-from shardplan.hardware.prices.apart import group_loads, resource_starts
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.group_loads import group_loads, resource_starts
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.jobs.laid import LaidJob, way
 from shardplan.simulation.jobs.streams import OpSpan, StreamRun

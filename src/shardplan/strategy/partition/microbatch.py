@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.core.dim_names import dim_names
 from shardplan.core.gradients import Keep, Origin
+from shardplan.core.loss_weights import weight_loss_rows
 from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops import Elementwise
 from shardplan.core.ops.composed import differs
@@ -21,7 +22,6 @@ from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.target_counts import COUNT, take_count_as_input
-from shardplan.core.weighted import weight_loss_rows
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.balance import balanced

@@ -14,7 +14,7 @@ Reading order:
 - `dualpipe`   DualPipe and DualPipeV: forwards overlapped with backwards
 - `table`      the generators by name: `schedule`
 - `shop`       `Shop`: stages on ranks with times and bounds of memory, for which an order is sought
-- `tree`       all orders of a shop that may be shortest
+- `shop_tree`  all orders of a shop that may be shortest
 - `listing`    the list scheduler: `list_schedule`
 - `exact`      the exact solver of small shops: `solve`
 - `placing`    where sends and receives stand: `place_messages`

@@ -14,7 +14,7 @@ from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.listing import list_schedule
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import Orders, Shop
-from shardplan.strategy.schedules.tree import Key, ShopTree
+from shardplan.strategy.schedules.shop_tree import Key, ShopTree
 
 NODES = 1_000_000  # of the trees: about a minute
 

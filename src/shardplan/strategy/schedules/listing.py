@@ -14,8 +14,8 @@ from random import Random
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import F, I, Orders, Pass, Shop, W
+from shardplan.strategy.schedules.shop_tree import Key, ShopNode, ShopTree
 from shardplan.strategy.schedules.table import GENERATORS, schedule
-from shardplan.strategy.schedules.tree import Key, ShopNode, ShopTree
 
 PASSES = 2_000_000  # run by the local search: a second or two
 NODES = 15_000  # of the beam: the same

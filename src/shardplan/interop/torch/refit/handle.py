@@ -19,9 +19,9 @@ from shardplan.interop.torch.refit.commit import RefitCommit
 from shardplan.interop.torch.refit.deltas import HopDeltas
 from shardplan.interop.torch.refit.exchange import RefitExchange
 from shardplan.interop.torch.refit.meeting import RefitMeeting, check_same_plan, close_store, store_of
+from shardplan.interop.torch.refit.pending import RefitStarted
 from shardplan.interop.torch.refit.serving import ServedVersion, served_by
 from shardplan.interop.torch.refit.sides import join_sides
-from shardplan.interop.torch.refit.started import RefitStarted
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights

@@ -17,7 +17,7 @@ from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_seconds
 from shardplan.movement.placing.traffic import program_traffic
-from shardplan.movement.redistribution.single import choose, rules_of
+from shardplan.movement.redistribution.single_move import choose, rules_of
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, occupied_units
 

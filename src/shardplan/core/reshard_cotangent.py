@@ -11,7 +11,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 
-def homeward(draft: Draft, name: str, t: TensorType, op: str) -> str:
+def reshard_cotangent(draft: Draft, name: str, t: TensorType, op: str) -> str:
     """Return a cotangent of what an op made of a value of type `t` as one of that value.
 
     Over axes that `t` names it is not partial any more: hence of an all-reduce the identity, of an all-gather a slice

@@ -1,4 +1,4 @@
-"""`AttentionRule`: products with a softmax of products, masked or not, are attention; a rule of `closing.closed`."""
+"""`AttentionRule`: products with a softmax of products, masked or not, are attention; a rule of `composite_patterns.close_composites`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.closing import Formulas, composite
+from shardplan.core.composite_patterns import Formulas, composite
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import stands_for
 from shardplan.core.ops.arithmetic import Elementwise

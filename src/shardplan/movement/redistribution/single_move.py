@@ -34,7 +34,7 @@ from shardplan.movement.redistribution.choice import (
 )
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
-from shardplan.movement.redistribution.reduced import is_settled, reducing, with_levels
+from shardplan.movement.redistribution.reducing_candidates import is_settled, reducing, with_levels
 from shardplan.movement.redistribution.search import Rates
 from shardplan.plans.pricing import Where, occupied_fabric
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardplan.core.closing import close_composites
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.draft import Draft
 from shardplan.core.expression_tree import GELU_EXACT
 from shardplan.core.op import Op

@@ -21,7 +21,7 @@ _EXPANSIONS_COARSE = 60
 _MOST_POOLS = 4
 
 
-def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> Iterator[tuple[Op, ...]]:
+def fallback_candidates(p: Problem, objective: Objective, bound: int, best: Path | None) -> Iterator[tuple[Op, ...]]:
     """Yield op sequences cheaper than the best path of a problem, where one may be, each cheaper than the one before.
 
     A pool is followed by those around its best paths, and so is a graph of portable paths that lacks types; a search
