@@ -67,7 +67,7 @@ def test_nobody_else_reads_the_links() -> None:
         if "hardware" not in path.relative_to(SOURCE).parts
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
-        and node.attr in ("bandwidth", "delivered", "latency", "latencies")
+        and node.attr in ("bandwidth", "delivered_rate", "latency", "latencies")
         and _of_a_link(node)
     }
     assert found == set(READERS)

@@ -1,4 +1,4 @@
-"""`AttentionRule`: products with a softmax of products, masked or not, are attention; a rule of `composite_patterns.close_composites`."""
+"""`AttentionRule`: products with a softmax of products, masked or not, are attention; a rule of `close_composites`."""
 
 from __future__ import annotations
 

@@ -193,9 +193,9 @@ class _Loop:
         whole = len(names) - op.cut
         outputs = [*(op.body.outputs[k] for k in results), *kept]
         read = _read(steps, outputs)
-        mine = [k for k in results if k < op.kept]
-        mine += [k for k, n in enumerate(names) if k >= op.kept and n in read]
+        mine = [k for k in results if k < op.carried_count]
+        mine += [k for k, n in enumerate(names) if k >= op.carried_count and n in read]
         inside = Program([(n, self.cut.types[n]) for n in (*(names[k] for k in mine), *given)], steps, outputs)
         cut = sum(k >= whole for k in mine) + len(given)
-        made = replace(op, body=inside, carried=sum(k < op.kept for k in mine), sliced=cut)
+        made = replace(op, body=inside, carried=sum(k < op.carried_count for k in mine), sliced=cut)
         return Step(made, tuple(step.operands[k] for k in mine), tuple(step.results[k] for k in results))
