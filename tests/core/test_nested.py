@@ -45,10 +45,10 @@ from shardplan.simulation.predict import predict
 class Rearranged(Op):
     """An op that only a program written out needs: it moves nothing."""
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         ids = operands[0].mesh.ids
         return ids, np.zeros(len(ids), dtype=np.int64)
 

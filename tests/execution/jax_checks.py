@@ -496,10 +496,10 @@ def errors() -> Any:
         def reference(self, operands: Any, types: Any) -> Any:
             return [list(x) for x in operands]
 
-        def received(self, *operands: TensorType) -> np.ndarray:
+        def received_bytes(self, *operands: TensorType) -> np.ndarray:
             return np.zeros(8, np.int64)
 
-        def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
             return np.arange(8), np.zeros(8, np.int64)
 
         def rounds(self, *operands: TensorType) -> int:

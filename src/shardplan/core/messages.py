@@ -209,8 +209,7 @@ def sender_counts(s: TensorType, t: TensorType) -> np.ndarray:
         cuts = tiles(s, d)
         full = np.concatenate([[0], np.cumsum(cuts[:, 1] > cuts[:, 0])])  # empty tiles send nothing
         count *= np.maximum(full[np.maximum(last, first)] - full[first], 0)
-    # A receiver that holds a part of its box is among the holders, and hears not from itself.
-    count -= overlap_elements(s, t) > 0
+    count -= overlap_elements(s, t) > 0  # a receiver that holds a part is among the holders, and sends itself nothing
     return np.where(at_root(t) & (t.elements() > 0), count, 0)
 
 
