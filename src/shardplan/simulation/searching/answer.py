@@ -8,7 +8,7 @@ bytes may be off by, then says the least, then is quickest. Strategies of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
-from shardplan.errors import Infeasible
+from shardplan.errors import Infeasible, ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, RESIDUAL, spread
@@ -30,6 +30,7 @@ from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import SearchResult
 from shardplan.strategy.model import Model
+from shardplan.strategy.strategy import Strategy
 
 TIE = 0.05  # relative: two predicted steps that are closer are a tie
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
@@ -54,7 +55,27 @@ class JudgedPlan(NamedTuple):
         found = ranked_object(self.plan) | {"text": plan_text(self.plan), "seconds_interval": list(self.interval)}
         held = [{"what": what, "bytes": nbytes} for what, nbytes in self.held.parts]
         told = ("tokens_per_second", "mfu", "alike", "lost")
-        return found | {"causes": dict(self.causes), "held": held} | {name: getattr(self, name) for name in told}
+        causes = {"causes": dict(self.causes), "held": held, "rank": self.held.rank}
+        return found | causes | {name: getattr(self, name) for name in told}
+
+    @staticmethod
+    def from_dict(strategy: Strategy, told: Mapping[str, Any]) -> JudgedPlan:
+        """Return it of a strategy and the rest of what `to_dict` gave; raises `ParseError` where something lacks."""
+        try:
+            parts = tuple((str(one["what"]), float(one["bytes"])) for one in told["held"])
+            peak, (low, high) = float(told["peak_bytes"]), map(float, told["seconds_interval"])
+            return JudgedPlan(
+                RankedPlan(strategy, float(told["seconds"]), peak, tuple(told["order"])),
+                (low, high),
+                tuple((str(k), float(v)) for k, v in told["causes"].items()),
+                CertifiedPeak(sum(n for _, n in parts), int(told["rank"]), parts),
+                float(told["tokens_per_second"]),
+                float(told["mfu"]),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ParseError(
+                f"what is predicted of a plan lacks {line(error)}; legal is what plan --out wrote"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
