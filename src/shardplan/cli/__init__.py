@@ -7,6 +7,7 @@ What the commands print is made in `report`. Reading order:
 - `plans`         the commands about plans: redistribute, check, show, run
 - `simulating`    the command simulate
 - `searching`     the command plan
+- `handing`       what plan --out and --report write
 - `handed`        what check, show and run do with what plan --out wrote
 - `why`           the command why: who asks for a movement; why a measured step is longer
 - `fusing`        the command fuse

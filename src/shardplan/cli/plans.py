@@ -14,7 +14,9 @@ from shardplan.cli.options import (
     AnyTopology,
     Json,
     Nodes,
+    Report,
     Svg,
+    check_report,
     check_writable,
     read_bytes,
     read_mesh,
@@ -49,12 +51,15 @@ def redistribute(
     ] = False,
     svg: Svg = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a plan file.")] = None,
+    report: Report = None,
     as_json: Json = False,
 ) -> None:
     """Plan how arrays get from one sharding to another."""
     from shardplan.movement.redistribute import redistribute as plan_move
 
-    check_writable(out, svg)
+    check_writable(out, svg, report)
+    if report is not None:
+        check_report()
     sources = read_types(source, read_mesh("--mesh", mesh))
     targets = read_types(
         destination, read_mesh("--mesh", mesh) if dst_mesh is None else read_mesh("--dst-mesh", dst_mesh)
@@ -69,6 +74,11 @@ def redistribute(
     )
     if out is not None:
         plan.save(out)
+    if report is not None:
+        from shardplan.plans.plan_file import write_atomic
+        from shardplan.report.page.other_pages import movement_page
+
+        write_atomic(report, movement_page(plan, f"{source.strip()} to {destination.strip()}").encode())
     if svg is not None:
         _write_svg(svg, plan.program, f"{source.strip()} to {destination.strip()}", plan)
     if as_json:

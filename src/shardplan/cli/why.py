@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shardplan.cli.options import Json
 from shardplan.errors import ParseError, ShardplanError, line
-
-if TYPE_CHECKING:
-    from shardplan.hardware.topology import Topology
-    from shardplan.launches.handover.handed_plan import HandedPlan
-    from shardplan.strategy.partition.job import Job
 
 
 def why(
@@ -31,6 +25,7 @@ def why(
     as_json: Json = False,
 ) -> None:
     """Say of every movement who asks for it, what it costs and what removes it; or why a measured step is longer."""
+    from shardplan.launches.handover.handed_job import job_of
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.report.text import json_text
     from shardplan.report.why import gap_text, why_object, why_text
@@ -54,16 +49,3 @@ def why(
         return
     found = movements_of(job, topology).at(" ".join(where or ()))
     print(json_text(why_object(found)) if as_json else why_text(found, top))
-
-
-def job_of(plan: HandedPlan) -> tuple[Job, Topology]:
-    """Return the job of a plan, cut as it is priced, and its machine as it delivers; what is predicted alone is out."""
-    from shardplan.simulation.searching.certified import even_cuts
-    from shardplan.simulation.steps import delivered
-    from shardplan.strategy.partition.partition import partition
-    from shardplan.strategy.strategy import NARROW
-
-    s = replace(plan.strategy, attention=None, tensor_overlap=False, offload_layers=0)
-    s = replace(s, precision="bf16") if s.precision in NARROW else s
-    model, topology = plan.model, delivered(plan.topology)
-    return partition(model, replace(s, cuts=even_cuts(model, s)), topology), topology

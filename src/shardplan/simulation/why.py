@@ -41,6 +41,7 @@ class MovementWhy:
         made: The type that it is made in.
         wanted: The type that it is wanted in.
         ops: The ops that move it.
+        streams: On which axes, and the outermost level that each crosses, once each: `tensor, gpu`.
         runs: How often it runs in a step.
         received_bytes: In a step, at the worst device.
         seconds: In a step.
@@ -57,6 +58,7 @@ class MovementWhy:
     made: TensorType
     wanted: TensorType
     ops: tuple[str, ...]
+    streams: tuple[str, ...]
     runs: int
     received_bytes: int
     seconds: float
@@ -199,7 +201,9 @@ def _movements(line: JobTimeline) -> Iterator[MovementWhy]:
             remedy = next((a for a in job.alternatives(m) if a.removes), None)
             yield MovementWhy(
                 tuple(stages), kind, "layers" if m.path else "", m.value, m.by, _dims(job, m, made, wanted), made,
-                wanted, tuple(step.op.name for step in m.plan.program.steps), times * m.times,
+                wanted, tuple(step.op.name for step in m.plan.program.steps),
+                tuple(dict.fromkeys(op.op.cost.stream for op in found if op.op.cost.stream != COMPUTE)),
+                times * m.times,
                 times * sum(op.op.cost.received_bytes for op in found),
                 times * sum(op.end - op.start for op in found), times * sum(map(actions.exposed, found)), remedy,
             )  # fmt: skip
@@ -225,7 +229,7 @@ def _transfers(line: JobTimeline) -> Iterator[MovementWhy]:
         yield MovementWhy(
             (m.transfer.source[0],), m.transfer.kind, "", m.transfer.source[1], f"stage {m.transfer.target[0]}",
             (f"stage {m.transfer.source[0]} -> {m.transfer.target[0]}",), made, wanted,
-            tuple(step.kind for step in m.steps) or ("send",), len(times),
+            tuple(step.kind for step in m.steps) or ("send",), (f"{MESSAGES}, {m.level}",), len(times),
             len(times) * sum(step.received_bytes for step in m.steps), sum(times),
             ranks[to] * sum(times) / total[to], None,
         )  # fmt: skip

@@ -129,6 +129,11 @@ class Judge:
         """Return the seconds of a step of a strategy."""
         return float(self.form.seconds(_column(plan))[0])
 
+    def prices_on(self, topology: Topology, plans: Sequence[RankedPlan]) -> list[float]:
+        """Return the seconds of a step of strategies on another topology."""
+        form = self.form.on(topology, self.machine.parameters)
+        return [float(form.seconds(_column(plan))[0]) for plan in plans]
+
     def judge_fit(self, told: Fit) -> JudgedPlan:
         """Return all of it of a strategy of which `fit` said whether it fits."""
         held = CertifiedPeak(told.peak_bytes, told.rank, told.held)
