@@ -230,23 +230,26 @@ def _words_of(plan: RankedPlan) -> int:
 def find_changes(answer: PlanAnswer, tell: Callable[[int, int], None] | None = None) -> tuple[str, ...]:
     """Return what would make the answer another: half and double of each link and of the memory, searched again each.
 
-    Where the answer still fits, and is then a tie with the best, nothing is said. `tell` is called with searches done,
-    and all.
+    Where the answer still fits, and is then a tie with the best, nothing is said. With less of anything nothing is
+    quicker than the quickest is now: where the answer is a tie with that, no search is needed. `tell` is called with
+    searches done, and all.
     """
     judge, first = answer.judge, answer.plans[0]
+    quickest = min((one.seconds for one in answer.found.candidates), default=0.0)
     asked = list(_changed_topologies(judge.topology))
     found: list[str] = []
-    for k, (text, other) in enumerate(asked):
+    for k, (times, text, other) in enumerate(asked):
         if tell is not None:
             tell(k, len(asked))
+        (still,) = judge.prices_on(other, [first.plan])
+        fits = first.held.nbytes <= other.device.memory
+        if times < 1 and fits and still <= quickest * (1 + TIE):
+            continue
         try:
             best = answer.found.again(other)
         except Infeasible:
             found.append(f"{text}: nothing fits")
             continue
-        form = judge.form.on(other, judge.machine.parameters)
-        still = float(form.seconds(_column(first.plan))[0])
-        fits = first.held.nbytes <= other.device.memory
         if not fits or still > best.seconds * (1 + TIE):
             beside = f", not {format_seconds(still)}" if fits else ""
             found.append(f"{text}: {plan_text(best)}, {format_seconds(best.seconds)}{beside}")
@@ -258,17 +261,17 @@ def _column(plan: RankedPlan) -> Configurations:
     return Configurations({**c.columns, "order": np.array([CODES["order"].index(plan.order)])})
 
 
-def _changed_topologies(topology: Topology) -> Iterable[tuple[str, Topology]]:
-    """The topology with half and double of each link, and of the memory, and what that is in words."""
+def _changed_topologies(topology: Topology) -> Iterable[tuple[float, str, Topology]]:
+    """The topology with half and double of each link, and of the memory: how much, in words, and the topology."""
     for times, word in ((0.5, "half"), (2.0, "double")):
         for k, level in enumerate(topology.levels):
             if level.size > 1:
                 levels = list(topology.levels)
                 levels[k] = replace(level, bandwidth=level.bandwidth * times)
-                yield f"{word} the bandwidth between {level.name}s", replace(topology, levels=tuple(levels))
+                yield times, f"{word} the bandwidth between {level.name}s", replace(topology, levels=tuple(levels))
         device = topology.device
         if np.isfinite(device.memory):
-            yield f"{word} the memory", replace(topology, device=replace(device, memory=device.memory * times))
+            yield times, f"{word} the memory", replace(topology, device=replace(device, memory=device.memory * times))
 
 
 def training_flops(model: Model) -> float:
