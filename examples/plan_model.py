@@ -28,7 +28,20 @@ def run(*words: str) -> None:
 def main() -> None:
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "build/plan-8b")
     out.parent.mkdir(parents=True, exist_ok=True)
-    run("plan", os.path.relpath(CONFIG), "--on", "dgx-h100", "--nodes", "4", "--batch", "16", "--seq", "8192", "--out", str(out))
+    run(
+        "plan",
+        os.path.relpath(CONFIG),
+        "--on",
+        "dgx-h100",
+        "--nodes",
+        "4",
+        "--batch",
+        "16",
+        "--seq",
+        "8192",
+        "--out",
+        str(out),
+    )
     run("why", str(out), "--top", "2")
     run("check", str(out))
     strategy = HandedPlan.load(out).strategy

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import shardplan as sp
 from shardplan.cli import app
 from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.report.page.figures import STEPS, _without, drawn_ranks, exposed_shares, timeline_figure
-from shardplan.report.page.page import Part, render_page
+from shardplan.report.page.figures import STEPS, drawn_ranks, exposed_shares, timeline_figure, uncovered_stretches
+from shardplan.report.page.page import PagePart, render_page
 from shardplan.report.page.placed import placed_markup
 from shardplan.simulation.jobs.spans import joined, length
 from shardplan.simulation.jobs.timing import COMPUTE
@@ -116,7 +116,7 @@ def test_the_timeline_has_every_action_and_what_is_exposed() -> None:
 def test_what_others_do_not_cover(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     a, b = (joined((float(min(x)), float(max(x))) for x in found) for found in (spans, others))
     at = np.arange(0, 30) + 0.5
-    covers = [np.array([any(s <= t < e for s, e in found) for t in at]) for found in (a, b, _without(a, b))]
+    covers = [np.array([any(s <= t < e for s, e in found) for t in at]) for found in (a, b, uncovered_stretches(a, b))]
     assert (covers[2] == (covers[0] & ~covers[1])).all()
 
 
@@ -128,10 +128,10 @@ def test_nodes_that_do_the_same_are_one_box() -> None:
 
 
 def test_text_is_text() -> None:
-    page = render_page("<b>", [Part("a & b", rows=[["x"], ["<script>alert(1)</script>"]])])
+    page = render_page("<b>", [PagePart("a & b", rows=[["x"], ["<script>alert(1)</script>"]])])
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page and "<title>&lt;b&gt;</title>" in page
     figure = {"data": [{"name": "</script><b>"}], "layout": {}}
-    assert "</script><b>" not in render_page("x", [Part("y", figure=figure)])
+    assert "</script><b>" not in render_page("x", [PagePart("y", figure=figure)])
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ def test_who_asks_and_what_removes_it_is_what_the_job_says() -> None:
 
 def test_a_place_is_asked_for_by_words() -> None:
     found = why(job(tensor=2, pipeline=2), BOX)
-    layers = found.at("stage 0 layers all_reduce").movements
+    layers = found.select("stage 0 layers all_reduce").movements
     assert layers and all(m.place == "layers" and 0 in m.stages and "all_reduce" in m.ops for m in layers)
-    assert found.at("").movements == found.movements
+    assert found.select("").movements == found.movements
     with pytest.raises(ShardplanError, match=r"no movement is at 'nowhere'; there are stage 0 B layers, "):
-        found.at("nowhere")
+        found.select("nowhere")
     with pytest.raises(LayoutError, match="why: 3; legal is a Job"):
         why(3)  # type: ignore[arg-type]
 

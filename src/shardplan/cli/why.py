@@ -47,5 +47,5 @@ def why(
         gap = step_gap(simulate(job, topology), read_kineto(measured, step))
         print(json_text(gap.to_dict()) if as_json else gap_text(gap))
         return
-    found = movements_of(job, topology).at(" ".join(where or ()))
+    found = movements_of(job, topology).select(" ".join(where or ()))
     print(json_text(why_object(found)) if as_json else why_text(found, top))

@@ -86,7 +86,7 @@ def step_beside_whole(
     worst: dict[str, tuple[int, float, str]] = {}
     for name in sorted(found.keys() & want.keys()):
         kind = "loss" if name == "loss" else "gradients" if name.startswith(TOTAL) else _kind(model, name)
-        apart = _apart(found[name], want[name])
+        apart = _largest_difference(found[name], want[name])
         count, most, who = worst.get(kind, (0, -1.0, ""))
         worst[kind] = (count + 1, max(most, apart), name if apart > most else who)
     kinds = tuple((kind, *worst[kind]) for kind in sorted(worst, key=lambda k: (k != "loss", k)))
@@ -97,7 +97,7 @@ def _kind(model: Model, name: str) -> str:
     return "parameters" if name in model.parameters else "state" if name in model.replaced else "results"
 
 
-def _apart(got: np.ndarray, want: np.ndarray) -> float:
+def _largest_difference(got: np.ndarray, want: np.ndarray) -> float:
     """The largest difference, relative to the largest element."""
     if got.shape != want.shape:
         return float("inf")

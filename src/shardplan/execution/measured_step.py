@@ -31,7 +31,7 @@ class ActionTimes(NamedTuple):
 
     stage: int
     kind: str
-    count: int
+    times: int
     predicted_seconds: float
     measured_seconds: float
 

@@ -66,7 +66,7 @@ def action_times_text(rows: Sequence[ActionTimes], seconds: tuple[float, float],
     for one in rows:
         ratio = f"{one.measured_seconds / one.predicted_seconds:.2f}" if one.predicted_seconds else "-"
         times = format_seconds(one.predicted_seconds), format_seconds(one.measured_seconds)
-        told.append([f"stage {one.stage} {one.kind}", str(one.count), *times, ratio])
+        told.append([f"stage {one.stage} {one.kind}", str(one.times), *times, ratio])
     predicted, measured = seconds
     told.append(["step", "", format_seconds(predicted), format_seconds(measured), f"{measured / predicted:.2f}"])
     note = (f"predicted with the links as measured, and {format_seconds(issue_seconds)} for an op, the median of the "

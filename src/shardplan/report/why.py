@@ -39,7 +39,7 @@ def movement_lines(m: MovementWhy, whole: float, number: int) -> Iterator[str]:
     hidden = (
         "hidden" if m.exposed_seconds <= 1e-3 * m.seconds else f"{format_seconds(m.exposed_seconds)} exposed{share}"
     )
-    yield from wrap_text(f"{', '.join(m.ops)} of %{m.value}, {m.where}", f"{number:>2}  ")
+    yield from wrap_text(f"{', '.join(m.ops)} of %{m.value}, {m.location}", f"{number:>2}  ")
     yield from wrap_text(f"{m.asks} wants {', '.join(m.dims) or 'it there'}", "    asked    ")
     yield from wrap_text(str(m.made), "    made     ")
     yield from wrap_text(str(m.wanted), "    wanted   ")

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from shardplan.core.pattern import Messages
 from shardplan.errors import ShardplanError
 from shardplan.simulation.jobs.job_timeline import JobTimeline
+from shardplan.simulation.jobs.kineto import KINDS
 from shardplan.simulation.jobs.messages import MESSAGES
 from shardplan.simulation.jobs.spans import joined, length
-from shardplan.simulation.jobs.timing import COMPUTE
+from shardplan.simulation.jobs.timing import COMPUTE, OpCost
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.trace import HOST
 
-TOLD_APART = ("einsum", "attention", "adamw", "copy")  # of compute
-CALLED = {"exchange": "all_gather", "send": "message", "receive": "message"}  # what frameworks have in their place
+TOLD_APART = frozenset(kind for _, kind in KINDS)  # what names of kernels and operators tell
+MESSAGE = "message"  # what goes from one device to another, whatever op it is of
 OTHER = "other compute"
 LATE = 0.02  # of the step: a device that is later than the median by more is a straggler
 
@@ -113,22 +115,26 @@ def step_gap(predicted: JobTimeline, measured: Timeline) -> StepGap:
 
 def _of_rank(line: JobTimeline, rank: int) -> tuple[dict[str, float], float, float]:
     """What is predicted of a pipeline rank: seconds by kind, exposed ones, and idle ones."""
-    spans = [(op.op.cost.kind, op.start, op.end, op.op.cost.stream != COMPUTE)
+    spans = [(_kind_of(op.op.cost), op.start, op.end, op.op.cost.stream != COMPUTE)
              for i in range(len(line.swept.ranks[rank].actions)) for op in line.opened.ops(rank, i)]  # fmt: skip
     totals = _totals((kind, b - a, talks) for kind, a, b, talks in spans)
     exposed = line.exposed_of(rank)
     waited = exposed.get(MESSAGES, 0.0)
     if waited:
-        totals["message"] = totals.get("message", 0.0) + waited
+        totals[MESSAGE] = totals.get(MESSAGE, 0.0) + waited
     busy = length(joined((a, b) for _, a, b, _ in spans))
     return totals, sum(exposed.values()), line.seconds - busy
+
+
+def _kind_of(cost: OpCost) -> str:
+    """What a profiler would call an op: of messages, which are of no group, one kind."""
+    return MESSAGE if isinstance(cost.pattern, Messages) else cost.kind
 
 
 def _totals(spans: Iterable[tuple[str, float, bool]]) -> dict[str, float]:
     """Seconds by kind, as both sides call them."""
     found: dict[str, float] = {}
     for kind, seconds, talks in spans:
-        name = CALLED.get(kind, kind)
-        name = name if talks or name in TOLD_APART else OTHER
+        name = kind if talks or kind in TOLD_APART else OTHER
         found[name] = found.get(name, 0.0) + seconds
     return found

@@ -66,7 +66,7 @@ class MovementWhy:
     remedy: Alternative | None
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Where it is, in words that `why PLAN where` matches."""
         several = f"stages {self.stages[0]} to {self.stages[-1]}"
         stage = f"stage {self.stages[0]}" if len(self.stages) == 1 else several
@@ -74,7 +74,7 @@ class MovementWhy:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as an object of JSON."""
-        names = ("action", "place", "value", "asks", "runs", "received_bytes", "seconds", "exposed_seconds", "where")
+        names = ("action", "place", "value", "asks", "runs", "received_bytes", "seconds", "exposed_seconds", "location")
         remedy = None if self.remedy is None else self.remedy._asdict()
         said = {"stages": list(self.stages), "dims": list(self.dims), "ops": list(self.ops), "remedy": remedy}
         return {k: getattr(self, k) for k in names} | said | {"made": str(self.made), "wanted": str(self.wanted)}
@@ -86,18 +86,18 @@ class WhyMovements(NamedTuple):
     movements: tuple[MovementWhy, ...]
     timeline: JobTimeline
 
-    def at(self, where: str) -> WhyMovements:
+    def select(self, where: str) -> WhyMovements:
         """Return those of a place: all words are in what is said of them; raises `ShardplanError` where none is."""
         words = where.lower().split()
-        found = tuple(m for m in self.movements if all(w in _said(m) for w in words))
+        found = tuple(m for m in self.movements if all(w in _words_of(m) for w in words))
         if words and not found:
-            places = sorted({m.where for m in self.movements})
+            places = sorted({m.location for m in self.movements})
             raise ShardplanError(f"why: no movement is at {shown(where)}; there are {', '.join(places) or 'none'}")
         return self._replace(movements=found)
 
 
-def _said(m: MovementWhy) -> str:
-    return " ".join((m.where, m.value, m.asks, *m.dims, *m.ops, str(m.made), str(m.wanted))).lower()
+def _words_of(m: MovementWhy) -> str:
+    return " ".join((m.location, m.value, m.asks, *m.dims, *m.ops, str(m.made), str(m.wanted))).lower()
 
 
 def why(job: Job, topology: Where | str | None = None) -> WhyMovements:
@@ -167,7 +167,7 @@ class _Actions:
                 self.left[wanted].remove(spans)
         return found
 
-    def exposed(self, op: OpSpan) -> float:
+    def exposed_seconds(self, op: OpSpan) -> float:
         """Return the seconds of an op beside which nothing is computed."""
         if op.op.cost.stream == COMPUTE:
             return 0.0
@@ -205,7 +205,8 @@ def _movements(line: JobTimeline) -> Iterator[MovementWhy]:
                 tuple(dict.fromkeys(op.op.cost.stream for op in found if op.op.cost.stream != COMPUTE)),
                 times * m.times,
                 times * sum(op.op.cost.received_bytes for op in found),
-                times * sum(op.end - op.start for op in found), times * sum(map(actions.exposed, found)), remedy,
+                times * sum(op.end - op.start for op in found), times * sum(map(actions.exposed_seconds, found)),
+                remedy,
             )  # fmt: skip
 
 

@@ -88,13 +88,15 @@ def _small_model(plan: HandedPlan, fields: Mapping[str, Any], s: Strategy, degre
         bottom, top = (tuple(min(n, wide) for n in fields[key]) for key in ("bottom", "top"))
         small |= {"table_rows": tuple(min(n, 8 * wide + k) for k, n in enumerate(fields["table_rows"][:4])),
                   "embedding_dim": wide, "bottom": (*bottom[:-1], wide), "top": (*top[:-1], 1)}  # fmt: skip
-        return Model.load(name, **{**_told(plan), **small})
-    if "heads" not in fields:
-        return Model.load(name, **{**_told(plan), **small, "hidden": 4 * degrees["tensor"]})
-    return Model.load(name, **{**_told(plan), **small, **_decoder_sizes(fields, s, degrees)})
+    elif "heads" in fields:
+        small |= _decoder_sizes(fields, s, degrees)
+    else:
+        small["hidden"] = 4 * degrees["tensor"]
+    whole: dict[str, Any] = _model_fields(plan) | small
+    return Model.load(name, **whole)
 
 
-def _told(plan: HandedPlan) -> dict[str, Any]:
+def _model_fields(plan: HandedPlan) -> dict[str, Any]:
     """What the plan says of its model, but for what it computes in."""
     return {k: v for k, v in plan.fields.items() if k not in ("precision", "dtype", "optimizer", "batch")}
 
@@ -130,7 +132,7 @@ def _decoder_sizes(fields: Mapping[str, Any], s: Strategy, degrees: Mapping[str,
         found |= {"value_dim": HEAD}
     if experts := int(fields.get("experts") or 0):
         groups = int(fields["router_groups"])
-        each = math.lcm(groups, _shared(s, degrees))
+        each = math.lcm(groups, _expert_devices(s, degrees))
         taken = int(fields["experts_per_token"])
         kept = int(fields["router_groups_kept"]) / groups
         found["experts"] = min(experts, each * max(1, math.ceil(taken / kept / each), 2 if each == 1 else 1))
@@ -139,7 +141,7 @@ def _decoder_sizes(fields: Mapping[str, Any], s: Strategy, degrees: Mapping[str,
     return found
 
 
-def _shared(s: Strategy, degrees: Mapping[str, int]) -> int:
+def _expert_devices(s: Strategy, degrees: Mapping[str, int]) -> int:
     """How many devices share experts."""
     return math.gcd(s.expert, degrees["data"] * degrees["context"] * degrees["tensor"])
 
@@ -166,15 +168,14 @@ def _small_strategy(s: Strategy, degrees: Mapping[str, int], model: Model) -> tu
         **degrees, "schedule": order, "microbatch": microbatch, "shard": shard,
         "expert": math.gcd(s.expert, (shard or degrees["data"]) * degrees["context"] * degrees["tensor"]),
         "global_batch": degrees["data"] * microbatch * count - (1 if uneven and count > 1 else 0),
-        "precision": None, "gradient_dtype": None, "attention": None, "tensor_overlap": False, "offload_layers": 0,
-        "cuts": None,
+        "precision": None, "gradient_dtype": None, "tensor_overlap": False, "offload_layers": 0, "cuts": None,
     }  # fmt: skip
-    found = replace(s, **changes)
+    found = replace(s, attention=None, **changes)
     limits = ModelLimits.of(model)
     for one in idle(limits, found):
         found = replace(found, **{one.name: one.runs_as})
         changes[one.name] = one.runs_as
-    for name in ("attention", "tensor_overlap", "offload_layers", "expert", "shard", "zero", "fsdp", "schedule",
+    for name in ("tensor_overlap", "offload_layers", "expert", "shard", "zero", "fsdp", "schedule",
                  "sequence_parallel"):  # fmt: skip
         before, after = getattr(s, name), getattr(found, name)
         if before != after and not isinstance(before, Schedule):

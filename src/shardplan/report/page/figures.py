@@ -60,7 +60,7 @@ def timeline_figure(line: JobTimeline) -> Figure:
         rows = [(name, a, b, f"{100 * share:.0f} % exposed communication") for name, share, a, b in bare]
         title = "exposed communication" + (f", looked into to rank {looked[-1]}" if looked != ranks else "")
         bars_of_bare = _bars(title, BARE, rows, 0.26)
-        bars_of_bare["marker"] = {"color": BARE, "opacity": [_short(share) for _, share, _, _ in bare]}
+        bars_of_bare["marker"] = {"color": BARE, "opacity": [round_off(share) for _, share, _, _ in bare]}
         data.append(bars_of_bare)
     axis = {"title": {"text": "seconds"}, "range": [0, line.seconds], "rangeslider": {"visible": False}}
     return _figure(data, 150 + 34 * len(ranks), barmode="overlay", xaxis=axis, dragmode="zoom",
@@ -88,7 +88,7 @@ def exposed_shares(line: JobTimeline, rank: int) -> list[tuple[float, float, flo
     for i in range(len(line.swept.ranks[rank].actions)):
         for op in line.opened.ops(rank, i):
             (computes if op.op.cost.stream == COMPUTE else talks).append((op.start, op.end))
-    bare = _without(joined(talks), joined(computes))
+    bare = uncovered_stretches(joined(talks), joined(computes))
     if not bare:
         return []
     edges = np.linspace(0, line.seconds, STEPS + 1)
@@ -99,7 +99,7 @@ def exposed_shares(line: JobTimeline, rank: int) -> list[tuple[float, float, flo
     return [(float(edges[a]), float(edges[b]), float(shares[a])) for a, b in pairwise(cuts) if shares[a] > 0]
 
 
-def _without(spans: Stretches, others: Stretches) -> Stretches:
+def uncovered_stretches(spans: Stretches, others: Stretches) -> Stretches:
     """What of some stretches others do not cover."""
     out: list[tuple[float, float]] = []
     k = 0
@@ -120,13 +120,14 @@ def _without(spans: Stretches, others: Stretches) -> Stretches:
 def _bars(name: str, colour: str, rows: Sequence[tuple[str, float, float, str]], width: float) -> dict[str, Any]:
     return {
         "type": "bar", "orientation": "h", "name": name, "marker": {"color": colour}, "width": width,
-        "y": [r[0] for r in rows], "base": [_short(r[1]) for r in rows], "x": [_short(r[2] - r[1]) for r in rows],
+        "y": [r[0] for r in rows], "base": [round_off(r[1]) for r in rows],
+        "x": [round_off(r[2] - r[1]) for r in rows],
         "hovertext": [f"{r[3]}<br>{format_seconds(r[2] - r[1])} from {format_seconds(r[1])}" for r in rows],
         "hoverinfo": "text",
     }  # fmt: skip
 
 
-def _short(x: float) -> float:
+def round_off(x: float) -> float:
     return float(f"{x:.6g}")
 
 
@@ -140,7 +141,7 @@ def memory_figure(line: JobTimeline, held: Holdings, memory: float) -> Figure:
         data.append({
             "type": "scatter", "mode": "lines", "name": f"rank {r}",
             "line": {"shape": "hv", "width": 1.5, "color": SERIES[k % len(SERIES)]},
-            "x": [0.0, *map(_short, times.tolist())], "y": [_short(n / 1e9) for n in (held.state[r], *rows)],
+            "x": [0.0, *map(round_off, times.tolist())], "y": [round_off(n / 1e9) for n in (held.state[r], *rows)],
         })  # fmt: skip
     if np.isfinite(memory):
         data.append({"type": "scatter", "mode": "lines", "name": "a device has", "x": [0, line.seconds],
@@ -155,7 +156,7 @@ def held_figure(line: JobTimeline, held: Holdings) -> Figure:
     peaks = [attributed(line.job, held, r) for r in ranks]
     owners = list(dict.fromkeys(name for one in peaks for name in one.parts))
     data = [{"type": "bar", "orientation": "h", "name": name, "marker": {"color": SERIES[k % len(SERIES)]},
-             "y": [f"rank {r}" for r in ranks], "x": [_short(one.parts.get(name, 0) / 1e9) for one in peaks],
+             "y": [f"rank {r}" for r in ranks], "x": [round_off(one.parts.get(name, 0) / 1e9) for one in peaks],
              "hovertext": [f"{name}: {format_bytes(one.parts.get(name, 0))}<br>in {one.kind} of stage {one.stage}, "
                            f"{one.microbatches} microbatches kept" for one in peaks],
              "hoverinfo": "text"} for k, name in enumerate(owners)]  # fmt: skip
@@ -174,7 +175,7 @@ def bytes_figure(found: WhyMovements) -> Figure:
     axes = list(dict.fromkeys(a for a, _ in totals))
     levels = list(dict.fromkeys(level for _, level in totals))
     data = [{"type": "bar", "orientation": "h", "name": a, "marker": {"color": SERIES[k % len(SERIES)]},
-             "y": levels, "x": [_short(totals.get((a, level), 0.0) / 1e9) for level in levels],
+             "y": levels, "x": [round_off(totals.get((a, level), 0.0) / 1e9) for level in levels],
              "hovertext": [f"{a} on {level}: {format_bytes(totals.get((a, level), 0.0))}" for level in levels],
              "hoverinfo": "text"} for k, a in enumerate(axes)]  # fmt: skip
     return _figure(data, 160 + 36 * len(levels), barmode="stack", xaxis={"title": {"text": "GB a step"}},
@@ -184,7 +185,7 @@ def bytes_figure(found: WhyMovements) -> Figure:
 def bar_figure(labels: Sequence[str], rows: Sequence[tuple[str, str, Sequence[float]]]) -> Figure:
     """Return bytes by label, side by side: a name, a colour and as many numbers as there are labels."""
     data = [{"type": "bar", "name": name, "marker": {"color": colour}, "x": list(labels),
-             "y": [_short(n) for n in values], "hovertext": [f"{name}: {format_bytes(n)}" for n in values],
+             "y": [round_off(n) for n in values], "hovertext": [f"{name}: {format_bytes(n)}" for n in values],
              "hoverinfo": "text"} for name, colour, values in rows]  # fmt: skip
     return _figure(data, 360, barmode="group", xaxis={"type": "category"}, yaxis={"title": {"text": "bytes"}})
 
@@ -198,7 +199,7 @@ def alternatives_figure(rows: Iterable[tuple[str, RankedPlan]], memory: float) -
     data = [{"type": "scatter", "mode": "markers", "name": group,
              "marker": {"size": 15 if k == last else 8, "color": SERIES[-k % 4],
                         "symbol": "star" if k == last else "circle"},
-             "x": [_short(one.seconds) for one in mine], "y": [_short(one.peak_bytes / 1e9) for one in mine],
+             "x": [round_off(one.seconds) for one in mine], "y": [round_off(one.peak_bytes / 1e9) for one in mine],
              "hovertext": [f"{plan_text(one)}<br>{format_seconds(one.seconds)}, {format_bytes(one.peak_bytes)}"
                            for one in mine], "hoverinfo": "text"}
             for k, (group, mine) in enumerate(groups.items())]  # fmt: skip
@@ -211,14 +212,14 @@ def alternatives_figure(rows: Iterable[tuple[str, RankedPlan]], memory: float) -
 
 def sensitivity_figure(judge: Judge, plans: Sequence[tuple[str, RankedPlan]]) -> Figure:
     """Return the seconds of some strategies where a link, or all kernels, are slower or faster; a menu says which."""
-    ways = list(_ways(judge.topology))
+    ways = list(_topology_changes(judge.topology))
     data: list[dict[str, Any]] = []
     for w, (_, change) in enumerate(ways):
         priced = [judge.prices_on(change(f), [one for _, one in plans]) for f in FACTORS]
         for k, (name, _) in enumerate(plans):
             data.append({"type": "scatter", "mode": "lines+markers", "name": name, "visible": w == 0,
-                         "line": {"color": SERIES[k % len(SERIES)]}, "x": [_short(f) for f in FACTORS],
-                         "y": [_short(row[k]) for row in priced]})  # fmt: skip
+                         "line": {"color": SERIES[k % len(SERIES)]}, "x": [round_off(f) for f in FACTORS],
+                         "y": [round_off(row[k]) for row in priced]})  # fmt: skip
     seen = [[k // len(plans) == w for k in range(len(data))] for w in range(len(ways))]
     buttons = [{"label": text, "method": "update", "args": [{"visible": mine}]}
                for (text, _), mine in zip(ways, seen, strict=True)]  # fmt: skip
@@ -229,7 +230,7 @@ def sensitivity_figure(judge: Judge, plans: Sequence[tuple[str, RankedPlan]]) ->
                    yaxis={"title": {"text": "seconds a step"}, "rangemode": "tozero"})  # fmt: skip
 
 
-def _ways(topology: Topology) -> Iterable[tuple[str, Any]]:
+def _topology_changes(topology: Topology) -> Iterable[tuple[str, Any]]:
     """What may be faster: each link, and the device's kernels."""
     for k, level in enumerate(topology.levels):
         if level.size > 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.plans.plan import Plan
 from shardplan.report.page.figures import SERIES, bar_figure
-from shardplan.report.page.page import Part, render_page
+from shardplan.report.page.page import PagePart, render_page
 from shardplan.report.svg import svg_picture
 
 
@@ -24,9 +24,11 @@ def movement_page(plan: Plan, title: str) -> str:
     devices = [f"device {d}" for d in plan.program.devices]
     rows = [("received", list(c.received_bytes)), ("lower bound", list(c.lower_bound_bytes))]
     parts = [
-        Part("Plan", cards=cards, text=str(plan)),
-        Part("Bytes by device", "Received, beside what no plan can go below.", figure=bytes_by_device(devices, rows)),
-        Part(
+        PagePart("Plan", cards=cards, text=str(plan)),
+        PagePart(
+            "Bytes by device", "Received, beside what no plan can go below.", figure=bytes_by_device(devices, rows)
+        ),
+        PagePart(
             "What each device holds", "Before the first step, and after each.", markup=svg_picture(plan.program, title)
         ),
     ]
@@ -40,5 +42,8 @@ def bytes_by_device(devices: Sequence[str], rows: Sequence[tuple[str, Sequence[f
 
 def audit_page(title: str, text: str, picture: str) -> str:
     """Return the report of an audited launch: the verdict with its fix, and where ranks lie."""
-    parts = [Part("Verdict", text=text), Part("Where ranks lie", "Strips of one colour are a group.", markup=picture)]
+    parts = [
+        PagePart("Verdict", text=text),
+        PagePart("Where ranks lie", "Strips of one colour are a group.", markup=picture),
+    ]
     return render_page(title, parts)

@@ -1,4 +1,4 @@
-"""`Part` and `render_page`: a report is a list of parts, each text, a table, markup or a figure.
+"""`PagePart` and `render_page`: a report is a list of parts, each text, a table, markup or a figure.
 
 plotly draws figures, and its script stands in the page, once, where a part has one; jinja2 fills the page. Colours of
 text and lines are the page's, which follow the reader's light or dark.
@@ -20,7 +20,7 @@ Figure = Mapping[str, Any]  # `data` and `layout`, as plotly takes them
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PagePart:
     """A part of a report: a title, a line on how to read it, and what is in it.
 
     Args:
@@ -42,10 +42,10 @@ class Part:
     cards: Sequence[tuple[str, str]] = ()
 
 
-def render_page(title: str, parts: Sequence[Part], subtitle: str = "") -> str:
+def render_page(title: str, parts: Sequence[PagePart], subtitle: str = "") -> str:
     """Return a report as one file; raises `MissingExtra` where plotly or jinja2 is not installed.
 
-    >>> page = render_page("a plan", [Part("answer", text="1 < 2")])
+    >>> page = render_page("a plan", [PagePart("answer", text="1 < 2")])
     >>> "1 &lt; 2" in page, "<script" in page
     (True, False)
     """
@@ -63,6 +63,6 @@ def figure_text(figure: Figure) -> str:
     return json.dumps(figure, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
-def save_page(path: Path, title: str, parts: Sequence[Part], subtitle: str = "") -> None:
+def save_page(path: Path, title: str, parts: Sequence[PagePart], subtitle: str = "") -> None:
     """Write a report, whole or not at all."""
     write_atomic(path, render_page(title, parts, subtitle).encode())

@@ -16,7 +16,7 @@ from shardplan.report.page.figures import (
     sensitivity_figure,
     timeline_figure,
 )
-from shardplan.report.page.page import Part, render_page
+from shardplan.report.page.page import PagePart, render_page
 from shardplan.report.page.placed import placed_markup
 from shardplan.report.plan import strategy_words
 from shardplan.report.why import remedy_text
@@ -44,12 +44,12 @@ def plan_page(plan: HandedPlan, judge: Judge, one: JudgedPlan, text: str, answer
     """
     job, machine = job_of(plan)
     found = why(job, machine)
-    parts = [*_told(one, judge, text), *_placed(plan), *_step(found, one, judge),
-             *_others(judge, one, answer), *_movements(found)]  # fmt: skip
+    parts = [*_answer_part(one, judge, text), *_placement_part(plan), *_step(found, one, judge),
+             *_alternative_parts(judge, one, answer), *_movements(found)]  # fmt: skip
     return render_page(f"{plan.title}: {plan_text(one.plan)}", parts, strategy_words(plan.strategy))
 
 
-def _told(one: JudgedPlan, judge: Judge, text: str) -> Iterator[Part]:
+def _answer_part(one: JudgedPlan, judge: Judge, text: str) -> Iterator[PagePart]:
     low, high = map(format_seconds, one.interval)
     cards = [
         (format_seconds(one.plan.seconds), f"a step; {low} to {high} in nine of ten"),
@@ -58,30 +58,32 @@ def _told(one: JudgedPlan, judge: Judge, text: str) -> Iterator[Part]:
         (f"{100 * one.mfu:.1f} %", "MFU"),
         (format_bytes(one.held.nbytes), f"of {format_bytes(judge.certifier.memory)} on the worst rank"),
     ]
-    yield Part("Answer", cards=cards, text=text)
+    yield PagePart("Answer", cards=cards, text=text)
 
 
-def _placed(plan: HandedPlan) -> Iterator[Part]:
+def _placement_part(plan: HandedPlan) -> Iterator[PagePart]:
     note = ("A box is a node, a cell a device: its place along each axis, coloured by pipeline rank. Nodes that differ "
             "in their data replica alone are one box.")  # fmt: skip
-    yield Part(f"Placement on {plan.topology.name or 'the topology'}", note, markup=placed_markup(plan))
+    yield PagePart(f"Placement on {plan.topology.name or 'the topology'}", note, markup=placed_markup(plan))
 
 
-def _step(found: WhyMovements, one: JudgedPlan, judge: Judge) -> Iterator[Part]:
+def _step(found: WhyMovements, one: JudgedPlan, judge: Judge) -> Iterator[PagePart]:
     line = found.timeline
     note = (f"Op by op the step takes {line.explained()}. The closed form, in which strategies are compared, says "
             f"{format_seconds(one.plan.seconds)}. Drag to zoom, double-click to go back.")  # fmt: skip
-    yield Part("Timeline", note, figure=timeline_figure(line))
+    yield PagePart("Timeline", note, figure=timeline_figure(line))
     memory = judge.certifier.memory
     held = holdings(line.job, runtime_of(one.plan.strategy))
-    yield Part("Memory over time", "What a device of each pipeline rank holds, as it is certified; what allocator and "
-               "driver hold beside is in the answer.", figure=memory_figure(line, held, memory))  # fmt: skip
-    yield Part("Memory at the peak", "Of what, when a rank holds most.", figure=held_figure(line, held))
-    yield Part("Bytes by level", "Received by a device in a step, by the outermost level that they cross, and by axes.",
-               figure=bytes_figure(found))  # fmt: skip
+    note = (
+        "What a device of each pipeline rank holds, as certified; the answer has what allocator and driver hold beside."
+    )
+    yield PagePart("Memory over time", note, figure=memory_figure(line, held, memory))
+    yield PagePart("Memory at the peak", "Of what, when a rank holds most.", figure=held_figure(line, held))
+    note = "Received by a device in a step, by the outermost level that they cross, and by axes."
+    yield PagePart("Bytes by level", note, figure=bytes_figure(found))
 
 
-def _others(judge: Judge, one: JudgedPlan, answer: PlanAnswer | None) -> Iterator[Part]:
+def _alternative_parts(judge: Judge, one: JudgedPlan, answer: PlanAnswer | None) -> Iterator[PagePart]:
     plans: Sequence[JudgedPlan] = (one,)
     if answer is not None and len(answer.plans) > 1:
         plans = answer.plans
@@ -94,12 +96,12 @@ def _others(judge: Judge, one: JudgedPlan, answer: PlanAnswer | None) -> Iterato
         table += [[plan_text(p.plan), format_seconds(p.plan.seconds), format_bytes(p.plan.peak_bytes), p.lost or "-"]
                   for p in plans]  # fmt: skip
         how = "Seconds and memory of what was priced; hover says which it is. Dashed: what a device has."
-        yield Part("Alternatives", how, figure=alternatives_figure(rows, judge.certifier.memory), rows=table)
+        yield PagePart("Alternatives", how, figure=alternatives_figure(rows, judge.certifier.memory), rows=table)
     note = "The closed form where one thing is faster or slower, and all else is as it is."
     if answer is not None and answer.changes:
         note += f" Another answer with {'; '.join(answer.changes)}."
     named = [(_brief(p.plan), p.plan) for p in plans]
-    yield Part("Sensitivity", note, figure=sensitivity_figure(judge, named))
+    yield PagePart("Sensitivity", note, figure=sensitivity_figure(judge, named))
 
 
 def _brief(one: RankedPlan) -> str:
@@ -107,12 +109,12 @@ def _brief(one: RankedPlan) -> str:
     return " ".join(words[:5]) + (" ..." if len(words) > 5 else "")
 
 
-def _movements(found: WhyMovements) -> Iterator[Part]:
+def _movements(found: WhyMovements) -> Iterator[PagePart]:
     rows = [["where", "what", "who asks, and for what", "made and wanted", "a step", "exposed", "what removes it"]]
     for m in found.movements[:MOST_MOVEMENTS]:
-        rows.append([m.where, f"{', '.join(m.ops)} of %{m.value}", f"{m.asks}: {'; '.join(m.dims)}",
+        rows.append([m.location, f"{', '.join(m.ops)} of %{m.value}", f"{m.asks}: {'; '.join(m.dims)}",
                      f"{m.made} as {m.wanted}", f"{format_bytes(m.received_bytes)}, {format_seconds(m.seconds)}",
                      format_seconds(m.exposed_seconds), remedy_text(m)])  # fmt: skip
     left = len(found.movements) - len(rows) + 1
     note = "Each with who asks for it, in a step; the most exposed first."
-    yield Part("Movements", note + (f" {left} more are not shown." if left > 0 else ""), rows=rows)
+    yield PagePart("Movements", note + (f" {left} more are not shown." if left > 0 else ""), rows=rows)
