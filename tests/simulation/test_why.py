@@ -64,6 +64,21 @@ def test_all_that_is_moved_in_a_step_is_told_once(said: dict[str, Any]) -> None:
     assert order == sorted(order, reverse=True)
 
 
+def large(**said: Any) -> WhyMovements:
+    """A job whose products take as long as its movements."""
+    sizes = {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "seq": 2048, "vocab": 4096}
+    model = sp.Model.load("llama", **sizes, precision="bf16")
+    return why(sp.partition(model, sp.Strategy(global_batch=16, **said), BOX), BOX)
+
+
+def test_what_products_hide_is_not_exposed() -> None:
+    """What is exposed in all movements is what the rank's streams have exposed, and less than what is moved."""
+    found = large(data=8, fsdp=True, prefetch=True)
+    moved, bare = (sum(getattr(m, name) for m in found.movements) for name in ("seconds", "exposed_seconds"))
+    assert bare < 0.8 * moved
+    assert bare == pytest.approx(sum(found.timeline.exposed.values()), rel=0.2)
+
+
 def test_who_asks_and_what_removes_it_is_what_the_job_says() -> None:
     made = job(tensor=4)
     found = why(made, BOX)
@@ -150,7 +165,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_predicted_step_has_no_measured_devices() -> None:
     """A device that computes no longer than the others is none that is late, whatever it waits for."""
-    found = why(job(tensor=2, data=4), BOX)
+    found = large(tensor=2, data=4)
     line = measured_like(found, {"all_reduce": 5.0}, {})
     shifted = tuple(replace(i, start=i.start + 1.0, end=i.end + 1.0) if i.device == 3 else i for i in line.intervals)
     late = step_gap(found.timeline, Timeline(tuple(sorted(shifted, key=lambda i: i.start)), source="measured"))

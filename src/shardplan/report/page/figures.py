@@ -128,6 +128,7 @@ def _bars(name: str, colour: str, rows: Sequence[tuple[str, float, float, str]],
 
 
 def round_off(x: float) -> float:
+    """Return a number as exact as a picture is."""
     return float(f"{x:.6g}")
 
 
