@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.fused_text import findings
+from benchmarks.gpu_kernels import time_kernels
 from benchmarks.gpu_timing import time_embedding, time_gemm, time_gemv
+from benchmarks.gpu_torch import compute_ops, programs_on_nccl, stream_order
 
 from shardplan import fused
 from shardplan.errors import ShardplanError
@@ -251,6 +253,10 @@ def assembly(dry: bool) -> dict[str, Any]:
 
 
 CASES: dict[str, Any] = {
+    "kernels by shape": time_kernels,
+    "compute ops": compute_ops,
+    "programs on nccl": programs_on_nccl,
+    "stream order on nccl": stream_order,
     "correct gemm": correct_gemm,
     "correct gemv": correct_gemv,
     "correct embedding": correct_embedding,

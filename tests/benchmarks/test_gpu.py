@@ -23,13 +23,15 @@ def test_dry(tmp_path: Path) -> None:
     rows = {row["case"]: row for row in found["cases"]}
     assert list(rows) == [name for name in NAMES if "torch_symm" not in name]
     assert rows["two processes, cuda_ipc"]["said"][1].startswith("FusedTimeout: gemm_all_to_all: rank 1 waited")
+    assert rows["compute ops"]["cases"] >= rows["compute ops"]["ops"] > 30
+    assert {row["kernel"] for row in rows["kernels by shape"]["rows"]} >= {"product", "rms norm", "adamw"}
     assert set(rows["times of gemv"]["rows"][0]["seconds"]) == {"fused", "unfused", "compute only"}
 
 
 def test_a_case_has_a_deadline() -> None:
     found = case("correct gemm", True, 0.2)
     assert (found["good"], found["why"]) == (False, "not ended after 0 s")
-    assert all(name.partition(" ")[0].rstrip(",") in SECONDS for name in NAMES) and ALL < 480
+    assert all(name.partition(" ")[0].rstrip(",") in SECONDS for name in NAMES) and ALL < 600
 
 
 def test_a_case_that_fails_says_why() -> None:

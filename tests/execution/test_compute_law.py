@@ -52,6 +52,18 @@ def test_torch_equals_the_whole(example: Example) -> None:
         assert oracle.wrong(found, op.infer(*types)[0], whole) is None, (op, [str(t) for t in types])
 
 
+def test_integers_are_multiplied_on_the_host_where_no_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from shardplan.execution.torch.compute import torch_namespace
+
+    xp, asked = torch_namespace(torch.device("cuda")), list[str]()
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: asked.append(str(x.dtype)) or x)
+    for dtype in (torch.int64, torch.int32, torch.float32):
+        a, b = torch.arange(6).reshape(2, 3).to(dtype), torch.arange(12).reshape(3, 4).to(dtype)
+        assert (xp.einsum("ik,kj->ij", a, b).numpy() == a.numpy() @ b.numpy()).all()
+    assert asked == ["torch.int64"] * 2 + ["torch.int32"] * 2
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(next(e.assigned(UNEQUAL))[0]))
 def test_mpi_equals_the_whole(example: Example) -> None:
     rng, wire = np.random.default_rng(5), cast("Any", None)  # nothing is sent

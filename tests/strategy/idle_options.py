@@ -84,8 +84,9 @@ SAID: dict[str, list[Any]] = {
     "interleave": [None, 1, 2], "recompute": ["none", "full", "selective", ("einsum",), ()],
     "sequence_parallel": [False, True], "zero": [0, 1, 2, 3], "fsdp": [False, True],
     "context_kind": ["ulysses", "gather", "ring", "zigzag"], "precision": [None, "bf16", "fp8"],
-    "gradient_dtype": [None, "f16", "f64"], "shard": [None, 1, 2], "bucket": [None, 64, 1e6], "offload": [False, True],
-    "keep": [(), ("layers.*",), ("nothing",)], "prefetch": [False, True], "attention": [None, "unfused", "flash1"],
+    "gradient_dtype": [None, "f16", "f64"], "reduce_dtype": [None, "f16", "f64"], "offload": [False, True],
+    "shard": [None, 1, 2], "bucket": [None, 64, 1e6], "prefetch": [None, False, True],
+    "keep": [(), ("layers.*",), ("nothing",)], "attention": [None, "unfused", "flash1"],
     "tensor_overlap": [False, True], "offload_layers": [0, 1, 5],
 }  # fmt: skip
 # What no program knows, and what no formula does; each alone is refused where it is not known.
@@ -99,6 +100,10 @@ SPELLED: dict[str, Callable[[sp.Model, sp.Strategy], bool]] = {
     "fsdp": lambda m, s: s.zero == 3 and s.context == 1,  # both deal out to the same replicas, layer by layer
     "attention": lambda m, s: s.attention == "flash2",
     "gradient_dtype": lambda m, s: s.gradient_dtype == replace(s, gradient_dtype=None).total_dtype,
+    "reduce_dtype": lambda m, s: s.reduce_dtype == s.total_dtype,
+    # Where passes are split, what waits at the peak may be what W reads, which stays.
+    "offload_layers": lambda m, s: s.schedule in ("zb-h1", "dualpipev"),
+    "prefetch": lambda m, s: s.prefetch == replace(s, prefetch=None).gathers_ahead,
     "schedule": lambda m, s: not m.fields["training"],
     "interleave": lambda m, s: s.interleave == replace(s, interleave=None).interleave,
 }

@@ -39,6 +39,9 @@ def parameters(tensor: int = 1, layers: float = L) -> float:
     return (layers * LAYER["cut"] + ENDS["cut"]) / tensor + layers * LAYER["whole"] + ENDS["whole"]
 
 
+APART = {"bucket": 1, "prefetch": False}  # a layer's parameters are gathered, and its gradients reduced, one by one
+
+
 def near(got: float, want: float, by: float = 0.01) -> bool:
     return abs(got - want) <= by * want
 
@@ -109,7 +112,7 @@ def test_what_is_kept_is_saved() -> None:
 
 def test_a_layer_that_is_gathered_early_is_held() -> None:
     layer = 2 * (LAYER["cut"] + LAYER["whole"])
-    plain, early = job(data=4, fsdp=True), job(data=4, fsdp=True, prefetch=True)
+    plain, early = (job(data=4, fsdp=True, prefetch=on) for on in (False, None))
     for kind in ("F", "B"):
         (op,) = (op for step in early.programs[0, kind].steps if (op := nested(step.op)))
         assert held_inside(op.body, op.kept, op.ahead) - held_inside(op.body, op.kept) == layer
@@ -142,10 +145,10 @@ TENSOR, SEQUENCE, CONTEXT = {"tensor": 4}, {"tensor": 4, "sequence": True}, {"co
         ({"context": 4}, 12, CONTEXT),
         ({"context": 4, "context_kind": "gather"}, 12, CONTEXT),
         ({"data": 4, "zero": 1, "global_batch": 8}, 2 + 2 + 8 / 4, {}),
-        ({"data": 4, "zero": 2, "global_batch": 8}, 2 + 2 / 4 + 8 / 4, {}),
-        ({"data": 4, "zero": 3, "global_batch": 8}, 12 / 4, {}),
-        ({"data": 2, "context": 2, "fsdp": True}, 12 / 4, {"context": 2}),
-        ({"data": 4, "shard": 2, "fsdp": True}, 12 / 2, {}),
+        ({"data": 4, "zero": 2, "global_batch": 8, "bucket": 1}, 2 + 2 / 4 + 8 / 4, {}),
+        ({"data": 4, "zero": 3, "global_batch": 8, **APART}, 12 / 4, {}),
+        ({"data": 2, "context": 2, "fsdp": True, **APART}, 12 / 4, {"context": 2}),
+        ({"data": 4, "shard": 2, "fsdp": True, **APART}, 12 / 2, {}),
         ({"tensor": 2, "sequence_parallel": True, "data": 2, "zero": 1}, 8, {"tensor": 2, "sequence": True}),
         ({"data": 2, "tensor": 2, "precision": "bf16"}, 2 + 4 + 12, {"tensor": 2}),
     ],

@@ -22,7 +22,18 @@ from strategy.jobs import arrays, by_name, model, stepped
 
 JOBS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"pipeline": 2, "global_batch": 3}),
-    ("llama", {"pipeline": 2, "tensor": 2, "data": 2, "sequence_parallel": True, "zero": 3, "global_batch": 4}),
+    (
+        "llama",
+        {
+            "pipeline": 2,
+            "tensor": 2,
+            "data": 2,
+            "sequence_parallel": True,
+            "zero": 3,
+            "global_batch": 4,
+            "prefetch": False,
+        },
+    ),
     ("gpt", {"pipeline": 2, "recompute": "full", "global_batch": 2}),
     ("moe", {"pipeline": 2, "data": 2, "expert": 2, "zero": 2, "global_batch": 4}),
     ("mlp", {"global_batch": 2}),

@@ -104,7 +104,10 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
         yield IdleOption("attention", "no attention", "None", None)
     if s.recompute in ("selective", "selective_op") and not limits.scores:
         yield IdleOption("recompute", "no attention in a layer", "'none', 'full' or names of ops", "none")
-    for name, plain in (("recompute", "none"), ("gradient_dtype", None), ("offload", False), ("offload_layers", 0)):
+    if s.reduce_dtype is not None and limits.training and s.data * s.context == 1:
+        yield IdleOption("reduce_dtype", "one replica has all gradients", "data or context of 2 and more", None)
+    for name, plain in (("recompute", "none"), ("gradient_dtype", None), ("reduce_dtype", None), ("offload", False),
+                        ("offload_layers", 0)):  # fmt: skip
         if getattr(s, name) != plain and not limits.training:
             yield IdleOption(name, TRAINED[0], f"{plain!r}, or {TRAINED[1]}", plain)
     if s.offload_layers > limits.layers:

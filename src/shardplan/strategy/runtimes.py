@@ -42,18 +42,18 @@ class Runtime:
     mask: float = 0.0
     apart: bool = False
 
-    def work_bytes(self, *, layer: Any, unit: Any, weight: Any, gradient: Any, logits: Any, embedding: Any) -> Any:
+    def work_bytes(self, *, layer: Any, unit: Any, weight: Any, summed: Any, logits: Any, embedding: Any) -> Any:
         """Return what is at work during an action, in bytes; numbers, or arrays of one shape.
 
         Args:
             layer: Bytes that a layer's program holds beside what it reads and leaves.
             unit: Parameters of a layer that are dealt out and gathered, in elements; 0 where none are.
             weight: Bytes of a parameter.
-            gradient: Bytes of one in the sum of gradients.
+            summed: Bytes of a gradient as it is summed over devices.
             logits: Elements of the logits at the loss; 0 on stages that have none.
             embedding: Parameters whose gradient is made whole before it is added up, in elements; 0 where none are.
         """
-        gathered = unit * (self.layers * weight + gradient)
+        gathered = unit * (self.layers * weight + summed)
         return np.maximum(np.maximum(layer, gathered), np.maximum(logits * self.logit, embedding * weight))
 
 

@@ -69,11 +69,12 @@ class Strategy:
             not partitioned.
         gradient_dtype: Of accumulated gradients; by default f32 under `fp32` and `bf16`, f16 under `fp16`, and without
             a precision that of the parameter.
+        reduce_dtype: In which gradients are summed over devices; by default that in which they are accumulated.
         bucket: Bytes up to which gradients are reduced together: before the update, or where they are dealt out in
             every layer, as parameters that are dealt out are gathered there; where that takes less time. By default
-            each is alone.
+            those of a layer go together (as FSDP2 and Megatron send them), and before the update each alone.
         prefetch: Whether a layer's parameters that are dealt out are gathered while the layer before it runs; two
-            layers of them are there at once.
+            layers of them are there at once. By default as frameworks do: under `fsdp` and `zero` 3.
         offload: Whether what a microbatch saves goes to the host until shortly before its backward pass: in the
             schedule and the account of memory; `run` leaves it where it is.
         cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
@@ -107,11 +108,12 @@ class Strategy:
     context_kind: ContextKind = "ulysses"
     precision: str | None = None
     gradient_dtype: str | None = None
+    reduce_dtype: str | None = None
     shard: int | None = None
     bucket: float | str | None = None
     offload: bool = False
     keep: str | tuple[str, ...] = ()
-    prefetch: bool = False
+    prefetch: bool | None = None
     cuts: tuple[int, ...] | None = None
     attention: str | None = None
     tensor_overlap: bool = False
@@ -155,8 +157,10 @@ class Strategy:
         border.whole("strategy: offload_layers", self.offload_layers, 0)
         if self.attention is not None:
             border.choice("strategy: attention", self.attention, ATTENTION)
-        for name in ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap"):
+        for name in ("sequence_parallel", "fsdp", "offload", "tensor_overlap"):
             border.flag(f"strategy: {name}", getattr(self, name))
+        if self.prefetch is not None:
+            border.flag("strategy: prefetch", self.prefetch)
         if self.shard is not None and not (self.zero or self.fsdp):
             raise LayoutError(f"strategy: shard={group} without zero or fsdp; legal is one of them, or no shard")
         if self.bucket is not None:
@@ -168,9 +172,10 @@ class Strategy:
         object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
         if self.precision is not None:
             border.choice("strategy: precision", self.precision, (*PRECISIONS, *NARROW))
-        if self.gradient_dtype is not None:
-            found = border.choice("strategy: gradient_dtype", short_name(self.gradient_dtype), GRADIENT_DTYPES)
-            object.__setattr__(self, "gradient_dtype", found)
+        for name in ("gradient_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                found = border.choice(f"strategy: {name}", short_name(getattr(self, name)), GRADIENT_DTYPES)
+                object.__setattr__(self, name, found)
         if self.fsdp and self.zero == 1:
             raise LayoutError("strategy: fsdp with zero=1; legal are 2, and 3, as by default")
 
@@ -217,6 +222,11 @@ class Strategy:
         return -(-self.sequences // (self.data * self.microbatch))
 
     @property
+    def gathers_ahead(self) -> bool:
+        """Whether layers gather their parameters a layer early."""
+        return (self.fsdp or self.zero == 3) if self.prefetch is None else self.prefetch
+
+    @property
     def kept(self) -> tuple[str, ...]:
         """What is kept as it was moved; all parameters under `fsdp` with `zero` 2."""
         named = border.names("strategy: keep", self.keep)
@@ -233,6 +243,11 @@ class Strategy:
         """In what gradients are added up, None for the dtype of the parameter."""
         recipe = PRECISIONS.get(self.precision or "")
         return self.gradient_dtype or (recipe and recipe.gradient)
+
+    @property
+    def sum_dtype(self) -> str | None:
+        """In what gradients are summed over devices, None for the dtype of the parameter."""
+        return self.reduce_dtype or self.total_dtype
 
     @property
     def devices(self) -> int:

@@ -11,7 +11,7 @@ from shardplan.strategy.strategy import Strategy
 # Fields that a line can say; the others hold what has a file or a table of its own.
 WHOLE = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero", "shard",
          "offload_layers")  # fmt: skip
-WORDS = ("schedule", "recompute", "context_kind", "precision", "gradient_dtype", "attention", "bucket")
+WORDS = ("schedule", "recompute", "context_kind", "precision", "gradient_dtype", "reduce_dtype", "attention", "bucket")
 FLAGS = ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap")
 SAID = {"true": True, "false": False}
 SHORT = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "sp": "sequence_parallel",

@@ -66,6 +66,13 @@ def work(held: Mapping[str, torch.Tensor], kernel: RankKernel, device: torch.dev
         x.copy_(y)
 
 
+def _einsum_on_accelerator(spec: str, *arrays: torch.Tensor) -> torch.Tensor:
+    """Return `torch.einsum`, on the host for integers: no library of an accelerator multiplies matrices of them."""
+    if arrays[0].is_floating_point() or arrays[0].is_complex():
+        return torch.einsum(spec, *arrays)
+    return torch.einsum(spec, *(x.cpu() for x in arrays)).to(arrays[0].device)
+
+
 @lru_cache(maxsize=64)
 def torch_namespace(device: torch.device) -> Namespace:
     """Return torch's functions, which make new tensors on `device`."""
@@ -85,7 +92,7 @@ def torch_namespace(device: torch.device) -> Namespace:
         where=torch.where,
         take=lambda x, index: x[index],
         scatter_add=scatter_add,
-        einsum=torch.einsum,
+        einsum=torch.einsum if device.type == "cpu" else _einsum_on_accelerator,
         reduce=_reduce,
         maximum=torch.maximum,
         minimum=torch.minimum,

@@ -27,6 +27,7 @@ CODES: Mapping[str, tuple[Any, ...]] = {
     "context_kind": ("ulysses", "gather", "ring", "zigzag"),
     "precision": (None, "fp32", "bf16", "fp16", "fp8", "nvfp4"),
     "gradient_dtype": (None, "f16", "bf16", "f32", "f64"),
+    "reduce_dtype": (None, "f16", "bf16", "f32", "f64"),
     "attention": (None, "unfused", "flash1", "flash2", "cudnn"),
     "order": (*ORDERS, TOGETHER),
 }
@@ -61,7 +62,7 @@ class Configurations:
         """Return strategies as columns; raises `LayoutError` for one that says what no column has."""
         rows = list(strategies)
         for s in rows:
-            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", False),
+            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", None),
                                 ("offload", False)):  # fmt: skip
                 if getattr(s, name) != plain:
                     raise LayoutError(f"many strategies at once: {name}={getattr(s, name)!r}; legal is {plain!r}")

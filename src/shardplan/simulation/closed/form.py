@@ -30,7 +30,8 @@ from shardplan.strategy.strategy import NARROW, SHARING, Strategy
 
 Floats = np.ndarray
 Ints = np.ndarray
-# Schedules whose step is that of its busiest rank, and of what the others do before and behind it; others are asked.
+# Schedules whose step is that of its busiest rank, and of what the others do before and behind it, where there are
+# microbatches for all; others are asked.
 FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
 # Axes of each block, innermost first; experts have the inner part of each.
 INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
@@ -201,13 +202,16 @@ class ClosedForm:
         """What chunks take."""
         p, interleaved = self.parameters, c.columns["interleave"] > 1
         dealt = Dealt.of(c, cost, self.collectives(), p)
-        nothing: Floats = np.zeros((1, len(c)))
         made: list[Floats] = []
         for phase in (FORWARD, BACKWARD):
-            rows = layer_rows(c, cost, p, phase, nothing if bare else dealt.gathered(phase), self.topology.device)
-            made.append(kinds.sums(rows))
+            rows = layer_rows(c, cost, p, phase, self.topology.device)
+            busy = kinds.sums(rows)
+            # A chunk's parameters are gathered, and its gradients reduced, beside its layers, one after another.
+            taken = busy if bare else np.maximum(busy, kinds.sums(dealt.gathered(phase, self.topology.device)))
+            made.append(taken)
             if phase == BACKWARD:
-                made.append(kinds.sums(rows * weight_parts(c, cost)))
+                part = np.divide(kinds.sums(rows * weight_parts(c, cost)), busy, out=0 * busy, where=busy > 0)
+                made.append(taken * part)
         send = sent(c, cost, self.collectives())
         if waiting and send.any():
             # Interleaved ones have other chunks meanwhile, and take no less than a message does.
@@ -337,7 +341,8 @@ def _formula(c: Configurations, kinds: ChunkKinds, stages: StageTimes) -> tuple[
     busiest = np.einsum("pkn,kn->pn", kinds.ranks, both).max(axis=0)
     whole = (kinds.chunks * both).sum(axis=0)
     step = c.microbatches * busiest + (whole - busiest) / c.columns["interleave"]
-    other = ~np.isin(c.columns["schedule"], FORMULA)
+    few = (c.columns["interleave"] > 1) & (c.microbatches < c.columns["pipeline"])  # a rank waits for its own chunks
+    other = few | ~np.isin(c.columns["schedule"], FORMULA)
     if other.any():
         step[other] = _scheduled(c, kinds, stages, np.flatnonzero(other))
     return step, busiest, whole

@@ -16,7 +16,7 @@ from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import LayerCost
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import widths
+from shardplan.simulation.closed.stages import element_bytes
 from shardplan.strategy.runtimes import MEGATRON, MEGATRON_2021, TORCHTITAN
 from shardplan.strategy.strategy import NARROW
 
@@ -60,7 +60,7 @@ def holdings(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Parameter
 def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkBytes:
     """Return what chunks have of a microbatch, of all of them, and at work."""
     col, rows, counts = c.columns, cost.rows, kinds.counts
-    weights, gradients, _ = widths(c)
+    size = element_bytes(c)
     zero: Floats = np.zeros((len(counts), len(c)))
     layers, work = saved(c, cost)
     outside = rows.get("saved", zero)[-2:]
@@ -69,13 +69,13 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     kept = np.einsum("rkn,rn->kn", counts[:-2], layers * staying) + ends
     late = kinds.sums(rows["late"]) + ends if "late" in rows else ends
     elements = rows.get("parameters", zero) + rows.get("experts", zero)
-    gathered = kinds.sums(elements) * weights
+    gathered = kinds.sums(elements) * size.parameter
     there = counts[:-2] > 0
     said = {
         "layer": np.max(work[:, None] * there, axis=0),
         "unit": np.max(elements[:-2, None] * there, axis=0) * (col["fsdp"] | (col["zero"] == 3)),
-        "weight": weights,
-        "gradient": gradients,
+        "weight": size.parameter,
+        "summed": size.summed,
         "logits": counts[-1] * rows["logits"][-1],
         "embedding": counts[-2] * rows.get("tables", zero)[-2],
     }
@@ -94,11 +94,11 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     """Return bytes, [n], that none is below, however it recomputes and deals out state."""
     col, rows, counts = c.columns, cost.rows, kinds.counts
     zero: Floats = np.zeros((len(counts), len(c)))
-    weights, gradients, state = widths(c)
+    size = element_bytes(c)
     replicas = (col["data"] * col["context"]).astype(float)
     few = replicas / cost.degrees.get("expert", 1.0) / cost.degrees.get("expert_context", 1.0)
     shared = [rows[kind] / shares for kind, shares in (("parameters", replicas), ("experts", few)) if kind in rows]
-    fixed = kinds.on_ranks(kinds.sums(sum(shared, zero) * (weights + gradients + state)))
+    fixed = kinds.on_ranks(kinds.sums(sum(shared, zero) * (size.parameter + size.gradient + size.state)))
     inputs = np.minimum(rows.get("saved", zero)[:-2], cost.carried)
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     kept = np.einsum("rkn,rn->kn", counts[:-2], inputs * staying)
@@ -107,8 +107,8 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     busy = MEGATRON.work_bytes(
         layer=np.max(work[:, None] * (counts[:-2] > 0), axis=0),
         unit=0.0,
-        weight=weights,
-        gradient=gradients,
+        weight=size.parameter,
+        summed=size.summed,
         logits=counts[-1] * rows["logits"][-1],
         embedding=counts[-2] * rows.get("tables", zero)[-2],
     )
@@ -158,7 +158,7 @@ def static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> Floats:
 def _static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[tuple[str, str], Floats]:
     """They by what they are and of what: bytes of a chunk, [kinds, n]."""
     col = c.columns
-    weights, gradients, state = widths(c)
+    weights, gradients, _, state = element_bytes(c)
     replicas = (col["data"] * col["context"]).astype(float)
     few = replicas / cost.degrees.get("expert", 1.0) / cost.degrees.get("expert_context", 1.0)
     zero = np.where(col["fsdp"], 3, col["zero"])

@@ -14,10 +14,12 @@ from shardplan.hardware.prices.kernels import kernel_seconds
 from shardplan.simulation.closed.collectives import AffineCosts, CollectivePrices
 from shardplan.simulation.closed.lifetimes import life_bytes
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.work import FORWARD, Extent, LocalKernel, LocalValue, Reading
+from shardplan.simulation.closed.work import FORWARD, Extent, LocalKernel, LocalMove, LocalValue, Reading
+from shardplan.strategy.strategy import HEADS, RATIO
 
 Floats = np.ndarray
 PHASES = ("forward", "backward")
+TENSOR_AXES = HEADS + RATIO
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
 SCORE_BYTES = (9.0, 13.0)  # in the forward pass, and back
@@ -184,6 +186,42 @@ class LayerCost:
         )
 
 
+@dataclass(slots=True, eq=False)
+class MovePrices:
+    """Prices movements of layers at many sizes; lines of costs are found once for all movements over the same axes."""
+
+    collectives: CollectivePrices
+    sizes: LocalSizes
+    strides: Mapping[str, Floats]
+    known: dict[tuple[bool, bool, tuple[str, ...]], AffineCosts] = field(
+        default_factory=dict[tuple[bool, bool, tuple[str, ...]], AffineCosts]
+    )
+
+    def seconds(self, move: LocalMove) -> Floats:
+        """Return the seconds of a movement, [n].
+
+        An exchange of what tensor axes do not cut is of a part for each of them, which they gather after it, where that
+        takes less time: all of them have the same.
+        """
+        nbytes = self.sizes.bytes(move.value)
+        found = self._lines(move.summed, move.whole, move.axes).seconds(nbytes)
+        used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
+        alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
+        if move.summed or move.whole or not alike:
+            return found
+        parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
+        apart = self._lines(False, False, move.axes).seconds(nbytes / parts)
+        return np.minimum(found, apart + self._lines(False, True, alike).seconds(nbytes / group))
+
+    def _lines(self, summed: bool, whole: bool, axes: tuple[str, ...]) -> AffineCosts:
+        key = summed, whole, axes
+        if key not in self.known:
+            self.known[key] = self.collectives.lines(
+                summed, whole, [(self.sizes.degrees[a], self.strides[a]) for a in axes]
+            )
+        return self.known[key]
+
+
 def layer_costs(
     reading: Reading,
     asked: KernelsAsked,
@@ -215,13 +253,9 @@ def layer_costs(
         if k.phase == FORWARD and not k.joined:
             add("again needed" if k.needed else "again rest", k.run, seconds)
             add("again launches", k.run, launches_of(k, sizes, asked))
-    known: dict[tuple[bool, bool, tuple[str, ...]], AffineCosts] = {}
+    moved = MovePrices(collectives, sizes, strides)
     for m in reading.moves:
-        key = m.summed, m.whole, m.axes
-        if key not in known:
-            known[key] = collectives.lines(m.summed, m.whole, [(sizes.degrees[a], strides[a]) for a in m.axes])
-        seconds = known[key].seconds(sizes.bytes(m.value))
-        phase = PHASES[m.phase]
+        seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:

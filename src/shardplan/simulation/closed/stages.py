@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ _RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
     "fp8": (2.0, 4.0, 12.0, "f8"),
     "nvfp4": (2.0, 4.0, 12.0, "f4"),
 }
-_GRADIENTS: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}
+_SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}  # None: not said
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
 _PASSES = 2.0
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
@@ -39,11 +40,24 @@ def recipe(name: str | None) -> tuple[float, float, float, str]:
     return _RECIPES[name]
 
 
-def widths(c: Configurations) -> tuple[Floats, Floats, Floats]:
-    """Return bytes of a parameter, of its gradient and of its state, [n] each."""
+class ElementBytes(NamedTuple):
+    """Bytes of a parameter, of its gradient as it is accumulated and as it is summed over devices, and of its state."""
+
+    parameter: Floats
+    gradient: Floats
+    summed: Floats
+    state: Floats
+
+
+def element_bytes(c: Configurations) -> ElementBytes:
+    """Return the bytes of an element, [n] each."""
     table = np.array([_RECIPES[name][:3] for name in CODES["precision"]])[c.columns["precision"]]
-    said = np.array([_GRADIENTS[name] for name in CODES["gradient_dtype"]])[c.columns["gradient_dtype"]]
-    return table[:, 0], np.where(said > 0, said, table[:, 1]), table[:, 2]
+    gradient, summed = (
+        np.array([_SIZES[name] for name in CODES[field]])[c.columns[field]]
+        for field in ("gradient_dtype", "reduce_dtype")
+    )
+    gradient = np.where(gradient > 0, gradient, table[:, 1])
+    return ElementBytes(table[:, 0], gradient, np.where(summed > 0, summed, gradient), table[:, 2])
 
 
 def overlapped(c: Configurations) -> Floats:
@@ -63,10 +77,8 @@ def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
     return np.divide(made, busy, out=np.zeros_like(made), where=busy > 0)
 
 
-def layer_rows(
-    c: Configurations, cost: LayerCost, p: Parameters, phase: int, gathered: Floats, device: DeviceSpec
-) -> Floats:
-    """Return the seconds of a microbatch in each part, [runs + 2, n]: of `device`, the host, or gathering."""
+def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, device: DeviceSpec) -> Floats:
+    """Return the seconds of a microbatch in each part, [runs + 2, n]: of `device`, or of its host."""
     col, rows, name = c.columns, cost.rows, PHASES[phase]
     zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
     moves = 1 - (1 - EXPOSED) * overlapped(c)
@@ -84,13 +96,14 @@ def layer_rows(
         whole = needed + rest * ~col["fsdp"]
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
-        # What a microbatch finds is read, and what is accumulated is read and written.
-        weights, gradients, _ = widths(c)
+        # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
+        size, several = element_bytes(c), c.microbatches > 1
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
-        alone = ~(col["fsdp"] | (col["zero"] >= 2))
-        accumulated = stream_seconds(elements * (weights + 2 * gradients) * alone, with_kernels(device, p))
-        busy = busy + accumulated
-    return np.maximum((busy**p.order + (launches * p.launch) ** p.order) ** (1 / p.order), gathered)
+        own = size.parameter + size.gradient * (1 + several)
+        cast = (size.parameter + size.summed) * (size.parameter != size.summed)
+        nbytes = np.where(col["fsdp"] | (col["zero"] >= 2), cast, own)
+        busy = busy + stream_seconds(elements * nbytes, with_kernels(device, p))
+    return (busy**p.order + (launches * p.launch) ** p.order) ** (1 / p.order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,35 +142,40 @@ class Dealt:
             return found
         return found + self.collectives.lines(summed, whole, self.apart).seconds(experts * width)
 
-    def gathered(self, phase: int) -> Floats:
-        """Return the seconds in which a microbatch gathers parameters, and reduces gradients, of each part."""
-        col = self.c.columns
-        weights, gradients, _ = widths(self.c)
+    def gathered(self, phase: int, device: DeviceSpec) -> Floats:
+        """Return the seconds in which a microbatch gathers parameters, and reduces gradients, of each part.
+
+        What is reduced is added, beside computation, to what there is.
+        """
+        col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
         dealt = col["fsdp"] | (col["zero"] == 3)
-        gather = self._collective(False, True, self.cost.rows, weights) * dealt
+        gather = self._collective(False, True, rows, size.parameter) * dealt
         if phase != BACKWARD:
             return gather
         kept = col["fsdp"] & (col["zero"] == 2)  # parameters stay gathered from the forward pass
-        return gather * ~kept + self._collective(True, False, self.cost.rows, gradients) * (dealt | (col["zero"] == 2))
+        zero: Floats = np.zeros((1, len(self.c)))
+        own = rows.get("parameters", zero) / self.replicas + rows.get("experts", zero) / self.few
+        added = own * (size.summed + 2 * size.gradient) * (self.c.microbatches > 1)
+        reduced = self._collective(True, False, rows, size.summed) + stream_seconds(added, with_kernels(device, self.p))
+        return gather * ~kept + reduced * (dealt | (col["zero"] == 2))
 
     def once(self, kinds: ChunkKinds, device: DeviceSpec, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients that are reduced and not hidden, and the update."""
-        col, rows = self.c.columns, self.cost.rows
-        weights, gradients, state = widths(self.c)
+        col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
         owned = {
             k: np.einsum("pkn,kn->pn", kinds.ranks, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows
         }
         alone = ~(col["fsdp"] | (col["zero"] >= 2))
-        whole = self._collective(True, True, owned, gradients)
+        whole = self._collective(True, True, owned, size.summed)
         # Software that has fused attention also deals out gradients as it sums them, and does so while the last
         # backward pass goes on; before, with state alone dealt out, they were summed whole.
         early = col["attention"] != CODES["attention"].index("unfused")
-        summed = np.where(early, self._collective(True, False, owned, gradients), whole)
-        dealt = summed + self._collective(False, True, owned, weights)
+        summed = np.where(early, self._collective(True, False, owned, size.summed), whole)
+        dealt = summed + self._collective(False, True, owned, size.parameter)
         reduced = np.where(col["zero"] == 0, whole, dealt).max(axis=0) * alone
         reduced = np.maximum(0.0, reduced - early * backward)
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
         elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few
-        update = elements.max(axis=0) * (_PASSES * state + gradients + weights)
+        update = elements.max(axis=0) * (_PASSES * size.state + size.gradient + size.parameter)
         return reduced + stream_seconds(update, with_kernels(device, self.p))

@@ -41,7 +41,7 @@ def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
     stages, behind = np.zeros((n, pipeline)), np.zeros(n)
     for reading, where, cost in form.classes(c):
         one = c[where]
-        rows = layer_rows(one, cost, p, FORWARD, np.zeros((1, len(one))), form.topology.device)
+        rows = layer_rows(one, cost, p, FORWARD, form.topology.device)
         counts = layers_of(reading.layers, pipeline).copy()
         counts[-1] = 0
         made = np.einsum("rc,rn->nc", counts, rows)

@@ -4,6 +4,7 @@ Reading order:
 
 - `settings`    `Fold` and `JobSettings`: what is folded, and what is assumed of hosts and streams
 - `timing`      `TimedOp` and `TimedLoop`: the ops of a program with their seconds and streams; where an op is priced
+- `framework_ops`  what frameworks run beside, or as one kernel, where a program has one op after another
 - `streams`     a run of them on streams, in numbers or in rows of (max,+)
 - `maps`        `ActionMap`: a program as a matrix of (max,+), from when streams are free to when they are free again
 - `laid`        `LaidJob`: a job on a fabric: which stages are alike, and the maps of their actions

@@ -351,7 +351,9 @@ def simulate_job(
             that takes grows with their number. Without, groups of one collective share them, and nothing else does;
             `shared` says which levels that leaves out.
         rendezvous: Whether a message between stages goes once its receiver waits for it, as gloo and NCCL send; every
-            device and op is followed then. Else it goes as soon as it is made, into a buffer of the receiver.
+            device and op is followed then, in the order of the programs, as our executors run them. Else it goes as
+            soon as it is made, into a buffer of the receiver, and ops go as training frameworks run them (see
+            `framework_ops`).
         algorithm: `auto` for the library's cheapest row of every collective, or an algorithm of the library.
 
     Raises:
@@ -374,6 +376,7 @@ def simulate_job(
         algorithm=algorithm,
         contention=border.flag("simulate: contention", contention),
         rendezvous=border.flag("simulate: rendezvous", rendezvous),
+        frameworks=not rendezvous,
     )
     return _simulated(job, found, settings, fold)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardplan.core.program import Program
 from shardplan.hardware.prices.fabric import Fabric, Ints
+from shardplan.simulation.jobs.framework_ops import as_frameworks
 from shardplan.simulation.jobs.maps import ActionMap, copied, mapped
 from shardplan.simulation.jobs.messages import StageMessage, message
 from shardplan.simulation.jobs.settings import Fold, JobSettings
@@ -20,7 +21,7 @@ from shardplan.simulation.jobs.timing import COMPUTE, COPY, Node, OpCost, Pricin
 from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import OFFLOADS, rank_actions
-from shardplan.strategy.partition.programs import SAVED, TOTAL
+from shardplan.strategy.partition.programs import NEXT, SAVED, TOTAL
 
 Key = tuple[int, str]
 
@@ -104,8 +105,7 @@ class _Laying:
         for (stage, kind), number in job.programs.which.items():
             key = number, self.places[stage]
             if key not in nodes:
-                nodes[key] = self._pricing(stage).nodes(job.programs.shared[number])
-                del kind
+                nodes[key] = self._nodes(stage, kind, job.programs.shared[number])
         streams: dict[str, None] = {HOST: None, COMPUTE: None}
         streams |= streams_of([n for found in nodes.values() for n in found])
         rows = rank_actions(job)
@@ -126,6 +126,16 @@ class _Laying:
             maps[stage, kind] = copied(copy, names, self.settings.overlap)
         messages = tuple(self._messages())
         return LaidJob(job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, rows)
+
+    def _nodes(self, stage: int, kind: str, program: Program) -> tuple[Node, ...]:
+        """The ops of a program of a stage; an optimizer's are one after another in all frameworks."""
+        pricing = self._pricing(stage)
+        nodes = pricing.nodes(program)
+        if kind == "OPT" or not self.settings.frameworks:
+            return nodes
+        parameters = {n for n, _ in program.inputs if self.job.key(stage, n) in self.job.state} - {*self.job.batch}
+        totals = {o for o in program.outputs if o.startswith(NEXT + TOTAL)}
+        return as_frameworks(nodes, program, pricing, parameters, totals)
 
     def _names(
         self, stage: int, kind: str, program: Program

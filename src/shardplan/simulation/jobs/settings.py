@@ -46,6 +46,7 @@ class JobSettings:
         rendezvous: Whether a message between stages goes once its receiver has come to it, and waits for it; else it
             goes as soon as it is made.
         algorithm: As `hardware.prices.cost.price` takes it.
+        frameworks: Whether ops go as training frameworks run them (see `framework_ops`), or one by one, as ours do.
 
     Raises `ShardplanError` for what is none.
     """
@@ -57,6 +58,7 @@ class JobSettings:
     algorithm: str = "auto"
     contention: bool = False
     rendezvous: bool = False
+    frameworks: bool = True
 
     def __post_init__(self) -> None:
         border.flag("simulate: overlap", self.overlap)

@@ -86,7 +86,8 @@ class StreamRun:
                     self.makers[name] = len(self.spans) - 1
             there = end
         elif self.spans is not None:
-            source = max((self.makers[name] for name in op.reads if name in self.makers), default=None)
+            spans, made = self.spans, [self.makers[name] for name in op.reads if name in self.makers]
+            source = max(made, key=lambda k: spans[k].end, default=None)
             for name in op.results:
                 self.makers.pop(name, None)
                 if source is not None:

@@ -7,7 +7,7 @@ are there. A `together` is one op; what computes beside its messages is on the s
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardplan.core.nested import nested
 from shardplan.core.op import Op
@@ -100,6 +100,12 @@ class Pricing:
         free = not names.isdisjoint(self.settings.free)
         seconds = 0.0 if free else cost.seconds
         return OpCost(seconds, stream, op.name, pattern, cost, received, _even(cost))
+
+    def kernel(self, work: Work, like: OpCost) -> OpCost:
+        """Return what a kernel takes that does the work of several, on the stream and called as one of them."""
+        cost = price(work, self.fabric, self.settings.algorithm)
+        seconds = 0.0 if {like.kind, like.stream}.intersection(self.settings.free) else cost.seconds
+        return replace(like, seconds=seconds, pattern=work, price=cost)
 
     def nodes(self, program: Program) -> tuple[Node, ...]:
         """Return the ops of a program in order, in bodies what is run early apart."""

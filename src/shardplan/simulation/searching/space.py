@@ -31,7 +31,14 @@ _INSIDE = np.array(INSIDE, dtype=np.int64)
 FRAME = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "schedule", "interleave", "sequence_parallel",
          "context_kind")  # fmt: skip
 INNER = ("recompute", "zero", "fsdp")  # what varies inside of a frame
-ALIKE = ("precision", "attention", "gradient_dtype", "tensor_overlap", "offload_layers")  # what all may have
+ALIKE = (
+    "precision",
+    "attention",
+    "gradient_dtype",
+    "reduce_dtype",
+    "tensor_overlap",
+    "offload_layers",
+)  # what all may have
 BLOCKS = ORDERS[0]
 
 

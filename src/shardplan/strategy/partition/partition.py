@@ -104,7 +104,6 @@ class _Partition:
             rounds=strategy.rotates,
         )
         self._check_layouts()
-        self.bucket = None if strategy.bucket is None else int(strategy.bucket)
         self.stages, self.boundaries = staged(self.micro, self.count)
         self.held = {name: self._held(name) for name in self.micro.dims if self._of(name) in self.model.parameters}
         self.state = self._state()
@@ -209,7 +208,11 @@ class _Partition:
         add = self.strategy.microbatches > 1
         loops = (line for stage in self.stages for line in stage.forward if isinstance(line, Loop))
         plan = RowPlans(self.where, frozenset(line.end - line.first for line in loops))
-        writers = Writers(self.model, settled, self.prices, plan, self.state, self.replaced, ends, add, self.bucket)
+        bucket = self.strategy.bucket
+        most = None if bucket is None else float(bucket)
+        writers = Writers(
+            self.model, settled, self.prices, plan, self.state, self.replaced, ends, add, most, self.strategy.sum_dtype
+        )
         written: dict[tuple[int, str], WrittenProgram] = {}
         known: dict[object, WrittenProgram] = {}
         halves: dict[int, Halves] = {}
@@ -233,7 +236,8 @@ class _Partition:
                     halves[key] = halves.get(key) or split(one.program, set(one.sent.values()))
                     written[stage.number, "I"] = WrittenProgram(halves[key].first, (), one.sent, {})
                     written[stage.number, "W"] = WrittenProgram(halves[key].rest, (), {}, {})
-        written = early(written, self.held) if self.strategy.prefetch else written
+        if self.strategy.gathers_ahead:
+            written = early(written, self.held, asked=self.strategy.prefetch is True)
         types = self._types(written)
         for stage in self.stages if self.training and self.model.fields["optimizer"] else ():
             mine = {name: self._copies(name) for name in types[stage.number] if name in self.model.gradients}

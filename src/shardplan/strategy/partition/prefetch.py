@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.core.nested import nested
+from shardplan.core.op import Op
 from shardplan.core.ops.collective import moving
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -23,15 +24,15 @@ def prefetched(program: Program, stacks: Collection[str]) -> Program:
 
 
 def early(
-    written: Mapping[tuple[int, str], WrittenProgram], stacks: Collection[str]
+    written: Mapping[tuple[int, str], WrittenProgram], stacks: Collection[str], *, asked: bool
 ) -> dict[tuple[int, str], WrittenProgram]:
     """Return programs of stages whose layers gather ahead; those that stages share they share.
 
-    Raises `LayoutError` where no layer does.
+    Raises `LayoutError` where no layer does, and it was `asked` for.
     """
     found = {id(one): one._replace(program=prefetched(one.program, stacks)) for one in written.values()}
     ops = (nested(step.op) for one in found.values() for step in one.program.steps)
-    if not any(op is not None and op.ahead for op in ops):
+    if asked and not any(op is not None and op.ahead for op in ops):
         raise LayoutError("prefetch: no layer gathers parameters; legal is it where they are dealt out, as by fsdp")
     return {key: found[id(one)] for key, one in written.items()}
 
@@ -45,9 +46,15 @@ def _prefetched(step: Step, stacks: Collection[str]) -> Step:
     there = {names[k] for k in rows if step.operands[k] in stacks}
     first: list[Step] = []
     for inner in op.body.steps:
-        if moving(inner.op) is not None and there >= {*inner.operands}:
+        if _moves(inner.op) and there >= {*inner.operands}:
             first.append(inner)
             there |= {*inner.results}
     rest = [inner for inner in op.body.steps if inner not in first]
     body = Program(op.body.inputs, [*first, *rest], op.body.outputs)
     return replace(step, op=replace(op, body=body, ahead=len(first)))
+
+
+def _moves(op: Op) -> bool:
+    """Say whether an op moves what it reads, one value or several at once."""
+    several = nested(op)
+    return moving(op) is not None or (several is not None and several.at_once)

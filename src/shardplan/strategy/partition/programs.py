@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,12 +26,16 @@ Types = Mapping[str, TensorType]
 
 
 class WrittenProgram(NamedTuple):
-    """A program, the movements in it, what goes to other stages, and what is saved, by its name in the model."""
+    """A program, the movements in it, what goes to other stages, and what is saved, by its name in the model.
+
+    `joins` says that layers have several movements that a bucket may join.
+    """
 
     program: Program
     movements: tuple[Movement, ...]
     sent: Mapping[str, str]
     saved: Mapping[str, Mapping[TensorType, str]]
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,13 @@ class Writers:
     replaced: Mapping[str, str]  # by output the input whose place it takes
     ends: Mapping[Key, tuple[str, TensorType]]
     add: bool  # whether gradients are added to totals
-    bucket: int | None = None  # bytes of gradients that are reduced together
+    bucket: float | None  # bytes up to which parameters are gathered, and gradients reduced, together
+    sum_dtype: str | None  # in which gradients are summed over devices; None for their own
 
     def _writer(self, stage: PipelineStage, kind: str, boundaries: Sequence[Boundary]) -> Writer:
         """A writer with the inputs that lines read; of stacks that are cut into rows those of their loop."""
-        writer = Writer(self.settled, self.prices, self.plan, [], self.bucket)
+        most = math.inf if self.bucket is None else self.bucket
+        writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype, most)
         self._receive(writer, stage, kind, boundaries)
         for line in stage.forward if kind == "F" else stage.backward:
             for k, name in enumerate(line.operands):
@@ -76,7 +83,7 @@ class Writers:
                 saved.setdefault(v, {})[writer.types[value]] = name
         sent = self._send(writer, stage, "F", boundaries, called)
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), sent, saved)
+        return WrittenProgram(program, tuple(writer.movements), sent, saved, writer.joins)
 
     def _saved(self, writer: Writer, name: str) -> Iterator[TensorType]:
         """The types in which a value is saved, which has as many rows as this stage has layers."""
@@ -112,7 +119,7 @@ class Writers:
         read = {o for step in writer.steps for o in step.operands} | {*called}
         writer.inputs = [(name, t) for name, t in writer.inputs if name in read or name not in forward.saved]
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), sent, {})
+        return WrittenProgram(program, tuple(writer.movements), sent, {}, writer.joins)
 
     def optimizer(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
         """Write OPT: updates of parameters where their state is stored; `parameters` has the copies of each.
@@ -122,14 +129,15 @@ class Writers:
         model = self.model
         rule = OPTIMIZERS[model.fields["optimizer"]]
         op = rule.op(**{k: model.fields.get(k, v) for k, v in rule.settings.items()})  # pyright: ignore
-        writer = Writer(self.settled, self.prices, self.plan, [], self.bucket)
+        writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         called: dict[str, str] = {}
         now: list[str] = []
         if rule.counts:
             writer.given("step", types["step"])
             now = [writer.op(Elementwise("a + 1"), ["step"])]
             called[now[0]] = f"{NEXT}step"
-        self._bucketed(writer, parameters, types, rule.state)
+        if self.bucket is not None:
+            self._bucketed(writer, parameters, types, rule.state, self.bucket)
         for name, copies in parameters.items():
             kept = _kept(name, rule.state, types)
             for n in (TOTAL + name, *kept):
@@ -141,8 +149,10 @@ class Writers:
                 writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
             layout = types[kept[-1]].layout
             by = f"the update of {name}"
-            given = [writer.want(n, types[n].with_layout(layout), by) for n in (kept[0], TOTAL + name, *kept[1:])]
-            writer.op(op, [*given, *now])
+            first = writer.want(kept[0], types[kept[0]].with_layout(layout), by)
+            total = writer.summed(TOTAL + name, types[TOTAL + name].with_layout(layout), by)
+            others = [writer.want(n, types[n].with_layout(layout), by) for n in kept[1:]]
+            writer.op(op, [first, total, *others, *now])
             made = dict(zip(kept, writer.steps[-1].results, strict=True))
             if name not in made:
                 made[name] = writer.op(Cast(types[name].dtype), [made[kept[0]]])
@@ -153,18 +163,18 @@ class Writers:
         return WrittenProgram(program, tuple(writer.movements), {}, {})
 
     def _bucketed(
-        self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str]
+        self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str], most: float
     ) -> None:
         """Reduce gradients together, in the order of the backward pass, in buckets; those with copies stay apart."""
         wishes: list[Wish] = []
-        for name in [n for n, copies in reversed([*parameters.items()]) if not copies] if self.bucket else ():
+        for name in [n for n, copies in reversed([*parameters.items()]) if not copies]:
             total = types[TOTAL + name]
             t = total.with_layout(types[_kept(name, state, types)[-1]].layout)
             if t != total:
                 writer.given(TOTAL + name, total)
                 wishes.append(Wish(TOTAL + name, total, t))
-        for bucket in buckets(wishes, self.bucket):
-            writer.want_together(bucket, "a bucket of gradients")
+        for bucket in buckets(wishes, most):
+            writer.sum_together(bucket)
 
     def _left(self, writer: Writer, name: str) -> TensorType:
         """The type in which a result leaves: what replaces an input lies as that, and nothing is partial."""

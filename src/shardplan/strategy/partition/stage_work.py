@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from shardplan.core.accounting import books_of, held_inside
+from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import Nested, nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
@@ -79,7 +80,7 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
                 layer=layer_work(job, program) + more,
                 unit=unit if strategy.fsdp or strategy.zero == 3 else 0,
                 weight=weight,
-                gradient=gradient,
+                summed=gradient if strategy.reduce_dtype is None else numpy_dtype(strategy.reduce_dtype).itemsize,
                 logits=0 if kind == "W" else logits,
                 embedding=0 if kind == "F" else embedding,
             )

@@ -41,8 +41,10 @@ def check_kept(
 
 
 def check_bucket(strategy: Strategy, written: Iterable[WrittenProgram]) -> None:
-    """Refuse a bucket in which nothing is moved together."""
-    if strategy.bucket is not None and not any(m.together for one in written for m in one.movements):
+    """Refuse a bucket in which nothing is moved together, and without which nothing would be."""
+    if strategy.bucket is None:
+        return
+    if not any(one.joins or any(m.together for m in one.movements) for one in written):
         raise LayoutError(
             f"strategy: bucket={strategy.bucket:g} joins nothing: no gradients that are reduced, or parameters "
             "that are gathered, go together within so many bytes in less time; legal is another, or None"

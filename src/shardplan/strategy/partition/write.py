@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -46,13 +47,13 @@ class Wish(NamedTuple):
     wanted: TensorType
 
 
-def buckets(wishes: Iterable[Wish], most: int | None) -> Iterator[list[Wish]]:
+def buckets(wishes: Iterable[Wish], most: float) -> Iterator[list[Wish]]:
     """Yield wishes that are moved together: in order, those whose larger sides have at most so many bytes."""
     bucket: list[Wish] = []
     size = 0
-    for wish in wishes if most is not None else ():
+    for wish in wishes:
         more = max(wish.there.local_bytes(), wish.wanted.local_bytes())
-        if bucket and size + more > (most or 0):
+        if bucket and size + more > most:
             yield bucket
             bucket, size = [], 0
         bucket.append(wish)
@@ -65,14 +66,16 @@ def buckets(wishes: Iterable[Wish], most: int | None) -> Iterator[list[Wish]]:
 class Writer:
     """A program, or a body, being written; `values` has by name of the model the types in which a value is there.
 
-    `bucket`: bytes up to which parameters of a body are gathered, and their gradients reduced, together.
+    `sum_dtype`: in which gradients are summed over devices, None for their own. `bucket`: bytes up to which parameters
+    of a body are gathered, and their gradients reduced, together; by default all.
     """
 
     settled: Settled
     prices: Prices
     plan: Planner
     movements: list[Movement]
-    bucket: int | None = None
+    sum_dtype: str | None = None
+    bucket: float = math.inf
     path: Path = ()
     times: int = 1
     steps: list[Step] = field(default_factory=list[Step])
@@ -81,7 +84,9 @@ class Writer:
     values: dict[str, dict[TensorType, str]] = field(default_factory=dict[str, dict[TensorType, str]])
     stems: dict[str, str] = field(default_factory=dict[str, str])  # what names were made of
     early: dict[str, list[Wish]] = field(default_factory=dict[str, list[Wish]])  # by parameter what is gathered with it
+    addends: dict[str, str] = field(default_factory=dict[str, str])  # by gradient its name in the dtype of sums
     late: dict[str, list[Wish]] = field(default_factory=dict[str, list[Wish]])  # by the last gradient of a bucket
+    joins: bool = False  # whether there are several in a body that a bucket may join
 
     def given(self, name: str, t: TensorType, called: str | None = None) -> str:
         """Declare an input: a value, or the value in one more type."""
@@ -152,8 +157,9 @@ class Writer:
             self.early |= {wish.value: bucket for wish in bucket}
         made = [r for line in block.lines for r in line.results if (block.path, r) in totals]
         types = [(r, self.settled.type_of((block.path, r)), totals[block.path, r][1]) for r in made]
-        sums = [Wish(r, t, t.with_layout(u.layout)) for r, t, u in types]
-        for bucket in buckets((wish for wish in sums if wish.there != wish.wanted), self.bucket):
+        sums = [wish for r, t, u in types if (wish := Wish(r, t, t.with_layout(u.layout))).there != wish.wanted]
+        self.joins = max(len(wishes), len(sums)) > 1
+        for bucket in buckets(sums, self.bucket):
             self.late[bucket[-1].value] = bucket
 
     def inline(self, program: Program, operands: Sequence[str]) -> list[str]:
@@ -178,13 +184,34 @@ class Writer:
         for name, t in zip(line.results, laid.results, strict=True):
             self.values[name] = {t: name}
             if name in self.late:
-                self.want_together(self.late[name], "a bucket of gradients")
+                self.sum_together(self.late[name])
+
+    def addend(self, gradient: str) -> str:
+        """Return a gradient in the dtype in which it is summed over devices, cast once."""
+        made = self.made(gradient)
+        if self.sum_dtype in (None, made.dtype):
+            return gradient
+        if gradient not in self.addends:
+            name = self.addends[gradient] = self.op(Cast(self.sum_dtype or made.dtype), [self.values[gradient][made]])
+            self.values[name] = {self.types[name]: name}
+        return self.addends[gradient]
+
+    def sum_together(self, wishes: Sequence[Wish]) -> None:
+        """Sum several gradients over devices at once, where that takes less time than one by one."""
+        names = [self.addend(wish.value) for wish in wishes]
+        there = [self.made(name) for name in names]
+        wanted = [t.with_layout(wish.wanted.layout) for t, wish in zip(there, wishes, strict=True)]
+        self.want_together([Wish(*one) for one in zip(names, there, wanted, strict=True)], "a bucket of gradients")
+
+    def summed(self, gradient: str, t: TensorType, by: str) -> str:
+        """Return a gradient in a type: summed over devices where that is asked for, then in the type's dtype."""
+        name = gradient if self.made(gradient).layout == t.layout else self.addend(gradient)
+        called = self.want(name, self.made(name).with_layout(t.layout), by)
+        return called if self.types[called].dtype == t.dtype else self.op(Cast(t.dtype), [called])
 
     def accumulated(self, gradient: str, t: TensorType, total: str | None, by: str) -> str:
-        """Return a gradient in a type and its dtype, added to the total where there is one."""
-        name = self.want(gradient, TensorType(self.made(gradient).dtype, t.shape, t.layout, t.mesh), by)
-        if self.types[name].dtype != t.dtype:
-            name = self.op(Cast(t.dtype), [name])
+        """Return a gradient in a type, added to the total where there is one."""
+        name = self.summed(gradient, t, by)
         return self.op(Elementwise("a + b"), [total, name]) if total else name
 
     def loop(self, loop: Loop, totals: Totals, add: bool) -> None:
@@ -196,7 +223,14 @@ class Writer:
         block, by = loop.block, f"step {loop.number} (repeat)"
         count = loop.end - loop.first
         inner = Writer(
-            self.settled, self.prices, self.plan, self.movements, self.bucket, block.path, self.times * count
+            self.settled,
+            self.prices,
+            self.plan,
+            self.movements,
+            self.sum_dtype,
+            self.bucket,
+            block.path,
+            self.times * count,
         )
         names = [name for name, _ in block.inputs]
         whole = len(names) - op.cut
@@ -216,6 +250,7 @@ class Writer:
             if k >= whole:
                 extra += [(outside, name, t) for t in kept if t not in inner.values[name]]
         inner.join(block, totals)
+        self.joins |= inner.joins
         inner.lines(block.lines, totals, add)
         leaving = [
             inner.want(o, self.settled.type_of((block.path, n)), by, self.settled.carries[block.path, k])

@@ -1,0 +1,151 @@
+"""A program's ops as training frameworks run them, where that is not one op after another.
+
+Gathers of parameters and reductions of gradients have a stream of their own, apart from movements of activations: FSDP2
+and Megatron's distributed optimizer post both beside whatever else goes on. What is cast and added behind a reduction
+follows it there (FSDP2's `foreach_reduce`, on the reduce-scatter stream), as one kernel that writes nothing between. A
+bias is added in the product that it follows. Our own executors do none of this, and are simulated without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from shardplan.core.nested import nested
+from shardplan.core.pattern import Work
+from shardplan.core.program import Program
+from shardplan.simulation.jobs.timing import COMPUTE, Node, Pricing, TimedLoop, TimedOp
+
+PARAMETERS = "parameters"
+
+
+def as_frameworks(
+    nodes: Sequence[Node], program: Program, pricing: Pricing, parameters: Collection[str], totals: Collection[str]
+) -> tuple[Node, ...]:
+    """Return the ops of a program as frameworks run them.
+
+    Args:
+        nodes: Its ops, as `pricing` gives them.
+        program: Whose they are.
+        pricing: Prices what becomes one kernel.
+        parameters: Inputs that are parameters.
+        totals: Results that are sums of gradients.
+    """
+    return _Block(program, pricing, {*parameters}, {*totals}).ops(nodes)
+
+
+@dataclass(slots=True)
+class _Block:
+    """A program, or a body: of its values those made of parameters alone, and results that are sums of gradients."""
+
+    program: Program
+    pricing: Pricing
+    parameters: set[str]
+    totals: set[str]
+    readers: Counter[str] = field(default_factory=Counter[str])
+    behind: dict[str, str] = field(default_factory=dict[str, str])  # by value the stream of the reduction before it
+
+    def ops(self, nodes: Sequence[Node], carried: Collection[str] = ()) -> tuple[Node, ...]:
+        """Return its ops; `carried` are results that go on to the next run."""
+        self.readers.update(name for node in nodes for name in _reads(node))
+        self.readers.update(self.program.outputs)
+        self._follow_parameters(nodes)
+        ending = self._ending(nodes, carried)
+        placed = [self._placed(node, id(node) in ending) for node in nodes]
+        return tuple(self._fused(placed))
+
+    def _follow_parameters(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if isinstance(node, TimedOp) and node.reads and self.parameters >= {*node.reads}:
+                self.parameters |= {*node.results}
+
+    def _ending(self, nodes: Sequence[Node], carried: Collection[str]) -> set[int]:
+        """The ids of ops whose results lead to sums of gradients alone, without another kernel than streams do."""
+        other = {name for name in self.program.outputs if name not in self.totals or name in carried}
+        found: set[int] = set()
+        for node in reversed(nodes):
+            if isinstance(node, TimedOp) and other.isdisjoint(node.results) and (_moves(node) or _streams(node)):
+                found.add(id(node))
+            else:
+                other |= {*_reads(node)}
+        return found
+
+    def _placed(self, node: Node, ends: bool) -> Node:
+        """An op on the stream that frameworks give it."""
+        if isinstance(node, TimedLoop):
+            return self._loop(node)
+        if _moves(node) and (ends or {*node.results} <= self.parameters):
+            axes, _, level = node.cost.stream.partition(", ")
+            node = replace(node, cost=replace(node.cost, stream=f"{axes}.{PARAMETERS}, {level}"))
+        stream = (
+            node.cost.stream if _moves(node) else next((self.behind[r] for r in node.reads if r in self.behind), "")
+        )
+        if ends and stream:
+            self.behind |= dict.fromkeys(node.results, stream)
+            if node.issued and not _moves(node):
+                node = replace(node, cost=replace(node.cost, stream=stream))
+        return node
+
+    def _loop(self, loop: TimedLoop) -> TimedLoop:
+        op = nested(self.program.steps[loop.number].op)
+        assert op is not None  # which it was made of
+        parameters = {inside for outside, inside in loop.enters if outside in self.parameters}
+        totals = {inside for outside, inside in loop.results if outside in self.totals}
+        inner = _Block(op.body, self.pricing, parameters, totals)
+        ops = inner.ops((*loop.early, *loop.late), {leaves for _, leaves in loop.carried})
+        count = len(loop.early)
+        return replace(loop, early=ops[:count], late=ops[count:])
+
+    def _fused(self, nodes: Sequence[Node]) -> list[Node]:
+        """Ops of which those that read one value of the one before them, alone, are one kernel with it."""
+        makers: dict[str, int] = {}
+        found = [*nodes]
+        for k, node in enumerate(nodes):
+            if not isinstance(node, TimedOp):
+                continue
+            for name in node.reads if node.issued and _streams(node) else ():
+                before = found[makers[name]] if name in makers and self.readers[name] == 1 else None
+                if not isinstance(before, TimedOp) or not before.issued:
+                    continue
+                if name in self.behind and _streams(before) and before.cost.stream != COMPUTE:
+                    found[k] = self._with(node, before, name)
+                    found[makers[name]] = replace(before, issued=False)
+                    break
+                if _is_product(before) and self._adds_parameter(node, name):
+                    found[k] = replace(node, issued=False)
+            makers |= dict.fromkeys(node.results, k)
+        return found
+
+    def _adds_parameter(self, op: TimedOp, name: str) -> bool:
+        """Say whether an op adds a parameter to a value, and does no more."""
+        work, others = op.cost.pattern, [r for r in op.reads if r != name]
+        elements = self.program.types[name].local_bytes() / self.program.types[name].itemsize
+        adds = isinstance(work, Work) and float(work.flops) <= elements
+        return adds and len(others) == 1 and others[0] in self.parameters
+
+    def _with(self, op: TimedOp, before: TimedOp, name: str) -> TimedOp:
+        """An op and the one before it as one kernel, which neither writes nor reads the value between."""
+        works = [one.cost.pattern for one in (before, op)]
+        first, second = works
+        assert isinstance(first, Work) and isinstance(second, Work)
+        nbytes = first.nbytes + second.nbytes - 2 * self.program.types[name].local_bytes()
+        cost = self.pricing.kernel(Work(first.flops + second.flops, second.dtype, nbytes), op.cost)
+        return replace(op, cost=cost, reads=(*before.reads, *(r for r in op.reads if r != name)))
+
+
+def _reads(node: Node) -> Sequence[str]:
+    return node.reads if isinstance(node, TimedOp) else [outside for outside, _ in node.enters]
+
+
+def _moves(op: TimedOp) -> bool:
+    return op.cost.stream != COMPUTE and not isinstance(op.cost.pattern, Work)
+
+
+def _streams(op: TimedOp) -> bool:
+    """Say whether an op does nothing, or is a kernel that reads and writes its operands once."""
+    return not op.issued or (isinstance(op.cost.pattern, Work) and op.cost.pattern.kind == "streamed")
+
+
+def _is_product(op: TimedOp) -> bool:
+    return isinstance(op.cost.pattern, Work) and op.cost.pattern.kind == "product"
