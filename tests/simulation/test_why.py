@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import shardplan as sp
 from shardplan.cli import app
+from shardplan.core.pattern import communicates
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.report.why import why_text
 from shardplan.simulation.interval import Interval
@@ -51,7 +52,7 @@ def test_all_that_is_moved_in_a_step_is_told_once(said: dict[str, Any]) -> None:
         rank = made.schedule.owners[stage]
         run = line.swept.ranks[rank]
         mine = [i for i, (s, k, _) in enumerate(run.actions) if (s, k) == (stage, kind)]
-        ops = [op for op in line.opened.ops(rank, mine[len(mine) // 2]) if op.op.cost.stream != COMPUTE]
+        ops = [op for op in line.opened.ops(rank, mine[len(mine) // 2]) if communicates(op.op.cost.pattern)]
         seconds += count * sum(op.end - op.start for op in ops)
         received += count * sum(op.op.cost.received_bytes for op in ops)
     here = [m for m in found.movements if m.made.mesh == m.wanted.mesh]

@@ -168,7 +168,8 @@ def _small_strategy(s: Strategy, degrees: Mapping[str, int], model: Model) -> tu
         **degrees, "schedule": order, "microbatch": microbatch, "shard": shard,
         "expert": math.gcd(s.expert, (shard or degrees["data"]) * degrees["context"] * degrees["tensor"]),
         "global_batch": degrees["data"] * microbatch * count - (1 if uneven and count > 1 else 0),
-        "precision": None, "gradient_dtype": None, "tensor_overlap": False, "offload_layers": 0, "cuts": None,
+        "precision": None, "gradient_dtype": None, "reduce_dtype": None, "tensor_overlap": False, "offload_layers": 0,
+        "cuts": None,
     }  # fmt: skip
     found = replace(s, attention=None, **changes)
     limits = ModelLimits.of(model)
