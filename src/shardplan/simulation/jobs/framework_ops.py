@@ -3,11 +3,13 @@
 Gathers of parameters and reductions of gradients have a stream of their own, apart from movements of activations: FSDP2
 and Megatron's distributed optimizer post both beside whatever else goes on. What is cast and added behind a reduction
 follows it there (FSDP2's `foreach_reduce`, on the reduce-scatter stream), as one kernel that writes nothing between. A
-bias is added in the product that it follows. Our own executors do none of this, and are simulated without it.
+bias is added in the product that it follows. A loss, whole or over classes that are dealt out, reads and writes its
+logits as often as that of a framework (`LOSS_BYTES`). Our own executors do none of this, and are simulated without it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,13 +17,19 @@ from dataclasses import dataclass, field, replace
 from shardplan.core.nested import nested
 from shardplan.core.pattern import Work
 from shardplan.core.program import Program
+from shardplan.simulation.closed.numbers import LOSS_BYTES
 from shardplan.simulation.jobs.timing import COMPUTE, Node, Pricing, TimedLoop, TimedOp
 
 PARAMETERS = "parameters"
 
 
 def as_frameworks(
-    nodes: Sequence[Node], program: Program, pricing: Pricing, parameters: Collection[str], totals: Collection[str]
+    nodes: Sequence[Node],
+    program: Program,
+    pricing: Pricing,
+    parameters: Collection[str],
+    totals: Collection[str],
+    logits: tuple[int, ...] = (),
 ) -> tuple[Node, ...]:
     """Return the ops of a program as frameworks run them.
 
@@ -31,8 +39,10 @@ def as_frameworks(
         pricing: Prices what becomes one kernel.
         parameters: Inputs that are parameters.
         totals: Results that are sums of gradients.
+        logits: The local shape of the logits, where the loss is of this program or of its forward pass.
     """
-    return _Block(program, pricing, {*parameters}, {*totals}).ops(nodes)
+    block = _Block(program, pricing, {*parameters}, {*totals})
+    return block.with_loss(block.ops(nodes), logits)
 
 
 @dataclass(slots=True)
@@ -116,6 +126,23 @@ class _Block:
                     found[k] = replace(node, issued=False)
             makers |= dict.fromkeys(node.results, k)
         return found
+
+    def with_loss(self, nodes: Sequence[Node], logits: tuple[int, ...]) -> tuple[Node, ...]:
+        """Return ops of which those on the logits, but for products, move as much as the loss of a framework does."""
+        at: dict[int, Work] = {}
+        for k, node in enumerate(nodes if logits else ()):
+            if isinstance(node, TimedOp) and node.issued and isinstance(work := node.cost.pattern, Work):
+                shapes = (self.program.types[name].local_shape(0) for name in (*node.reads, *node.results))
+                if work.kind != "product" and logits in shapes:
+                    at[k] = work
+        backward = "loss" not in self.program.outputs
+        scale = LOSS_BYTES[""][backward] * math.prod(logits) / max(1.0, sum(float(w.nbytes) for w in at.values()))
+        found = [*nodes]
+        for k, work in at.items():
+            node = found[k]
+            assert isinstance(node, TimedOp)  # as it was found
+            found[k] = replace(node, cost=self.pricing.kernel(replace(work, nbytes=work.nbytes * scale), node.cost))
+        return tuple(found)
 
     def _adds_parameter(self, op: TimedOp, name: str) -> bool:
         """Say whether an op adds a parameter to a value, and does no more."""

@@ -22,6 +22,7 @@ from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import OFFLOADS, rank_actions
 from shardplan.strategy.partition.programs import NEXT, SAVED, TOTAL
+from shardplan.strategy.partition.stage_work import loss_logits
 
 Key = tuple[int, str]
 
@@ -133,9 +134,11 @@ class _Laying:
         nodes = pricing.nodes(program)
         if kind == "OPT" or not self.settings.frameworks:
             return nodes
-        parameters = {n for n, _ in program.inputs if self.job.key(stage, n) in self.job.state} - {*self.job.batch}
+        job = self.job
+        parameters = {n for n, _ in program.inputs if job.key(stage, n) in job.state} - {*job.batch}
         totals = {o for o in program.outputs if o.startswith(NEXT + TOTAL)}
-        return as_frameworks(nodes, program, pricing, parameters, totals)
+        last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs
+        return as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())
 
     def _names(
         self, stage: int, kind: str, program: Program

@@ -61,7 +61,7 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
     whole = job.model.forward or job.model.program
     tables = {s.operands[0] for s in whole.steps if s.op.name in READS_ROWS and s.operands[0] in parameters}
     embedding = max((_held_elements(job, name) for name in tables if name in mine), default=0)
-    logits = _logits(job) if "loss" in forward.outputs else 0
+    logits = math.prod(loss_logits(job)) if "loss" in forward.outputs else 0
     scores = [runtime.score * _scores(op.body) for op, _ in loops]
     masks = [runtime.mask * math.prod(op.body.input_types[0].local_shape(0)) for op, _ in loops]
     again = strategy.recompute
@@ -166,12 +166,12 @@ def _held_elements(job: Job, name: str) -> int:
     return math.prod(-(-n // cut.get(d, 1)) for d, n in zip(job.model.dims[name], shape, strict=True) if d != LAYER)
 
 
-def _logits(job: Job) -> int:
-    """Elements of the largest value that the loss reads, on a device."""
+def loss_logits(job: Job) -> tuple[int, ...]:
+    """Return the shape on a device of the largest value that the loss reads; one of no elements where there is none."""
     program = job.model.forward or job.model.program
     steps = [s for s in program.steps if (op := computing(s.op)) is not None and op.kernel_class == "loss"]
     types = [job.settled.type_of(((), o)) for s in steps for o in s.operands if ((), o) in job.settled.sources]
-    return max((math.prod(t.local_shape(0)) for t in types), default=0)
+    return max((t.local_shape(0) for t in types), key=math.prod, default=(0,))
 
 
 def _attention(body: Program) -> list[Step]:
