@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardplan.core.messages import lacking, sender_counts, served, tabled
+from shardplan.core.messages import has_box_table, lacking, sender_counts, sent_in_general
 from shardplan.core.pattern import MessageTotals
 from shardplan.core.tensor import TensorType
 
@@ -16,7 +16,7 @@ def message_totals(
 
     None where nobody knows them but by listing the messages.
     """
-    given = None if tabled(s, t) else served(s, t, near, axes)
+    given = None if has_box_table(s, t) else sent_in_general(s, t, near, axes)
     if given is None or given.listed:
         return None
     # Of both types: messages that are not listed stay on one mesh.

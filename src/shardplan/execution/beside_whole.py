@@ -13,7 +13,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ids import id_ranges
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.execution.record import Record
 from shardplan.execution.run import TIMEOUT, run_recorded
 from shardplan.strategy.model import Model
@@ -61,7 +61,7 @@ def step_of_whole(model: Model, given: Mapping[str, np.ndarray], batch: int) -> 
     wanted = dict.fromkeys([*program.outputs, *more.values()])
     whole = Program(program.inputs, program.steps, tuple(wanted))
     found = {name: one[0] for name, one in
-             zip(whole.outputs, run_program(whole, [[given[n]] for n, _ in whole.inputs]), strict=True)}  # fmt: skip
+             zip(whole.outputs, run_reference(whole, [[given[n]] for n, _ in whole.inputs]), strict=True)}  # fmt: skip
     named = {name: found[value] for name, value in more.items()} | {n: found[o] for n, o in model.replaced.items()}
     return named | {name: found[name] for name in program.outputs if name not in model.replaced.values()}
 

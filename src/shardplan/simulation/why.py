@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, ShardplanError, shown
+from shardplan.errors import LayoutError, ShardplanError, excerpt
 from shardplan.plans.pricing import Where
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.jobs.messages import MESSAGES
@@ -92,7 +92,7 @@ class WhyMovements(NamedTuple):
         found = tuple(m for m in self.movements if all(w in _words_of(m) for w in words))
         if words and not found:
             places = sorted({m.location for m in self.movements})
-            raise ShardplanError(f"why: no movement is at {shown(where)}; there are {', '.join(places) or 'none'}")
+            raise ShardplanError(f"why: no movement is at {excerpt(where)}; there are {', '.join(places) or 'none'}")
         return self._replace(movements=found)
 
 
@@ -113,10 +113,10 @@ def why(job: Job, topology: Where | str | None = None) -> WhyMovements:
     >>> model = Model.load("llama", layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, seq=16, vocab=64)
     >>> first = why(partition(model, Strategy(tensor=2))).movements[0]
     >>> first.ops, first.action, first.place, first.dims
-    (('all_reduce',), 'B', 'layers', ('sum over tensor -> added',))
+    (('all_reduce',), 'F', 'layers', ('sum over tensor -> added',))
     """
     if not isinstance(job, Job):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"why: {shown(job)}; legal is a Job, such as partition gives")
+        raise LayoutError(f"why: {excerpt(job)}; legal is a Job, such as partition gives")
     line = simulate_job(job, job.settled.prices.fabric.topology if topology is None else topology)
     rows = [*_movements(line), *_transfers(line)]
     rows.sort(key=lambda m: (-m.exposed_seconds, -m.seconds, m.stages, m.action, m.value))
@@ -181,7 +181,7 @@ def _steps(
     """The ops of a program and its bodies with the types of their operands, by number and results."""
     for number, step in enumerate(program.steps):
         yield (inside, number, step.results), (step.op, program.step_types(step)[0])
-        if (inner := nested(step.op)) is not None:
+        if (inner := as_nested(step.op)) is not None:
             yield from _steps(inner.body, True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardplan.core import border
 from shardplan.core.decoding import decode_json, read_text
-from shardplan.errors import ParseError, ShardplanError, line, shown
+from shardplan.errors import ParseError, ShardplanError, excerpt, line
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules.schedule import Schedule
@@ -68,14 +68,14 @@ class HandedPlan:
         """Return what a file says; raises `ParseError` where it is none, and as strategies and topologies do."""
         data = decode_json(text, dict[str, Any])
         if data.get("format") != FORMAT:
-            raise ParseError(f"{what}: format {shown(data.get('format'))}; legal is {FORMAT!r}")
+            raise ParseError(f"{what}: format {excerpt(data.get('format'))}; legal is {FORMAT!r}")
         kinds = {"title": str, "model": str, "fields": dict, "topology": str, "strategy": dict, "order": list,
                  "predicted": dict}  # fmt: skip
         for name, kind in kinds.items():
             if not isinstance(data.get(name), kind):
-                raise ParseError(f"{what}: {name} is {shown(data.get(name))}; legal is a {kind.__name__}")
+                raise ParseError(f"{what}: {name} is {excerpt(data.get(name))}; legal is a {kind.__name__}")
         if sorted(map(str, data["order"])) != sorted(ORDER):
-            raise ParseError(f"{what}: order is {shown(data['order'])}; legal are {', '.join(ORDER)} in any order")
+            raise ParseError(f"{what}: order is {excerpt(data['order'])}; legal are {', '.join(ORDER)} in any order")
         said: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data["strategy"].items()
         }  # JSON has no tuples
