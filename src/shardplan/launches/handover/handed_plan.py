@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,4 +94,14 @@ class HandedPlan:
         """Read a file, or the one of a folder; raises `ParseError` as `parse` does."""
         where = Path(path)
         where = where / "plan.json" if where.is_dir() else where
-        return HandedPlan.parse(read_text(where), line(where))
+        return HandedPlan.parse(read_text(where, legal="a folder that plan --out wrote"), line(where))
+
+
+def find_handed(path: str | Path) -> HandedPlan | None:
+    """Return the plan of a folder that `plan --out` wrote, or of its file; None for a path that is none of both."""
+    where = Path(path)
+    if where.is_dir():
+        return HandedPlan.load(where)
+    with suppress(OSError, UnicodeDecodeError), where.open() as file:
+        return HandedPlan.load(where) if FORMAT.rpartition(" ")[0] in file.read(200) else None
+    return None
