@@ -15,7 +15,7 @@ from hardware.topologies import GB, any_topology, grouped, route, switches
 from shardplan.core.pattern import Groups, Messages
 from shardplan.hardware import Fabric, Level, Topology, price, seconds
 from shardplan.movement.redistribution.choice import Rules, programs
-from shardplan.movement.redistribution.single import _ways
+from shardplan.movement.redistribution.single_move import _searched_candidates
 from shardplan.plans import bounds
 from shardplan.plans.bounds import (
     Tiles,
@@ -25,7 +25,7 @@ from shardplan.plans.bounds import (
     moves_bound,
     reduce_scatter_bound,
 )
-from shardplan.plans.pricing import boxes_on, priced, seconds_bound
+from shardplan.plans.pricing import boxes_on, price_program, seconds_bound
 
 BOUNDS = {
     "all_reduce": all_reduce_bound,
@@ -175,8 +175,8 @@ def test_no_candidate_is_below_the_bound(ends, longer):
     s, t = (sp.TensorType("bf16", (*x.shape, longer), (*x.layout.dims, ()), x.mesh) for x in ends)
     fabric, ids = Fabric(DGX), sorted({*s.mesh.devices, *t.mesh.devices})
     rules = Rules(1 << 62, fabric=fabric)
-    for program, _ in programs(_ways(s, t, rules), s, t, rules, set()):
-        found, bound = priced(program, fabric), seconds_bound([s], [t], fabric, program.meshes)
+    for program, _ in programs(_searched_candidates(s, t, rules), s, t, rules, set()):
+        found, bound = price_program(program, fabric), seconds_bound([s], [t], fabric, program.meshes)
         assert bound.seconds <= found.seconds * (1 + 1e-9)
         assert bound.transfer <= found.transfer * (1 + 1e-9)
     joined = sp.Mesh({"all": len(ids)}, devices=ids)

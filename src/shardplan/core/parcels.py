@@ -42,7 +42,7 @@ class Parcels:
         return np.prod(self.boxes[..., 1] - self.boxes[..., 0], axis=1, dtype=np.int64)
 
     @property
-    def kept(self) -> np.ndarray:
+    def stay_mask(self) -> np.ndarray:
         """Which stay on their device, bool [n]."""
         return self.source.ids[self.given] == self.target.ids[self.taken]
 

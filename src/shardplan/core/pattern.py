@@ -43,8 +43,9 @@ class MessageTotals(NamedTuple):
 class Messages:
     """Point-to-point messages, all at once; sender and receiver always differ.
 
-    Given are their senders and receivers, device ids, int64 [M], and bytes, float64 [M]; or (`later`) what every device
-    does in all of them, with what lists them: those of large meshes are too many to list where totals are enough.
+    Given are their senders and receivers, device ids, int64 [M], and bytes, float64 [M]; or (`from_totals`) what every
+    device does in all of them, with what lists them: those of large meshes are too many to list where totals are
+    enough.
     """
 
     chunks: int
@@ -58,7 +59,7 @@ class Messages:
         self._set(chunks, own, None, lambda: (sender, receiver, nbytes))
 
     @staticmethod
-    def later(
+    def from_totals(
         totals: MessageTotals,
         listed: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]],
         chunks: int = 1,

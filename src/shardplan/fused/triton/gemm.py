@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.operators.asked import splits, starts, tile_sizes
 from shardplan.fused.tiles.events import TileBox, TilePut, TileRead
 from shardplan.fused.tiles.shapes import BlockShape
@@ -147,7 +147,7 @@ def _check_gemm(
 ) -> Blocks:
     here = range(memory.rank0, memory.rank0 + memory.here)
     if len(counts) != memory.ranks or scatter not in (0, 1) or activation not in ACTIVATIONS:
-        said = f"counts of {len(counts)} ranks, scatter {shown(scatter)}, activation {shown(activation)}"
+        said = f"counts of {len(counts)} ranks, scatter {excerpt(scatter)}, activation {excerpt(activation)}"
         raise TypingError(f"{NAME}: {said}; legal are {memory.ranks}, 0 or 1, {', '.join(ACTIVATIONS)}")
     rows = sum(sum(counts[r]) if scatter == 0 else counts[r][0] for r in here)
     fits = a.ndim == 2 and b.ndim == 3 and a.shape[0] == rows and b.shape[:2] == (memory.here, a.shape[1])

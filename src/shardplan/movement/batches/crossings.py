@@ -43,7 +43,7 @@ def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
     return s.with_layout(Layout(tuple(mesh.fold(tuple(theirs[ours[a]] for a in run)) for run in s.atoms)), mesh)
 
 
-def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
+def reduce_fully(s: TensorType) -> list[tuple[list[Op], TensorType]]:
     """Ways to make `s` neither partial nor rooted: reduce-scatter into any dim that divides, or all-reduce."""
     ops: list[Op] = []
     current = s
@@ -82,7 +82,7 @@ def crossings(
     if back is not None:
         for candidate in first(s, back):
             yield Candidate((*candidate.ops, Send(plain.layout, t.mesh)))
-    for head, ready in settled(s):
+    for head, ready in reduce_fully(s):
         if same(ready, plain):
             yield Candidate((*head, *tail))
         for tile in tiles(ready, plain, fabric):

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from shardplan.core.box_table import BoxTable, split
-from shardplan.core.messages import message_count, messages, own_places, tabled
+from shardplan.core.messages import has_box_table, message_count, messages, own_places
 from shardplan.core.ops import Exchange, Op, Send
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric
@@ -24,7 +24,7 @@ Held = dict[int, list[np.ndarray]]  # by device id the boxes that it is to hold,
 
 def relayed_ops(s: TensorType, t: TensorType, fabric: Fabric | None) -> tuple[Op, ...]:
     """Return the ops of a move from `s` to `t`, neither of them partial, over idle peers; none where it cannot pay."""
-    if fabric is None or not fabric.far or tabled(s, t) or s.layout.root or message_count(s, t) > _MOST_MESSAGES:
+    if fabric is None or not fabric.far or has_box_table(s, t) or s.layout.root or message_count(s, t) > _MOST_MESSAGES:
         return ()
     stride = fabric.wires[fabric.far - 1].stride
     if stride < 2 or not s.ndim:

@@ -20,11 +20,11 @@ from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.cost import Fabric, ran, seconds
+from shardplan.hardware.prices.cost import Fabric, as_messages, seconds
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
 from shardplan.movement.redistribution.emit import retyping
 from shardplan.plans.nominal import longest_path, patterns
-from shardplan.plans.pricing import NOISE, priced
+from shardplan.plans.pricing import NOISE, price_program
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
 FEW_BYTES = 0.05  # relative: bytes that nobody would trade anything for
@@ -87,7 +87,7 @@ class Chosen:
         """Return a program with its price."""
         if rules.fabric is None:
             return Chosen(program, books, exact, price(program, books, rules))
-        found = priced(program, rules.fabric)
+        found = price_program(program, rules.fabric)
         return Chosen(program, books, exact, found.seconds, tuple(itertools.accumulate(found.level_bytes)))
 
     @cached_property
@@ -107,7 +107,7 @@ class Chosen:
         assert rules.fabric is not None
         steps, found = self.program.steps, patterns(self.program)
         library = rules.fabric.library
-        grouped = [isinstance(ran(x.pattern, library), Groups) for x in found]
+        grouped = [isinstance(as_messages(x.pattern, library), Groups) for x in found]
         moving = [communicates(x.pattern) for x in found]
         return Convenience(
             max((self._group_size(k, len(x.devices)) for k, x in enumerate(found) if moving[k]), default=0),
@@ -151,7 +151,7 @@ class Contest:
             most = min([self.below, *(x.price * (1 + self.margin) for x in self.entered)])
             if most < math.inf and least_price(program, self.rules) > most * (1 + TIE):
                 continue
-            books = booked(program)
+            books = account_of(program)
             if books.peak_bytes <= self.rules.bound:
                 self.add(Chosen.of(program, books, exact, self.rules))
 
@@ -200,7 +200,7 @@ def price(program: Program, books: Account, rules: Rules) -> float:
     A chunk is a round.
     """
     if rules.fabric is not None:
-        return priced(program, rules.fabric).seconds
+        return price_program(program, rules.fabric).seconds
     turn = ROUND_CHARGE * rules.bound
     pairs = zip(books.step_moved, books.latencies, strict=True)
     return longest_path(program, [moved + turn * rounds for moved, rounds in pairs])
@@ -215,7 +215,7 @@ def least_price(program: Program, rules: Rules) -> float:
     rate = 1.0 if rules.fabric is None else 1 / float(rules.fabric.capacity(len(rules.fabric.wires) - 1).max())
     for step in program.steps:
         (t,), (u,) = program.step_types(step)
-        received = int(step.op.received(t).max(initial=0))
+        received = int(step.op.received_bytes(t).max(initial=0))
         if rules.fabric is None:
             total += received + ROUND_CHARGE * rules.bound * step.op.rounds(t) * step.op.chunks
         elif received:
@@ -235,23 +235,23 @@ def programs(
         if candidate.ops in seen:
             continue
         seen.add(candidate.ops)
-        program = _typed(candidate.ops, source, target, rules.portable, rules.even)
+        program = _type_program(candidate.ops, source, target, rules.portable, rules.even)
         if program is None:
             continue
-        yield from ((one, candidate.exact) for one in _composed(program, rules))
+        yield from ((one, candidate.exact) for one in _compose_collectives(program, rules))
         # Near holders may have more to send than all together.
         near = tuple(s.op.nearest(blocks) if has_copies(*program.step_types(s)[0]) else s.op for s in program.steps)
         if near not in seen and any(one != step.op for one, step in zip(near, program.steps, strict=True)):
             seen.add(near)
-            yield from ((one, candidate.exact) for one in _composed(chain(near, source), rules))
+            yield from ((one, candidate.exact) for one in _compose_collectives(chain(near, source), rules))
 
 
 def has_copies(t: TensorType) -> bool:
     """Say whether several devices may hold one thing, so that it matters who sends it."""
-    return t.layout.boxes is not None or len(set(t.mesh.expand(t.layout.used))) < len(t.mesh.atoms)
+    return t.layout.boxes is not None or len(set(t.mesh.expand(t.layout.used_axes))) < len(t.mesh.atoms)
 
 
-def _composed(program: Program, rules: Rules) -> Iterator[Program]:
+def _compose_collectives(program: Program, rules: Rules) -> Iterator[Program]:
     """Yield a program with an algorithm for every step that the library has no collective for: it runs as messages.
 
     First the cheapest ones, then, where candidates that keep memory limits are asked for, those that stage least.
@@ -272,7 +272,9 @@ def _composed(program: Program, rules: Rules) -> Iterator[Program]:
 
 
 @lru_cache(maxsize=64)  # asked for again on every placement
-def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool) -> Program | None:
+def _type_program(
+    ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool
+) -> Program | None:
     """Return the program of ops, None where it does not type, end in what `target` holds or respect the rules.
 
     It ends in the very type `target`.
@@ -296,7 +298,7 @@ def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable
 
 
 @lru_cache(maxsize=64)
-def booked(program: Program) -> Account:
+def account_of(program: Program) -> Account:
     """Return the account of a program; remembered."""
     return account(program)
 

@@ -37,7 +37,7 @@ class TypedPath:
         every = (tuple(a for unit in atoms[k][start:stop] for a in unit) for k, start, stop in found.parts)
         return TypedPath(source, target, tuple(every), found.edges, found.whole)
 
-    def even(self, level_major: bool = True) -> list[Op] | None:
+    def even_ops(self, level_major: bool = True) -> list[Op] | None:
         """Return the ops of the path: on the dims as they are if their order allows it, else on views of the shard.
 
         A view has a dim for every scattered run of atoms. None where the factors do not divide the dims. Unless members
@@ -50,9 +50,9 @@ class TypedPath:
         for level in (True, *(() if level_major else (False,))):
             if (ops := self.ops(homes, level_major=level)) is not None:
                 return ops
-        return self.viewed([(atoms, *runs) for atoms, runs in zip(self.source.atoms, slots, strict=True)])
+        return self.viewed_ops([(atoms, *runs) for atoms, runs in zip(self.source.atoms, slots, strict=True)])
 
-    def viewed(self, slots: Sequence[Sequence[Atoms]]) -> list[Op] | None:
+    def viewed_ops(self, slots: Sequence[Sequence[Atoms]]) -> list[Op] | None:
         """Return the ops of the path on a view of the shard that has a dim for every run of atoms of every dim."""
         mesh, sizes, homes = self.source.mesh, list[int](), dict[int, int]()
         groups: list[list[int]] = []

@@ -22,8 +22,8 @@ from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
 from shardplan.execution.jax.executables import at_once, compile_for, program_context
 from shardplan.execution.jax.run import check, run_placed
 from shardplan.execution.run import TIMEOUT
-from shardplan.interop.jax.inside import map_program
 from shardplan.interop.jax.plans import MOST_PLANS, check_ends, ends, program_within
+from shardplan.interop.jax.traced_move import map_program
 
 LEAVES_TO_HOST = True  # whether `device_put` moves what it moves best on CPU devices; what checks plans turns it off
 SMALL_BYTES = 2**16  # of the global array; see the module

@@ -17,7 +17,7 @@ from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_seconds
 from shardplan.movement.placing.traffic import program_traffic
-from shardplan.movement.redistribution.single import choose, rules_of
+from shardplan.movement.redistribution.single_move import choose, rules_of
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, occupied_units
 
@@ -102,7 +102,7 @@ def _traffic_text(ends: Ends, program: Program) -> str:
     terms: list[str] = []
     for s, t in ends:
         if axes := [a for a in s.layout.partial if a not in t.layout.partial and a in s.mesh.axes]:
-            op = "reduce_scatter" if set(axes) & set(t.mesh.axes) & set(t.layout.used) else "all_reduce"
+            op = "reduce_scatter" if set(axes) & set(t.mesh.axes) & set(t.layout.used_axes) else "all_reduce"
             terms.append(f"{'+'.join(axes)}={op}:{s.local_bytes()}B*1")
     return ",".join(terms) or "TRAFFIC"
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardplan.errors import LayoutError, ParseError, shown
-from shardplan.interop.checkpoint.found import (
+from shardplan.errors import LayoutError, ParseError, excerpt
+from shardplan.interop.checkpoint.manifest import CheckpointManifest
+from shardplan.interop.checkpoint.sources import open_checkpoint
+from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
     family_and_switches,
     find_weights,
@@ -18,8 +20,6 @@ from shardplan.interop.checkpoint.found import (
     read_dtypes,
     whole_weights,
 )
-from shardplan.interop.checkpoint.manifest import CheckpointManifest
-from shardplan.interop.checkpoint.sources import open_checkpoint
 from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.frameworks import FAMILIES, SideRequest, table_name
 from shardplan.movement.weights.table import WeightTable, shipped_tables
@@ -61,7 +61,7 @@ class AskedConfig:
                 within = within.setdefault(name, {})
                 if not isinstance(within, dict):
                     raise ParseError(
-                        f"--set {key}: {name} is {shown(within)} in the config; legal is a field of an object"
+                        f"--set {key}: {name} is {excerpt(within)} in the config; legal is a field of an object"
                     )
             within[last] = value
         return out

@@ -63,7 +63,7 @@ def group_loads(pattern: Groups, row: LibraryRow, fabric: Fabric) -> list[Loads]
         )
     order = np.argsort(members.min(axis=1), kind="stable")  # as in a price
     # Every group on a topology of its own: what each puts on its resources is then told from what the others do.
-    copies = _copied(fabric.topology, groups)
+    copies = _side_by_side(fabric.topology, groups)
     members = members[order] + size * np.arange(groups)[:, None]
     nbytes = np.asarray(pattern.nbytes, np.float64)[order]
     rounds = ALGORITHMS[row.algorithm](pattern.kind, Laid(members, copies), nbytes, row)
@@ -81,11 +81,11 @@ def group_loads(pattern: Groups, row: LibraryRow, fabric: Fabric) -> list[Loads]
             rows.append(order[group])
             resources.append(starts[j] + resource)
             values.append(table[group, resource] * shares[j])
-        found.append(_sorted(groups, rows, resources, values))
+        found.append(_sorted_loads(groups, rows, resources, values))
     return found
 
 
-def _sorted(count: int, rows: list[Ints], resources: list[Ints], values: list[Floats]) -> Loads:
+def _sorted_loads(count: int, rows: list[Ints], resources: list[Ints], values: list[Floats]) -> Loads:
     if not rows:
         return Loads(count, np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
     row, resource = np.concatenate(rows), np.concatenate(resources)
@@ -94,7 +94,7 @@ def _sorted(count: int, rows: list[Ints], resources: list[Ints], values: list[Fl
 
 
 @lru_cache(maxsize=64)
-def _copied(topology: Topology, count: int) -> Fabric:
+def _side_by_side(topology: Topology, count: int) -> Fabric:
     """Return a fabric of copies of a topology, side by side."""
     units = 1
     levels: list[Level] = [Level("copy", count, "switch", 1.0, 0.0)]
@@ -132,7 +132,7 @@ def routes(fabric: Fabric, sender: Ints, receiver: Ints) -> Loads:
         rows.append(row)
         resources.append(first + ways)
         values.append(_byte_seconds(fabric, j)[ways])
-    return _sorted(len(sender), rows, resources, values)
+    return _sorted_loads(len(sender), rows, resources, values)
 
 
 def _hops(fabric: Fabric, j: int, row: Ints, out: Ints, into: Ints) -> tuple[Ints, Ints]:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 from shardplan.core.dim_names import dim_names
 from shardplan.core.program import Program
-from shardplan.core.resizing import Sizes, resized
-from shardplan.errors import ShardplanError, TypingError, shown
+from shardplan.core.resizing import Sizes, resize_dims
+from shardplan.errors import ShardplanError, TypingError, excerpt
 from shardplan.strategy.parameter import Parameter
 
 
@@ -42,12 +42,12 @@ def with_sizes(
             raise ShardplanError(f"{what}: {name}={n} changes the parameter {held[name]}; import it with that")
         if name not in legal:
             known = ", ".join(legal) or "none"
-            raise ShardplanError(f"{what}: no dim of one size is called {shown(name)}; legal are {known}")
+            raise ShardplanError(f"{what}: no dim of one size is called {excerpt(name)}; legal are {known}")
     sizes = Sizes({name: n for name in asked for n in found[name]}, asked)
     for key in constants:
         if changed := [name for name in dims[key] if asked.get(name, 0) != sizes.before.get(name, 0)]:
             raise ShardplanError(f"{what}: the constant {key} of the source hides a size, {changed[0]}")
     try:
-        return resized(program, dim_names(program, {key: dims[key] for key, _ in program.inputs}), sizes)
+        return resize_dims(program, dim_names(program, {key: dims[key] for key, _ in program.inputs}), sizes)
     except TypingError as error:
         raise ShardplanError(f"{what}: {error}") from None

@@ -11,7 +11,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 
-def homeward(draft: Draft, name: str, t: TensorType, op: str) -> str:
+def reshard_cotangent(draft: Draft, name: str, t: TensorType, op: str) -> str:
     """Return a cotangent of what an op made of a value of type `t` as one of that value.
 
     Over axes that `t` names it is not partial any more: hence of an all-reduce the identity, of an all-gather a slice
@@ -21,13 +21,13 @@ def homeward(draft: Draft, name: str, t: TensorType, op: str) -> str:
     if t.layout.root or u.layout.root or t.layout.boxes or u.layout.boxes or t.layout.reduction not in (None, "sum"):
         raise TypingError(f"{op} of {t} has no gradient; legal are values on all devices, whole, sharded or sums")
     if u.mesh != t.mesh:
-        return draft(Send(Layout(t.layout.dims), t.mesh), draft.reduced(name, u.layout.partial))
+        return draft(Send(Layout(t.layout.dims), t.mesh), draft.reduce_axes(name, u.layout.partial))
     partial = set(t.mesh.expand(u.layout.partial))
     for d, (before, after) in enumerate(zip(u.atoms, t.atoms, strict=True)):
         new = after[len(before) :]
         if new and after[: len(before)] == before and set(new) <= partial:
             name = draft(ReduceScatter(d, t.mesh.fold(new)), name)
-    name = draft.reduced(name, t.layout.used)
+    name = draft.reduce_axes(name, t.layout.used_axes)
     u = draft.types[name]
     changed = [d for d in range(t.ndim) if u.atoms[d] != t.atoms[d]]
     lost = {d: u.atoms[d][len(t.atoms[d]) :] for d in changed if u.atoms[d][: len(t.atoms[d])] == t.atoms[d]}

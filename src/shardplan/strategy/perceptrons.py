@@ -19,11 +19,11 @@ def perceptron(s: Scope, c: PerceptronSizes, training: bool) -> None:
 
     def layer(s: Scope, x: str, given: Mapping[str, str]) -> str:
         weight = s.parameter("weight", {"hidden": c.hidden, "ffn": c.hidden}, "layers.{layer}.weight")
-        return s.each("relu(a)", s.einsum("bh,hf->bf", x, weight))
+        return s.elementwise("relu(a)", s.einsum("bh,hf->bf", x, weight))
 
     x = s.layers("layers", range(c.layers), x, layer, {})
     if training:
-        s.mean(s(ReduceDims((1,)), s.each("(a - b) ** 2", x, "targets")))
+        s.mean(s(ReduceDims((1,)), s.elementwise("(a - b) ** 2", x, "targets")))
     else:
         s.results["outputs"] = x
 
@@ -38,7 +38,7 @@ def recommender(s: Scope, c: RecommenderSizes, training: bool) -> None:
         s.input(f"sparse.{t}", {"batch": c.batch, "bag": c.bag}, "i32")
     if training:
         s.input("clicks", {"batch": c.batch})
-    bottom = _named(("features", c.dense_features), c.bottom, "embedding")
+    bottom = _mlp_dims(("features", c.dense_features), c.bottom, "embedding")
     dense = _layers(s, "bottom", "bot_l", bottom, "dense", relu_last=True)
     vectors = [dense]
     for t, rows in enumerate(c.table_rows):
@@ -49,11 +49,11 @@ def recommender(s: Scope, c: RecommenderSizes, training: bool) -> None:
     products = s.einsum("bnd,bmd->bnm", joint, joint)
     pairs = [s(Reshape("b one=1 m -> b m"), s(Crop((0, k, 0), (c.batch, k + 1, k)), products)) for k in range(1, n)]
     width = c.embedding_dim + n * (n - 1) // 2
-    top = _named(("pairs", width), c.top, "click")
+    top = _mlp_dims(("pairs", width), c.top, "click")
     odds = _layers(s, "top", "top_l", top, s(Concat(1), dense, *pairs), relu_last=False)
     odds = s(Reshape("b one=1 -> b"), odds)
     if training:
-        s.mean(s.each("maximum(a, 0) + log(1 + exp(-abs(a))) - a * b", odds, "clicks"))
+        s.mean(s.elementwise("maximum(a, 0) + log(1 + exp(-abs(a))) - a * b", odds, "clicks"))
     else:
         s.results["logits"] = odds
 
@@ -65,10 +65,10 @@ def _layers(s: Scope, name: str, file: str, dims: Sequence[tuple[str, int]], x: 
         weight = s.parameter(f"{name}.{i}", dict([before, after]), f"{at}.weight", f"{after[0]} {before[0]}")
         bias = s.parameter(f"{name}.{i}.bias", into, f"{at}.bias")
         y = s.einsum("bi,io->bo", x, weight)
-        x = s.each("relu(a + b)" if relu_last or i < len(dims) - 2 else "a + b", y, bias)
+        x = s.elementwise("relu(a + b)" if relu_last or i < len(dims) - 2 else "a + b", y, bias)
     return x
 
 
-def _named(first: tuple[str, int], widths: Sequence[int], last: str) -> list[tuple[str, int]]:
+def _mlp_dims(first: tuple[str, int], widths: Sequence[int], last: str) -> list[tuple[str, int]]:
     """The dims of an MLP; those inside take turns, so that a product's two are not of one name."""
     return [first, *zip(itertools.cycle(("ffn", "hidden")), widths[:-1], strict=False), (last, widths[-1])]

@@ -1,4 +1,4 @@
-"""`weighted`: a program whose loss is a mean over a batch, as one whose rows have weights."""
+"""`weight_loss_rows`: a program whose loss is a mean over a batch, as one whose rows have weights."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 
-def weighted(program: Program, loss: str, dim: int, weight: str) -> Program:
+def weight_loss_rows(program: Program, loss: str, dim: int, weight: str) -> Program:
     """Return the program with one more input, the weights [batch] of the loss's rows in the place of 1 / batch.
 
     `dim` is the batch among the dims of what the loss is the mean of. Raises `TypingError` for a loss that is no mean.
 
     >>> t = TensorType.parse("f32[4, 3]", "x=1")
     >>> p = Program({"a": t}, [Step(ReduceDims((0, 1), "mean"), ("a",), ("loss",))], ("loss",))
-    >>> [step.op.name for step in weighted(p, "loss", 0, "w").steps]
+    >>> [step.op.name for step in weight_loss_rows(p, "loss", 0, "w").steps]
     ['expand', 'elementwise', 'reduce_dims']
     """
     number, step = next((k, s) for k, s in enumerate(program.steps) if loss in s.results)

@@ -27,7 +27,7 @@ from shardplan.execution.rank_rounds import RankKernel, rank_rounds
 from shardplan.execution.record import Record
 from shardplan.execution.torch.pack import maker
 from shardplan.execution.torch.run import TorchExecutable, hand
-from shardplan.execution.torch.steps import bind
+from shardplan.execution.torch.steps import bind_step
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.hardware.prices.cost import seconds
 from shardplan.hardware.prices.fabric import Fabric
@@ -126,7 +126,7 @@ class SleptStep:
         found = rank_rounds(op, operands, results, device, self.algorithm)
         kernels = 0 if found is None else sum(len(one.kernels) for one in found.rounds())
         share = total_kernel_seconds(pattern, fabric) / max(1, kernels)
-        inner = bind(op, operands, results, device, self.algorithm, partial(_sleep_kernel, clock, share))
+        inner = bind_step(op, operands, results, device, self.algorithm, partial(_sleep_kernel, clock, share))
 
         def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
             clock.reach()

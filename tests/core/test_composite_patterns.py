@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardplan.core.closing import closed
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.draft import Draft
 from shardplan.core.expression_tree import GELU_EXACT
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Einsum, Elementwise, LayerNorm, ReduceDims, RmsNorm, Softmax
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 
 X, ROW = (TensorType.parse(t, "x=1") for t in ("f32[2, 3, 8]", "f32[8]"))
@@ -30,7 +30,7 @@ def written_out(op: Op, *types: TensorType) -> Program:
 
 def run(program: Program) -> np.ndarray:
     rng = np.random.default_rng(0)
-    return run_program(program, [[rng.normal(size=t.shape).astype("f4")] for t in program.input_types])[0][0]
+    return run_reference(program, [[rng.normal(size=t.shape).astype("f4")] for t in program.input_types])[0][0]
 
 
 CASES = [
@@ -46,7 +46,7 @@ CASES = [
 @pytest.mark.parametrize(("op", "types"), CASES, ids=str)
 def test_what_is_opened_closes_again(op: Op, types: tuple[TensorType, ...]) -> None:
     flat = written_out(op, *types)
-    found = closed(flat, AttentionRule())
+    found = close_composites(flat, AttentionRule())
     assert [str(s.op) for s in found.steps] == [str(op)]
     assert np.allclose(run(found), run(flat), rtol=1e-5, atol=1e-6)
 
@@ -73,7 +73,7 @@ GELU = "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a ** 3)))"
 def test_formulas_of_elements(text: str, expected: str | None) -> None:
     d = Draft({"x": X})
     y = d(Elementwise(text), "x")
-    (step,) = closed(Program({"x": X}, d.steps, (y,)), AttentionRule()).steps
+    (step,) = close_composites(Program({"x": X}, d.steps, (y,)), AttentionRule()).steps
     assert step.op == Elementwise(expected or text)
 
 
@@ -93,7 +93,7 @@ def test_what_is_not_attention_is_none(old: str, new: str) -> None:
     flat = written_out(Attention(), Q, K, K)
     other = changed(flat, old, new)
     assert str(other) != str(flat)
-    found = closed(other, AttentionRule())
+    found = close_composites(other, AttentionRule())
     assert "attention" not in [s.op.name for s in found.steps]
     assert np.allclose(run(found), run(other), rtol=1e-5, atol=1e-6)
 
@@ -102,7 +102,7 @@ def test_what_is_not_a_norm_is_none() -> None:
     flat = written_out(LayerNorm(), X, ROW, ROW)
     for old, new in (("a * a", "a * a * a"), ("rsqrt(b", "sqrt(b"), ("reduction=mean", "reduction=sum")):
         other = changed(flat, old, new)
-        assert [s.op.name for s in closed(other, AttentionRule()).steps] == [s.op.name for s in other.steps]
+        assert [s.op.name for s in close_composites(other, AttentionRule()).steps] == [s.op.name for s in other.steps]
 
 
 def test_a_difference_from_another_mean_is_no_norm() -> None:
@@ -110,7 +110,7 @@ def test_a_difference_from_another_mean_is_no_norm() -> None:
     c = d(Elementwise("a - b"), "x", d(ReduceDims((2,), "mean", keep=True), "z"))
     square = d(ReduceDims((2,), "mean", keep=True), d(Elementwise("a * a"), c))
     y = d(Elementwise("a * rsqrt(b + 0.1) * c + d"), c, square, "g", "b")
-    found = closed(Program({"x": X, "z": X, "g": ROW, "b": ROW}, d.steps, (y,)), AttentionRule())
+    found = close_composites(Program({"x": X, "z": X, "g": ROW, "b": ROW}, d.steps, (y,)), AttentionRule())
     assert "layer_norm" not in [s.op.name for s in found.steps]
 
 
@@ -119,6 +119,6 @@ def test_transpositions_are_part_of_the_product_that_reads_them() -> None:
     d = Draft({"x": X, "w": w})
     y = d(Einsum("abc,bo->cao"), d(Einsum("abc->bca"), "x"), "w")
     flat = Program({"x": X, "w": w}, d.steps, (y,))
-    found = closed(flat, AttentionRule())
+    found = close_composites(flat, AttentionRule())
     assert len(found.steps) == 1
     assert np.allclose(run(found), run(flat), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""`AttentionRule`: products with a softmax of products, masked or not, are attention; a rule of `closing.closed`."""
+"""`AttentionRule`: products with a softmax of products, masked or not, are attention; a rule of `close_composites`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.closing import Formulas, composite
+from shardplan.core.composite_patterns import Formulas, composite
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import stands_for
 from shardplan.core.ops.arithmetic import Elementwise
@@ -46,20 +46,20 @@ class AttentionRule:
             return None
         for k in (0, 1):
             weights = f.source(step.operands[k])
-            x = _softened(f, weights)
+            x = _softmax_source(f, weights)
             scores = _scores(f, x) if x else None
             if scores is not None:
-                return self._written(f, draft, step, k, weights, scores, names)
+                return self._write_attention(f, draft, step, k, weights, scores, names)
         return None
 
-    def _written(
+    def _write_attention(
         self, f: Formulas, draft: Draft, step: Step, k: int, weights: str, scores: Scores, names: Mapping[str, str]
     ) -> str | None:
         assert isinstance(scores.step.op, Einsum)
         assert isinstance(step.op, Einsum)
         (left, right), made = scores.step.op.sides
         sides, out = step.op.sides
-        same = _aligned(f, scores.step.results[0], made, step.operands[k], sides[k])
+        same = _match_letters(f, scores.step.results[0], made, step.operands[k], sides[k])
         if same is None or not made or f.types[weights].ndim < 2:
             return None
         back = {mine: theirs for theirs, mine in same.items()}
@@ -100,13 +100,13 @@ class AttentionRule:
             for name, letters in zip(ends, (left, right, made, values), strict=True):
                 self.said.append((names[name], tuple(called[c] if sizes[c] > 1 else None for c in letters)))
             return None
-        (x, by), (y, more) = (_unscaled(f, scores.step.operands[j]) for j in (at, 1 - at))
+        (x, by), (y, more) = (_scale_of(f, scores.step.operands[j]) for j in (at, 1 - at))
         ends, factor = (names[x], names[y], names[step.operands[1 - k]]), scores.scale * by * more
         if not factor or not math.isfinite(factor):  # a scale of 0 is the default in the op
             return None
-        given = [_laid(draft, ends[0], q, [batch, s, *heads, *ratio, *inner], heads, ratio, 2)]
-        given += [_laid(draft, ends[1], key, [batch, t, *heads, *inner], heads, ["r"], 2),
-                  _laid(draft, ends[2], values, [batch, t, *heads, *last], heads, ["r"], 2)]  # fmt: skip
+        given = [_arrange_heads(draft, ends[0], q, [batch, s, *heads, *ratio, *inner], heads, ratio, 2)]
+        given += [_arrange_heads(draft, ends[1], key, [batch, t, *heads, *inner], heads, ["r"], 2),
+                  _arrange_heads(draft, ends[2], values, [batch, t, *heads, *last], heads, ["r"], 2)]  # fmt: skip
         for name, dims in zip(given, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
             self.said.append((name, ("batch", "sequence", *dims, "head")))
         scale = 0.0 if stands_for(factor, sizes[inner[0]] ** -0.5, f.types[scores.step.results[0]].dtype) else factor
@@ -119,7 +119,9 @@ class AttentionRule:
         return y if now == result else draft(Einsum(f"{now}->{result}"), y)
 
 
-def _laid(draft: Draft, name: str, now: str, wanted: list[str], heads: list[str], ratio: list[str], at: int) -> str:
+def _arrange_heads(
+    draft: Draft, name: str, now: str, wanted: list[str], heads: list[str], ratio: list[str], at: int
+) -> str:
     """A value in the order that attention takes, with dims of size 1 for heads and ratio that it lacks."""
     order = "".join(wanted)
     if now != order:
@@ -132,7 +134,7 @@ def _laid(draft: Draft, name: str, now: str, wanted: list[str], heads: list[str]
     return draft(Reshape(f"{' '.join(words)} -> {' '.join([*words[:place], *more, *words[place:]])}"), name)
 
 
-def _unscaled(f: Formulas, name: str) -> tuple[str, float]:
+def _scale_of(f: Formulas, name: str) -> tuple[str, float]:
     """What a value is a multiple of, and its factor."""
     step = f.made.get(name)
     if step is None or not isinstance(step.op, Elementwise) or len(step.operands) != 1:
@@ -142,7 +144,7 @@ def _unscaled(f: Formulas, name: str) -> tuple[str, float]:
     return (step.operands[0], number) if alone else (name, 1.0)
 
 
-def _softened(f: Formulas, name: str) -> str:
+def _softmax_source(f: Formulas, name: str) -> str:
     """Of what a value is the softmax over the last dim; empty where it is none."""
     step = f.made.get(name)
     if step is not None and isinstance(step.op, Softmax):
@@ -164,10 +166,10 @@ def _scores(f: Formulas, name: str) -> Scores | None:
         found = f.term(name)
         if found.kind == "where" and not mask and found.parts[0].value:
             _, yes, no = found.parts
-            along = _along(f, step, found.parts[0].value)
-            if f.opened(no).kind == "number" and f.opened(no).number * scale <= LOW:
+            along = _mask_dims(f, step, found.parts[0].value)
+            if f.expand_term(no).kind == "number" and f.expand_term(no).number * scale <= LOW:
                 mask, kept, name = found.parts[0].value, True, yes.value
-            elif f.opened(yes).kind == "number" and f.opened(yes).number * scale <= LOW:
+            elif f.expand_term(yes).kind == "number" and f.expand_term(yes).number * scale <= LOW:
                 mask, kept, name = found.parts[0].value, False, no.value
             else:
                 return None
@@ -177,7 +179,7 @@ def _scores(f: Formulas, name: str) -> Scores | None:
             fixed = fixed or [v for v, other in (sides, sides[::-1]) if v and other and _scores(f, other)]
             if len(fixed) != 1:
                 return None
-            along = _along(f, step, fixed[0])
+            along = _mask_dims(f, step, fixed[0])
             mask, name, more = fixed[0], next(v for v in sides if v != fixed[0]), scale
         else:
             number, parts = f.split("*", found)
@@ -188,7 +190,7 @@ def _scores(f: Formulas, name: str) -> Scores | None:
             return None
 
 
-def _along(f: Formulas, step: Step, mask: str) -> tuple[int, ...]:
+def _mask_dims(f: Formulas, step: Step, mask: str) -> tuple[int, ...]:
     """Along which dims larger than 1 of a step's result its mask is not the same."""
     shape = f.types[step.results[0]].shape
     held = next(f.types[o].shape for o in step.operands if f.source(o) == mask)
@@ -196,7 +198,7 @@ def _along(f: Formulas, step: Step, mask: str) -> tuple[int, ...]:
     return tuple(k for k, (_, m) in enumerate((n, m) for n, m in zip(shape, held, strict=True) if n > 1) if m > 1)
 
 
-def _aligned(f: Formulas, x: str, left: str, y: str, right: str) -> dict[str, str] | None:
+def _match_letters(f: Formulas, x: str, left: str, y: str, right: str) -> dict[str, str] | None:
     """Which letter of one value is which of another that is the same but for dims of size 1."""
     a, b = (list(zip(s, f.types[n].shape, strict=True)) for n, s in ((x, left), (y, right)))
     if [n for _, n in a] != [n for _, n in b]:

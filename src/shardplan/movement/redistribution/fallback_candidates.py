@@ -11,9 +11,9 @@ from shardplan.core.ops import Send
 from shardplan.movement.redistribution.counting import counted_paths
 from shardplan.movement.redistribution.emit import ops_of_path
 from shardplan.movement.redistribution.orders import other_orders
-from shardplan.movement.redistribution.problem import MOST_POOLED, Problem, pooled, problem
+from shardplan.movement.redistribution.problem import MOST_POOLED, Problem, pool_types, problem
 from shardplan.movement.redistribution.search import Objective, Path
-from shardplan.movement.redistribution.tiled import priced
+from shardplan.movement.redistribution.tiled import price_graph
 
 # Each search takes few: its first expansion finds every path of two steps.
 _EXPANSIONS = 10
@@ -21,7 +21,7 @@ _EXPANSIONS_COARSE = 60
 _MOST_POOLS = 4
 
 
-def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> Iterator[tuple[Op, ...]]:
+def fallback_candidates(p: Problem, objective: Objective, bound: int, best: Path | None) -> Iterator[tuple[Op, ...]]:
     """Yield op sequences cheaper than the best path of a problem, where one may be, each cheaper than the one before.
 
     A pool is followed by those around its best paths, and so is a graph of portable paths that lacks types; a search
@@ -33,7 +33,7 @@ def further(p: Problem, objective: Objective, bound: int, best: Path | None) -> 
     for _ in range(_MOST_POOLS):
         if pools is None or best is None:
             break
-        wider = pools.around(p.type(node) for node in best.nodes)
+        wider = pools.pool_around(p.type(node) for node in best.nodes)
         found = _cheaper(wider, objective, bound, least)
         if found is None:
             break
@@ -63,7 +63,7 @@ def _finest(p: Problem) -> Problem | None:
     marked = any((*t.layout.partial, *t.layout.root) for t in (p.source, p.target))
     if p.fine or marked or len(mesh.atoms) > MOST_POOLED:
         return None
-    return pooled(p.source, p.target, [mesh.span(a).atoms for a in mesh.axes])
+    return pool_types(p.source, p.target, [mesh.span(a).atoms for a in mesh.axes])
 
 
 def _cheaper(p: Problem, objective: Objective, bound: int, least: float, budget: int = _EXPANSIONS) -> Path | None:
@@ -73,11 +73,11 @@ def _cheaper(p: Problem, objective: Objective, bound: int, least: float, budget:
 
 
 def _ops(p: Problem, path: Path, bound: int, objective: Objective) -> tuple[Op, ...]:
-    return tuple(ops_of_path(p, path.nodes, objective.portable, priced(p, bound).graph))
+    return tuple(ops_of_path(p, path.nodes, objective.portable, price_graph(p, bound).graph))
 
 
 def _at_bound(p: Problem, path: Path, bound: int, objective: Objective) -> bool:
     """Say whether a path costs no more than the direct exchange of whatever group, none of whose senders is crowded."""
-    direct = priced(p, bound).graph.edges(path.nodes[0], np.array(path.nodes[-1:]), out=True)
+    direct = price_graph(p, bound).graph.edges(path.nodes[0], np.array(path.nodes[-1:]), out=True)
     least = direct.bytes[0] * objective.byte + direct.rounds[0] * objective.turn
     return bool(path.cost - (len(path.nodes) - 1) * objective.step <= least * (1 + 1e-9))

@@ -33,32 +33,32 @@ def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement 
     """
     if s.mesh != t.mesh or not (s.layout.partial or s.layout.root):
         return
-    mesh = _levelled(s, fabric, placement)
-    levelled = None if mesh is None else (_renamed(s, mesh), _renamed(t, mesh))
+    mesh = _split_by_level(s, fabric, placement)
+    levelled = None if mesh is None else (_on_mesh(s, mesh), _on_mesh(t, mesh))
     # Where the steps over all factors do not type on this shape, those over what axes have on a level together may.
     for apart in (True, False):
         found = reduction(s, t, fabric, apart)
-        ops = None if found is None else found.even(fabric.library.member_order)
+        ops = None if found is None else found.even_ops(fabric.library.member_order)
         if found is not None and ops is not None:
-            yield Candidate(tuple(ops), exact=found.whole and settled(s))
+            yield Candidate(tuple(ops), exact=found.whole and is_settled(s))
             return
         found = None if levelled is None else reduction(*levelled, fabric, apart)
         if found is None:
             continue
-        even = found.even()
+        even = found.even_ops()
         ops = found.flat() if even is None else even
         if ops is not None:
             there, back = Send(found.source.layout, found.source.mesh), Send(t.layout, t.mesh)
-            yield Candidate((there, *ops, back), exact=even is not None and found.whole and settled(s))
+            yield Candidate((there, *ops, back), exact=even is not None and found.whole and is_settled(s))
             return
 
 
-def settled(s: TensorType) -> bool:
+def is_settled(s: TensorType) -> bool:
     """Say whether no other plan is to be tried: every device has addends of its own, and none waits for a root's.
 
     Devices with equal addends may each reduce a part of them, and what lies at a root may be spread at any time.
     """
-    return len(set(s.mesh.expand(s.layout.used))) == len(s.mesh.atoms) and not s.layout.root
+    return len(set(s.mesh.expand(s.layout.used_axes))) == len(s.mesh.atoms) and not s.layout.root
 
 
 def with_levels(
@@ -101,7 +101,7 @@ def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, tuple[int, int, int]
     return found or None
 
 
-def _levelled(s: TensorType, fabric: Fabric, placement: Placement | None) -> Mesh | None:
+def _split_by_level(s: TensorType, fabric: Fabric, placement: Placement | None) -> Mesh | None:
     """The mesh of the same devices on which what a reduced axis has on a level is an axis."""
     mesh, digits = s.mesh, atom_digits(s, fabric)
     cut = set(mesh.expand((*s.layout.partial, *s.layout.root)))
@@ -125,7 +125,7 @@ def _levelled(s: TensorType, fabric: Fabric, placement: Placement | None) -> Mes
     return Mesh(axes, devices=mesh.devices)
 
 
-def _renamed(t: TensorType, mesh: Mesh) -> TensorType | None:
+def _on_mesh(t: TensorType, mesh: Mesh) -> TensorType | None:
     """The same type on another mesh in the same order, or None where its axes do not say it."""
     starts = {mesh.span(a).stride * mesh.span(a).size: mesh.span(a) for a in mesh.axes}
 

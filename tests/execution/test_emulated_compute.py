@@ -16,8 +16,8 @@ from execution.torch_launch import printed
 from shardplan.core.pattern import AtOnce, InTurn, Local, StepPattern, Work
 from shardplan.errors import BackendError
 from shardplan.execution.rank_rounds import RankKernel
-from shardplan.execution.torch import slept
-from shardplan.execution.torch.slept import DeviceClock, SleptStep, _sleep_kernel, total_kernel_seconds
+from shardplan.execution.torch import emulated_compute
+from shardplan.execution.torch.emulated_compute import DeviceClock, SleptStep, _sleep_kernel, total_kernel_seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.jobs.timing import COMPUTE
@@ -67,7 +67,7 @@ def test_a_clock_takes_work_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         def sleep(amount: float) -> None:
             now[0] += amount
 
-    monkeypatch.setattr(slept, "time", Time)
+    monkeypatch.setattr(emulated_compute, "time", Time)
     clock = DeviceClock()
     clock.give(0.5)
     clock.give(0.25)

@@ -78,7 +78,7 @@ class ShopTree:
         end, _, kind, stage, rank = first
         for each in sorted(able):
             if each is first or (each[4] == rank and each[1] < end):
-                yield self._after(node, rank, (each[3], each[2]), each[0])
+                yield self._append_pass(node, rank, (each[3], each[2]), each[0])
         left = sum(self.m - len(node.done[3 * s]) for s in self.stages[rank])
         if kind == F and len(self.stages[rank]) > 1 and node.held[rank] + left > self.shop.bounds[rank]:
             yield node._replace(barred=node.barred | {stage})
@@ -103,7 +103,7 @@ class ShopTree:
             source = done[3 * s + I]
         return max(node.free[rank], source[n]) if n < len(source) else None
 
-    def _after(self, node: ShopNode, rank: int, each: Pass, end: float) -> ShopNode:
+    def _append_pass(self, node: ShopNode, rank: int, each: Pass, end: float) -> ShopNode:
         s, kind = each
         k, done, free, held = 3 * s + kind, node.done, node.free, node.held
         return ShopNode(
@@ -127,7 +127,7 @@ class ShopTree:
                     found += [max(t, free[owners[to]]) for t in done[k][len(done[3 * to + k % 3]) :]]
         return tuple(found)
 
-    def bound(self, node: ShopNode) -> float:
+    def lower_bound(self, node: ShopNode) -> float:
         """Return a lower bound of the makespan behind a node."""
         return max(least for least, _ in self.ends(node))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.accounting import MANY_CHUNKS, account, bound_bytes
-from shardplan.core.messages import tabled
+from shardplan.core.messages import has_box_table
 from shardplan.core.ops import Exchange, Op, Send
 from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
@@ -25,14 +25,14 @@ from shardplan.movement.redistribution.choice import (
     Chosen,
     Contest,
     Rules,
-    booked,
+    account_of,
     keeping,
     programs,
     too_little,
 )
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
-from shardplan.movement.redistribution.reduced import reducing, settled, with_levels
+from shardplan.movement.redistribution.reducing_candidates import is_settled, reducing, with_levels
 from shardplan.movement.redistribution.search import Rates
 from shardplan.plans.pricing import Where, occupied_fabric
 
@@ -96,10 +96,10 @@ def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, k
     """Return what every limit chooses among: what a program needs does not depend on the limit."""
     free = best_program(s, t, where, None, portable, False, even)
     rules = replace(rules_of(s, t, where, portable, even), narrow=True, keep=keep)
-    found = itertools.chain(_ways(s, t, rules), offered(s, t, rules, free))
+    found = itertools.chain(_searched_candidates(s, t, rules), offered_candidates(s, t, rules, free))
     ways: list[Cuts] = []
     for program, _ in itertools.chain([(free.program, True)], programs(found, s, t, rules, set())):
-        books = booked(program)
+        books = account_of(program)
         if books.peak_bytes <= rules.bound:
             kept = keeping(program, ("0",)) if keep else program
             ways.append(Cuts.of(kept, account(kept) if keep else books))
@@ -125,27 +125,27 @@ def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) 
         contest.enter(programs(found, s, t, rules, seen))
 
     enter(_reductions(s, t, rules))
-    if contest.cheapest is None or not settled(s):
-        enter(_ways(s, t, rules))
+    if contest.cheapest is None or not is_settled(s):
+        enter(_searched_candidates(s, t, rules))
         if not (rules.portable or rules.fabric or (s.all_even and t.all_even)):
             # Of uneven types the search is no proof, and under other rules it finds other ways.
-            enter(_ways(s, t, replace(rules, portable=True)))
-    enter(offered(s, t, rules, contest.cheapest))
+            enter(_searched_candidates(s, t, replace(rules, portable=True)))
+    enter(offered_candidates(s, t, rules, contest.cheapest))
     return contest.winner
 
 
 def _reductions(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
     """Yield the reductions that are cut at the levels of the hardware."""
-    if rules.fabric is None or same(s, t) or tabled(s, t):
+    if rules.fabric is None or same(s, t) or has_box_table(s, t):
         return iter(())
     return reducing(s, t, rules.fabric, rules.placement)
 
 
-def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+def _searched_candidates(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
     """Yield the candidates that a search finds."""
     if same(s, t):
         return iter([Candidate((), exact=True)])
-    if tabled(s, t):  # no other op takes a table
+    if has_box_table(s, t):  # no other op takes a table
         return iter([Candidate((Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh),))])
     if s.mesh == t.mesh:
         return on_one_mesh(s, t, rules)
@@ -153,7 +153,7 @@ def _ways(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
     return crossings(s, t, first, later, rules.fabric)
 
 
-def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> Iterator[Candidate]:
+def offered_candidates(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> Iterator[Candidate]:
     """Yield the candidates with one op that its class offers (`Op.moves`).
 
     It comes first, or behind any step of the best program found; the way that is left behind it is searched.
@@ -171,7 +171,10 @@ def offered(s: TensorType, t: TensorType, rules: Rules, best: Chosen | None) -> 
                 (there,) = op.infer(here)
             except (TypingError, LayoutError):  # candidates are proposed without regard to whether they type
                 continue
-            yield from (Candidate((*ops[:k], op, *way.ops)) for way in _ways(there, t, replace(rules, keep=False)))
+            yield from (
+                Candidate((*ops[:k], op, *way.ops))
+                for way in _searched_candidates(there, t, replace(rules, keep=False))
+            )
 
 
 def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:

@@ -1,4 +1,4 @@
-"""`closed`: a program in which composites that are written out are one step again: the inverse of a decomposition.
+"""`close_composites`: composites that are written out become one step again: the inverse of a decomposition.
 
 Found are softmax, layer and RMS norm, GELU, SiLU and attention. What is compared are formulas, up to the order of sums
 and products, casts to wider floats and dims of size 1; a mean is a sum by the number of its elements. A mask is the
@@ -25,7 +25,7 @@ from shardplan.core.ops.layers import LayerNorm, RmsNorm, Softmax
 from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
@@ -55,7 +55,7 @@ class Formulas:
         """The value that one is, but for dims of size 1 and casts between floats."""
         while (step := self.made.get(name)) is not None:
             t, u = self.types[step.operands[0]] if step.operands else None, self.types[name]
-            thin = isinstance(step.op, Reshape) and t is not None and _squeezed(t) == _squeezed(u)
+            thin = isinstance(step.op, Reshape) and t is not None and _sizes_above_one(t) == _sizes_above_one(u)
             cast = isinstance(step.op, Cast) and t is not None and _wider(t, u) and self._exact(step.operands[0])
             if not thin and not cast:
                 break
@@ -100,15 +100,15 @@ class Formulas:
             case Call(function, arguments):
                 return Term(function, tuple(self._node(x, names) for x in arguments), value)
 
-    def opened(self, term: Term) -> Term:
+    def expand_term(self, term: Term) -> Term:
         """A term with what its value is."""
         return self.term(term.value) if term.kind == "value" else term
 
     def all_of(self, symbol: str, term: Term) -> list[Term]:
         """The terms of a sum or the factors of a product; a quotient by a root or by a number is a product."""
-        found = self.opened(term)
+        found = self.expand_term(term)
         if symbol == "*" and found.kind == "/":
-            by = self.opened(found.parts[1])
+            by = self.expand_term(found.parts[1])
             if by.kind == "sqrt":
                 return [*self.all_of("*", found.parts[0]), Term("rsqrt", by.parts)]
             if by.kind == "number" and by.number:
@@ -120,8 +120,8 @@ class Formulas:
     def split(self, symbol: str, term: Term) -> tuple[float, list[Term]]:
         """The numbers of a sum or of a product, together, and the others."""
         parts = self.all_of(symbol, term)
-        numbers = [x.number for x in map(self.opened, parts) if x.kind == "number"]
-        rest = [x for x in parts if self.opened(x).kind != "number"]
+        numbers = [x.number for x in map(self.expand_term, parts) if x.kind == "number"]
+        rest = [x for x in parts if self.expand_term(x).kind != "number"]
         return (math.prod(numbers) if symbol == "*" else math.fsum(numbers)), rest
 
     # What the composites are made of; each gives the name of the value that it is made from, or none.
@@ -129,51 +129,51 @@ class Formulas:
     def square(self, term: Term) -> Term | None:
         """Of what it is the square."""
         number, parts = self.split("*", term)
-        return parts[0] if number == 1 and len(parts) == 2 and self.same(*parts) else None
+        return parts[0] if number == 1 and len(parts) == 2 and self.is_same(*parts) else None
 
     def mean(self, term: Term) -> Term | None:
         """Of what it is the mean over the last dim."""
         number, parts = self.split("*", term)
         if len(parts) != 1:
             return None
-        found = self.opened(parts[0])
+        found = self.expand_term(parts[0])
         whole = found.kind == "mean" and number == 1
         counted = found.kind == "sum" and stands_for(number * found.number, 1.0, self.types[found.value].dtype)
         return found.parts[0] if whole or counted else None
 
-    def unstopped(self, term: Term) -> Term:
+    def strip_stops(self, term: Term) -> Term:
         """A term, of a value through which no gradient goes that value."""
         step = self.made.get(term.value) if term.kind == "value" else None
         whole = step is not None and step.stopped == (0,) and step.op == Elementwise("a")
         return Term("value", value=self.source(step.operands[0])) if step is not None and whole else term
 
-    def less(self, term: Term) -> tuple[Term, Term] | None:
+    def difference_sides(self, term: Term) -> tuple[Term, Term] | None:
         """The two sides of a difference."""
-        found = self.opened(term)
+        found = self.expand_term(term)
         return (found.parts[0], found.parts[1]) if found.kind == "-" else None
 
-    def same(self, x: Term, y: Term) -> bool:
+    def is_same(self, x: Term, y: Term) -> bool:
         """Whether two terms are one value, or one formula of one."""
         if x == y or (x.value and x.value == y.value):
             return True
-        a, b = self.opened(x), self.opened(y)
+        a, b = self.expand_term(x), self.expand_term(y)
         return (
             a.kind == b.kind != "value"
             and (a.kind != "number" or a.number == b.number)
             and len(a.parts) == len(b.parts)
             and (bool(a.parts) or a.kind == "number")
-            and all(self.same(p, q) for p, q in zip(a.parts, b.parts, strict=True))
+            and all(self.is_same(p, q) for p, q in zip(a.parts, b.parts, strict=True))
         )
 
-    def centred(self, term: Term) -> Term | None:
+    def centred_source(self, term: Term) -> Term | None:
         """Of what it is the difference from its mean."""
-        sides = self.less(term)
+        sides = self.difference_sides(term)
         of = self.mean(sides[1]) if sides else None
-        return sides[0] if sides and of is not None and self.same(sides[0], of) else None
+        return sides[0] if sides and of is not None and self.is_same(sides[0], of) else None
 
-    def normed(self, term: Term) -> tuple[Term, float] | None:
+    def norm_source(self, term: Term) -> tuple[Term, float] | None:
         """Of an inverse root of a mean square with something added: the value, and what is added."""
-        found = self.opened(term)
+        found = self.expand_term(term)
         if found.kind != "rsqrt":
             return None
         eps, parts = self.split("+", found.parts[0])
@@ -201,7 +201,7 @@ class Formulas:
                 if needed & {*step.results}:
                     steps.append(step)
                     needed |= {*step.operands}
-            self.masks[key] = run_program(Program((), steps[::-1], (name,)), ())[0][0]
+            self.masks[key] = run_reference(Program((), steps[::-1], (name,)), ())[0][0]
         return self.masks[key]
 
 
@@ -213,12 +213,12 @@ def _softmax(f: Formulas, name: str, t: TensorType) -> Found | None:
     found = f.term(name)
     if found.kind != "/":
         return None
-    above, below = (f.opened(p) for p in found.parts)
-    if below.kind != "sum" or above.kind != "exp" or not f.same(below.parts[0], found.parts[0]):
+    above, below = (f.expand_term(p) for p in found.parts)
+    if below.kind != "sum" or above.kind != "exp" or not f.is_same(below.parts[0], found.parts[0]):
         return None
-    sides = f.less(above.parts[0])
-    top = f.opened(f.unstopped(sides[1])) if sides else None  # the gradient is the same with it or without
-    if not sides or top is None or top.kind != "max" or not f.same(top.parts[0], sides[0]):
+    sides = f.difference_sides(above.parts[0])
+    top = f.expand_term(f.strip_stops(sides[1])) if sides else None  # the gradient is the same with it or without
+    if not sides or top is None or top.kind != "max" or not f.is_same(top.parts[0], sides[0]):
         return None
     return Softmax(t.ndim - 1), [sides[0].value]
 
@@ -232,8 +232,8 @@ def _layer_norm(f: Formulas, name: str, t: TensorType) -> Found | None:
             continue
         number, parts = f.split("*", product)
         for x, root, gain in itertools.permutations(parts) if number == 1 and len(parts) == 3 else ():
-            of, normed = f.centred(x), f.normed(root)
-            if of is not None and normed and f.same(normed[0], x) and f.types[gain.value].shape == t.shape[-1:]:
+            of, normed = f.centred_source(x), f.norm_source(root)
+            if of is not None and normed and f.is_same(normed[0], x) and f.types[gain.value].shape == t.shape[-1:]:
                 return LayerNorm(normed[1]), [of.value, gain.value, bias.value]
     return None
 
@@ -241,8 +241,8 @@ def _layer_norm(f: Formulas, name: str, t: TensorType) -> Found | None:
 def _rms_norm(f: Formulas, name: str, t: TensorType) -> Found | None:
     number, parts = f.split("*", f.term(name))
     for x, root, gain in itertools.permutations(parts) if number == 1 and len(parts) == 3 else ():
-        normed = f.normed(root) if gain.value and x.value else None
-        if normed and f.same(normed[0], x) and f.types[gain.value].shape == t.shape[-1:]:
+        normed = f.norm_source(root) if gain.value and x.value else None
+        if normed and f.is_same(normed[0], x) and f.types[gain.value].shape == t.shape[-1:]:
             return RmsNorm(normed[1]), [x.value, gain.value]
     return None
 
@@ -251,15 +251,15 @@ def _gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
     number, parts = f.split("*", f.term(name))
     for x, other in itertools.permutations(parts) if number == 0.5 and len(parts) == 2 else ():
         one, inner = f.split("+", other)
-        bent = f.opened(inner[0]) if one == 1 and len(inner) == 1 else None
+        bent = f.expand_term(inner[0]) if one == 1 and len(inner) == 1 else None
         if bent is None or bent.kind != "tanh":
             continue
         root, product = f.split("*", bent.parts[0])
-        added = f.opened(product[0]) if len(product) == 1 else bent
+        added = f.expand_term(product[0]) if len(product) == 1 else bent
         for y, cube in itertools.permutations(added.parts) if added.kind == "+" else ():
             c, three = f.split("*", cube)
             close = stands_for(c, CUBIC, t.dtype) and stands_for(root, math.sqrt(2 / math.pi), t.dtype)
-            if close and f.same(x, y) and len(three) == 3 and all(f.same(x, z) for z in three):
+            if close and f.is_same(x, y) and len(three) == 3 and all(f.is_same(x, z) for z in three):
                 return Elementwise("gelu(a)"), [x.value]
     return None
 
@@ -267,15 +267,15 @@ def _gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
 def _exact_gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
     number, parts = f.split("*", f.term(name))
     for x, other in itertools.permutations(parts) if number == 0.5 and len(parts) == 2 else ():
-        sides = f.less(other)  # 1 - erf(-x), which is the complement of erf, is 1 + erf(x)
+        sides = f.difference_sides(other)  # 1 - erf(-x), which is the complement of erf, is 1 + erf(x)
         one, inner = f.split("+", other if sides is None else sides[0])
         rest = inner if sides is None else [*inner, sides[1]]
-        bent = f.opened(rest[0]) if one == 1 and len(rest) == 1 else None
+        bent = f.expand_term(rest[0]) if one == 1 and len(rest) == 1 else None
         if bent is None or bent.kind != "erf" or not x.value:
             continue
         scale, of = f.split("*", bent.parts[0])
         close = stands_for(scale, math.sqrt(0.5) * (1 if sides is None else -1), t.dtype)
-        if close and len(of) == 1 and f.same(of[0], x):
+        if close and len(of) == 1 and f.is_same(of[0], x):
             return Elementwise(GELU_EXACT), [x.value]
     return None
 
@@ -283,8 +283,8 @@ def _exact_gelu(f: Formulas, name: str, t: TensorType) -> Found | None:
 def _silu(f: Formulas, name: str, t: TensorType) -> Found | None:
     number, parts = f.split("*", f.term(name))
     for x, other in itertools.permutations(parts) if number == 1 and len(parts) == 2 else ():
-        gate = f.opened(other)
-        if gate.kind == "sigmoid" and x.value and f.same(gate.parts[0], x):
+        gate = f.expand_term(other)
+        if gate.kind == "sigmoid" and x.value and f.is_same(gate.parts[0], x):
             return Elementwise("silu(a)"), [x.value]
     return None
 
@@ -302,7 +302,7 @@ def composite(f: Formulas, name: str) -> Found | None:
     return None
 
 
-def closed(program: Program, rule: Rule) -> Program:
+def close_composites(program: Program, rule: Rule) -> Program:
     """Return the program with composites as one step each; `rule` may write a step in another way, too."""
     f = Formulas(program)
     draft, names = Draft(dict(program.inputs)), {n: n for n, _ in program.inputs}
@@ -323,7 +323,7 @@ def closed(program: Program, rule: Rule) -> Program:
             names[step.results[0]] = own
             continue
         op, operands = _through(step.op, [names[o] for o in step.operands], turned)
-        names |= zip(step.results, draft.every(op, *operands, stopped=step.stopped), strict=True)
+        names |= zip(step.results, draft.write_step(op, *operands, stopped=step.stopped), strict=True)
     outputs = [names[o] for o in program.outputs]
     return Program(program.inputs, [draft.steps[k] for k in draft.live(outputs)], outputs)
 
@@ -355,5 +355,5 @@ def _wider(t: TensorType, u: TensorType) -> bool:
     return t.itemsize <= u.itemsize and all(numpy_dtype(x.dtype).kind in "fV" for x in (t, u))
 
 
-def _squeezed(t: TensorType) -> tuple[int, ...]:
+def _sizes_above_one(t: TensorType) -> tuple[int, ...]:
     return tuple(n for n in t.shape if n > 1)

@@ -25,7 +25,7 @@ class RoundMessages(NamedTuple):
     amount: Ints  # elements, or bytes
 
     @staticmethod
-    def merged(parts: list[RoundMessages]) -> RoundMessages:
+    def merge_parts(parts: list[RoundMessages]) -> RoundMessages:
         """Return what several of them are together, in order of senders, then receivers."""
         sender, receiver, amount = (np.concatenate(x) for x in zip(*parts, strict=True))
         width = 1 + int(receiver.max(initial=0))
@@ -79,7 +79,7 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
             amount = put.source.elements()
             there = np.flatnonzero(amount)
             messages.append(RoundMessages(ids[there], put.peer[there], amount[there]))
-        together = RoundMessages.merged(messages) if messages else None
+        together = RoundMessages.merge_parts(messages) if messages else None
         if together is not None:
             turns.append(together)
         # A message of several parts is packed, wherever they lie.

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
 from shardplan.hardware.level import Level
-from shardplan.hardware.prices.apart import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric, Flows, Load
+from shardplan.hardware.prices.group_loads import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import shardplan as sp
 from shardplan.cli import app
 from shardplan.hardware.level import Level
-from shardplan.movement.better import GAIN
+from shardplan.movement.better_placement import GAIN
 from shardplan.plans.pricing import occupied_units
 
 PRESETS = ("dgx-h100", "dgx-a100", "gcp-v100x8")
@@ -203,7 +203,7 @@ def test_a_batch_is_placed_by_its_largest_tensor() -> None:
 
 
 def test_it_is_worked_out_once_and_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    import shardplan.movement.better as module
+    import shardplan.movement.better_placement as module
 
     asked: list[int] = []
     inner = module.better_plan

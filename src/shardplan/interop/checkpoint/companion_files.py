@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ParseError, line, optional
-from shardplan.interop.checkpoint.asked import CONFIG, AskedConfig
+from shardplan.interop.checkpoint.conversion_sides import CONFIG, AskedConfig
 from shardplan.interop.checkpoint.manifest import MANIFEST
 from shardplan.interop.checkpoint.sources import TRACKER
 from shardplan.plans.plan_file import write_atomic
