@@ -38,28 +38,28 @@ class Part:
     [[[0, 1]], [[1, 3]]]
     """
 
-    whole: TensorType
+    whole_type: TensorType
     positions: Positions
 
     @property
     def dtype(self) -> str:
         """The element type."""
-        return self.whole.dtype
+        return self.whole_type.dtype
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the whole."""
-        return self.whole.mesh
+        return self.whole_type.mesh
 
     @property
     def layout(self) -> Layout:
         """The layout of the whole."""
-        return self.whole.layout
+        return self.whole_type.layout
 
     @property
     def atoms(self) -> tuple[tuple[int, ...], ...]:
         """The prime sub-axes of every dim of the whole."""
-        return self.whole.atoms
+        return self.whole_type.atoms
 
     def boxes(self) -> NDArray[np.int64]:
         """Return the boxes of all devices among the positions, int64 [devices, ndim, 2]."""
@@ -67,7 +67,7 @@ class Part:
 
     @cached_property
     def _boxes(self) -> NDArray[np.int64]:
-        whole = self.whole.boxes()
+        whole = self.whole_type.boxes()
         out = np.empty_like(whole)
         for d, positions in enumerate(self.positions):
             out[:, d] = np.searchsorted(positions, whole[:, d])
