@@ -41,7 +41,7 @@ from benchmarks.peers.shardy import TESTS
 import shardplan as sp
 from benchmarks import suites
 from shardplan.plans.certificate import Certificate
-from shardplan.plans.pricing import fabric_of, priced
+from shardplan.plans.pricing import fabric_of, price_program
 
 OURS = ("default", "portable")
 XLA = "xla"
@@ -164,7 +164,7 @@ def our_row(s: sp.TensorType, t: sp.TensorType, problem: Problem) -> Row:
         _agree(plan.certificate, problem)
     least, bound = lower_bound(problem), memory_bound(problem)
     fabric = fabric_of(sp.Topology.parse(TWO_NODES.format(half=s.mesh.size // 2)), (s.mesh,))
-    slow = {name: priced(plan.program, fabric).level_bytes[0] / s.nbytes for name, plan in plans.items()}
+    slow = {name: price_program(plan.program, fabric).level_bytes[0] / s.nbytes for name, plan in plans.items()}
     return Row(told(s, t), problem, least, bound, {k: facts(p) for k, p in plans.items()}, slow)
 
 

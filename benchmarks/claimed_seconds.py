@@ -40,7 +40,7 @@ from shardplan.core.mesh import primes
 from shardplan.core.ops import Exchange, Send
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.plans.pricing import fabric_of, priced
+from shardplan.plans.pricing import fabric_of, price_program
 
 RELATIVE = 1e-9  # up to which two prices are called equal
 SUITES = {"U": 3, "P": 2, "S": 2, "N": 3, "V": 3, "L": 1, "M": 10, "B": 4}
@@ -211,7 +211,7 @@ def ordered(rng: random.Random, mesh: sp.Mesh) -> tuple[sp.Mesh, dict[str, tuple
     made = mesh
     for axis, n in mesh.shape.items():
         if len(found := primes(n)) > 1:
-            made = made.ordered(axis, *rng.sample(found, len(found)))
+            made = made.reorder_factors(axis, *rng.sample(found, len(found)))
     return made, {a: (a,) for a in mesh.axes}
 
 
@@ -236,7 +236,7 @@ def direct_seconds(
         return None
     op = (Exchange(t.layout) if s.mesh == t.mesh else Send(t.layout, t.mesh)).nearest(near)
     program = Program({"0": s}, [Step(op, ("0",), ("1",))], ("1",))
-    return priced(program, fabric_of(where, program.meshes)).seconds
+    return price_program(program, fabric_of(where, program.meshes)).seconds
 
 
 def spelled(seed: int, count: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def by(found: Sequence[Predicted], key: Callable[[Predicted], Sequence[str]]) ->
     """The errors by a key, on one and on several nodes, held out beside fitted."""
     parts: dict[tuple[str, ...], list[Predicted]] = defaultdict(list)
     for one in found:
-        parts[(*key(one), one.sample.where, "held out" if one.sample.held_out else "fitted")].append(one)
+        parts[(*key(one), one.sample.node_scope, "held out" if one.sample.held_out else "fitted")].append(one)
     return [{"of": ", ".join(part), **judged(parts[part])} for part in sorted(parts)]
 
 
@@ -94,7 +94,7 @@ def targets(judging: Sequence[Predicted], every: Sequence[Predicted]) -> list[di
                 one
                 for one in found
                 if one.sample.op in GATED
-                and one.sample.where == target.where
+                and one.sample.node_scope == target.where
                 and size_class(one.sample.nbytes) == target.size
             ]
             if part:

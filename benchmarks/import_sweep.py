@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from benchmarks.common import ROOT, arguments, record, table, write
 
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import ShardplanError, line
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -123,7 +123,7 @@ def differs(model: Model, source: Source) -> str:
     values = model.pack({n: x for n, x in source.held.items() if n in files}) | dict(model.constants)
     given = {"".join(c if c.isalnum() or c in "_." else "" for c in n): x for n, x in source.held.items()}
     with np.errstate(all="ignore"):
-        found = run_program(model.program, [[{**given, **values}[n]] for n, _ in model.program.inputs])
+        found = run_reference(model.program, [[{**given, **values}[n]] for n, _ in model.program.inputs])
     if len(found) != len(source.wanted):
         return f"{len(found)} results, not {len(source.wanted)}"
     for (mine,), x in zip(found, source.wanted, strict=True):

@@ -22,10 +22,10 @@ import numpy as np
 from benchmarks.common import ROOT, arguments, record, spread, table, write
 from tests.canonical.form import canonical
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import optional
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -61,7 +61,7 @@ def flops(program: Program) -> float:
     """Of all steps, bodies as often as they run."""
     found = 0.0
     for step in program.steps:
-        body, op = nested(step.op), computing(step.op)
+        body, op = as_nested(step.op), computing(step.op)
         found += body.times * flops(body.body) if body else op.flops(*program.step_types(step)[0]) if op else 0.0
     return found
 
@@ -69,7 +69,7 @@ def flops(program: Program) -> float:
 def contractions(program: Program) -> Iterator[tuple[int, str]]:
     """The products of a program with how often they run."""
     for step in program.steps:
-        if (inner := nested(step.op)) is not None:
+        if (inner := as_nested(step.op)) is not None:
             yield from ((inner.times * n, said) for n, said in contractions(inner.body))
         elif step.op.name == "einsum":
             yield 1, f"{step.op} {[program.types[o].shape for o in step.operands]}"
@@ -128,9 +128,9 @@ def facts(model: Model, held: dict[str, np.ndarray], wanted: np.ndarray) -> dict
     files = {name for p in model.parameters.values() for _, name in p.names()}
     values = model.pack({n: x for n, x in held.items() if n in files}) | {"ids": held["ids"]} | dict(model.constants)
     values = form.values(values)
-    ((found,),) = run_program(form.program, [[values[n]] for n, _ in form.program.inputs])
+    ((found,),) = run_reference(form.program, [[values[n]] for n, _ in form.program.inputs])
     return {
-        "repeats": [op.times for s in model.program.steps if (op := nested(s.op))],
+        "repeats": [op.times for s in model.program.steps if (op := as_nested(s.op))],
         "parameters": model.parameter_count,
         "flops": flops(model.program),
         "products": [*contractions(form.program)],

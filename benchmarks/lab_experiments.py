@@ -26,7 +26,7 @@ from shardplan.execution.lab import missing
 from shardplan.execution.lab.results import Done, Sweep
 from shardplan.execution.lab.scores import MODELS, Summary
 from shardplan.execution.lab.standard import SEED, STANDARD
-from shardplan.execution.lab.sweep import MOST_LATE, estimate, sweep
+from shardplan.execution.lab.sweep import MOST_LATE, estimate, measure_experiments
 from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios, validate
 
 
@@ -125,7 +125,7 @@ def main() -> None:
             last[0] = time.monotonic()
             print(f"  {done / total:.0%}, about {(total - done) / 60:.0f} minutes left; {what}", file=sys.stderr)
 
-    found = sweep(
+    found = measure_experiments(
         chosen,
         repetitions=options.repetitions,
         before=before,

@@ -37,7 +37,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible, TimedOut
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Measurement, Task, missing
-from shardplan.execution.lab.experiments import emulated
+from shardplan.execution.lab.experiments import emulated_topology
 from shardplan.execution.lab.item import WrongResult
 from shardplan.hardware.placement import Placement, placements
 from shardplan.interop.hlo import hlo_script, parse_hlo
@@ -119,7 +119,7 @@ def problems(suite: str, count: int, seed: int) -> list[tuple[TensorType, Tensor
 
 def in_order(s: TensorType, cluster: Cluster) -> Placement:
     """The placement in which device k is rank k."""
-    for found in placements(s.mesh, emulated(cluster.topology)):
+    for found in placements(s.mesh, emulated_topology(cluster.topology)):
         if np.array_equal(found.position(), np.arange(s.mesh.size)):
             return found
     raise AssertionError(f"no placement of {s.mesh} has its devices in order")

@@ -19,7 +19,7 @@ from benchmarks.common import arguments, record, table, write
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.execution.lab import Cluster, Lab, Task, missing
-from shardplan.execution.lab.experiments import emulated
+from shardplan.execution.lab.experiments import emulated_topology
 from shardplan.movement.redistribute import redistribute
 from shardplan.plans.plan import Plan
 
@@ -49,7 +49,7 @@ def main() -> None:
     if lacking := missing():
         raise SystemExit(lacking)
     cluster = Cluster.of(SIZES, RATES)
-    topology = emulated(cluster.topology)
+    topology = emulated_topology(cluster.topology)
     plans: dict[str, list[Plan]] = {}
     for name, axes in TARGETS.items():
         sources, targets = stages(given.count, given.mib, axes)

@@ -29,7 +29,7 @@ from benchmarks.common import arguments, record, table, write
 from shardplan.errors import ShardplanError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab import Cluster, Lab, missing
-from shardplan.execution.lab.experiments import emulated
+from shardplan.execution.lab.experiments import emulated_topology
 from shardplan.execution.lab.steps import StepMeasurement, measure_steps
 from shardplan.hardware.level import DeviceSpec
 from shardplan.hardware.topology import Topology
@@ -212,7 +212,7 @@ def main() -> None:
     if lacking := missing():
         raise SystemExit(lacking)
     cluster = replace(Cluster.of(SIZES, RATES), bucket=BUCKET)
-    topology = replace(emulated(cluster.topology), device=DEVICE)
+    topology = replace(emulated_topology(cluster.topology), device=DEVICE)
     chosen, tally = drawn(given.count, topology)
     guesses = [predicted(one.job, topology) for one in chosen]
     print(f"{tally}; predicted: {sum(g.seconds for g in guesses):.1f} s a round", flush=True)

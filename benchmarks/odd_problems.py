@@ -112,7 +112,9 @@ def _moved(ends: suites.Ends, ids: list[int], rng: random.Random) -> suites.Ends
         if len(found) > 1 and plain and how < 0.6:
             p = rng.choice(found)
             parts = {"outer": p, "inner": n // p}
-            mesh = mesh.split(axis, **parts) if how < 0.3 else mesh.ordered(axis, *rng.sample(found, len(found)))
+            mesh = (
+                mesh.split(axis, **parts) if how < 0.3 else mesh.reorder_factors(axis, *rng.sample(found, len(found)))
+            )
     layout = Layout(ends.layout.dims, ends.layout.partial, ends.layout.reduction, ends.layout.root)
     return sp.TensorType(ends.dtype, ends.shape, layout, mesh)
 

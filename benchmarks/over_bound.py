@@ -22,7 +22,7 @@ from benchmarks.common import Progress, arguments, geomean, record, spread, tabl
 import shardplan as sp
 from benchmarks import suites
 from shardplan.errors import LayoutError
-from shardplan.plans.pricing import fabric_of, priced, seconds_bound
+from shardplan.plans.pricing import fabric_of, price_program, seconds_bound
 
 MESHES: tuple[tuple[int, ...], ...] = (
     (4,), (8,), (16,), (32,), (64,), (2, 4), (4, 2), (2, 8), (4, 4), (4, 8), (8, 4), (8, 8), (2, 2, 8), (2, 4, 4),
@@ -120,7 +120,10 @@ def row_of(s: Any, t: Any, topology: sp.Topology) -> dict[str, Any]:
     plan, planning = timed(lambda: sp.redistribute(s, t, topology=topology))
     c = plan.certificate
     fabric = fabric_of(c.where, plan.program.meshes)  # pyright: ignore[reportArgumentType]
-    found, bound = priced(plan.program, fabric), seconds_bound(c.sources, c.destinations, fabric, plan.program.meshes)
+    found, bound = (
+        price_program(plan.program, fabric),
+        seconds_bound(c.sources, c.destinations, fabric, plan.program.meshes),
+    )
     row: dict[str, Any] = {"ratio": None, "bytes": None, "rounds": None}
     if bound.seconds > 0:
         row["ratio"] = c.seconds / c.lower_bound_seconds

@@ -30,7 +30,7 @@ from benchmarks.odd_problems import planned
 import shardplan as sp
 from benchmarks import odd_problems, suites
 from shardplan.core.accounting import MANY_CHUNKS
-from shardplan.core.messages import tabled
+from shardplan.core.messages import has_box_table
 from shardplan.core.program import Program
 from shardplan.core.tensor import same
 
@@ -199,7 +199,7 @@ def one(s: suites.Ends, t: suites.Ends, keywords: dict[str, Any], runs: bool, ta
     tally.plans += 1
     status = plan.certificate.status
     tally.statuses[status] = tally.statuses.get(status, 0) + 1
-    targets = [*listed(t), *(plan.program.types[name] for name in plan.certificate.kept)]
+    targets = [*listed(t), *(plan.program.types[name] for name in plan.certificate.kept_inputs)]
     hold(plan, targets)
     if runs:
         boxed = any(x.layout.boxes for x in (*listed(s), *targets))
@@ -266,7 +266,7 @@ def hold(plan: sp.Plan, targets: Sequence[sp.TensorType]) -> None:
     except sp.CertificateError as error:
         raise Fault("certificate", str(error)) from None
     for found, asked in zip(plan.program.output_types, targets, strict=True):
-        if tabled(found, asked):
+        if has_box_table(found, asked):
             if not same(found, asked):
                 raise Fault("wrong", f"ends in {found}, asked was {asked}")
             continue

@@ -91,7 +91,7 @@ def rows(count: int) -> list[dict[str, Any]]:
     """All moves, in this process, which has eight devices."""
     import jax
 
-    from shardplan.interop.jax import outside, reshard
+    from shardplan.interop.jax import eager_move, reshard
 
     again = jax.jit(lambda x: x + 0)
     out: list[dict[str, Any]] = []
@@ -101,8 +101,8 @@ def rows(count: int) -> list[dict[str, Any]]:
         if size > SIZES[0] and kind == "limit":
             continue  # a plan, as without the limit
         values = np.arange(size * size, dtype=np.float32).reshape(size, size)
-        outside.LEAVES_TO_HOST = handed
-        outside._choose_way.cache_clear()
+        eager_move.LEAVES_TO_HOST = handed
+        eager_move._choose_way.cache_clear()
         for name, (source, end) in moves().items():
             held = jax.device_put(values, source)
             runs = {

@@ -71,7 +71,7 @@ def compared(program: Any) -> str:
     for step in program.steps:
         operands, results = program.step_types(step)
         says.update(moved_bytes(step.op, *operands))
-        plain.update(dict(zip(results[0].mesh.devices, map(int, step.op.received(*operands)), strict=True)))
+        plain.update(dict(zip(results[0].mesh.devices, map(int, step.op.received_bytes(*operands)), strict=True)))
         narrow |= hasattr(step.op, "reduction") and any(t.itemsize < 4 for t in operands)
     if all(got[d] == says[d] for d in program.devices):
         if all(says[d] == plain[d] for d in program.devices):

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import arguments, record, table, write
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import GENERATORS, Shop, Times, in_flight, listed, replay, schedule, solve
+from shardplan.strategy.schedules import GENERATORS, Shop, Times, in_flight, list_schedule, replay, schedule, solve
 
 TIMES = ((1, 1, 1), (2, 3, 1), (3, 2, 2))  # F, I and W of a stage
 RANKS, NODES, WORK = 4, 250_000, 15
@@ -80,7 +80,7 @@ def rows(most: int) -> Iterator[dict[str, Any]]:
     """One row a shop."""
     for shop, made in shops(most).items():
         started = process_time()
-        by_list = listed(shop)
+        by_list = list_schedule(shop)
         quick = int(max(shop.ends(shop.orders(by_list))))
         quick_seconds, started = process_time() - started, process_time()
         ours = solve(shop, NODES, by_list)

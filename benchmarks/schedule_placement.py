@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.common import arguments, record, table, write
 
-from shardplan.strategy.schedules import Action, Schedule, Times, placed, replay
+from shardplan.strategy.schedules import Action, Schedule, Times, place_messages, replay
 from strategy.schedules.torch_tables import written
 
 CASES = {  # chunks, ranks, microbatches
@@ -98,7 +98,7 @@ def lists(name: str, chunks: int, ranks: int, microbatches: int) -> dict[str, Sc
             Schedule.from_csv(written(name, ranks, microbatches, chunks, Path(folder), defer=defer)[1])
             for defer in (False, True)
         )
-    return {"torch": default, "torch, defer_pp_recv": cure, "placed": placed(default, COST, MESSAGE)}
+    return {"torch": default, "torch, defer_pp_recv": cure, "placed": place_messages(default, COST, MESSAGE)}
 
 
 def main() -> None:

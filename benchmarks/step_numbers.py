@@ -24,7 +24,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     },
     stages: {
         "_RECIPES": ("bytes of parameter, gradient and state by precision", "counted: software's documentation"),
-        "_GRADIENTS": ("bytes of a gradient by dtype", "definition"),
+        "_SIZES": ("bytes of a gradient by dtype", "definition"),
         "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
     },

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardplan import Job, Layouts, Model, Strategy, partition
 from shardplan.core.op import Op
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import program_leaves
 from shardplan.hardware.prices.cost import seconds
@@ -60,7 +60,7 @@ def filled(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
 
 def stepped(model: Model, given: dict[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
     """The loss, and the parameters after a step, by the reference on one device."""
-    found = run_program(model.program, [[given[name]] for name, _ in model.program.inputs])
+    found = run_reference(model.program, [[given[name]] for name, _ in model.program.inputs])
     out = {name: shards[0] for name, shards in zip(model.program.outputs, found, strict=True)}
     return float(out["loss"]), {name: out[new] for name, new in model.replaced.items()}
 
@@ -87,7 +87,7 @@ def total(ops: Iterable[tuple[int, Op, Sequence[TensorType]]]) -> Moved:
     """Add up ops: how often, the op, its operands."""
     received, spent, counts = 0, 0.0, Counter[str]()
     for times, op, types in ops:
-        if got := int(op.received(*types).max(initial=0)):
+        if got := int(op.received_bytes(*types).max(initial=0)):
             received += times * got
             spent += times * seconds(op.pattern(*types), fabric(types[0]))
             counts[SHORT.get(op.name, op.name)] += times

@@ -162,7 +162,7 @@ def collectives(repeats: int, world: int) -> None:
     import torch.distributed as dist
 
     import shardplan as sp
-    from shardplan.core.reference import run_program
+    from shardplan.core.reference import run_reference
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -172,7 +172,7 @@ def collectives(repeats: int, world: int) -> None:
         (t,) = program.input_types
         whole = np.arange(np.prod(t.shape), dtype=np.float32).reshape(t.shape) % 1000  # whose sums are exact
         shards = sp.distribute(whole, t)
-        (wanted,) = run_program(program, [shards])
+        (wanted,) = run_reference(program, [shards])
         mine, want = torch.from_numpy(shards[_rank()].copy()), torch.from_numpy(wanted[_rank()])
         ways = {
             "composed": lambda p=program, x=mine: _direct(p, x),

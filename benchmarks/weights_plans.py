@@ -8,12 +8,12 @@ are spread as evenly as they can. Prices are those of shipped topologies: of the
 devices a rack, DGX H100); trainer and generator lie in racks of their own.
 
 `floor`: bytes received over what receivers need, 1 where nothing travels twice (what is passed on inside a node is
-counted there). `seconds` over `bound`: direct, and with receivers fed once a node where that is cheaper (`relay=None`).
-`regions over least`: strided regions of a rank over the least there can be, one for each pair of families, ranks and
-named parameters between which anything goes; the most of all ranks that were asked (the first, middle and last of
-either side). `planning` is processor seconds of the whole job, `regions` those of one rank, medians of `count` runs.
-`executed`: the same system on a model of small shapes, moved by the reference and compared, byte for byte, with slow
-converters.
+counted there). `seconds` over `bound`: direct, and with receivers fed once a node where that is cheaper
+(`relay=None`). `regions over least`: strided regions of a rank over the least there can be, one for each pair of
+families, ranks and named parameters between which anything goes; the most of all ranks that were asked (the first,
+middle and last of either side). `planning` is processor seconds of the whole job, `regions` those of one rank, medians
+of `count` runs. `executed`: the same system on a model of small shapes, moved by the reference and compared, byte for
+byte, with slow converters.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def planned(name: str, kind: str, config: dict[str, Any], a: Any, b: Any, node: 
     sent = [n for n in best.sent_bytes if n]
     return {
         "system": name, "model": kind, "devices": f"{devices} -> {len(target.devices)}", "GB": needed / 1e9,
-        "floor": got / needed, "direct s": direct.seconds, "seconds": best.seconds, "bound": best.bound,
-        "over": best.seconds / best.bound, "fed once": bool(best.relays),
+        "floor": got / needed, "direct s": direct.seconds, "seconds": best.seconds, "bound": best.bound_seconds,
+        "over": best.seconds / best.bound_seconds, "fed once": bool(best.relays),
         "largest sender over mean": max(sent) * len(sent) / sum(sent),
         "planning s": median(lambda: sp.refit(*sides(kind, config, a, b, first)), count),
         "regions s": median(lambda: direct.regions(first), count), "regions": len(direct.regions(first)),

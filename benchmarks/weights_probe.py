@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.common import arguments, record, table, write
 
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.derive import LoaderTrial, derived
+from shardplan.movement.weights.derive import LoaderTrial, derive_table
 from shardplan.movement.weights.probe import probe
 from shardplan.movement.weights.table import WeightTable, shipped_tables
 from shardplan.movement.weights.weights import Weights, make_weights
@@ -115,7 +115,7 @@ def derivation(name: str, trials: list[LoaderTrial], unseen: LoaderTrial, sizes:
     """What is derived from trials beside a shipped table, as columns of a row: probed where no trial was."""
     head: dict[str, Any] = {"derived": True}
     try:
-        found = derived(trials, name)
+        found = derive_table(trials, name)
         target = make_weights(found, sizes, dict(unseen.mesh), None, "f32")
     except (LayoutError, ImportError, ValueError, RuntimeError, AttributeError, TypeError, KeyError) as error:
         return head | {"found": f"not derived: {type(error).__name__}: {str(error).splitlines()[0][:200]}"}

@@ -181,7 +181,7 @@ def ran(job: sp.Job, given: Mapping[str, np.ndarray], wanted: np.ndarray, device
             operands, results = program.step_types(step)
             received += span.received
             here = np.flatnonzero(step.op.devices(*results) == device)
-            said += int(step.op.received(*operands)[here[0]]) if len(here) else 0
+            said += int(step.op.received_bytes(*operands)[here[0]]) if len(here) else 0
     return Seen(float(np.abs(found - wanted).max()), received, said, share(job, device))
 
 

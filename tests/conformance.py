@@ -33,7 +33,7 @@ from shardplan.core.ops import (
     Together,
 )
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
@@ -68,7 +68,7 @@ class Case:
 
     def expected(self) -> list[list[np.ndarray]]:
         """The shards of every output on all devices, by the reference."""
-        return run_program(self.program, self.inputs())
+        return run_reference(self.program, self.inputs())
 
 
 def mesh_of(rng: random.Random, devices: int) -> sp.Mesh:

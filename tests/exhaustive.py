@@ -1,6 +1,7 @@
 """Exhaustive Dijkstra over typed op instances: what the planner's search is compared with (T8).
 
-Every op on every type is written out, typed by the op's own rule and priced by `op.received` and `op.rounds` alone.
+Every op on every type is written out, typed by the op's own rule and priced by `op.received_bytes` and `op.rounds`
+alone.
 """
 
 import heapq
@@ -75,7 +76,7 @@ def subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 def plain_ops(t: TensorType) -> Iterator[Op]:
     """Slice, AllGather, AllToAll and the ops of partial and root axes on `t`; some may not type."""
     atoms = {a: t.mesh.atoms[a].name for a in range(len(t.mesh.atoms))}
-    used = set(t.mesh.expand(t.layout.used))
+    used = set(t.mesh.expand(t.layout.used_axes))
     free = tuple(n for a, n in atoms.items() if a not in used)
     for a, d in itertools.product(free, range(t.ndim)):
         yield Slice(d, (a,))

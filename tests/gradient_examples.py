@@ -44,7 +44,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.ops.composed import Reverse, differs, needing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 
@@ -254,15 +254,15 @@ def back(op: Op, types: Sequence[TensorType]) -> Program:
     """From operands and the cotangent of each result to the results, and the cotangents of float operands."""
     names = [f"x{k}" for k in range(len(types))]
     draft = Draft(dict(zip(names, types, strict=True)))
-    results = draft.every(op, *names)
+    results = draft.write_step(op, *names)
     steps, found, seeds = tuple(draft.steps), dict[str, str](), list[str]()
     for r in results:
         if differs(draft.types[r]):
             t = draft.types[r]
-            found[r] = draft.given(t.with_layout(Layout(t.layout.dims, root=t.layout.root)))
+            found[r] = draft.add_input(t.with_layout(Layout(t.layout.dims, root=t.layout.root)))
             seeds.append(found[r])
     wanted = [n for n, t in zip(names, types, strict=True) if differs(t)]
-    Reverse(draft, draft.types, lambda name: name).back(steps, found, needing(steps, draft.types, wanted))
+    Reverse(draft, draft.types, lambda name: name).fill_cotangents(steps, found, needing(steps, draft.types, wanted))
     inputs = [(n, draft.types[n]) for n in (*names, *seeds)]
     return Program(inputs, draft.steps, (*results, *(found[n] for n in wanted)))
 
@@ -284,10 +284,12 @@ def on_one(op: Op, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     types = [TensorType(x.dtype.name, x.shape, (), ONE) for x in values]
     names = [f"x{k}" for k in range(len(types))]
     draft = Draft(dict(zip(names, types, strict=True)))
-    out = draft.every(op, *names)
+    out = draft.write_step(op, *names)
     return [
         x
-        for (x,) in run_program(Program(list(zip(names, types, strict=True)), draft.steps, out), [[x] for x in values])
+        for (x,) in run_reference(
+            Program(list(zip(names, types, strict=True)), draft.steps, out), [[x] for x in values]
+        )
     ]
 
 

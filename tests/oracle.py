@@ -239,7 +239,7 @@ def cost(program: Program, bound_bytes: int) -> float:
 
 def moved(op: Op, *types: TensorType) -> int:
     """The larger of the bytes that a device sends and receives."""
-    return max(int(op.sent(*types)[1].max(initial=0)), int(op.received(*types).max(initial=0)))
+    return max(int(op.sent_bytes(*types)[1].max(initial=0)), int(op.received_bytes(*types).max(initial=0)))
 
 
 def live_peak(program: Program) -> int:

@@ -44,6 +44,24 @@ def messages_of(op: Any, operands: Any, results: Any) -> Counter[tuple[int, int]
     return sum(rounds_of(op, operands, results), Counter())
 
 
+def copied(op: Any, operands: Any, results: Any) -> float:
+    """The most bytes that a device copies of what it holds and is not folded, where its box does not stay."""
+    total = 0.0
+    for t, u in zip(operands, results, strict=True):
+        if t.layout.partial != u.layout.partial:
+            continue
+        ids = np.array(sorted({*t.mesh.devices, *u.mesh.devices}))
+        amount: Counter[int] = Counter()
+        for one in op.in_chunks(1).lowering((t,), ids).rounds():
+            for copy in (*one.meanwhile, *one.then):
+                amount.update(dict(zip(ids.tolist(), copy.target.elements().tolist(), strict=True)))
+        if t.layout.boxes is None and u.layout.boxes is None:
+            boxes = [dict(zip(x.mesh.devices, x.boxes().tolist(), strict=True)) for x in (t, u)]
+            amount = Counter({d: n for d, n in amount.items() if boxes[0].get(d) != boxes[1].get(d)})
+        total += max(amount.values(), default=0) * t.itemsize
+    return total
+
+
 def rounds_of(op: Any, operands: Any, results: Any) -> Iterator[Counter[tuple[int, int]]]:
     """The same of every round."""
     types = (*operands, *results)
@@ -133,13 +151,16 @@ class Replay:
             if not sent:
                 return Weight(0.0, 0.0, {}, everyone)
             placed = [(self.place[a], self.place[b], n) for (a, b), n in sent.items()]
-            return self._messages(placed, pattern, {d for pair in sent for d in pair})
+            own = copied(op, operands, results)
+            return self._messages(placed, pattern, {d for pair in sent for d in pair}, own)
         return self._groups(pattern)
 
-    def _messages(self, sent: list[tuple[int, int, float]], pattern: Messages, devices: set[int]) -> Weight:
+    def _messages(
+        self, sent: list[tuple[int, int, float]], pattern: Messages, devices: set[int], own: float = 0.0
+    ) -> Weight:
         hops = self._message_hops([(a, b) for a, b, _ in sent])
         loads = {row: self._loaded(sent, row) for row in self.library.serving("messages")}
-        return self._best("messages", hops, loads, pattern.chunks, devices, 0.0)
+        return self._best("messages", hops, loads, pattern.chunks, devices, own)
 
     def _composed(self, op: Any, operands: Any, results: Any) -> Weight:
         """One round of messages after the other."""
@@ -149,12 +170,14 @@ class Replay:
             if sent:
                 placed = [(self.place[a], self.place[b], n / times) for (a, b), n in sent.items()]
                 ends = {d for pair in sent for d in pair}
-                found.append(self._messages(placed, Messages(*np.zeros((3, 0))), ends))
+                own = copied(op, operands, results) / times if not found else 0.0
+                found.append(self._messages(placed, Messages(*np.zeros((3, 0))), ends, own))
         load: Counter[Any] = Counter()
         for one in found * times:
             load.update(one.load)
-        alpha, transfer = (times * sum(part) for part in zip(*((w.alpha, w.transfer) for w in found), strict=True))
-        return Weight(alpha, transfer, load, set().union(*(w.devices for w in found)))
+        parts = zip(*((w.alpha, w.transfer, w.own) for w in found), strict=True)
+        alpha, transfer, own = (times * sum(part) for part in parts)
+        return Weight(alpha, transfer, load, set().union(*(w.devices for w in found)), own)
 
     def _groups(self, pattern: Groups) -> Weight:
         groups = [[self.place[d] for d in row] for row in pattern.members.tolist()]

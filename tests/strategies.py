@@ -161,8 +161,8 @@ def marked_batches(draw: st.DrawFn, most: int = 8, tensors: int = 3) -> tuple[li
 
 def legal_ops(rng: random.Random, t: TensorType) -> list[Op]:
     """One random try at every kind of op that could be legal on `t`; those that are."""
-    used = set(t.layout.used)
-    busy = set(t.mesh.expand(t.layout.used))
+    used = set(t.layout.used_axes)
+    busy = set(t.mesh.expand(t.layout.used_axes))
     free = [a for a in t.mesh.axes if a not in used and not busy & set(t.mesh.span(a).atoms)]
     some = rng.sample(free, rng.randint(1, len(free))) if free else []
     found: list[Op] = []
@@ -325,7 +325,7 @@ def sharing_steps(rng: random.Random, t: TensorType, inputs: dict[str, TensorTyp
                 add(AdamW(0.5), x, y, z, w, given(TensorType("i32", (), (), types[x].mesh)))
             case 6 if types[x].ndim == t.ndim:
                 add(longer, x)
-            case 7 if types[x] == t and not t.layout.used:
+            case 7 if types[x] == t and not t.layout.used_axes:
                 add(Send(whole.layout, there), x)
             case 8 if types[x] == t and t.ndim:
                 values = TensorType(t.dtype, (1, *t.shape[1:]), (None, *t.layout.dims[1:]), t.mesh)

@@ -40,7 +40,7 @@ ALLOWED = {
     "hardware/prices/algorithms.py": "the library model: which algorithms a collective has",
     "hardware/prices/gloo_messages.py": "the library model: of which messages gloo's collectives are",
     "hardware/measured/sample_setup.py": "the vocabulary of nccl-tests, whose logs name collectives otherwise",
-    "interop/jax/outside.py": "which steps `device_put` does no better",
+    "interop/jax/eager_move.py": "which steps `device_put` does no better",
     "interop/exports/recipe.py": "the exports: what each op is as a move of arrays",
     "movement/reductions/instructions.py": LANGUAGE,
     "movement/reductions/state_graph.py": LANGUAGE,

@@ -18,7 +18,7 @@ from shardplan.core.ops import AllGather, AllToAll, Permute, ReduceScatter, coll
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.movement import redistribute
-from shardplan.movement.redistribution import choice, emit, search, single
+from shardplan.movement.redistribution import choice, emit, search, single_move
 from shardplan.plans import certificate
 
 Set = Callable[..., None]
@@ -39,7 +39,7 @@ def clear() -> None:
     """Forget every plan and box that was cached."""
     for module in (
         redistribute,
-        single,
+        single_move,
         tensor,
         messages,
         accounting,
@@ -154,7 +154,7 @@ def permute_dropped(patch: Set) -> None:
 
 
 def same_always(patch: Set) -> None:
-    for module in (tensor, choice, single, certificate):
+    for module in (tensor, choice, single_move, certificate):
         if hasattr(module, "same"):
             patch(module, "same", lambda t, u: t.shape == u.shape)
 
@@ -181,7 +181,7 @@ def lacking_less(patch: Set) -> None:
 
 def kept_more(patch: Set) -> None:
     """A lower bound that claims too little: what a device holds is counted twice."""
-    patch(accounting, "kept", lambda s, t: messages.kept(s, t) // 2)
+    patch(accounting, "overlap_elements", lambda s, t: messages.overlap_elements(s, t) // 2)
 
 
 def sys_module(name: str) -> Any:
@@ -230,7 +230,7 @@ def scatter_gathers(patch: Set) -> None:
         out = list(shards)
         for group in t.mesh.group_places(self.axes):
             total = reduction._sum(shards, group, self.reduction)  # pyright: ignore[reportPrivateUsage]
-            first = movement.cut(total, t.boxes()[group[0]], u.boxes()[group[0]])
+            first = movement.cut_box(total, t.boxes()[group[0]], u.boxes()[group[0]])
             for m in group:
                 out[m] = np.resize(first, u.local_shape(int(m)))
         return out

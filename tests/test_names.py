@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parent.parent / "src" / "shardplan"
-FUNCTIONS, METHODS, SPREAD, FILES = 327, 254, 8, 3
+FUNCTIONS, METHODS, SPREAD, FILES = 139, 114, 2, 3
 PROTOCOL = {"run", "main", "check", "parse", "text", "of", "load", "save", "to_dict", "from_dict", "describe"}
 VERBS = {"seed", "feed", "need", "speed", "exceed", "proceed", "succeed", "embed", "shed", "bleed"}  # and nouns
 IRREGULAR = set(re.findall("[a-z]+", """

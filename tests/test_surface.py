@@ -18,6 +18,7 @@ NAMES = (
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
     "place", "reduce", "reductions", "audit", "simulate", "search", "Model", "Strategy",
     "partition", "Schedule", "Job", "load", "Requests", "fuse", "Weights", "refit",
+    "why",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
@@ -59,6 +60,7 @@ SIGNATURES = {
     "partition": [("model", "-"), ("strategy", "-"), ("topo", None)],
     "refit": [("source", "-"), ("target", "-"), ("topology", None), ("memory_limit", None), ("only", None)],
     "reduce": [("placement", "-"), ("axes", "-"), ("nbytes", "-")],
+    "why": [("job", "-"), ("topology", None)],
     "run": [("program", "-"), ("shards", "-"), ("backend", "reference"), ("timeout", 300.0)],
 }
 DROP_INS = {

@@ -14,7 +14,7 @@ LONG = (
     "core/test_gradients.py", "execution/test_compute_law.py", "execution/test_jobs.py", "execution/test_lab.py",
     "execution/test_mpi_faults.py", "execution/test_outside_ops.py", "execution/test_torch.py",
     "execution/test_torch_faults.py", "execution/test_torch_lowering.py", "fused/test_calls.py",
-    "fused/test_operators.py", "fused/test_triton.py", "hardware/test_apart.py", "interop/test_checkpoint_dcp.py",
+    "fused/test_operators.py", "fused/test_triton.py", "hardware/test_group_loads.py", "interop/test_checkpoint_dcp.py",
     "interop/test_checkpoint_live.py", "interop/test_checkpoint_processes.py", "interop/test_export.py",
     "interop/test_imported_training.py", "interop/test_jax_dropin.py", "interop/test_jax_random.py",
     "interop/test_operators.py", "interop/test_refit.py", "interop/test_refit_hops.py", "interop/test_refit_meeting.py",

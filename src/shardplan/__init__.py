@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from shardplan.simulation.searching.search import search
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.timeline import Timeline
+    from shardplan.simulation.why import why
     from shardplan.strategy.model import Model
     from shardplan.strategy.partition.job import Job
     from shardplan.strategy.partition.partition import partition
@@ -114,6 +115,7 @@ __all__ = [
     "same",
     "search",
     "simulate",
+    "why",
 ]
 __version__ = "0.1.0"
 
@@ -142,6 +144,7 @@ _ROOMS = {
     "simulation.searching.search": ("search",),
     "simulation.simulate": ("simulate",),
     "simulation.timeline": ("Timeline",),
+    "simulation.why": ("why",),
     "strategy.model": ("Model",),
     "strategy.partition.job": ("Job",),
     "strategy.partition.partition": ("partition",),

@@ -82,10 +82,10 @@ class MissingExtra(BackendError, ImportError):
     """An optional package is not installed; the message says how to install it."""
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """Return a value as a message shows it: on one line, and cut where it is long.
 
-    >>> shown("a" * 100)[-4:], shown([1.5, "x"])
+    >>> excerpt("a" * 100)[-4:], excerpt([1.5, "x"])
     ('a...', "[1.5, 'x']")
     """
     try:

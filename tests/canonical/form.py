@@ -29,15 +29,15 @@ import numpy as np
 from tests.canonical.order import Taken, ordered
 from tests.canonical.rules import Rewriting, fused
 
-from shardplan.core.closing import MOST_MASK, closed
-from shardplan.core.closing_attention import AttentionRule
-from shardplan.core.nested import nested
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import MOST_MASK, close_composites
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.bodies import Repeat
 from shardplan.core.ops.compute import computing
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.ops.opaque import Opaque
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.errors import TypingError
 
@@ -101,7 +101,7 @@ def _folded(program: Program, constants: Mapping[str, np.ndarray]) -> tuple[Prog
         return program, dict(constants)
     given = [(n, t) for n, t in program.inputs if n in constants]
     part = _live(Program(given, [s for s in program.steps if {*s.results} <= known], small))
-    arrays = dict(zip(small, run_program(part, [[constants[n]] for n, _ in given]), strict=True))
+    arrays = dict(zip(small, run_reference(part, [[constants[n]] for n, _ in given]), strict=True))
     made = {n: shards[0] for n, shards in arrays.items()}
     same = {n: x.flat[0].item() for n, x in made.items()
             if x.dtype.kind in "biuf" and (x == x.flat[0]).all() and np.isfinite(x.flat[0])}  # fmt: skip
@@ -117,7 +117,7 @@ def _folded(program: Program, constants: Mapping[str, np.ndarray]) -> tuple[Prog
 def _simplified(program: Program) -> Program:
     """A program by all rules, with an operation a step and in no order."""
     level = _hoisted(Program(program.inputs, [_inside(step) for step in program.steps], program.outputs))
-    level = _live(closed(level, AttentionRule()))
+    level = _live(close_composites(level, AttentionRule()))
     rules = Rewriting(level)
     outputs = [rules.names[o] for o in level.outputs]
     return _live(Program(level.inputs, rules.draft.steps, outputs))
@@ -135,7 +135,7 @@ def _live(program: Program) -> Program:
 
 def _inside(step: Step) -> Step:
     """A step with its body by all rules; a value that enters the body twice enters once."""
-    op = nested(step.op)
+    op = as_nested(step.op)
     if not isinstance(op, Repeat):
         return step
     body = op.body
@@ -163,7 +163,7 @@ def _hoisted(program: Program) -> Program:
     taken = {*program.types}
     steps = list[Step]()
     for step in program.steps:
-        op = nested(step.op)
+        op = as_nested(step.op)
         if not isinstance(op, Repeat) or step.stopped:
             steps.append(step)
             continue

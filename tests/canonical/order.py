@@ -16,7 +16,7 @@ from tests.canonical.normal_expression import key_of, normal
 from tests.canonical.rules import floating, lettered, relettered, tree_of
 
 from shardplan.core.expression_tree import Node
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.bodies import Repeat
@@ -61,7 +61,7 @@ class _Ordering:
         alone = {o: s for s in program.steps for o in s.operands if reads[o] == 1 and not s.stopped}
         self.loose = {n for n in free if n in alone}
         self.free = {n for n in self.loose if isinstance(op := alone[n].op, Einsum) and _once(op, alone[n], n)}
-        self.bodies = {id(step): self.body(step) for step in program.steps if isinstance(nested(step.op), Repeat)}
+        self.bodies = {id(step): self.body(step) for step in program.steps if isinstance(as_nested(step.op), Repeat)}
         self.keys = self.digests()
 
     def body(self, step: Step) -> tuple[Program, list[Taken]]:

@@ -99,7 +99,7 @@ class Rewriting:
         """Write a step, or find it."""
         key = (op, operands, stopped)
         if key not in self.known:
-            self.known[key] = self.draft.every(op, *operands, stopped=stopped)
+            self.known[key] = self.draft.write_step(op, *operands, stopped=stopped)
             self.made |= dict.fromkeys(self.known[key], self.draft.steps[-1])
         return self.known[key]
 

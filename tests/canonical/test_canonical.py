@@ -18,10 +18,10 @@ from tests.canonical.rules import lettered, tree_of
 from tests.models.small import SMALL
 
 from shardplan.core.expression_tree import Binary, Call, Negate, Node
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops import Einsum, Elementwise, Repeat
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.errors import TypingError
 from shardplan.strategy import Model
@@ -41,7 +41,7 @@ def values_of(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def run(program: Program, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [shards[0] for shards in run_program(program, [[values[n]] for n, _ in program.inputs])]
+    return [shards[0] for shards in run_reference(program, [[values[n]] for n, _ in program.inputs])]
 
 
 def text(program: Program) -> str:
@@ -84,7 +84,7 @@ def scrambled(program: Program, rng: random.Random, *, fixed: bool = False) -> t
         ready |= {*step.results}
         op, operands, results = step.op, [called(o) for o in step.operands], tuple(called(r) for r in step.results)
         tree = tree_of(Step(op, tuple(operands), results))
-        inner = nested(op)
+        inner = as_nested(op)
         if tree is not None and not step.stopped:
             expression, operands = lettered(exchanged(tree, rng))
             op = Elementwise(str(expression))
@@ -243,10 +243,10 @@ def test_ids_count_from_the_first_row() -> None:
 
 def test_what_is_the_same_in_every_run_is_made_before() -> None:
     program = small("llama3-8b", layers=3)
-    (step,) = (s for s in canonical(program).program.steps if nested(s.op))
-    body = nested(step.op)
+    (step,) = (s for s in canonical(program).program.steps if as_nested(s.op))
+    body = as_nested(step.op)
     assert body is not None
-    first = body.kept
+    first = body.carried_count
     fixed = {n for n, _ in body.body.inputs[first : len(body.body.inputs) - body.cut]}
     assert not [s for s in body.body.steps if {*s.operands} <= fixed]
 

@@ -10,7 +10,7 @@ import strategies as some
 from shardplan.core.accounting import account, bound_bytes, lower_bound
 from shardplan.core.ops import AllGather, Einsum, Elementwise, Reshape, Send, Sgd, Slice
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.movement.redistribute import plan_kept
 from shardplan.simulation.predict import predict
@@ -38,7 +38,7 @@ def test_a_plan_is_booked_right(pair: Pair, portable: bool) -> None:
     assert books.peak_bytes == max(shard(t, d) for t in chain for d in program.devices)
     received = dict.fromkeys(program.devices, 0)
     for k, step in enumerate(program.steps):
-        got = step.op.received(chain[k]).tolist()
+        got = step.op.received_bytes(chain[k]).tolist()
         relabels = isinstance(step.op, Send) and sp.same(chain[k], chain[k + 1])  # the result is the operand's storage
         live = max(shard(chain[k], d) + shard(chain[k + 1], d) * (not relabels) for d in program.devices)
         assert books.step_workspaces[k] == live + step.op.staging(chain[k])
@@ -127,7 +127,7 @@ def test_a_kept_plan_is_booked_right(pair: Pair) -> None:
     assert c.workspace_bytes == books.workspace_bytes
     assert predict(program).peak_bytes <= c.workspace_bytes
     shards = oracle.spread(oracle.content(s), s, np.random.default_rng(0))
-    *_, source = run_program(program, [shards])
+    *_, source = run_reference(program, [shards])
     assert all((x == y).all() for x, y in zip(source, shards, strict=True))
 
 

@@ -18,7 +18,7 @@ from shardplan.core.messages import messages
 from shardplan.core.ops import AllGather, Elementwise, Exchange, Iota, Permute, Repeat, Send, Slice, ToPartial
 from shardplan.core.parcels import Rows, parcels_of
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError, ParseError, ShardplanError, TypingError
@@ -89,13 +89,13 @@ def test_moves_bring_every_element_and_no_more(pair: tuple[TensorType, TensorTyp
     assert [x.reshape(-1).tolist() for x in shards] == [x.tolist() for x in truth(s, array)]
     assert np.array_equal(sp.collect(shards, s), array)
     program = direct(s, t, chunks)
-    (got,) = run_program(program, [shards])
+    (got,) = run_reference(program, [shards])
     assert [x.reshape(-1).tolist() for x in got] == [x.tolist() for x in truth(t, array)]
     assert all(x.shape == t.local_shape(k) for k, x in enumerate(got))
     before = {d: set(elements(s, k).values()) for k, d in enumerate(s.mesh.devices)}
     lack = [set(elements(t, k).values()) - before.get(d, set()) for k, d in enumerate(t.mesh.devices)]
     op = program.steps[0].op
-    assert (op.received(s) / 4).tolist() == [len(x) for x in lack]
+    assert (op.received_bytes(s) / 4).tolist() == [len(x) for x in lack]
     senders, receivers, sizes = messages(s, t)
     assert all(s.mesh.devices[a] != t.mesh.devices[b] for a, b in zip(senders, receivers, strict=True))
     assert np.bincount(receivers, sizes, t.mesh.size).tolist() == [len(x) for x in lack]
@@ -249,7 +249,7 @@ def test_a_body_carries_a_value_in_a_table() -> None:
     program = Program({"0": BOXED}, [Step(Repeat(3, body, carried=1), ("0",), ("1",))], ("1",))
     assert program.tables == (TABLE, other)
     assert Program.parse(str(program)) == program
-    (got,) = run_program(program, [sp.distribute(ARRAY, BOXED)])
+    (got,) = run_reference(program, [sp.distribute(ARRAY, BOXED)])
     assert np.array_equal(sp.collect(got, BOXED), ARRAY)
 
 

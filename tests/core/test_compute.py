@@ -19,7 +19,7 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import AllReduce, Einsum, Elementwise, ReduceDims, Slice, matmul
 from shardplan.core.ops.compute import Compute
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute, run_program
+from shardplan.core.reference import collect, distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, ShardplanError, TypingError
@@ -199,7 +199,7 @@ def test_shards_give_what_numpy_gives_on_the_whole(made: tuple[Case, tuple[Tenso
     assert found == expected
     program = Program([(str(k), t) for k, t in enumerate(types)], [_step(case.op, len(types))], ["r"])
     assert Program.parse(str(program)) == program
-    (shards,) = run_program(program, [spread(x, t, rng) for x, t in zip(arrays, types, strict=True)])
+    (shards,) = run_reference(program, [spread(x, t, rng) for x, t in zip(arrays, types, strict=True)])
     for k, shard in enumerate(shards):
         assert shard.shape == found.local_shape(k)
         assert shard.dtype == numpy_dtype(found.dtype)
@@ -463,11 +463,11 @@ def test_an_axis_of_size_one_shards_nothing() -> None:
 def test_flops_and_bytes_are_those_of_the_worst_device() -> None:
     a, b = typed("bf16[9@x, 10@y]", "bf16[10@y, 7]")
     assert Einsum("ik,kj->ij").flops(a, b) == 2 * 5 * 3 * 7
-    assert Einsum("ik,kj->ij").touched(a, b) == 2 * (5 * 3 + 3 * 7 + 5 * 7)
+    assert Einsum("ik,kj->ij").touched_bytes(a, b) == 2 * (5 * 3 + 3 * 7 + 5 * 7)
     assert Einsum("ij->ji").flops(a) == 0
     assert Elementwise("relu(a) + 2 * a").flops(a) == 3 * 15
     assert ReduceDims((0,)).flops(a) == 15
-    assert ReduceDims((0,)).touched(a) == 2 * (15 + 3)
+    assert ReduceDims((0,)).touched_bytes(a) == 2 * (15 + 3)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f8e4m3"])
@@ -523,7 +523,7 @@ def test_a_program_of_einsums_and_reductions_runs_right() -> None:
     arrays = [rng.integers(-3, 4, t.shape) for t in program.input_types]
     x, w, v = arrays
     y = (np.maximum(x @ w, 0) * 2 - 1) @ v
-    out = run_program(program, [distribute(a, t) for a, t in zip(arrays, program.input_types, strict=True)])
+    out = run_reference(program, [distribute(a, t) for a, t in zip(arrays, program.input_types, strict=True)])
     found = [collect(shards, t) for shards, t in zip(out, program.output_types, strict=True)]
     assert np.array_equal(found[0], y - y.max())
     assert np.array_equal(found[1], y)

@@ -99,11 +99,11 @@ def test_refusals_say_what_is_wrong(op: Op, types: tuple[str, ...], text: str) -
 
 def test_what_they_cost() -> None:
     table, ids = typed("f32[100@x, 8]", "i32[6@y]")
-    assert Gather().touched(table, ids) == 4 * (2 + 2 * 2 * 8)  # the rows that are read, not the table
+    assert Gather().touched_bytes(table, ids) == 4 * (2 + 2 * 2 * 8)  # the rows that are read, not the table
     assert (Gather().flops(table, ids), ScatterAdd(9).flops(*typed("f32[6@y, 8]", "i32[6@y]"))) == (0, 16)
-    assert Reshape("(a=4 b) c -> a b c").touched(table) == 0  # it shares the storage of its operand
-    assert Cast("bf16").touched(table) == 50 * 8 * 6
-    assert Iota("i32", (8,), 0, Layout((("x",),)), MESH).touched() == 16
+    assert Reshape("(a=4 b) c -> a b c").touched_bytes(table) == 0  # it shares the storage of its operand
+    assert Cast("bf16").touched_bytes(table) == 50 * 8 * 6
+    assert Iota("i32", (8,), 0, Layout((("x",),)), MESH).touched_bytes() == 16
     for op in (Pad((0, 1), (0, 1)), Crop((0, 1), (100, 2)), Reshape("(a=4 b) c -> a b c")):
         assert op.flops(table) == 0
     assert Constant(0, "i32", (8,), FLAT, MESH).flops() == 0
@@ -161,7 +161,7 @@ def test_what_a_composed_op_means_follows_from_its_steps() -> None:
     op = MeanSquare()
     assert list(map(str, op.infer(t))) == ["f64[6@x]{+y}"]
     assert op.flops(t) == Elementwise("a * a").flops(t) + ReduceDims((1,), "mean").flops(t)
-    assert op.touched(t) == 8 * (3 * 3 + 3)  # one kernel: what is between is not written
+    assert op.touched_bytes(t) == 8 * (3 * 3 + 3)  # one kernel: what is between is not written
     array = np.arange(48.0).reshape(6, 8)
     (shards,) = op.reference([distribute(array, t)], [t])
     assert oracle.wrong(shards, op.infer(t)[0], (array * array).mean(axis=1)) is None
@@ -242,4 +242,4 @@ def test_a_write_refuses_what_it_cannot_place() -> None:
         with pytest.raises(TypingError) as caught:
             op.infer(*operands)
         assert message in str(caught.value)
-    assert Write(1).touched(t, v, ids) == 8 + 2 * 32
+    assert Write(1).touched_bytes(t, v, ids) == 8 + 2 * 32

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from compute_examples import UNEQUAL, Example
 from gradient_examples import GRADIENTS, ONE
-from shardplan.core.dim_names import DimNames, Names, dim_names, links, ordered
+from shardplan.core.dim_names import DimNames, Names, dim_names, links, steps_by_value
 from shardplan.core.draft import Draft
 from shardplan.core.gradients import Gradients, gradients
 from shardplan.core.layout import Layout
@@ -169,7 +169,7 @@ def test_copies_and_zeros_are_named_as_their_values_are() -> None:
     e = body(Expand("b -> b t=4"), "z")
     layer = program(body, 3, body(Einsum("b,bt->b"), "x", e), body(Elementwise("a + b"), e, "w"))
     d = draft(x="f64[3]", z="f64[3]", w="f64[3, 4]", unused="f64[3, 5]")
-    y, _ = d.every(Repeat(2, layer, 1), "x", "z", "w")
+    y, _ = d.write_step(Repeat(2, layer, 1), "x", "z", "w")
     p = program(d, 4, d(Einsum("b,b->"), y, y))
     found = gradients(p, p.outputs[0], ["x", "unused"], lambda step, moved: step.op.name == "repeat")
     names = dim_names(found.program, {"w": ("batch", "sequence"), "unused": ("rows", None)}, found.origins)
@@ -353,7 +353,7 @@ class Writer:
         return self.draw(st.sampled_from(list(chosen)))
 
     def given(self, shape: list[int]) -> str:
-        self.inputs.append(self.d.given(TensorType("f64", shape, (), ONE)))
+        self.inputs.append(self.d.add_input(TensorType("f64", shape, (), ONE)))
         return self.inputs[-1]
 
     def einsum(self, x: str, shape: tuple[int, ...]) -> None:
@@ -404,7 +404,7 @@ class Writer:
         letters = "abcd"[: len(shape) - 1]
         y = inner(Einsum(f"{letters}i,io->{letters}o"), inner(Elementwise("tanh(a)"), "x"), "w")
         body = Program([("x", inner.types["x"]), ("w", inner.types["w"])], inner.steps, (y, y))
-        self.d.every(Repeat(n, body, 1, 1), x, w)
+        self.d.write_step(Repeat(n, body, 1, 1), x, w)
 
     def pad(self, x: str, shape: tuple[int, ...]) -> None:
         self.d(Pad((1,) * len(shape), (0,) * len(shape)), x)
@@ -463,7 +463,7 @@ def test_names_do_not_hang_on_the_order_of_steps(p: Program, rng: random.Random)
     for one in (p, with_gradients(p).program):
         other, _ = shuffled(one, rng)
         assert by_value(other, dim_names(other, {})) == by_value(one, dim_names(one, {}))
-        assert sorted(ordered(one)) == list(range(len(one.steps)))
+        assert sorted(steps_by_value(one)) == list(range(len(one.steps)))
 
 
 MESH = Mesh(x=2)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.fusing import decomposed, fusable, fused_with
+from shardplan.core.fusing import decompose_fused, fusable, fused_with
 from shardplan.core.gradients import gradients
 from shardplan.core.ops import EmbeddingBagAllToAll, GemmAllToAll, GemvAllReduce, ReduceDims, Repeat
 from shardplan.core.ops.fused_forms import GemmForm
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.errors import TypingError
 
@@ -88,7 +88,7 @@ def shards(program: Program, seed: int = 0) -> list[list[np.ndarray]]:
 def assert_alike(one: Program, other: Program, seed: int = 0) -> None:
     assert one.output_types == other.output_types
     given_ = shards(one, seed)
-    for x, y in zip(run_program(one, given_), run_program(other, given_), strict=True):
+    for x, y in zip(run_reference(one, given_), run_reference(other, given_), strict=True):
         for a, b in zip(x, y, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -99,8 +99,8 @@ def test_fusing_keeps_types_and_results_and_is_undone(text: str) -> None:
     found = all_fused(program)
     assert len(found.steps) < len(program.steps) or "repeat" in text
     assert_alike(program, found)
-    assert_alike(program, decomposed(found))
-    assert {s.op for s in decomposed(found).steps} == {s.op for s in program.steps}
+    assert_alike(program, decompose_fused(found))
+    assert {s.op for s in decompose_fused(found).steps} == {s.op for s in program.steps}
     assert Program.parse(str(found)) == found
 
 
@@ -112,8 +112,8 @@ def test_bytes_are_those_of_the_steps(text: str) -> None:
     operands, results = found.step_types(step)
     last = program.steps[-1]
     types = program.step_types(last)[0]
-    np.testing.assert_array_equal(step.op.received(*operands), last.op.received(*types))
-    np.testing.assert_array_equal(step.op.sent(*operands)[1], last.op.sent(*types)[1])
+    np.testing.assert_array_equal(step.op.received_bytes(*operands), last.op.received_bytes(*types))
+    np.testing.assert_array_equal(step.op.sent_bytes(*operands)[1], last.op.sent_bytes(*types)[1])
     assert step.op.rounds(*operands) == last.op.rounds(*types)
     assert step.op.infer(*operands) == results
     assert step.op.members(operands[0]) == ("x",)

@@ -9,7 +9,7 @@ from gradient_examples import GRADIENTS, ONE, arrays, back, by_torch, on_one, sa
 from shardplan.core.ops import Backward, Softmax
 from shardplan.core.ops.composed import differs
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 
@@ -32,7 +32,7 @@ def test_every_legal_assignment_has_torchs_gradients(example: Example) -> None:
             seeds = [rng.normal(size=t.shape) for t in program.input_types[len(types) :]]
             whole = by_torch(example, given, seeds)
         shards = [oracle.spread(a, t, rng) for a, t in zip([*given, *seeds], program.input_types, strict=True)]
-        for x, t, want in zip(run_program(program, shards), program.output_types, whole, strict=True):
+        for x, t, want in zip(run_reference(program, shards), program.output_types, whole, strict=True):
             assert oracle.wrong(x, t, want, 1e-9) is None, ([str(t) for t in types], str(program))
         count += 1
     assert count == example.legal
@@ -45,7 +45,7 @@ def test_central_differences(example: Example) -> None:
     op, _ = next(example.assigned(UNEQUAL))
     program = back(op, [TensorType(x.dtype, x.shape, (), ONE) for x in given])
     seeds = [rng.normal(size=t.shape) for t in program.input_types[len(given) :]]
-    found = [x for (x,) in run_program(program, [[x] for x in (*given, *seeds)])]
+    found = [x for (x,) in run_reference(program, [[x] for x in (*given, *seeds)])]
     grads = iter(found[len(found) - sum(x.dtype.kind == "f" for x in given) :])
 
     def value() -> float:
@@ -77,7 +77,7 @@ def test_a_gradient_lies_as_its_value_does(example: Example) -> None:
         found = program.output_types[len(op.infer(*types)) :]
         for t, u in zip((t for t in types if differs(t)), found, strict=True):
             assert (t.shape, t.atoms) == (u.shape, u.atoms)
-            assert not set(t.mesh.expand(t.layout.used)) & set(t.mesh.expand(u.layout.partial))
+            assert not set(t.mesh.expand(t.layout.used_axes)) & set(t.mesh.expand(u.layout.partial))
 
 
 @pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)

@@ -14,8 +14,8 @@ import pytest
 from tests.canonical.form import canonical
 from tests.canonical.normal_expression import normal
 
-from shardplan.core.closing import closed
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import dim_names
 from shardplan.core.draft import Draft
 from shardplan.core.expression import Expression
@@ -25,8 +25,8 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Cast, Constant, Einsum, Elementwise, Gather, ReduceDims, RmsNorm, Softmax
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
-from shardplan.core.resizing import Sizes, counted_means, resized
+from shardplan.core.reference import run_reference
+from shardplan.core.resizing import Sizes, counted_means, resize_dims
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
@@ -80,7 +80,7 @@ KNOWN: list[tuple[str, Callable[[str, float], Program], float, Op]] = [
 
 
 def simplified(flat: Program) -> Program:
-    return counted_means(closed(flat, AttentionRule()))
+    return counted_means(close_composites(flat, AttentionRule()))
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -114,10 +114,10 @@ def test_a_constant_that_is_widened_is_what_its_dtype_made_of_it() -> None:
                      d(Elementwise("a * a"), "x")), root, "g")  # fmt: skip
 
         flat = program("f64", write, x=(2, 3), g=(3,))
-        found = closed(flat, AttentionRule())
+        found = close_composites(flat, AttentionRule())
         assert (RmsNorm(value) in [s.op for s in found.steps]) == known
         given = [[np.random.default_rng(k).normal(size=t.shape)] for k, t in enumerate(flat.input_types)]
-        assert np.abs(run_program(found, given)[0][0] - run_program(flat, given)[0][0]).max() <= 1e-12
+        assert np.abs(run_reference(found, given)[0][0] - run_reference(flat, given)[0][0]).max() <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_a_number_hides_a_size_from_both_sides(off: float, hides: bool) -> None:
     sizes = Sizes({"columns": 3}, {"columns": 5})
     if hides:
         with pytest.raises(TypingError, match="hides a size that changes, columns=3"):
-            resized(flat, named, sizes)
+            resize_dims(flat, named, sizes)
     else:
-        assert resized(flat, named, sizes).inputs[0][1].shape == (2, 5)
+        assert resize_dims(flat, named, sizes).inputs[0][1].shape == (2, 5)

@@ -34,7 +34,7 @@ def test_prime_sub_axes_fold_into_the_same_type(t: TensorType) -> None:
     names = lambda axes: tuple(t.mesh.atoms[k].name for k in t.mesh.expand(axes))  # noqa: E731
     dims = tuple(names(d) for d in t.layout.dims)
     fine = Layout(dims, names(t.layout.partial), t.layout.reduction, names(t.layout.root))
-    ones = [a for a in t.layout.used if t.mesh.span(a).size == 1]
+    ones = [a for a in t.layout.used_axes if t.mesh.span(a).size == 1]
     if not ones:
         assert t.with_layout(fine) == t
 

@@ -64,7 +64,7 @@ def check(op: Collective, types: Sequence[TensorType]) -> None:
             held = at_root(u)
             for place in np.flatnonzero(held):
                 assert np.array_equal(found[place], want[place]), (op, algorithm, [str(t) for t in types], place)
-        counted = op.received(*types)
+        counted = op.received_bytes(*types)
         assert received.sum() == counted.sum(), (op, algorithm, [str(t) for t in types])
         if algorithm == op.algorithms[0]:  # in a ring the parts of uneven shards meet others
             assert received.tolist() == counted.tolist(), (op, [str(t) for t in types])
@@ -91,9 +91,9 @@ class GatherToFirst(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: np.ndarray, algorithm: str) -> Iterator[Round]:
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        own, first = before.whole("x"), group.me == 0
-        actions: list[Put | Take | Copy] = [Copy(own.only(first), after.part("y", before))]
-        actions.append(group.put(0, own.only(~first)))
+        own, first = before.whole_region("x"), group.me == 0
+        actions: list[Put | Take | Copy] = [Copy(own.restrict(first), after.part("y", before))]
+        actions.append(group.put(0, own.restrict(~first)))
         actions += [group.take(k, after.part("y", Boxes(t, group.place(k)))) for k in range(1, group.size)]
         yield Round.of(actions)
 
@@ -107,7 +107,7 @@ def test_an_op_that_says_its_type_and_its_lowering_has_every_facet() -> None:
     check(op, [t])
     (out,) = op.reference([shards_of(t)], [t])
     assert np.array_equal(sp.collect(out, u), np.arange(60, dtype=np.int32).reshape(5, 12))
-    assert op.received(t).tolist() == [96, 0, 0, 64, 0, 0]  # 3 or 2 rows of 8 numbers from the two others
+    assert op.received_bytes(t).tolist() == [96, 0, 0, 64, 0, 0]  # 3 or 2 rows of 8 numbers from the two others
     assert (op.rounds(t), op.members(t)) == (2, ())
     assert op.staging(t) == 3 * 8 * 4  # a shard is sent whole, from where it lies
     pattern = op.pattern(t)

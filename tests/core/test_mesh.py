@@ -79,13 +79,13 @@ def test_a_mesh_line_says_the_order_of_factors() -> None:
     assert [(a.name, a.size, a.stride) for a in mesh.atoms] == [
         ("data.0", 3, 8), ("data.1", 2, 4), ("data.2", 2, 2), ("tensor", 2, 1)
     ]  # fmt: skip
-    assert mesh == Mesh(data=12, tensor=2).ordered("data", 3, 2, 2) != Mesh(data=12, tensor=2)
+    assert mesh == Mesh(data=12, tensor=2).reorder_factors("data", 3, 2, 2) != Mesh(data=12, tensor=2)
     assert str(mesh) == "data=12(3,2,2), tensor=2" and mesh.fold((0, 1, 2)) == ("data",)
-    assert Mesh.parse("data=12(2,2,3)") == Mesh(data=12) == Mesh(data=12).ordered("data", 2, 2, 3)
+    assert Mesh.parse("data=12(2,2,3)") == Mesh(data=12) == Mesh(data=12).reorder_factors("data", 2, 2, 3)
     with pytest.raises(LayoutError, match=r"cannot order 'data' as \(4, 3\): legal are the factors \(2, 2, 3\)"):
-        Mesh(data=12).ordered("data", 4, 3)
+        Mesh(data=12).reorder_factors("data", 4, 3)
     with pytest.raises(LayoutError, match="a factor of data is 'x'; legal is a whole number of at least 2"):
-        Mesh(data=12).ordered("data", 3, "x")  # type: ignore[arg-type]
+        Mesh(data=12).reorder_factors("data", 3, "x")  # type: ignore[arg-type]
     with pytest.raises(ParseError, match="expected the prime factors of 12, in any order"):
         Mesh.parse("data=12(4,3)")
 

@@ -16,14 +16,14 @@ from shardplan.core.holders import choose
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     at_root,
-    kept,
     lacking,
     messages,
     most_senders,
     moved_atoms,
+    overlap_elements,
     own_places,
     permutation,
-    served,
+    sent_in_general,
     stays,
     tiles,
     traffic,
@@ -64,7 +64,7 @@ def test_a_device_lacks_its_box_minus_what_it_holds(pair: Pair) -> None:
     s, t = pair
     least = oracle.lower_bound(s, t)
     assert lacking(s, t).tolist() == [least[d] for d in t.mesh.devices]
-    assert kept(s, t).tolist() == [
+    assert overlap_elements(s, t).tolist() == [
         oracle.overlap(oracle.box(s, k), oracle.box(t, k)) if oracle.at_root(s, k) else 0 for k in range(s.mesh.size)
     ]
     assert at_root(t).tolist() == [oracle.at_root(t, k) for k in range(t.mesh.size)]
@@ -89,7 +89,7 @@ def test_tiles_and_the_index_name_every_box(t: TensorType) -> None:
 def test_what_is_held_by_hand() -> None:
     rooted, whole = (TensorType.parse(text, Mesh(a=2)) for text in ("i32[4]{root:a}", "i32[4]"))
     assert at_root(rooted).tolist() == [True, False]
-    assert kept(rooted, whole).tolist() == [4, 0]
+    assert overlap_elements(rooted, whole).tolist() == [4, 0]
     here, there = (TensorType("i32", (4,), (None,), Mesh({"a": 2}, devices=ids)) for ids in ((2, 3), (3, 4)))
     assert own_places(here, there).tolist() == [1, -1]
     # In the other order each sub-axis stands behind another product of sizes, and tiles 1 and 2 change places.
@@ -117,10 +117,10 @@ def test_peers_and_receivers_by_hand() -> None:
     s, t = (TensorType.parse(text, mesh) for text in ("i32[8@(a,b)]", "i32[8]"))
     assert most_senders(s, t) == 7
     # Each tile is wanted by all others.
-    assert served(s, t).receivers == 7
+    assert sent_in_general(s, t).receivers == 7
     # Replicas share in sending: of eight that want the other half four ask each of two.
     s, t = (TensorType.parse(text, mesh) for text in ("i32[8@a]", "i32[8]"))
-    assert served(s, t).receivers == 1 and served(s, t).elements.tolist() == [4] * 8
+    assert sent_in_general(s, t).receivers == 1 and sent_in_general(s, t).elements.tolist() == [4] * 8
 
 
 # Halves do not nest in thirds.
@@ -137,7 +137,7 @@ def test_what_is_served_is_the_sum_of_the_messages(pair: Pair, rng: random.Rando
     if axes and not stays(s, t, axes):
         axes = ()
     senders, _, sizes = messages(s, t, (), axes)
-    found = served(s, t, (), axes)
+    found = sent_in_general(s, t, (), axes)
     assert found.elements.tolist() == [int(sizes[senders == k].sum()) for k in range(s.mesh.size)]
     assert found.receivers == max(Counter(senders.tolist()).values(), default=1)
 
@@ -156,7 +156,9 @@ def test_groups_in_which_some_tiles_are_wanted_more(mesh: str, source: str, targ
     s, t = (TensorType.parse(text, mesh) for text in (source, target))
     assert stays(s, t, axes)
     senders, _, sizes = messages(s, t, (), axes)
-    assert served(s, t, (), axes).elements.tolist() == [int(sizes[senders == k].sum()) for k in range(s.mesh.size)]
+    assert sent_in_general(s, t, (), axes).elements.tolist() == [
+        int(sizes[senders == k].sum()) for k in range(s.mesh.size)
+    ]
 
 
 @settings(max_examples=100, deadline=None)

@@ -31,13 +31,13 @@ from shardplan.core.ops import (
 )
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.core.walk import inside, opened, program_leaves, turns
+from shardplan.core.walk import open_together, posted_steps, program_leaves, turns
 from shardplan.execution.drive import Hands, drive, finish, wrap_blocking
 from shardplan.plans.certificate import derive
-from shardplan.plans.pricing import fabric_of, priced
+from shardplan.plans.pricing import fabric_of, price_program
 from shardplan.simulation.predict import predict
 
 
@@ -45,10 +45,10 @@ from shardplan.simulation.predict import predict
 class Rearranged(Op):
     """An op that only a program written out needs: it moves nothing."""
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         ids = operands[0].mesh.ids
         return ids, np.zeros(len(ids), dtype=np.int64)
 
@@ -135,7 +135,7 @@ def arrays(program: Program, seed: int = 0) -> list[list[np.ndarray]]:
 @given(some.repeats())
 def test_a_repeat_means_its_body_written_out(program: Program) -> None:
     data = arrays(program)
-    want, got = run_program(unrolled(program), data), run_program(program, data)
+    want, got = run_reference(unrolled(program), data), run_reference(program, data)
     assert all(np.array_equal(x, y) for a, b in zip(want, got, strict=True) for x, y in zip(a, b, strict=True))
     assert unrolled(program).output_types == program.output_types
 
@@ -151,10 +151,12 @@ def test_a_repeat_costs_what_its_body_written_out_costs(program: Program) -> Non
     assert predict(program).seconds == pytest.approx(predict(whole).seconds)
     topology = sp.Topology.load("dgx-a100", nodes=2)
     fabric = fabric_of(topology, program.meshes)
-    seconds, transfer, levels = priced(program, fabric)
-    assert (seconds, transfer, *levels) == pytest.approx((sum_of := priced(whole, fabric))[:2] + sum_of[2])
+    seconds, transfer, levels = price_program(program, fabric)
+    assert (seconds, transfer, *levels) == pytest.approx((sum_of := price_program(whole, fabric))[:2] + sum_of[2])
     assert predict(program, topology).seconds == pytest.approx(seconds)
-    assert sum(leaf.times for leaf in program_leaves(program)) == sum(len(inside(v.step)) for _, v in turns(program))
+    assert sum(leaf.times for leaf in program_leaves(program)) == sum(
+        len(posted_steps(v.step)) for _, v in turns(program)
+    )
 
 
 def depth(program: Program) -> int:
@@ -284,9 +286,9 @@ def together(steps: Sequence[Step] = MOVES, outputs: Sequence[str] = ("c", "d"))
 def test_a_swap_over_two_meshes() -> None:
     program = together()
     apart = Program({"0": A, "1": B}, [Step(s.op, (str(k),), (str(k + 2),)) for k, s in enumerate(MOVES)], ("3", "2"))
-    crossed = opened(together(outputs=("d", "c")))[0]
+    crossed = open_together(together(outputs=("d", "c")))[0]
     assert [(s.operands, s.results) for s in crossed.steps] == [(("0",), ("3",)), (("1",), ("2",))]
-    assert opened(program) == (apart, (0, 0)) and opened(apart) == (apart, (0, 1))
+    assert open_together(program) == (apart, (0, 0)) and open_together(apart) == (apart, (0, 1))
     assert Program.parse(str(program)) == program and program.devices == (0, 1, 2, 3)
     books, want = account(program), account(apart)
     assert books.received.tolist() == want.received.tolist() == [24, 8, 16, 16]
@@ -295,7 +297,7 @@ def test_a_swap_over_two_meshes() -> None:
     staged = sum(s.op.staging(t) for s, t in zip(MOVES, (A, B), strict=True))
     assert books.workspace_bytes == 4 * (6 + 6 + 4 + 4) + staged
     data = arrays(program)
-    for x, y in zip(run_program(program, data), run_program(apart, data), strict=True):
+    for x, y in zip(run_reference(program, data), run_reference(apart, data), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
 
 
@@ -309,11 +311,16 @@ def test_moves_together_come_in_chunks() -> None:
     assert [inner.op.chunks for inner in body.steps] == [2, 2] and cut.steps[0].op.chunks == 2
     assert Program.parse(str(cut)) == cut
     whole, books = account(program), account(cut)
-    assert step.op.staged(A, B)(2) == cut.steps[0].op.staging(A, B) < step.op.staging(A, B) == step.op.staged(A, B)(1)
+    assert (
+        step.op.staging_by_chunks(A, B)(2)
+        == cut.steps[0].op.staging(A, B)
+        < step.op.staging(A, B)
+        == step.op.staging_by_chunks(A, B)(1)
+    )
     assert books.workspace_bytes < whole.workspace_bytes
     assert books.latencies == (2 * whole.latencies[0],) and books.received.tolist() == whole.received.tolist()
     data = arrays(program)
-    for x, y in zip(run_program(program, data), run_program(cut, data), strict=True):
+    for x, y in zip(run_reference(program, data), run_reference(cut, data), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
 
 
@@ -332,7 +339,7 @@ def test_moves_together_are_priced_on_the_same_links() -> None:
         return Program(op.body.inputs, [Step(op, tuple(names), results)], results)
 
     def cost(p: Program) -> float:
-        return priced(p, fabric_of(topology, p.meshes)).seconds
+        return price_program(p, fabric_of(topology, p.meshes)).seconds
 
     one = cost(alone)
     assert cost(pair((s, t))) == one
@@ -369,7 +376,7 @@ def test_a_repeat_of_swaps_is_certified() -> None:
     assert claims["received_bytes"] == tuple(5 * n for n in account(body).received.tolist()) != (0, 0, 0, 0)
     assert claims["rounds"] == 5 * (2 + 2 + 2) and claims["types"] == (A, B)
     data = arrays(program)
-    for x, y in zip(run_program(program, data), data, strict=True):
+    for x, y in zip(run_reference(program, data), data, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(x, y, strict=True))
 
 
@@ -404,23 +411,27 @@ def repeated(op: Repeat, operands: list[list[np.ndarray]], taken: dict[int, int]
     """Run a body again and again: what shares an operand's storage must be found there after every run."""
     names, whole = [name for name, _ in op.body.inputs], len(operands) - op.cut
     mine = {j: [x if j in taken.values() else x.copy() for x in shards] for j, shards in enumerate(operands)}
-    state = [mine[j] for j in range(op.kept)]
+    state = [mine[j] for j in range(op.carried_count)]
     stacks = [
         mine[taken[k]] if k in taken else [np.empty((op.n, *t.local_shape(d)), "f4") for d in range(t.mesh.size)]
         for k, t in enumerate(op.body.output_types)
     ]
     for k in op.order:
-        given = [*state, *operands[op.kept : whole], *([x[k, ...] for x in mine[j]] for j in range(whole, len(names)))]
-        ends = play(op.body, dict(zip(names, given, strict=True)), names[op.kept : whole])
+        given = [
+            *state,
+            *operands[op.carried_count : whole],
+            *([x[k, ...] for x in mine[j]] for j in range(whole, len(names))),
+        ]
+        ends = play(op.body, dict(zip(names, given, strict=True)), names[op.carried_count : whole])
         for number, shards in enumerate(ends):
             for n, x in enumerate(shards):
-                home = stacks[number][n] if number < op.kept else stacks[number][n][k, ...]
+                home = stacks[number][n] if number < op.carried_count else stacks[number][n][k, ...]
                 if number in taken:
                     assert not x.size or np.shares_memory(home, x)
-                elif number >= op.kept:
+                elif number >= op.carried_count:
                     home[...] = x
-        state = [ends[j] if j in taken else [x.copy() for x in ends[j]] for j in range(op.kept)]
-    return [*state, *stacks[op.kept :]]
+        state = [ends[j] if j in taken else [x.copy() for x in ends[j]] for j in range(op.carried_count)]
+    return [*state, *stacks[op.carried_count :]]
 
 
 @settings(max_examples=200, deadline=None)
@@ -433,7 +444,7 @@ def test_what_shares_storage_may_be_written_in_place(program: Program) -> None:
     ]
     names = [name for name, _ in program.inputs]
     with np.errstate(all="ignore"):
-        want = run_program(program, data)
+        want = run_reference(program, data)
         got = play(program, {n: [x.copy() for x in shards] for n, shards in zip(names, data, strict=True)})
     for shards, others in zip(want, got, strict=True):
         for x, y in zip(shards, others, strict=True):
@@ -501,7 +512,7 @@ def measured(program: Program) -> tuple[int, dict[str, np.ndarray]]:
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    want = run_program(program, [[np.full(u.shape, 3.0)] for u in program.input_types])
+    want = run_reference(program, [[np.full(u.shape, 3.0)] for u in program.input_types])
     assert all(np.array_equal(x, y) for x, (y,) in zip(got, want, strict=True))
     assert all((x == 3).all() for x in data.values())  # the caller's
     return most + sum(x.nbytes for x in data.values()), dict(zip(program.outputs, got, strict=True))
@@ -547,7 +558,7 @@ def check_driven(program: Program) -> None:
     before = [[x.copy()] for x in given.values()]
     with np.errstate(all="ignore"):
         got = finish(drive(hands.steps(program), dict(given), program.outputs, CountingWire()))
-        want = run_program(program, before)
+        want = run_reference(program, before)
     for x, (y,) in zip([*given.values(), *got], [*before, *want], strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -615,4 +626,4 @@ def test_ninety_six_layers_cost_what_one_does() -> None:
     assert account(program).received.tolist() == [10**9 * 128] * 2
     assert Program.parse(str(program)) == program
     topology = sp.Topology.load("nominal", devices=2)
-    assert predict(program, topology).seconds == priced(program, fabric_of(topology, program.meshes)).seconds > 1
+    assert predict(program, topology).seconds == price_program(program, fabric_of(topology, program.meshes)).seconds > 1

@@ -26,9 +26,9 @@ from shardplan.core.ops import (
     Split,
     TopK,
 )
-from shardplan.core.ops.composed import Composed, differs, opened, zeros
+from shardplan.core.ops.composed import Composed, decompose_sharded, differs, zeros
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
 
@@ -54,13 +54,13 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
             pass
         needs = tuple(k for k, t in enumerate(types) if differs(t))
         try:
-            forward = opened(op, types)
+            forward = decompose_sharded(op, types)
             draft = Draft.of(types)
             made = draft.copy(forward.steps, lambda n: n)
             out = [made.get(r, r) for r in forward.results]
             cotangents = {r: draft.types[r].with_layout(Layout(draft.types[r].layout.dims)) for r in out}
-            dys = [draft.given(t) if differs(t) else zeros(draft, t, r) for r, t in cotangents.items()]
-            body = opened(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
+            dys = [draft.add_input(t) if differs(t) else zeros(draft, t, r) for r, t in cotangents.items()]
+            body = decompose_sharded(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
         except LayoutError:
             continue
         own = [*map(str, range(len(types))), *dys]
@@ -69,12 +69,14 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
         inputs = [(str(k), t) for k, t in enumerate(types)]
         inputs += [(c, draft.types[c]) for c in dys if differs(draft.types[c])]
         program = Program(inputs, draft.steps, [*out, *(back.get(r, r) for r in body.results)])
-        assert {s.op.name for s in program.steps if s.op.received(*program.step_types(s)[0]).any()} <= {"all_reduce"}
+        assert {s.op.name for s in program.steps if s.op.received_bytes(*program.step_types(s)[0]).any()} <= {
+            "all_reduce"
+        }
         if not whole:
             seeds = [rng.normal(size=t.shape) for _, t in inputs[len(types) :]]
             whole = by_torch(example, given, seeds)
         shards = [oracle.spread(a, t, rng) for a, t in zip([*given, *seeds], program.input_types, strict=True)]
-        for x, t, want in zip(run_program(program, shards), program.output_types, whole, strict=True):
+        for x, t, want in zip(run_reference(program, shards), program.output_types, whole, strict=True):
             assert oracle.wrong(x, t, want, 1e-9) is None, ([str(t) for t in types], str(program))
         count += 1
     assert (count > 0) != (name in WHOLE), count
@@ -86,7 +88,10 @@ def test_no_logit_is_gathered() -> None:
     types = [TensorType.parse("f64[7, 4, 6@y]", MESH), TensorType.parse("i32[7, 4]", MESH)]
     seed = TensorType.parse("f64[7, 4]", MESH)
     assert isinstance(op, Composed)
-    for body, given in ((opened(op, types), types), (opened(Backward(op, (0,)), [*types, seed]), [*types, seed])):
+    for body, given in (
+        (decompose_sharded(op, types), types),
+        (decompose_sharded(Backward(op, (0,)), [*types, seed]), [*types, seed]),
+    ):
         draft = Draft.of(given)
         names = draft.copy(body.steps, lambda n: n)
         moved = [s for s in draft.steps if s.op.name == "all_reduce"]
@@ -117,7 +122,7 @@ def test_updates_are_torchs(op: Composed) -> None:
             assert oracle.wrong(found[1], t, m, 1e-12) is None and oracle.wrong(found[2], t, v, 1e-12) is None
     assert [a for a, _ in op.aliases] == list(range(len(op.aliases)))
     shared = [types[b] for _, b in op.aliases]  # is read, and written
-    assert op.touched(*types) == sum(t.local_bytes() for t in (*types, *shared))
+    assert op.touched_bytes(*types) == sum(t.local_bytes() for t in (*types, *shared))
 
 
 def test_a_narrow_softmax_is_rounded_once() -> None:

@@ -25,7 +25,7 @@ from shardplan.core.ops import (
     Slice,
     ToPartial,
 )
-from shardplan.core.ops.collective import counted, moving
+from shardplan.core.ops.collective import lowering_counts, moving
 from shardplan.core.pattern import Groups, Local, Messages
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -108,7 +108,7 @@ def test_an_op_keeps_the_array(case: tuple[Op, TensorType], seed: int) -> None:
 def test_an_op_receives_what_the_table_says(case: tuple[Op, TensorType]) -> None:
     op, t = case
     (u,) = op.infer(t)
-    got = op.received(t)
+    got = op.received_bytes(t)
     assert got.shape == (t.mesh.size,)
     if isinstance(op, Permute):
         whole = [oracle.volume(oracle.box(u, k)) * t.itemsize for k in range(t.mesh.size)]
@@ -130,17 +130,17 @@ def test_what_is_sent_is_what_is_received(case: tuple[Op, TensorType]) -> None:
     """In all, and on every device what the messages of the op's lowering say."""
     op, t = case
     (u,) = op.infer(t)
-    ids, sent = op.sent(t)
-    assert ids.tolist() == list(t.mesh.devices) and sent.sum() == op.received(t).sum()
+    ids, sent = op.sent_bytes(t)
+    assert ids.tolist() == list(t.mesh.devices) and sent.sum() == op.received_bytes(t).sum()
     move = moving(op)
     assert move is not None
-    assert sent.tolist() == (counted(move, t, u).sent_by(t) * t.itemsize).tolist()
+    assert sent.tolist() == (lowering_counts(move, t, u).sent_by(t) * t.itemsize).tolist()
 
 
 @given(some.applied())
 def test_the_pattern_of_an_op_carries_what_it_receives(case: tuple[Op, TensorType]) -> None:
     op, t = case
-    got = dict(zip(t.mesh.devices, op.received(t).tolist(), strict=True))
+    got = dict(zip(t.mesh.devices, op.received_bytes(t).tolist(), strict=True))
     match op.pattern(t):
         case Local():
             assert not any(got.values())
@@ -177,7 +177,7 @@ def test_send_delivers_and_receives_the_least(case: tuple[TensorType, TensorType
     (shards,) = op.reference([oracle.spread(array, s, np.random.default_rng(0))], [s])
     assert oracle.wrong(shards, t, array) is None
     least = oracle.lower_bound(s, t)
-    assert op.received(s).tolist() == [least[d] for d in t.mesh.devices]
+    assert op.received_bytes(s).tolist() == [least[d] for d in t.mesh.devices]
     pattern = op.pattern(s)
     if isinstance(pattern, Messages):
         assert set(pattern.sender.tolist()) <= set(s.mesh.devices)
@@ -191,7 +191,7 @@ def test_chunks_change_neither_type_nor_bytes(case: tuple[Op, TensorType], chunk
     cut = op.in_chunks(chunks)
     assert cut.chunks == (chunks if op.cuttable else 1)
     assert cut.infer(t) == op.infer(t)
-    assert cut.received(t).tolist() == op.received(t).tolist()
+    assert cut.received_bytes(t).tolist() == op.received_bytes(t).tolist()
     finer = op.in_chunks(2 * chunks)
     assert finer.staging(t) <= cut.staging(t), "staging falls with the number of chunks, once there are several"
 
@@ -315,7 +315,7 @@ def test_ops_need_operands_of_one_mesh() -> None:
 def test_several_operands_are_one_transfer() -> None:
     x, y = T("f32[12@a, 6]"), T("f32[24@a, 4]")
     op = AllGather(0, ("a",))
-    assert op.received(x, y).tolist() == (op.received(x) + op.received(y)).tolist()
+    assert op.received_bytes(x, y).tolist() == (op.received_bytes(x) + op.received_bytes(y)).tolist()
     assert op.rounds(x, y) == op.rounds(x)
     pattern = op.pattern(x, y)
     assert isinstance(pattern, Groups) and pattern.nbytes.tolist() == [6 * 6 * 4 + 12 * 4 * 4] * 6
@@ -339,7 +339,7 @@ PRICED: list[tuple[Op, str, int, int]] = [
 @pytest.mark.parametrize(("op", "text", "nbytes", "rounds"), PRICED, ids=lambda x: str(x)[:30])
 def test_bytes_and_rounds_by_hand(op: Op, text: str, nbytes: int, rounds: int) -> None:
     t = T(text)
-    assert int(op.received(t).max()) == nbytes
+    assert int(op.received_bytes(t).max()) == nbytes
     assert op.rounds(t) == rounds
 
 
@@ -361,7 +361,7 @@ def test_what_is_not_contiguous_is_staged(op: Op, text: str, nbytes: int) -> Non
 
 def test_an_all_reduce_counts_the_part_that_each_member_owns() -> None:
     # Of 7 elements three members own 3, 3 and 1: two addends of each of these, and the rest reduced.
-    got = AllReduce(("b",)).received(T("f32[7]{+b}", Mesh(b=3)))
+    got = AllReduce(("b",)).received_bytes(T("f32[7]{+b}", Mesh(b=3)))
     assert got.tolist() == [(2 * 3 + 4) * 4, (2 * 3 + 4) * 4, (2 * 1 + 6) * 4]
 
 

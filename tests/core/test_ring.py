@@ -17,7 +17,7 @@ from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.pattern import AtOnce, InTurn, Messages, StepPattern, Work
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute, run_program
+from shardplan.core.reference import collect, distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
@@ -99,7 +99,7 @@ def test_it_is_its_decomposition(cut: tuple[Any, ...], zigzag: int) -> None:
         least = 0.02 if "bf16" in cut else 1e-12
         found, results = op.reference(shards, given), op.infer(*given)
         assert whole.output_types == results
-        for x, y, t in zip(found, run_program(whole, shards), results, strict=True):
+        for x, y, t in zip(found, run_reference(whole, shards), results, strict=True):
             a, b = (collect(z, t).astype(float) for z in (x, y))
             assert np.abs(a - b).max() <= least * np.abs(b).max()
 
@@ -114,10 +114,10 @@ def test_every_other_tile_comes_once_and_two_are_staged(cut: tuple[Any, ...]) ->
     group = np.zeros_like(tiles)
     for members in places:
         group[members] = tiles[members].sum()
-    assert op.received(*given).tolist() == ((group - tiles) * k.itemsize).tolist()
+    assert op.received_bytes(*given).tolist() == ((group - tiles) * k.itemsize).tolist()
     cotangents = group * wide * (places.shape[1] > 1)
-    assert rear.received(*more).tolist() == ((group - tiles) * k.itemsize + cotangents).tolist()
-    assert op.sent(*given)[1].sum() == op.received(*given).sum()
+    assert rear.received_bytes(*more).tolist() == ((group - tiles) * k.itemsize + cotangents).tolist()
+    assert op.sent_bytes(*given)[1].sum() == op.received_bytes(*given).sum()
     rounds = places.shape[1] - 1
     assert (op.rounds(*given), rear.rounds(*more)) == (rounds, rounds + 2 * (rounds > 0))
     sums = 0 if k.itemsize >= 4 else given[0].elements().max() // 8 * 5 * wide  # of the result, where it is narrow
@@ -126,7 +126,7 @@ def test_every_other_tile_comes_once_and_two_are_staged(cut: tuple[Any, ...]) ->
         account(
             Program({"q": given[0], "k": k, "v": v}, [Step(op, ("q", "k", "v"), ("y", "l"))], ("y",))
         ).received.tolist()
-        == op.received(*given).tolist()
+        == op.received_bytes(*given).tolist()
     )
 
 

@@ -91,7 +91,7 @@ def test_the_bytes_of_a_type_are_those_of_its_largest_shard() -> None:
 def test_bytes_are_counted_exactly_beyond_64_bits() -> None:
     t = TensorType("f32", (2**31, 2**30), (None, None), Mesh(a=2), {"a": "sum"})
     # Of 2^63 bytes a device receives the addend of its half, and the other half reduced.
-    assert AllReduce(("a",)).received(t).tolist() == [2**63] * 2
+    assert AllReduce(("a",)).received_bytes(t).tolist() == [2**63] * 2
 
 
 @pytest.mark.parametrize(

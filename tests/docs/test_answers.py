@@ -19,7 +19,7 @@ GONE = {
     "simulation.closed.links": ("LevelRates",),
     "hardware.level:DeviceSpec": ("kernel_seconds",),
     "simulation.closed.form:ClosedForm": ("bounded",),
-    "movement.redistribution.reduced": ("_reduction",),
+    "movement.redistribution.reducing_candidates": ("_reduction",),
     "simulation.closed.memory": ("in_flight", "buffers", "LOGIT", "SCORE", "MASKS", "_staying"),
 }
 # Who reads the rate or the latency of a link, outside `hardware`, and for what: nobody makes a price of them.
@@ -67,7 +67,7 @@ def test_nobody_else_reads_the_links() -> None:
         if "hardware" not in path.relative_to(SOURCE).parts
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
-        and node.attr in ("bandwidth", "delivered", "latency", "latencies")
+        and node.attr in ("bandwidth", "delivered_rate", "latency", "latencies")
         and _of_a_link(node)
     }
     assert found == set(READERS)

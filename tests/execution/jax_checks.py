@@ -27,7 +27,7 @@ from shardplan.core.group_rounds import addends, scatter_sums
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round
 from shardplan.core.messages import at_root
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops import (
     AllGather,
@@ -59,7 +59,7 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.pattern import Local
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
@@ -259,7 +259,7 @@ def reductions() -> Any:
         program = Program(dict.fromkeys(names, t), steps, results)  # compiled as one: each costs a tenth of a second
         most = 2 if dtype == "bool" else 6
         shards = [[rng.integers(0, most, t.local_shape()).astype(numpy_dtype(dtype)) for _ in range(8)] for _ in ops]
-        found = zip(ops, program.output_types, run_program(program, shards), jax_run(program, shards), strict=True)
+        found = zip(ops, program.output_types, run_reference(program, shards), jax_run(program, shards), strict=True)
         for op, result, expected, got in found:
             for x, y, here in zip(got, expected, at_root(result), strict=True):
                 if here and not np.array_equal(np.asarray(x), y):
@@ -328,7 +328,7 @@ def exact_bits() -> Any:
             t = typed(dtype + text)
             program = single(op, [t])
             array = np.broadcast_to(values[:, None], t.shape).copy() if t.ndim == 2 else values
-            expected = run_program(program, [distribute(array, t)])[0]
+            expected = run_reference(program, [distribute(array, t)])[0]
             got = jax_run(program, [distribute(array, t)])[0]
             for x, y, here in zip(got, expected, at_root(program.output_types[0]), strict=True):
                 if here and np.asarray(x).tobytes() != y.tobytes():
@@ -422,7 +422,7 @@ def bytes_of_ops(kinds: Collection[type] = (Op,)) -> Any:
     wrong: list[str] = []
     more: dict[str, int] = {}
     for op, types in alone():
-        if nested(op) or not isinstance(op, tuple(kinds)):  # the text of a body counts its bytes once
+        if as_nested(op) or not isinstance(op, tuple(kinds)):  # the text of a body counts its bytes once
             continue
         program = single(op, types)
         kinds_moved, got, _ = moved(program)
@@ -433,7 +433,7 @@ def bytes_of_ops(kinds: Collection[type] = (Op,)) -> Any:
         widened = added and type(op) in NATIVE and any(t.dtype == "bf16" for t in types)
         if got != ({d: 2 * n for d, n in says.items()} if widened else says):  # XLA:CPU adds bf16 in f32
             wrong.append(f"{op} of {', '.join(map(str, types))}: {got} bytes received, not {says}")
-        received = dict(zip(program.output_types[0].mesh.devices, map(int, op.received(*types)), strict=True))
+        received = dict(zip(program.output_types[0].mesh.devices, map(int, op.received_bytes(*types)), strict=True))
         if any(says[d] != n for d, n in received.items()):
             more[op.name] = more.get(op.name, 0) + 1
         if any(says[d] < n for d, n in received.items()):
@@ -496,10 +496,10 @@ def errors() -> Any:
         def reference(self, operands: Any, types: Any) -> Any:
             return [list(x) for x in operands]
 
-        def received(self, *operands: TensorType) -> np.ndarray:
+        def received_bytes(self, *operands: TensorType) -> np.ndarray:
             return np.zeros(8, np.int64)
 
-        def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
             return np.arange(8), np.zeros(8, np.int64)
 
         def rounds(self, *operands: TensorType) -> int:
@@ -596,13 +596,13 @@ class GatherToFirst(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        own, first = before.whole("x"), group.me == 0
+        own, first = before.whole_region("x"), group.me == 0
 
         def tile(k: int) -> Region:
-            return after.part("y", Boxes(t, group.place(group.size - 1 - k if self.backwards else k))).only(first)
+            return after.part("y", Boxes(t, group.place(group.size - 1 - k if self.backwards else k))).restrict(first)
 
         takes = [group.take(k, tile(k)) for k in range(1, group.size)]
-        yield Round.of([Copy(own.only(first), tile(0)), group.put(0, own.only(~first)), *takes])
+        yield Round.of([Copy(own.restrict(first), tile(0)), group.put(0, own.restrict(~first)), *takes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,7 +635,7 @@ def outside() -> Any:
     for op, s in cases:
         program = single(op, [s])
         wrong += compare(str(op), program)
-        received = dict(zip(s.mesh.devices, op.received(s).tolist(), strict=True))
+        received = dict(zip(s.mesh.devices, op.received_bytes(s).tolist(), strict=True))
         _, got, _ = moved(program)
         if got != received:
             wrong.append(f"{op}: {got} bytes received, not {received}")
@@ -656,7 +656,7 @@ def donated() -> Any:
         program = Program({"0": t}, steps, outputs)
         shards = _place_shards("0", t, distribute(array, t))
         got = run_placed(program, [shards], donated=("0",))
-        expected = run_program(program, [distribute(array, t)])
+        expected = run_reference(program, [distribute(array, t)])
         if not all(np.array_equal(x, y) for a, b in zip(got, expected, strict=True) for x, y in zip(a, b, strict=True)):
             wrong.append(f"{name}: other values")
         if [x.is_deleted() for x in shards] != [name == "twice"] * 8:

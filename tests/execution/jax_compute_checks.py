@@ -65,7 +65,7 @@ def every_dtype() -> Any:
         inputs = {n: t for ns, (_, ts) in zip(names, chosen, strict=True) for n, t in zip(ns, ts, strict=True)}
         program = Program(inputs, steps, [s.results[0] for s in steps])
         shards = [distribute(numbers(t, rng), t) for t in program.input_types]
-        found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+        found, expected = run_program(program, shards, timeout=60), reference.run_reference(program, shards)
         for step, got, want in zip(steps, found, expected, strict=True):
             if not all(np.array_equal(np.asarray(x), y) for x, y in zip(got, want, strict=True)):
                 wrong.append(f"{dtype}: {step.op}: {np.asarray(got[0])}, not {want[0]}")
@@ -94,7 +94,7 @@ def outside() -> Any:
     steps = [Step(Moments(), ("t",), ("s", "p")), Step(MeanSquare(), ("t",), ("m",))]
     program = Program({"t": t}, steps, ("s", "p", "m"))
     shards = [distribute(np.random.default_rng(4).integers(-9, 10, t.shape).astype(np.float32), t)]
-    found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+    found, expected = run_program(program, shards, timeout=60), reference.run_reference(program, shards)
     return [
         f"%{name}: {np.asarray(x)}, not {y}"
         for name, got, want in zip(program.outputs, found, expected, strict=True)
@@ -115,7 +115,7 @@ def gradients() -> Any:
                 continue
             values = [*given, *(rng.normal(size=t.shape) for t in program.input_types[len(given) :])]
             shards = [oracle.spread(x, t, rng) for x, t in zip(values, program.input_types, strict=True)]
-            found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+            found, expected = run_program(program, shards, timeout=60), reference.run_reference(program, shards)
             count += 1
             for name, got, want in zip(program.outputs, found, expected, strict=True):
                 for x, y in zip(got, want, strict=True):
@@ -135,7 +135,7 @@ def updates() -> Any:
     program = Program(given, steps, ("a", "b", "c", "d"))
     shards = [distribute(rng.random(t.shape).astype(np.float32), t) for _ in range(4)]
     shards.append(distribute(np.asarray(3, np.int32), step))
-    found, expected = run_program(program, shards, timeout=60), reference.run_program(program, shards)
+    found, expected = run_program(program, shards, timeout=60), reference.run_reference(program, shards)
     return [
         f"%{name}: {np.asarray(x)}, not {y}"
         for name, got, want in zip(program.outputs, found, expected, strict=True)

@@ -239,7 +239,7 @@ def counted(job: Job, record: Record, here: set[int]) -> list[str]:
             step = program.steps[span.step]
             types = program.step_types(step)
             place = np.flatnonzero(step.op.devices(*types[1]) == span.device)
-            want = int(step.op.received(*types[0])[place[0]]) if len(place) else 0
+            want = int(step.op.received_bytes(*types[0])[place[0]]) if len(place) else 0
             if span.received != want:
                 out.append(f"{step.op.name}: received {span.received} bytes, the op says {want}")
     expected: Counter[Program] = Counter()

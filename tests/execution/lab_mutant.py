@@ -28,7 +28,7 @@ def gathers(changed: Callable[[Group, Region, Of], tuple[Group, Region, Of]]) ->
 def drop_chunk(group: Group, own: Region, block: Of) -> tuple[Group, Region, Of]:
     """The last block of a ring never travels."""
     last = group.size - 1
-    return group, own.only(group.me != last), lambda k: block(k).only(np.asarray(k) % group.size != last)
+    return group, own.restrict(group.me != last), lambda k: block(k).restrict(np.asarray(k) % group.size != last)
 
 
 def swap_order(group: Group, own: Region, block: Of) -> tuple[Group, Region, Of]:

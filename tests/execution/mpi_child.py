@@ -91,7 +91,7 @@ def counted(case: Case, record: Record) -> list[str]:
         step = case.program.steps[span.step]
         operands, results = case.program.step_types(step)
         here = np.flatnonzero(step.op.devices(*results) == RANK)
-        want = int(step.op.received(*operands)[here[0]]) if len(here) else 0
+        want = int(step.op.received_bytes(*operands)[here[0]]) if len(here) else 0
         if span.received != want:
             wrong.append(f"{case.name}: {step.op}: rank {RANK} received {span.received}, the op says {want}")
     return wrong

@@ -129,8 +129,8 @@ def fault(kind: str, least: float) -> None:
 
 
 def replace_step(number: int, make) -> None:
-    bind, count = mpi_steps.bind, iter(range(100))
-    mpi.bind = lambda *args: make(bind(*args)) if next(count) == number else bind(*args)
+    bind, count = mpi_steps.bind_step, iter(range(100))
+    mpi.bind_step = lambda *args: make(bind(*args)) if next(count) == number else bind(*args)
 
 
 def unbind(*_):
@@ -150,14 +150,14 @@ def refused(kind: str) -> None:
             case "nonsense":
                 inputs = [None, None]
             case "op":
-                mpi.bind = unbind
+                mpi.bind_step = unbind
             case "other":
                 program = gathers(16)
     try:
         first = attempt(program, LONG, inputs)
     except TypeError as error:
         first = {"error": f"TypeError: {error}", "at": time.monotonic()}
-    mpi.bind = mpi_steps.bind
+    mpi.bind_step = mpi_steps.bind_step
     tell([allowed, first, attempt(gathers(8), LONG), attempt(gathers(8), LONG)])
 
 

@@ -15,7 +15,7 @@ from execution.slept_cases import CASES, TOPOLOGY, job_of  # noqa: E402
 from shardplan.execution.job_arrays import zeros  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 from shardplan.execution.run import run_recorded  # noqa: E402
-from shardplan.execution.torch.slept import SleptStep  # noqa: E402
+from shardplan.execution.torch.emulated_compute import SleptStep  # noqa: E402
 
 
 def received(record: Record, of: list[str]) -> int:

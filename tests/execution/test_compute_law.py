@@ -75,7 +75,7 @@ def test_mpi_equals_the_whole(example: Example) -> None:
         found: list[np.ndarray] = []
         for k in range(results[0].mesh.size):
             given = [x[k].copy() for x in shards]
-            (x,) = finish(steps.bind(op, types, results, Binding(k))(given, wire))
+            (x,) = finish(steps.bind_step(op, types, results, Binding(k))(given, wire))
             assert not any(np.shares_memory(x, y) for y in given), f"{op} gives its operand out"
             found.append(x)
         assert oracle.wrong(found, results[0], whole) is None, (op, [str(t) for t in types])

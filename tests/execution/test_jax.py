@@ -256,7 +256,7 @@ def test_padding_is_counted() -> None:
     assert (
         plan.padded_received_bytes() == {0: 0, 1: 80, 2: 80, 3: 80, 4: 80, 5: 0} == moved_bytes(Exchange(t.layout), s)
     )
-    assert Exchange(t.layout).received(s).tolist() == [0, 40, 80, 80, 40, 0]
+    assert Exchange(t.layout).received_bytes(s).tolist() == [0, 40, 80, 80, 40, 0]
     four, three = sp.Mesh({"p": 4}, devices=[0, 1, 2, 3]), sp.Mesh({"q": 3}, devices=[4, 5, 6])
     t = TensorType("i32", (12,), ("q",), three)
     plan = permute_rounds(Send(t.layout, three), (TensorType("i32", (12,), ("p",), four),))
@@ -288,6 +288,6 @@ def test_moved_bytes_are_those_of_the_program_without_an_exchange() -> None:
         for step in program.steps:
             operands, _ = program.step_types(step)
             got = np.array([moved_bytes(step.op, *operands)[d] for d in s.mesh.devices])
-            assert np.all(got >= step.op.received(*operands))
+            assert np.all(got >= step.op.received_bytes(*operands))
             if not isinstance(step.op, Exchange):
-                assert np.array_equal(got, step.op.received(*operands))
+                assert np.array_equal(got, step.op.received_bytes(*operands))

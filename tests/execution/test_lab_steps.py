@@ -9,7 +9,7 @@ from shardplan.errors import BackendError, TopologyError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab import Cluster, Lab
 from shardplan.execution.lab.cluster import BUCKET
-from shardplan.execution.lab.packed import pack_job, unpack_job
+from shardplan.execution.lab.job_bytes import pack_job, unpack_job
 from shardplan.execution.lab.steps import measure_steps
 from shardplan.simulation.jobs.job_timeline import simulate_job
 

@@ -8,11 +8,11 @@ import pytest
 from execution.lab_here import needs_lab
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.lab import sweep as sweeping
-from shardplan.execution.lab.experiments import Experiment, emulated, pairs
+from shardplan.execution.lab.experiments import Experiment, emulated_topology, pairs
 from shardplan.execution.lab.item import WrongResult
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.standard import CLUSTERS, CROSSED, STANDARD, competing, draw_experiments
-from shardplan.execution.lab.sweep import estimate, sweep
+from shardplan.execution.lab.sweep import estimate, measure_experiments
 from shardplan.execution.lab.validate import CROSSOVERS, MANY, SEVERAL, SHAPES, validate
 
 LATE = 5.0  # seconds: bytes are asked for, not times
@@ -65,7 +65,7 @@ def test_pairs_are_all_placements_and_programs() -> None:
 
 
 def test_the_closed_form_has_the_same_constants() -> None:
-    slow = emulated(FIRST.build().topology)
+    slow = emulated_topology(FIRST.build().topology)
     assert [level.latency for level in slow.levels] == [3e-4, 3e-4]
     assert slow.levels[0].bandwidth == pytest.approx(2.5e8 * 1448 / 1514)
 
@@ -80,10 +80,10 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
         kept.append(len(found.experiments))
         found.save(path)
 
-    first = sweep([FIRST], repetitions=1, keep=keep, most_late=LATE, floor=False)
+    first = measure_experiments([FIRST], repetitions=1, keep=keep, most_late=LATE, floor=False)
     assert kept == [1]
     assert first.floor is None
-    found = sweep(
+    found = measure_experiments(
         [FIRST, SECOND],
         repetitions=1,
         before=Sweep.load(path),
@@ -104,7 +104,7 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
             assert len(r.seconds) == 1 and r.median > 0
             assert r.kernel is not None and r.kernel[0] >= 1.0
     assert told[-1][0] <= told[-1][1] + 1e-9
-    found = sweep(
+    found = measure_experiments(
         [FIRST, SECOND],
         repetitions=1,
         before=replace(found, again=()),
@@ -116,10 +116,10 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
     assert [len(d.rows) for d in loaded.experiments] == [6, 1]
     assert {"cpu", "cores", "kernel", "arch"} == set(loaded.machine)
     assert validate([loaded]).targets[0].holds
-    again = sweep([FIRST, SECOND], repetitions=1, before=loaded, most_late=LATE)
+    again = measure_experiments([FIRST, SECOND], repetitions=1, before=loaded, most_late=LATE)
     assert again == loaded  # nothing left to do
     with pytest.raises(BackendError, match="the result to go on with is of engine='ring', repetitions=1"):
-        sweep([FIRST], repetitions=2, before=loaded)
+        measure_experiments([FIRST], repetitions=2, before=loaded)
 
 
 def test_an_experiment_that_fails_twice_is_kept_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +139,11 @@ def test_an_experiment_that_fails_twice_is_kept_with_its_error(monkeypatch: pyte
             raise BackendError("the machine is too busy")
 
     monkeypatch.setattr(sweeping, "Lab", Busy)
-    found = sweep([SECOND], repetitions=1, floor=False)
+    found = measure_experiments([SECOND], repetitions=1, floor=False)
     assert started == ["lab", "down"] * 2
     assert [(d.rows, d.error) for d in found.experiments] == [((), "the machine is too busy")]
     started.clear()
-    assert len(sweep([SECOND], repetitions=1, before=found, floor=False).experiments) == 1
+    assert len(measure_experiments([SECOND], repetitions=1, before=found, floor=False).experiments) == 1
     assert started  # it was tried again
 
 
@@ -163,4 +163,4 @@ def test_a_wrong_result_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sweeping, "Lab", Wrong)
     with pytest.raises(WrongResult, match="device 3 differs"):
-        sweep([SECOND], repetitions=1, floor=False)
+        measure_experiments([SECOND], repetitions=1, floor=False)

@@ -16,7 +16,7 @@ from shardplan.core.ops import AllReduce
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import BackendError
-from shardplan.interop.exports.mpi import bind
+from shardplan.interop.exports.mpi import bind_reduction
 
 CHILD = "mpi_child.py"
 OBJECTS = 2**15  # bytes of Python objects that a run makes beside its arrays
@@ -98,7 +98,7 @@ def test_exports_say_what_to_install_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     t = sp.TensorType("f32", (4, 5), (), sp.Mesh(x=1), partial={"x": "sum"})
     with pytest.raises(BackendError, match=r"^mpi4py is not installed: pip install 'shardplan\[mpi\]'$"):
-        bind(Program({"0": t}, [Step(AllReduce(("x",)), ("0",), ("1",))], ("1",)))
+        bind_reduction(Program({"0": t}, [Step(AllReduce(("x",)), ("0",), ("1",))], ("1",)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")

@@ -17,7 +17,7 @@ from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Permut
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.program import Program, Step
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.tensor import Box
 from shardplan.execution.drive import finish
 from shardplan.execution.lower import group_of
@@ -115,7 +115,7 @@ def test_a_chain_reduces_as_it_is_asked(reduction: str) -> None:
     program = Program({"0": t}, [Step(Reduce(("x",), reduction, 2), ("0",), ("1",))], ("1",))
     shards = [np.random.default_rng(k).integers(-50, 50, 5, dtype=np.int32) for k in range(3)]
     ((got, *_),), network = played(program, [shards], drive)
-    ((want, *_),) = run_program(program, [shards])
+    ((want, *_),) = run_reference(program, [shards])
     assert got.tolist() == want.tolist()
     assert network.sent == {(0, 2): [8, 12], (2, 1): [8, 12]}  # towards the first member
 
@@ -173,11 +173,11 @@ class GatherToFirst(Collective):
 
     def lower(self, t: sp.TensorType, u: sp.TensorType, devices: np.ndarray, algorithm: str) -> Iterator[Round]:
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        first, own = group.me == 0, before.whole("x")
-        tiles = [after.part("y", Boxes(t, group.place(k))).only(first) for k in range(group.size)]
+        first, own = group.me == 0, before.whole_region("x")
+        tiles = [after.part("y", Boxes(t, group.place(k))).restrict(first) for k in range(group.size)]
         targets = tiles[::-1] if self.turned else tiles
         takes = [group.take(k, targets[k]) for k in range(1, group.size)]
-        yield Round.of([group.put(0, own.only(~first)), Copy(own.only(first), targets[0]), *takes], self.closes)
+        yield Round.of([group.put(0, own.restrict(~first)), Copy(own.restrict(first), targets[0]), *takes], self.closes)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -187,7 +187,7 @@ def test_an_op_from_outside_runs_by_its_lowering(turned: bool, closes: bool) -> 
     program = Program({"0": t}, [Step(GatherToFirst(("x",), turned, closes), ("0",), ("1",))], ("1",))
     tiles = [np.full((2, 3), k, np.int32) for k in range(4)]
     ((got, *_),), network = played(program, [tiles], drive)
-    ((want, *_),) = run_program(program, [tiles])
+    ((want, *_),) = run_reference(program, [tiles])
     assert got.tolist() == want.tolist() == np.concatenate(tiles[::-1] if turned else tiles).tolist()
     assert network.sent == {(d, 1): [24] for d in (2, 0, 3)}
 

@@ -17,7 +17,7 @@ from execution.lab_here import needs_lab
 from execution.mpi_launch import MPIEXEC, launched
 from gradient_examples import arrays, back, by_torch, lettered
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_what_is_made_of_others_has_torchs_gradient() -> None:
             program = back(op, types)
             assert Program.parse(str(program)) == program
             shards = [oracle.spread(a, t, rng) for a, t in zip([*given, seed], program.input_types, strict=True)]
-            for x, t, want in zip(run_program(program, shards), program.output_types, whole, strict=True):
+            for x, t, want in zip(run_reference(program, shards), program.output_types, whole, strict=True):
                 assert oracle.wrong(x, t, want, 1e-9) is None, [str(t) for t in types]
             count += 1
     assert count == example.legal

@@ -23,7 +23,7 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Re
 from shardplan.core.ops.collective import Collective, Grouped, moving
 from shardplan.core.pattern import Messages
 from shardplan.core.program import Program, Step
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.replay import replayed
@@ -47,7 +47,7 @@ from shardplan.execution.torch.steps import MOST_KEPT
 
 X, LARGE = sp.Mesh({"x": 4}, devices=(2, 0, 3, 1)), 300_000
 MESSAGES: tuple[Engine, ...] = ("ring", "tree", "direct")
-BINDERS: dict[str, Binder] = {"torch": steps.bind} | {e: partial(steps.bind, algorithm=e) for e in MESSAGES}
+BINDERS: dict[str, Binder] = {"torch": steps.bind_step} | {e: partial(steps.bind_step, algorithm=e) for e in MESSAGES}
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,9 @@ def test_by_any_algorithm_ranks_stage_no_more_than_is_said(
         by = replace(move, algorithm=algorithm).in_chunks(chunks)
         program = program_of(by, t.mesh, *[str(t)] * n)
         assert max(staged(program, d) for d in t.mesh.devices) <= by.staging(*[t] * n), by
-        assert by.sent(*[t] * n)[1].sum() == by.received(*[t] * n).sum() == move.received(*[t] * n).sum()
+        assert (
+            by.sent_bytes(*[t] * n)[1].sum() == by.received_bytes(*[t] * n).sum() == move.received_bytes(*[t] * n).sum()
+        )
 
 
 COMPOSED = [
@@ -203,9 +205,9 @@ def test_sums_are_taken_in_member_order(op: Op) -> None:
     program = one("f32[24]{+a,+b}", op, sp.Mesh({"a": 2, "b": 3}, devices=(4, 2, 0, 5, 1, 3)))
     rng = np.random.default_rng(1)
     shards = [(rng.standard_normal(24) * 10.0 ** rng.integers(-6, 7, 24)).astype(np.float32) for _ in range(6)]
-    ((got,), _), (want,) = played(program, [shards], driven(steps.bind)), run_program(program, [shards])
+    ((got,), _), (want,) = played(program, [shards], driven(steps.bind_step)), run_reference(program, [shards])
     assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
-    (other,) = run_program(program, [shards[::-1]])
+    (other,) = run_reference(program, [shards[::-1]])
     assert [x.tobytes() for x in other] != [x.tobytes() for x in want]
 
 
@@ -333,7 +335,7 @@ def same(program: Program, engine: str, batched: bool = False) -> Network:
         for t in program.input_types
     ]
     got, network = played(program, shards, driven(BINDERS[engine], None, batched))
-    for outs, wants, t in zip(got, run_program(program, shards), program.output_types, strict=True):
+    for outs, wants, t in zip(got, run_reference(program, shards), program.output_types, strict=True):
         for k in np.flatnonzero(at_root(t)):
             assert np.array_equal(outs[k], wants[k])
     return network
@@ -358,11 +360,14 @@ class Relay(Collective):
     def lower(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         group, here = Group(t, ("x",), devices), Boxes(t, places_of(t.mesh, devices))
         for source, taken, closes in (("x", "hop", self.waits), ("hop", "y", True)):
-            moves = group.put(group.me + 1, here.whole(source)), group.take(group.me - 1, here.whole(taken))
+            moves = (
+                group.put(group.me + 1, here.whole_region(source)),
+                group.take(group.me - 1, here.whole_region(taken)),
+            )
             yield Round.of(moves, closes)
 
     def buffers(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
-        return {"hop": Buffer(Boxes(t, places_of(t.mesh, devices)).whole("x").elements(), t.dtype)}
+        return {"hop": Buffer(Boxes(t, places_of(t.mesh, devices)).whole_region("x").elements(), t.dtype)}
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -385,7 +390,9 @@ class Fold(Collective):
         wide, high = (
             np.broadcast_to(np.array(box), (len(devices), 2, 2)) for box in ([[0, 2], [1, 4]], [[1, 4], [0, 2]])
         )
-        yield Round.of([Copy(here.whole("x"), here.whole("y")), Copy(Region("x", wide), Region("y", high), "sum")])
+        yield Round.of(
+            [Copy(here.whole_region("x"), here.whole_region("y")), Copy(Region("x", wide), Region("y", high), "sum")]
+        )
 
 
 def test_a_copy_between_boxes_of_other_shapes() -> None:
@@ -407,11 +414,11 @@ class Collect(Collective):
 
     def lower(self, t: sp.TensorType, u: sp.TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         group, (before, after) = Group(t, (self.axis,), devices), Boxes.ends(t, u, devices)
-        own, first = before.whole("x"), group.me == 0
+        own, first = before.whole_region("x"), group.me == 0
         members = range(group.size)
         blocks = [after.part("y", Boxes(t, group.place(k))) for k in (members[::-1] if self.backwards else members)]
         takes = [group.take(k, blocks[k]) for k in members[1:]]
-        yield Round.of([Copy(own.only(first), blocks[0]), group.put(0, own.only(~first)), *takes])
+        yield Round.of([Copy(own.restrict(first), blocks[0]), group.put(0, own.restrict(~first)), *takes])
 
 
 @pytest.mark.parametrize("backwards", [False, True])

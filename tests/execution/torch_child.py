@@ -58,7 +58,7 @@ def main() -> None:
             step = case.program.steps[span.step]
             types = case.program.step_types(step)
             here = np.flatnonzero(step.op.devices(*types[1]) == span.device)
-            want = int(step.op.received(*types[0])[here[0]]) if len(here) else 0
+            want = int(step.op.received_bytes(*types[0])[here[0]]) if len(here) else 0
             if span.received != want:
                 wrong.append(f"{case.name}: {step.op}: received {span.received}, the op says {want}")
     gathered = [None] * world

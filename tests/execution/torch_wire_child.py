@@ -57,7 +57,7 @@ def main():
             sp.run(program, [shard], backend="torch", timeout=60)
         dist.barrier()
         after = on_the_wire()[1]
-        said = 2 * int(op.received(t)[rank])
+        said = 2 * int(op.received_bytes(t)[rank])
         totals = [None] * dist.get_world_size()
         dist.all_gather_object(totals, (said, after - before))
         rows.append({"op": f"{op.name} {text}", "said": [a for a, _ in totals], "counted": [b for _, b in totals]})

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import shardplan as sp
 from core.test_fused import BAGS, EXPERTS, GEMV, LAYERS, REFUSED, ULYSSES, assert_alike
 from execution.fused_cases import EAGER, box, recommender
-from shardplan.core.fusing import decomposed
-from shardplan.core.nested import nested
+from shardplan.core.fusing import decompose_fused
+from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, TopologyError
@@ -51,7 +51,7 @@ def test_what_pays_is_fused_and_means_the_same(text: str) -> None:
     assert row.best_seconds is not None and row.unfused_seconds is not None
     assert row.best_seconds <= 0.95 * row.unfused_seconds
     assert_alike(program, found.program)
-    assert_alike(program, decomposed(found.program))
+    assert_alike(program, decompose_fused(found.program))
     assert fuse(found.program, box(program.devices[-1] + 1), EAGER).rows == ()
 
 
@@ -207,7 +207,7 @@ def test_a_step_of_the_recommender_of_partition_is_fused() -> None:
     ]
     assert not [t for t in job.programs[0, "F"].output_types if t.shape[1:] == (1, 8)]
     for key, program in found.program.programs.items():
-        apart = decomposed(program)
+        apart = decompose_fused(program)
         assert apart.output_types == job.programs[key].output_types
         assert len(apart.steps) == len(job.programs[key].steps)
     big = job.model.resize(batch=4)
@@ -221,7 +221,7 @@ def test_a_step_of_the_recommender_of_partition_is_fused() -> None:
 def _steps(program: Program) -> Iterator[Step]:
     for step in program.steps:
         yield step
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is not None:
             yield from _steps(op.body)
 
@@ -242,7 +242,7 @@ def test_fusing_a_program_of_several_keeps_its_results(copies: int, text: str, e
     found = fuse(program, box(program.devices[-1] + 1), EAGER if eager else SLOW_TILES)
     assert [row.is_fused for row in found.rows] == [eager] * copies
     assert_alike(program, found.program)
-    assert decomposed(found.program).output_types == program.output_types
+    assert decompose_fused(found.program).output_types == program.output_types
 
 
 def test_a_step_of_a_recommender_is_fused_forward() -> None:

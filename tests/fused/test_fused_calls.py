@@ -14,9 +14,9 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 from core.test_fused import BAGS, EXPERTS, GEMV, ULYSSES, all_fused, shards
-from shardplan.core.ops.fused import Fused, fused
+from shardplan.core.ops.fused import Fused, as_fused
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.execution.lower import members_of
 from shardplan.fused.calls.moved import counted
 from shardplan.fused.deciding.kernels import fused_call
@@ -75,11 +75,11 @@ def everywhere(ranks: int, work: Callable[[int, Callable[[bytes], list[bytes]]],
 def test_fused_calls_mean_their_bodies(name: str) -> None:
     program = all_fused(Program.parse(CASES[name.removesuffix(" in one shot")]))
     step = program.steps[-1]
-    op = fused(step.op)
+    op = as_fused(step.op)
     assert isinstance(op, Fused)
     op = replace(op, shots=1) if name.endswith("shot") else op  # type: ignore[call-arg]
     given = [[np.asarray(x) for x in each] for each in shards(op.body)]
-    (want,) = run_program(op.body, given)
+    (want,) = run_reference(op.body, given)
     operands = tuple(t for _, t in op.body.inputs)
     group = members_of(op, operands[0], 0)
     call = fused_call(op, len(group))

@@ -20,14 +20,14 @@ from shardplan.hardware import (
     Level,
     Placement,
     Topology,
-    chosen,
+    cheapest_algorithm,
     level_bytes,
     linear_cost,
     price,
     seconds,
 )
 from shardplan.hardware.prices.algorithms import tree
-from shardplan.plans.pricing import fabric_of, priced
+from shardplan.plans.pricing import fabric_of, price_program
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all"]
 
@@ -308,7 +308,7 @@ def test_in_network_reduction():
     got = price(flat, fabric, "network")
     assert (got.algorithm, got.transfer, got.alpha) == ("network", pytest.approx(1.0), pytest.approx(11e-6))
     assert got.level_bytes == (4e9, 16e9)
-    assert chosen(flat, fabric) == "network"
+    assert cheapest_algorithm(flat, fabric) == "network"
     half = Fabric(Topology("n", (dataclasses.replace(levels[0], reduces=False), levels[1])))
     assert price(flat, half, "network").algorithm == "ring"
     assert price(groups("all_reduce", [[0, 1, 2, 3]]), half, "network").algorithm == "network"
@@ -323,8 +323,8 @@ def test_auto_is_the_cheapest_per_size():
         offers = [price(groups("all_reduce", members, nbytes), fabric, name) for name in names]
         best = price(groups("all_reduce", members, nbytes), fabric)
         assert best == min(offers, key=lambda offer: offer.seconds)
-        assert best.algorithm == chosen(groups("all_reduce", members, nbytes), fabric)
-    assert "tree" in chosen(groups("all_reduce", members, 1e3), fabric)
+        assert best.algorithm == cheapest_algorithm(groups("all_reduce", members, nbytes), fabric)
+    assert "tree" in cheapest_algorithm(groups("all_reduce", members, 1e3), fabric)
     assert price(groups("all_gather", members), fabric, "tree").algorithm.startswith("ring")
 
 
@@ -420,7 +420,7 @@ def test_a_matrix_product_costs_what_its_device_makes_of_it():
     program = Program({"a": a, "b": b}, [Step(matmul(), ("a", "b"), ("c",))], ("c",))
     for n in (1, 7):
         where = Topology.load("dgx-a100", nodes=1)
-        total = priced(repeated(program, n), fabric_of(where, program.meshes)).seconds
+        total = price_program(repeated(program, n), fabric_of(where, program.meshes)).seconds
         assert total == pytest.approx(n * pattern.flops / 312e12)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Level, Placement, Topology, orders, placements
-from shardplan.hardware.digit_order import cut, level_orders, normal_order
+from shardplan.hardware.digit_order import level_digits, level_orders, normal_order
 from shardplan.hardware.level_factors import factors
 from shardplan.hardware.recognise import order_of
 
@@ -57,7 +57,7 @@ def test_orders_are_all_there_once(level, sizes, number):
     found = list(level_orders(level, sizes))
     assert found[0] == tuple(axis for axis, n in sizes.items() if n > 1)
     assert len(found) == number
-    assert sorted(tuple(cut(level, sizes, one)) for one in found) == sorted(sequences(level, sizes))
+    assert sorted(tuple(level_digits(level, sizes, one)) for one in found) == sorted(sequences(level, sizes))
     assert all(normal_order(level, sizes, one) == one for one in found)
 
 

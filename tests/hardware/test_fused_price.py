@@ -62,7 +62,7 @@ def test_a_fused_choice_saves_enough_and_is_the_least(work: FusedWork, c: FusedC
     found = decide(work, c)
     unfused, fused = float(found.seconds[0]), float(found.seconds[1:].min())
     assert float(found.seconds[found.index]) == (fused if fused <= 0.95 * unfused else unfused)
-    assert (found.chosen.kind == "unfused") == (fused > 0.95 * unfused)
+    assert (found.best_variant.kind == "unfused") == (fused > 0.95 * unfused)
 
 
 @given(works, constants, st.sampled_from(TILE_COUNTS))
@@ -83,7 +83,7 @@ def test_arrays_are_priced_as_their_elements_are() -> None:
     for i in range(3):
         for j in range(2):
             one = decide(FusedWork(float(c[j]), float(b[i, 0]), 4), TAXED)
-            assert one.chosen == found.variants[found.index[i, j]]
+            assert one.best_variant == found.variants[found.index[i, j]]
             assert float(one.seconds[one.index]) == found.seconds[found.index[i, j], i, j]
 
 

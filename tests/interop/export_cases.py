@@ -14,7 +14,7 @@ import shardplan as sp  # noqa: E402
 from shardplan.core.messages import at_root  # noqa: E402
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial  # noqa: E402
 from shardplan.core.program import Program  # noqa: E402
-from shardplan.core.reference import run_program  # noqa: E402
+from shardplan.core.reference import run_reference  # noqa: E402
 from shardplan.core.step import Step  # noqa: E402
 from shardplan.core.tensor import TensorType  # noqa: E402
 from shardplan.errors import ShardplanError  # noqa: E402
@@ -50,7 +50,7 @@ class Case:
         local = t.local_shape()
         padded = np.zeros((t.mesh.size, math.prod(local)), np.int32)
         padded[:, : self.size] = self.payloads()
-        (out,) = run_program(self.program, [list(padded.reshape(-1, *local))])
+        (out,) = run_reference(self.program, [list(padded.reshape(-1, *local))])
         cut = slice(self.size) if self.whole else slice(None)
         return [x.reshape(-1)[cut] if held else None for x, held in zip(out, at_root(u), strict=True)]
 

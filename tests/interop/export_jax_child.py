@@ -17,7 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
-from shardplan.interop.exports.jax import bind, jax_text
+from shardplan.interop.exports.jax import bind_reduction, jax_text
 from shardplan.interop.exports.recipe import recipe
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     for case in cases():
         text: dict = {}
         exec(compile(jax_text(case.program, case.placement), "<exported>", "exec"), text)
-        bound = bind(case.program)
+        bound = bind_reduction(case.program)
         rows = case.payloads()
         want = case.expected()
         r = recipe(case.program)

@@ -10,7 +10,7 @@ import numpy as np
 from export_cases import RANKS, cases
 from mpi4py import MPI
 
-from shardplan.interop.exports.mpi import bind, mpi_text
+from shardplan.interop.exports.mpi import bind_reduction, mpi_text
 from shardplan.interop.exports.recipe import recipe
 
 
@@ -23,7 +23,7 @@ def main() -> None:
         text: dict = {}
         exec(compile(mpi_text(case.program, case.placement), "<exported>", "exec"), text)
         groups = text["make_groups"](text["MOVES"], text["SIZES"], text["RANKS"], world)
-        bound = bind(case.program)
+        bound = bind_reduction(case.program)
         placed = recipe(case.program, case.placement)
         for way, found, made, run in (
             ("bound", bound.recipe, bound.groups, bound),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from export_cases import RANKS, cases
 
 from shardplan.interop.exports.recipe import recipe
-from shardplan.interop.exports.torch import bind, torch_text
+from shardplan.interop.exports.torch import bind_reduction, torch_text
 
 
 class Older:
@@ -50,7 +50,7 @@ def main() -> None:
         text: dict = {}
         exec(compile(torch_text(case.program, case.placement), "<exported>", "exec"), text)
         text_groups = text["make_groups"](text["GROUPS"], made)
-        bound = bind(case.program, made)
+        bound = bind_reduction(case.program, made)
         place = rank in case.input_type.mesh.devices
         if place:
             wrong += differs(f"{case.name}, bound", bound(payload), want)
@@ -60,7 +60,7 @@ def main() -> None:
             wrong += differs(f"{case.name}, text", text["reduce_payload"](other, text_groups), other_want)
         try:
             torch.distributed = Older()
-            bound = bind(case.program, older)
+            bound = bind_reduction(case.program, older)
             assert isinstance(bound.reduce_payload.__globals__["dist"], Older)
         finally:
             torch.distributed = dist

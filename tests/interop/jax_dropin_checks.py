@@ -360,16 +360,16 @@ def kinds(here: Ends) -> Any:
 
 def small(here: Ends) -> Any:
     """As shipped, a small array goes by device_put where no limit is said; ends are checked as for any other."""
-    from shardplan.interop.jax import outside, reshard
+    from shardplan.interop.jax import eager_move, reshard
 
     def elsewhere() -> bool:
         """No small array goes by device_put where the devices of an end are another process's."""
-        source, known = here.sharding("x"), outside._is_local_cpu
+        source, known = here.sharding("x"), eager_move._is_local_cpu
         planned: list[bool] = []
         for away in ((), (source,), (here.b,)):
-            outside._is_local_cpu = lambda end, away=away: end not in away
-            planned.append(outside._planned_way((8, 8), np.dtype("f4"), source, here.b, None, False) is not None)
-        outside._is_local_cpu = known
+            eager_move._is_local_cpu = lambda end, away=away: end not in away
+            planned.append(eager_move._planned_way((8, 8), np.dtype("f4"), source, here.b, None, False) is not None)
+        eager_move._is_local_cpu = known
         return planned == [False, True, True]
 
     def large() -> bool:
@@ -377,12 +377,12 @@ def small(here: Ends) -> Any:
         whole, rows, columns = here.sharding(), here.sharding("x"), here.sharding(None, "x")
         explicit = here.sharding(mesh=here.explicit)
         moves = ((rows, here.a), (rows, whole), (rows, columns), (here.a, here.far), (explicit, rows))
-        ways = [outside._planned_way((256, 256), np.dtype("f4"), *ends, None, False) for ends in moves]
+        ways = [eager_move._planned_way((256, 256), np.dtype("f4"), *ends, None, False) for ends in moves]
         return [way is not None for way in ways] == [True, False, False, False, False]
 
-    before = len(outside.EXECUTABLES.keys())
-    outside.LEAVES_TO_HOST = True
-    outside._choose_way.cache_clear()
+    before = len(eager_move.EXECUTABLES.keys())
+    eager_move.LEAVES_TO_HOST = True
+    eager_move._choose_way.cache_clear()
     try:
         return each(
             {
@@ -390,23 +390,23 @@ def small(here: Ends) -> Any:
                 "far": lambda: differs(reshard(here.put(here.sharding("x")), here.far), here.far),
                 "elsewhere": elsewhere,
                 "large": large,
-                "nothing compiled": lambda: len(outside.EXECUTABLES.keys()) == before,
+                "nothing compiled": lambda: len(eager_move.EXECUTABLES.keys()) == before,
                 "limit": lambda: (
                     differs(reshard(here.put(here.sharding("x")), here.b, memory_limit=10**6), here.b)
-                    or len(outside.EXECUTABLES.keys()) == before + 1
+                    or len(eager_move.EXECUTABLES.keys()) == before + 1
                 ),
             }
         )
     finally:
-        outside.LEAVES_TO_HOST = False
-        outside._choose_way.cache_clear()
+        eager_move.LEAVES_TO_HOST = False
+        eager_move._choose_way.cache_clear()
 
 
 def executables(here: Ends) -> Any:
     """Over 132 shapes twice: the second pass compiles nothing; with room for three, the oldest go."""
     import jax
 
-    from shardplan.interop.jax import outside, reshard
+    from shardplan.interop.jax import eager_move, reshard
 
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -422,7 +422,7 @@ def executables(here: Ends) -> Any:
         return len(compiled) - before
 
     first, second = cycle(range(132)), cycle(range(132))
-    store = outside.EXECUTABLES
+    store = eager_move.EXECUTABLES
     bytes_of_all = store.bytes
     cycle(range(132, 138))
     store.most_bytes = 7 * (store.bytes - bytes_of_all) // 12  # three and a half of these
@@ -522,9 +522,9 @@ CHECKS: tuple[Callable[[Ends], Any], ...] = (
 
 
 def make() -> tuple[Ends]:
-    from shardplan.interop.jax import outside
+    from shardplan.interop.jax import eager_move
 
-    outside.LEAVES_TO_HOST = False  # what is checked are plans
+    eager_move.LEAVES_TO_HOST = False  # what is checked are plans
     return (Ends(),)
 
 

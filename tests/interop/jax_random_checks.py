@@ -181,7 +181,7 @@ def constrain(x: Any, end: Any, source: Any) -> Any:
     """JAX's own move: of types over Explicit axes, and a constraint over Auto ones."""
     import jax
 
-    from shardplan.interop.jax.inside import part_of
+    from shardplan.interop.jax.traced_move import part_of
 
     mesh = jax.typeof(x).sharding.mesh
     mesh = mesh if not mesh.empty else end.mesh

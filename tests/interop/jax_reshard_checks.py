@@ -367,7 +367,7 @@ CHECKS: tuple[Callable[[Here], Any], ...] = (
 
 
 def make() -> tuple[Here]:
-    from shardplan.interop.jax import outside as moves_outside
+    from shardplan.interop.jax import eager_move as moves_outside
 
     moves_outside.LEAVES_TO_HOST = False  # what is checked are plans
     return (Here(),)

@@ -17,10 +17,10 @@ from movement.weights_cases import TABLES, made
 from shardplan.errors import LayoutError, ParseError
 from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import reshard
-from shardplan.interop.checkpoint.asked import AskedConfig, source_weights
-from shardplan.interop.checkpoint.found import family_and_switches, find_weights
+from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights
 from shardplan.interop.checkpoint.manifest import MANIFEST
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
+from shardplan.interop.checkpoint.storage_detection import family_and_switches, find_weights
 from shardplan.movement.weights.table import shipped_tables
 from shardplan.movement.weights.weights import Weights
 

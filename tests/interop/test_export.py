@@ -267,12 +267,12 @@ def test_binding_without_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("torch")
     from torch import distributed
 
-    from shardplan.interop.exports.torch import bind
+    from shardplan.interop.exports.torch import bind_reduction
 
     # Another test of this process may have left a process group.
     monkeypatch.setattr(distributed, "is_initialized", lambda: False)
     with pytest.raises(BackendError, match=r"^torch.distributed is not initialised: launch with torchrun"):
-        bind(TWO.program)
+        bind_reduction(TWO.program)
 
 
 def test_random_programs_differ() -> None:

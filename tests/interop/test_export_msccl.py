@@ -16,7 +16,7 @@ from shardplan.interop.exports.msccl import msccl_text
 from shardplan.interop.exports.msccl_interpreter import run, verify
 from shardplan.interop.exports.msccl_schema import MOST_CHANNELS, MOST_STEPS, TYPES, parse
 
-ENDS_WHOLE = [case for case in cases() if not case.program.output_types[0].layout.used]
+ENDS_WHOLE = [case for case in cases() if not case.program.output_types[0].layout.used_axes]
 BY_NAME = {case.name: case for case in ENDS_WHOLE}
 TWO = BY_NAME["two levels, uneven"]
 

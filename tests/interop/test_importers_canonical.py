@@ -22,7 +22,7 @@ from tests.interop.torch_decoders import GptBlock, LlamaBlock, OpenGain
 from torch import nn
 from torch.nn import functional
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops import Einsum
 from shardplan.core.program import Program
 from shardplan.interop.importers import load
@@ -82,7 +82,7 @@ def imported(kind: str, source: str) -> Imported:
 
 def contractions(program: Program) -> Iterator[tuple[int, Any]]:
     for step in program.steps:
-        inner = nested(step.op)
+        inner = as_nested(step.op)
         if inner is not None:
             yield from ((inner.times * n, said) for n, said in contractions(inner.body))
         elif isinstance(step.op, Einsum):

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardplan.core.expression_tree import CUBIC, GELU_EXACT
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Elementwise, LayerNorm, ReduceDims, RmsNorm
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -61,14 +61,14 @@ def imported(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Mod
     assert np.abs(found - wanted).max() <= 1e-9 * np.abs(wanted).max()
     form = canonical(model.program, model.constants)
     values = form.values({f"inputs_{k}": x.numpy() for k, x in enumerate(inputs)} | dict(model.constants))
-    ((again,),) = run_program(form.program, [[values[n]] for n, _ in form.program.inputs])
+    ((again,),) = run_reference(form.program, [[values[n]] for n, _ in form.program.inputs])
     assert np.abs(again - wanted).max() <= 1e-9 * np.abs(wanted).max()
     return model
 
 
 def ops(program: Program) -> Iterator[Op]:
     for step in program.steps:
-        inner = nested(step.op)
+        inner = as_nested(step.op)
         yield from ops(inner.body) if inner is not None else (step.op,)
 
 

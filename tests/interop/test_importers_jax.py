@@ -14,8 +14,8 @@ from tests.interop import jax_decoders as plain
 from tests.interop.test_importers_torch import flops, times
 
 import shardplan as sp
-from shardplan.core.nested import nested
-from shardplan.core.reference import run_program
+from shardplan.core.nested import as_nested
+from shardplan.core.reference import run_reference
 from shardplan.errors import LayoutError, TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -55,7 +55,7 @@ def test_numbers_are_those_of_jax(function: Any, shapes: Any) -> None:
     p, ids = weights(shapes), np.random.default_rng(1).integers(0, 17, (2, 7)).astype("i4")
     model = load(traced(function, shapes, 2, 7), NAMES)
     values = model.pack(checkpoint(p)) | {"ids": ids}
-    ((found,),) = run_program(model.program, [[values[n]] for n, _ in model.program.inputs])
+    ((found,),) = run_reference(model.program, [[values[n]] for n, _ in model.program.inputs])
     wanted = np.asarray(function(p, ids))
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
     assert times(model.program) == [4]
@@ -123,13 +123,13 @@ def test_a_job_lies_as_constraints_say() -> None:
     model = constrained(pinned_to(("data", "tensor"), "data", None, "tensor"), layers=3)
     assert times(model.program) == [3] and len(model.constraints) == 1
     job = sp.partition(model, sp.Strategy(data=2, tensor=2))
-    bodies = [op.body for s in job.programs[0, "F"].steps if (op := nested(s.op))]
+    bodies = [op.body for s in job.programs[0, "F"].steps if (op := as_nested(s.op))]
     pins = [str(body.types[s.results[0]]) for body in bodies for s in body.steps if s.op.name == "pin"]
     assert pins == ["f32[2@data, 5, 4@tensor]"]
     rng = np.random.default_rng(0)
     given = {n: rng.integers(0, 8, t.shape, "i4") if n == "ids" else rng.normal(size=t.shape).astype("f4")
              for n, t in model.program.inputs}  # fmt: skip
-    wanted = run_program(model.program, [[given[n]] for n, _ in model.program.inputs])[0][0]
+    wanted = run_reference(model.program, [[given[n]] for n, _ in model.program.inputs])[0][0]
     assert np.abs(sp.run(job, given)["output"] - wanted).max() <= 1e-6
 
 

@@ -16,8 +16,8 @@ from tests.interop.test_importers_jax import NAMES, checkpoint, is_shape, traced
 from tests.interop.test_importers_torch import times
 
 import shardplan as sp
-from shardplan.core.nested import nested
-from shardplan.core.reference import run_program
+from shardplan.core.nested import as_nested
+from shardplan.core.reference import run_reference
 from shardplan.errors import TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -35,7 +35,7 @@ def gpt(p: Any, ids: Any) -> Any:
 
 def run(model: Model, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     held = values | dict(model.constants)
-    return [x[0] for x in run_program(model.program, [[held[n]] for n, _ in model.program.inputs])]
+    return [x[0] for x in run_reference(model.program, [[held[n]] for n, _ in model.program.inputs])]
 
 
 def same(function: Callable[..., Any], *arrays: Any, rtol: float = 1e-5) -> Model:
@@ -88,8 +88,8 @@ def test_what_a_scan_carries_reads_and_stacks(reverse: bool) -> None:
         return jax.lax.scan(body, (x, jnp.int32(0), 2 * x), (w, b), reverse=reverse)
 
     model = same(function, numbers(2, 3), numbers(5, 3, 3), numbers(5, 3), numbers(3))
-    (op,) = (op for s in model.program.steps if (op := nested(s.op)))
-    assert (op.times, op.kept, op.cut, op.backwards) == (5, 3, 2, reverse)
+    (op,) = (op for s in model.program.steps if (op := as_nested(s.op)))
+    assert (op.times, op.carried_count, op.cut, op.backwards) == (5, 3, 2, reverse)
 
 
 def test_scans_inside_scans() -> None:
@@ -101,7 +101,7 @@ def test_scans_inside_scans() -> None:
         return jax.lax.scan(outer, x, w)
 
     model = same(function, numbers(2, 3), numbers(4, 2, 3, 3))
-    (op,) = (op for s in model.program.steps if (op := nested(s.op)))
+    (op,) = (op for s in model.program.steps if (op := as_nested(s.op)))
     assert (op.times, times(op.body)) == (4, [2])
 
 

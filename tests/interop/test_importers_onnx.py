@@ -11,7 +11,7 @@ import torch
 from tests.interop.test_importers_torch import NAMES, flops, gpt, llama, times, tokens
 from tests.interop.torch_decoders import OpenGain
 
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import ParseError, ShardplanError, TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -25,7 +25,7 @@ def run(model: Model, proto: Any, **inputs: np.ndarray) -> list[np.ndarray]:
     checkpoint = {x.name: onnx.numpy_helper.to_array(x) for x in proto.graph.initializer}
     held = {name for p in model.parameters.values() for _, name in p.names()}
     values = model.pack({n: x for n, x in checkpoint.items() if n in held}) | inputs | dict(model.constants)
-    found = run_program(model.program, [[values[n]] for n, _ in model.program.inputs])
+    found = run_reference(model.program, [[values[n]] for n, _ in model.program.inputs])
     return [shards[0] for shards in found]
 
 

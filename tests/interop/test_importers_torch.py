@@ -12,10 +12,10 @@ from tests.interop.torch_decoders import Gpt, Llama, OpenGain
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import ShardplanError, TypingError
 from shardplan.interop.importers import load
 from shardplan.strategy import Model
@@ -43,12 +43,12 @@ def exported(module: nn.Module, *inputs: Tensor) -> Any:
 def outputs(model: Model, module: nn.Module, inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
     checkpoint = {n: p.detach().numpy() for n, p in module.named_parameters()}
     values = model.pack(checkpoint) | {n: x.numpy() for n, x in inputs.items()} | dict(model.constants)
-    found = run_program(model.program, [[values[n]] for n, _ in model.program.inputs])
+    found = run_reference(model.program, [[values[n]] for n, _ in model.program.inputs])
     return [shards[0] for shards in found]
 
 
 def times(program: Program) -> list[int]:
-    return [op.times for s in program.steps if (op := nested(s.op))]
+    return [op.times for s in program.steps if (op := as_nested(s.op))]
 
 
 def flops(program: Program) -> float:
@@ -56,7 +56,7 @@ def flops(program: Program) -> float:
 
     def each() -> Iterator[float]:
         for s in program.steps:
-            body, op = nested(s.op), computing(s.op)
+            body, op = as_nested(s.op), computing(s.op)
             yield body.times * flops(body.body) if body else op.flops(*program.step_types(s)[0]) if op else 0.0
 
     return sum(each())
@@ -112,7 +112,7 @@ def test_heads_and_others_have_names() -> None:
 def shapes(program: Program) -> list[Any]:
     """A program without names."""
     return [
-        (s.op if not (op := nested(s.op)) else (op.times, shapes(op.body)), [program.types[o] for o in s.operands])
+        (s.op if not (op := as_nested(s.op)) else (op.times, shapes(op.body)), [program.types[o] for o in s.operands])
         for s in program.steps
     ]
 

@@ -20,11 +20,11 @@ from shardplan.errors import Infeasible, LayoutError  # noqa: E402
 from shardplan.interop.torch.bound_move import _plan_bound_move  # noqa: E402
 from shardplan.interop.torch.compile import _topologies, _topology_number  # noqa: E402
 from shardplan.interop.torch.ends import Ends  # noqa: E402
+from shardplan.interop.torch.pending_moves import settle, start_move  # noqa: E402
 from shardplan.interop.torch.state import plan as state_plan  # noqa: E402
 from shardplan.interop.torch.state.names import rebuild_state, remove  # noqa: E402
 from shardplan.interop.torch.state.ties import ties  # noqa: E402
 from shardplan.interop.torch.state.view import Grid, Held, Source, StateView, moved_tensors  # noqa: E402
-from shardplan.interop.torch.under_way import settle, start_move  # noqa: E402
 from shardplan.movement.redistribute import plan_kept  # noqa: E402
 
 Pair = namedtuple("Pair", "first second")

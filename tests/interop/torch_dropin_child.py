@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 import shardplan as sp  # noqa: E402
 from shardplan.errors import Infeasible, LayoutError  # noqa: E402
 from shardplan.interop import torch as drop_in  # noqa: E402
-from shardplan.interop.torch.under_way import under_way  # noqa: E402
+from shardplan.interop.torch.pending_moves import under_way  # noqa: E402
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 redistribute = functools.partial(drop_in.redistribute, timeout=10.0)

@@ -19,7 +19,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Placement, Topology, count, placements
 from shardplan.launches.audit import ADVISED, WORTH, audit, leaving_bytes, stock_ranking, stock_seconds
-from shardplan.launches.fixes import fix, nccl_split, renumbered, strided_text
+from shardplan.launches.fixes import fix, nccl_split, ranks_by_coordinate, strided_text
 from shardplan.launches.hostfile import Hosts, devices_of, host_names, launch_of, parse_hostfile, parse_rankfile
 from shardplan.launches.launch import Launch
 from shardplan.launches.megatron import takes_order
@@ -68,7 +68,7 @@ def test_the_fix_costs_what_the_best_matrix_costs(case):
     assert found.ratio > 1 + ADVISED
     best = found.fix.placement
     table = launch.device_of_rank()
-    ranks = renumbered(launch, best)
+    ranks = ranks_by_coordinate(launch, best)
     again = Launch(Mesh(launch.mesh.shape, devices=ranks.reshape(-1).tolist()), launch.topology,
                    tuple(table[r] for r in ranks.reshape(-1).tolist()))  # fmt: skip
     after = audit(again, traffic=traffic)

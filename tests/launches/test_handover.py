@@ -177,11 +177,12 @@ def test_the_command_writes_it_all(tmp_path: Path) -> None:
         "--out",
         str(out),
     ]
+    pytest.importorskip("plotly")
     found = CliRunner().invoke(app, asked)
     assert found.exit_code == 0, found.output
     assert {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()} == {
         "plan.json", "torchtitan/plan_config.py", "torchtitan/overrides.txt", "megatron/arguments.txt", "torch/plan.py",
-        "jax/specs.py", "slurm.sh", "torchrun.sh", "trace.json"}  # fmt: skip
+        "jax/specs.py", "slurm.sh", "torchrun.sh", "trace.json", "report.html"}  # fmt: skip
     plan, (line,) = HandedPlan.load(out), load_timelines(out / "trace.json")
     assert line.seconds == pytest.approx(plan.predicted["seconds"], rel=0.1) and line.devices == (0, 1)
     assert "launched by its scripts it is canonical" in " ".join(found.stdout.split())

@@ -10,7 +10,7 @@ from benchmarks import suites
 from shardplan.core.accounting import account
 from shardplan.core.ops import AllToAll
 from shardplan.core.program import Step
-from shardplan.core.walk import inside
+from shardplan.core.walk import posted_steps
 from shardplan.hardware.level import Level
 from shardplan.movement.redistribute import plan_kept
 
@@ -181,7 +181,7 @@ def test_waves_gather_while_the_next_are_sent() -> None:
     sources, destinations = stages("i32[48@ep, 4096]", 8, ep=4, dp=4)
     plan = sp.redistribute(sources, destinations, topology=NODES)
     plan.certificate.check()
-    moves = [[inner.op.name for inner in inside(step)] for step in plan.program.steps]
+    moves = [[inner.op.name for inner in posted_steps(step)] for step in plan.program.steps]
     assert {"send", "all_gather"} in map(set, moves)
     assert plan.certificate.level_bytes[0] == sum(t.nbytes for t in sources)
     assert plan.seconds <= 1.2 * plan.certificate.lower_bound_seconds
@@ -196,7 +196,7 @@ def test_moves_posted_together_come_in_chunks() -> None:
     plan = sp.redistribute(sources, destinations, topology=NODES, memory_limit=limit)
     plan.certificate.check()
     assert plan.seconds <= 1.01 * free.seconds
-    assert any(step.op.chunks > 1 and len(inside(step)) > 1 for step in plan.program.steps)
+    assert any(step.op.chunks > 1 and len(posted_steps(step)) > 1 for step in plan.program.steps)
     assert oracle.unsound(plan.program, destinations) is None
 
 

@@ -15,7 +15,7 @@ from shardplan.movement.redistribution.candidates import make_problem
 from shardplan.movement.redistribution.emit import edge
 from shardplan.movement.redistribution.orders import MOST_ORDERS, other_orders
 from shardplan.movement.redistribution.pool import MOST_TYPES, finer, neighbours, pool
-from shardplan.movement.redistribution.tiled import Tiled, priced
+from shardplan.movement.redistribution.tiled import Tiled, price_graph
 
 SIX = "a=2, b=2, c=2, d=2, e=2, f=2"
 
@@ -64,7 +64,7 @@ def test_a_program_enters_and_leaves_another_order_of_factors_for_nothing() -> N
     assert (first, sorted(moved), last) == ("send", ["all_to_all", "permute"], "send")
     for step in (plan.program.steps[0], plan.program.steps[-1]):
         types = [plan.program.types[name] for name in step.operands]
-        assert not step.op.received(*types).any() and step.op.rounds(*types) == 0
+        assert not step.op.received_bytes(*types).any() and step.op.rounds(*types) == 0
     whole = sp.TensorType.parse("i32[72@b, 72@a]", "a=12, b=6")
     program = sp.redistribute(str(whole), "i32[72@a, 72@b]", mesh=whole.mesh, portable=True).program
     array = np.arange(72 * 72, dtype=np.int32).reshape(72, 72)
@@ -116,7 +116,7 @@ def test_uneven_tiles_are_priced_as_their_ops_are(text: str, ndim: int, shape: t
     p = make_problem(whole, cut)
     assert p is not None
     for portable in (False, True):
-        graph, allowed, _, _ = priced(p, whole.nbytes)
+        graph, allowed, _, _ = price_graph(p, whole.nbytes)
         assert isinstance(graph, Tiled)
         types = {int(k): p.type(int(k)) for k in allowed.nonzero()[0]}
         for a, b in itertools.permutations(types, 2):
@@ -124,7 +124,7 @@ def test_uneven_tiles_are_priced_as_their_ops_are(text: str, ndim: int, shape: t
             assert (row.bytes[b], row.rounds[b], row.kind[b]) == (column.bytes[a], column.rounds[a], column.kind[a])
             t, received, rounds = types[a], 0, 0
             for op in edge(p, a, b, portable, graph):
-                received += int(op.received(t).max())
+                received += int(op.received_bytes(t).max())
                 rounds += op.rounds(t)
                 t = op.infer(t)[0]
             assert same(t, types[b])

@@ -12,7 +12,7 @@ import shardplan as sp
 import strategies as some
 from shardplan.core.ops import Send
 from shardplan.core.program import Program
-from shardplan.movement.batches.crossings import relabel, settled
+from shardplan.movement.batches.crossings import reduce_fully, relabel
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.choice import chain
@@ -157,7 +157,7 @@ def test_every_tile_is_a_way_to_the_destination(pair: Pair, nodes: bool) -> None
 def test_a_partial_source_is_reduced_whole_where_its_dims_scatter_too() -> None:
     """Three dims divide, and the all-reduce is tried all the same."""
     s = sp.TensorType("i32", (2, 2, 2), (), sp.Mesh(x=2), partial={"x": "sum"})
-    assert ["all_reduce"] in [[op.name for op in head] for head, _ in settled(s)]
+    assert ["all_reduce"] in [[op.name for op in head] for head, _ in reduce_fully(s)]
 
 
 def test_overlapping_meshes_do_not_send_what_is_held() -> None:
@@ -209,7 +209,7 @@ def test_what_a_relabel_made_is_not_the_callers() -> None:
     s, t = T("i32[8@a, 2, 2]", a), T("i32[8, 2@q, 2@p]{max:r}", b)
     plan = plan_kept(s, t, None, 64, keep=True)
     plan.certificate.check()
-    assert plan.certificate.workspace_bytes <= 64 and plan.certificate.kept == ("0",)
+    assert plan.certificate.workspace_bytes <= 64 and plan.certificate.kept_inputs == ("0",)
     assert oracle.unsound(Program(plan.program.inputs, plan.program.steps, plan.program.outputs[:1]), [t]) is None
 
 

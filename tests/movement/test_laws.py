@@ -70,7 +70,9 @@ def test_t4_nothing_is_gathered_and_later_dropped(pair: Pair, portable: bool) ->
     gathers = [k for k, step in enumerate(plan.program.steps) if isinstance(step.op, AllGather)]
     slices = [k for k, step in enumerate(plan.program.steps) if isinstance(step.op, Slice)]
     assert not gathers or not slices or max(slices) < min(gathers)
-    gathered = sum(int(step.op.received(types[k]).max()) for k, step in enumerate(plan.program.steps) if k in gathers)
+    gathered = sum(
+        int(step.op.received_bytes(types[k]).max()) for k, step in enumerate(plan.program.steps) if k in gathers
+    )
     growth = sum(types[k + 1].local_bytes() - types[k].local_bytes() for k in gathers)
     assert gathered == growth
 
@@ -95,7 +97,7 @@ def test_t6_no_device_receives_less_than_it_lacks(pair: Pair) -> None:
     assert c.lower_bound_seconds <= c.seconds * (1 + 1e-12)
     if s.mesh == t.mesh and not sp.same(s, t):
         direct = Program({"0": s}, [Step(Exchange(t.layout), ("0",), ("1",))], ("1",))
-        assert direct.steps[0].op.received(s).tolist() == [least[d] for d in s.mesh.devices]
+        assert direct.steps[0].op.received_bytes(s).tolist() == [least[d] for d in s.mesh.devices]
 
 
 def closed_form(s: sp.TensorType, t: sp.TensorType) -> Program:

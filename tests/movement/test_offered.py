@@ -15,7 +15,7 @@ from shardplan.core.messages import lacking
 from shardplan.core.ops import OPS, Op
 from shardplan.core.ops.general import General
 from shardplan.movement.redistribution.choice import Chosen
-from shardplan.movement.redistribution.single import best_program
+from shardplan.movement.redistribution.single_move import best_program
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement, count, orders
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.movement.placing.placed import ranked
+from shardplan.movement.placing.placed import rank_placements
 from shardplan.movement.placing.traffic import OPS, demands_of, parse_traffic, program_traffic
 
 
@@ -129,7 +129,7 @@ def test_the_best_order_is_the_least_of_all(shape, traffic):
     found = sp.place(mesh, topology, traffic)
     demands = demands_of(traffic, mesh)
     for row in found:
-        singly = [ranked([one], demands)[0].seconds for one in orders(row.placement)]
+        singly = [rank_placements([one], demands)[0].seconds for one in orders(row.placement)]
         assert row.seconds == pytest.approx(min(singly), rel=1e-9)
         assert len(singly) == len(set(orders(row.placement)))
 
@@ -150,7 +150,7 @@ def test_the_order_matters():
     topology = sp.Topology("t", (Level("chip", 8, "ring", 1e11, 0.0),))
     near, far = (Placement(sp.Mesh(a=4, b=2), topology, ((4,), (2,)), (order,)) for order in (("b", "a"), ("a", "b")))
     demands = demands_of({"a": 1e9}, near.mesh)
-    seconds = {p.order: ranked([p], demands, "stock")[0].seconds for p in (near, far)}
+    seconds = {p.order: rank_placements([p], demands, "stock")[0].seconds for p in (near, far)}
     assert seconds[near.order] < seconds[far.order]
     (row,) = sp.place(near.mesh, topology, {"a": 1e9}, programs="stock")
     assert (row.placement, row.seconds) == (near, seconds[near.order])
@@ -162,7 +162,7 @@ def test_an_axis_goes_where_its_dims_are():
     job = sp.Mesh(data=64, tensor=4), topology, {"data": 1e9, "tensor": 1e9}
     (row,) = sp.place(*job, programs="stock")
     assert row.placement.order == (("data", "tensor", "data"),)
-    plain = ranked([replace(row.placement, order=())], demands_of(job[2], job[0]), "stock")[0]
+    plain = rank_placements([replace(row.placement, order=())], demands_of(job[2], job[0]), "stock")[0]
     assert plain.seconds > 2 * row.seconds
 
 

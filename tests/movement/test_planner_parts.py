@@ -15,7 +15,7 @@ import pytest
 
 import shardplan as sp
 from shardplan.core.accounting import account
-from shardplan.core.reference import collect, distribute, run_program
+from shardplan.core.reference import collect, distribute, run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible
 from shardplan.hardware.placement import placements
@@ -25,7 +25,7 @@ from shardplan.movement.batches.tiles import _rate
 from shardplan.movement.placing.place import Ranking
 from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.problem import _neighbours, problem
-from shardplan.movement.redistribution.reduced import reducing, settled
+from shardplan.movement.redistribution.reducing_candidates import is_settled, reducing
 from shardplan.movement.redistribution.space import _meeting
 from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.type_graph import step_state
@@ -78,8 +78,8 @@ def test_a_graph_without_some_axes_is_not_said_to_hold_every_type() -> None:
 
 def test_what_lies_at_a_root_may_still_be_planned_otherwise() -> None:
     mesh = sp.Mesh(a=2, b=2)
-    assert settled(typed("f32[8]{+a,+b}", mesh)) and settled(typed("f32[8@a]{+b}", mesh))
-    assert not settled(typed("f32[8@a]{root:b}", mesh)) and not settled(typed("f32[8]{+a}", mesh))
+    assert is_settled(typed("f32[8]{+a,+b}", mesh)) and is_settled(typed("f32[8@a]{+b}", mesh))
+    assert not is_settled(typed("f32[8@a]{root:b}", mesh)) and not is_settled(typed("f32[8]{+a}", mesh))
 
 
 def test_the_slowest_level_between_two_meshes_gives_the_rate() -> None:
@@ -137,7 +137,7 @@ def test_addends_are_reduced_as_what_they_are(reduction: str, source: str, targe
             sp.redistribute(s, t, memory_limit=1)
         for limit in (None, error.value.least_bytes):
             plan = sp.redistribute(s, t, memory_limit=limit)
-            np.testing.assert_array_equal(collect(run_program(plan.program, [distribute(x, s)])[0], t), x)
+            np.testing.assert_array_equal(collect(run_reference(plan.program, [distribute(x, s)])[0], t), x)
 
 
 def test_another_reduction_over_the_same_devices_is_another_one() -> None:
@@ -145,7 +145,7 @@ def test_another_reduction_over_the_same_devices_is_another_one() -> None:
     s, t = typed("f32[8]{max:a,b}", sp.Mesh(a=2, b=2)), typed("f32[8]{+p}", sp.Mesh(p=2, q=2))
     x = np.arange(-4, 4, dtype=np.float32)
     plan = sp.redistribute(s, t)
-    np.testing.assert_array_equal(collect(run_program(plan.program, [distribute(x, s)])[0], t), x)
+    np.testing.assert_array_equal(collect(run_reference(plan.program, [distribute(x, s)])[0], t), x)
     assert plan.program.output_types == (t,)
 
 
@@ -154,7 +154,7 @@ def test_tensors_of_two_dtypes_are_two_payloads() -> None:
     sources, targets = ([typed(f"{d}[8{cut}]", mesh) for d in ("f32", "i32", "f32")] for cut in ("@a", ""))
     plan = sp.redistribute(sources, targets)
     given = [np.arange(8, dtype=np.float32), np.arange(8, dtype=np.int32) - 3, -np.arange(8, dtype=np.float32)]
-    found = run_program(plan.program, [distribute(x, t) for x, t in zip(given, sources, strict=True)])
+    found = run_reference(plan.program, [distribute(x, t) for x, t in zip(given, sources, strict=True)])
     for x, shards, t in zip(given, found, targets, strict=True):
         got = collect(shards, t)
         assert got.dtype == x.dtype

@@ -24,7 +24,7 @@ from shardplan.movement.redistribution.closed_form import closed_form, counts
 from shardplan.movement.redistribution.emit import direct, edge
 from shardplan.movement.redistribution.problem import Problem, problem
 from shardplan.movement.redistribution.search import STEP, Needs, Objective, Rates, narrowest, shortest
-from shardplan.movement.redistribution.single import choose
+from shardplan.movement.redistribution.single_move import choose
 from shardplan.movement.redistribution.space import LOCAL, MOVE
 from shardplan.plans.pricing import fabric_of
 
@@ -176,7 +176,7 @@ def test_the_graph_prices_every_edge_as_its_op_does(sizes: dict[str, int], ndim:
                 continue
             found, received, moved, rounds = t, 0, 0, 0
             for op in edge(p, a, b):
-                received += int(op.received(found).max())
+                received += int(op.received_bytes(found).max())
                 moved += oracle.moved(op, found)
                 rounds += op.rounds(found)
                 (found,) = op.infer(found)
@@ -308,10 +308,19 @@ def test_prices_decide_before_programs_are_asked_how_simple_they_are(apart: floa
     source = sp.TensorType.parse("f32[4, 4]", sp.Mesh(a=2, b=2))
     short = choice.chain([Slice(0, ("a",))], source)
     long = choice.chain([Slice(0, ("a",)), Slice(1, ("b",))], source)
-    simple, dear = (choice.Chosen(p, choice.booked(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0)))
-    assert choice.cheaper(simple, dear) is choice.cheaper(dear, simple) is dear
+    simple, dear = (
+        choice.Chosen(p, choice.account_of(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0))
+    )
+
+    def taken(*entered: choice.Chosen) -> choice.Chosen | None:
+        contest = choice.Contest(choice.Rules(1 << 20))
+        for one in entered:
+            contest.add(one)
+        return contest.winner
+
+    assert taken(simple, dear) is taken(dear, simple) is dear
     equal = replace(simple, price=1 + choice.TIE / 2)
-    assert choice.cheaper(equal, dear) is choice.cheaper(dear, equal) is equal
+    assert taken(equal, dear) is taken(dear, equal) is equal
 
 
 def test_the_direct_exchange_runs_over_the_axes_that_move() -> None:

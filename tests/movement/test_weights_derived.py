@@ -16,7 +16,7 @@ from movement import weights_frameworks as frameworks
 from movement import weights_more as more
 from movement.weights_cases import served_by_sglang
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.derive import LoaderTrial, derived
+from shardplan.movement.weights.derive import LoaderTrial, derive_table
 from shardplan.movement.weights.derive.cuts import RankDim, fits
 from shardplan.movement.weights.derive.holes import RankHole, hole_of
 from shardplan.movement.weights.derive.sides import SeenTrials
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[..., Any], str, list[Run], Run]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_derived_table_is_the_shipped_one_at_sizes_of_no_trial(name: str) -> None:
     make, disk, runs, (c, mesh, given) = CASES[name]
-    table = derived([run_of(make, disk, run) for run in runs])
+    table = derive_table([run_of(make, disk, run) for run in runs])
     assert WeightTable.of(tomllib.loads(table.toml()), "the text") == table
     source = Weights.load(disk, c, dtype="f32")
     mine = make_weights(table, c, mesh, None, "f32")
@@ -136,7 +136,7 @@ def test_expressions_are_those_that_are_shipped() -> None:
              "hf5-qwen3-moe": "gate_up_proj", "vllm-qwen3-moe-ep": "w13"}  # fmt: skip
     for name, cut in parts.items():
         make, disk, runs, _ = CASES[name]
-        mine = forms(derived([run_of(make, disk, run) for run in runs]))
+        mine = forms(derive_table([run_of(make, disk, run) for run in runs]))
         said = {n.replace("{c}", "0"): str(p) for n, p in forms(WeightTable.read(name)).items()}
         (key,) = [n for n in mine if cut in n]
         if name == "vllm-gpt2":  # at tensor = 2 and 4 of 4 heads
@@ -156,7 +156,7 @@ def test_experts_have_a_mesh_of_their_own() -> None:
     ]
     given = {"tensor": 2, "pipeline": 2, "data": 4, "expert": 2, "etp": 2}
     trials[1] = LoaderTrial(trials[1].source, lambda named: make(config, dict(named), **given), trials[1].mesh, other)
-    table = derived(trials)
+    table = derive_table(trials)
     found = {p.name: p for p in table.parameters}["0.decoder.layers.{l.local}.mlp.experts.linear_fc1.weight{x.local}"]
     assert (str(found.form), found.mesh) == ("(gate: f@etp | up: f@etp), e", "expert")
     assert dict(table.holes) == {"l": "l@pipeline", "x": "x@expert"}
@@ -164,14 +164,14 @@ def test_experts_have_a_mesh_of_their_own() -> None:
     c = MOE | {"kind": "qwen3-moe"}
     one = run_of(served_by_sglang, "hf-qwen3-moe", (c, {}, {}))
     more_runs = LoaderTrial(one.source, lambda n: served_by_sglang(c, dict(n), tensor=4, ep=2), {"tensor": 4}, sglang)
-    said = forms(derived([one, more_runs]))
+    said = forms(derive_table([one, more_runs]))
     assert said["model.layers.{l}.mlp.experts.w13_weight"] == "x@ep, (gate: f@moe | up: f@moe), e"
 
 
 def test_a_file_of_a_derived_table_is_loaded(tmp_path: Path) -> None:
     make, disk, runs, _ = CASES["hf5-qwen3-moe"]
     path = tmp_path / "mine.toml"
-    path.write_text(derived([run_of(make, disk, run) for run in runs], "mine").toml())
+    path.write_text(derive_table([run_of(make, disk, run) for run in runs], "mine").toml())
     side = Weights.load(path, OTHER_MOE)
     assert side.table.name == "mine"
     assert side.shape("model.layers.5.mlp.experts.gate_up_proj", 0) == (4, 16, 9)
@@ -218,7 +218,7 @@ NORM = "model.norm.weight"
 )  # fmt: skip
 def test_what_cannot_be_derived_is_refused_in_one_line(change: Any, message: str) -> None:
     with pytest.raises(LayoutError, match=message) as caught:
-        derived([changed(change)])
+        derive_table([changed(change)])
     assert "\n" not in str(caught.value)
 
 
@@ -229,12 +229,12 @@ def test_ranks_that_no_rule_gives_are_refused() -> None:
 
     one = changed(lambda w: w)
     with pytest.raises(LayoutError, match=r"q_proj\.weight: dim 0, g r d, is cut or padded by no rule; legal are even"):
-        derived([one, load(lambda r, a: a[16:] if r == 0 else a[:16])])
+        derive_table([one, load(lambda r, a: a[16:] if r == 0 else a[:16])])
     with pytest.raises(LayoutError, match=r"no trial on one rank; legal is one, before those on several"):
-        derived([load(lambda r, a: a)])
+        derive_table([load(lambda r, a: a)])
     extra = LoaderTrial(one.source, lambda w: {0: {**w, "other": w[Q]}, 1: dict(w)}, {"tensor": 2})
     with pytest.raises(LayoutError, match="other of rank 0 is as none of the first trial's parameters; legal are the"):
-        derived([one, extra])
+        derive_table([one, extra])
 
     def without(r: int, w: Any) -> dict[str, np.ndarray]:
         return {n: a for n, a in w.items() if n != NORM or r == 1}
@@ -243,9 +243,9 @@ def test_ranks_that_no_rule_gives_are_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"model\.norm\.weight is at 1 of 3 of stage; legal is the first, or the last"
     ):
-        derived([one, middle])
+        derive_table([one, middle])
     with pytest.raises(LayoutError, match="the loader gave nothing for rank 1; legal are"):
-        derived([one, LoaderTrial(one.source, lambda w: {0: dict(w)}, {"tensor": 2})])
+        derive_table([one, LoaderTrial(one.source, lambda w: {0: dict(w)}, {"tensor": 2})])
 
 
 def test_trials_that_contradict_each_other_are_refused() -> None:
@@ -254,16 +254,16 @@ def test_trials_that_contradict_each_other_are_refused() -> None:
     gate = "model.layers.1.mlp.gate_proj.weight"
     other = changed(lambda w: w | {NORM: w[NORM][::-1].copy()})
     with pytest.raises(LayoutError, match=r"model\.norm\.weight: dim 0, e, is cut or padded by no rule"):
-        derived([one, other])
+        derive_table([one, other])
     second = changed(lambda w: w | {up: w[gate], gate: w[up]})
     with pytest.raises(LayoutError, match=r"up_proj|gate_proj"):
-        derived([one, second])
+        derive_table([one, second])
     q = Q.replace("layers.0", "layers.1")
     third = changed(lambda w: w | {q: w[q][::-1].copy()})  # one layer is stored as the others are not
     with pytest.raises(
         LayoutError, match=r"layers\.1\S+q_proj\.weight\[0, 0\] of rank 0 is \S+\[31, 0\], and what is der"
     ):
-        derived([third])
+        derive_table([third])
 
 
 def test_padding_to_a_degree_that_cuts_nothing_is_no_rule() -> None:
@@ -277,7 +277,7 @@ def test_padding_to_a_degree_that_cuts_nothing_is_no_rule() -> None:
     with pytest.raises(
         LayoutError, match=r"embed_tokens\.weight: dim 0, \(embed: v \| 0: pad\), is cut or padded by no"
     ):
-        derived(runs)
+        derive_table(runs)
 
 
 def test_names_fit_an_expression_where_every_rank_has_just_those() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.movement.weights.form import StoredForm
-from shardplan.movement.weights.lowered import DimDigits, run_rows
+from shardplan.movement.weights.lowering import DimDigits, run_rows
 from shardplan.movement.weights.pieces import DigitBox, HeldPiece, Scenery, local_pieces
 from shardplan.movement.weights.probe import origin
 from shardplan.movement.weights.regions import _progressions

@@ -62,6 +62,7 @@ def mutations(rng: random.Random, c: sp.Certificate) -> list[tuple[str, Any]]:
             out.append((name, value[::-1] if value[::-1] != value else tuple(sorted(value))))
     for name in ("seconds", "lower_bound_seconds"):
         out += [(name, getattr(c, name) * 1.001 + 1e-9), (name, -1.0), (name, math.nan)]
+    out += [("least_seconds", c.seconds * 1.001 + 1e-9), ("least_seconds", -1.0), ("least_seconds", math.nan)]
     out.append(("level_bytes", (*c.level_bytes, 1.0)))
     if c.types:
         k = rng.randrange(len(c.types))
@@ -252,7 +253,7 @@ TWO_HOLDERS = (
 def test_the_floor_is_claimed_exactly_where_it_is_reached(pair: Pair) -> None:
     c = sp.redistribute(*pair).certificate
     ops = [(s.op, [c.program.types[o] for o in s.operands]) for s in c.program.steps]
-    moved = [max(int(op.sent(*t)[1].max()), int(op.received(*t).max())) for op, t in ops]
+    moved = [max(int(op.sent_bytes(*t)[1].max()), int(op.received_bytes(*t).max())) for op, t in ops]
     assert c.level_bytes == ()
     nominal = sp.Topology.load("nominal", devices=1 + max(d for t in pair for d in t.mesh.devices))
     assert c.seconds == pytest.approx(replay.replayed(c.program, nominal), rel=1e-9)
@@ -327,7 +328,7 @@ def test_outputs_behind_the_destinations_are_kept_inputs() -> None:
     plan = plan_kept(s, t, memory_limit=64)
     c = plan.certificate
     c.check()
-    assert (c.kept, c.workspace_bytes) == (("0",), 48)
+    assert (c.kept_inputs, c.workspace_bytes) == (("0",), 48)
     for outputs, message in (
         (("1", "1"), "the program has 2 outputs, not 1"),
         ((), "the program has 0 outputs, not 1"),
@@ -347,7 +348,7 @@ def test_a_kept_source_is_a_claim_that_follows(tmp_path: Path) -> None:
     plan = plan_kept([s, s], [t, t], memory_limit=refusal.value.least_bytes)
     plan.save(tmp_path / "plan.json")
     loaded = sp.Plan.load(tmp_path / "plan.json")
-    assert loaded == plan and loaded.certificate.kept == ("in0", "in1")
+    assert loaded == plan and loaded.certificate.kept_inputs == ("in0", "in1")
     assert "with 2 kept" in str(plan)
     verdict = verify(loaded)
     assert verdict.shards == 8

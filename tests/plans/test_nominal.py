@@ -16,14 +16,14 @@ import shardplan as sp
 import strategies as some
 from shardplan.core.messages import messages
 from shardplan.core.ops import Exchange
-from shardplan.core.ops.collective import typed
+from shardplan.core.ops.collective import result_type
 from shardplan.core.pattern import Groups, Messages
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.plans.nominal import nominal_fabric
-from shardplan.plans.pricing import priced, step_prices
+from shardplan.plans.pricing import price_program, step_prices
 from shardplan.simulation.closed.collectives import KINDS, CollectivePrices
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.predict import predict
@@ -41,7 +41,7 @@ def agree(plan: sp.Plan) -> None:
     """The certificate, the closed form of a program and the plain loops say what the topology's price is."""
     program = plan.program
     topology = nominal(*(t.mesh for t in (*plan.certificate.sources, *plan.certificate.destinations)))
-    wanted = priced(program, Fabric(topology)).seconds
+    wanted = price_program(program, Fabric(topology)).seconds
     assert plan.certificate.where is None and plan.certificate.level_bytes == ()
     assert plan.seconds == pytest.approx(wanted, rel=1e-9, abs=0), str(program)
     assert predict(program).seconds == pytest.approx(predict(program, topology).seconds, rel=1e-9, abs=0)
@@ -79,7 +79,9 @@ def test_a_drawn_collective_costs_the_same_by_every_way() -> None:
             continue
         one = Program({name: program.types[name] for name in step.operands}, [step], step.results)
         (wanted,) = step_prices(one, Fabric(topology))
-        assert priced(one, nominal_fabric(topology.size)).seconds == pytest.approx(wanted.seconds, rel=1e-9, abs=0)
+        assert price_program(one, nominal_fabric(topology.size)).seconds == pytest.approx(
+            wanted.seconds, rel=1e-9, abs=0
+        )
         assert predict(one).seconds == pytest.approx(wanted.seconds, rel=1e-9, abs=0), str(one)
         assert sp.simulate(one, topology).seconds == pytest.approx(wanted.seconds, rel=1e-9), str(one)
         assert replay.replayed(one, topology) == pytest.approx(wanted.seconds, rel=1e-9, abs=0), str(one)
@@ -119,7 +121,7 @@ def test_messages_that_are_counted_are_those_that_are_listed(source: str, target
     s, t = (sp.TensorType.parse(x, mesh) for x in (source, target))
     op = Exchange(t.layout, axes)
     try:
-        typed(op, s)
+        result_type(op, s)
     except sp.ShardplanError:
         return
     for operands in ((s,), (s, s)):

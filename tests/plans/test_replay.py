@@ -20,7 +20,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
 from shardplan.hardware import Fabric, Level, Topology
 from shardplan.hardware.level import DeviceSpec
-from shardplan.plans.pricing import priced, step_prices, step_windows
+from shardplan.plans.pricing import price_program, step_prices, step_windows
 
 DEVICE = DeviceSpec(flops=(("*", 1e12),), memory_bandwidth=1e11, launch=3e-6)
 SWITCH = Level("gpu", 4, "switch", 1e11, 1e-6)
@@ -57,7 +57,7 @@ def test_the_price_is_the_time_of_the_flows(where: str, mixed: str, programs: in
         rng = random.Random(f"{where} {mixed} {seed}")
         program = some.random_program(rng, 16, *MIXES[mixed])
         place = np.array(rng.sample(range(16), 16))
-        seconds = priced(program, Fabric(topology, place)).seconds
+        seconds = price_program(program, Fabric(topology, place)).seconds
         assert seconds == pytest.approx(replay.replayed(program, topology, place), rel=1e-9), program
 
 
@@ -74,7 +74,7 @@ def test_a_step_by_an_algorithm_takes_its_rounds(where: str) -> None:
                 names = tuple(map(str, range(len(operands))))
                 results = tuple(f"r{name}" for name in names)
                 program = Program(dict(zip(names, operands, strict=True)), [Step(op, names, results)], results)
-                found = priced(program, Fabric(topology, place)).seconds
+                found = price_program(program, Fabric(topology, place)).seconds
                 assert found == pytest.approx(replay.replayed(program, topology, place), rel=1e-9), program
                 seen[op.algorithm] += found > 0
     assert seen.keys() == {"direct", "ring", "doubling", "chain", "tree"}, seen
@@ -113,7 +113,9 @@ def test_the_programs_replayed_overlap() -> None:
     for seed, mix in itertools.product(range(25), MIXES.values()):
         program = some.random_program(random.Random(seed), 16, *mix)
         ops |= {step.op.name for step in program.steps}
-        faster += priced(program, fabric).seconds < (1 - 1e-9) * sum(p.seconds for p in step_prices(program, fabric))
+        faster += price_program(program, fabric).seconds < (1 - 1e-9) * sum(
+            p.seconds for p in step_prices(program, fabric)
+        )
     assert faster >= 10 and ops >= {"together", "repeat", "send", "exchange", "all_gather", "all_reduce", "elementwise"}
 
 
@@ -125,7 +127,7 @@ def test_a_step_waits_for_what_it_reads() -> None:
     assert [pattern.devices.tolist() for pattern in step_patterns(program)] == [[1, 2], [0, 3]]
     fabric = Fabric(TOPOLOGIES["ring-switch"])
     first, second = step_prices(program, fabric)
-    assert priced(program, fabric).seconds == first.seconds + second.seconds
+    assert price_program(program, fabric).seconds == first.seconds + second.seconds
     assert [window.start for window in step_windows(program, fabric)[1]] == [0.0, first.seconds]
 
 

@@ -9,7 +9,7 @@ import msgspec
 from shardplan.core.mesh import Mesh
 from shardplan.hardware import Topology
 from shardplan.launches.audit import audit
-from shardplan.launches.launch import counted, plural
+from shardplan.launches.launch import count_units, plural
 from shardplan.report.audit import audit_object, audit_text
 
 SMALL = Topology.load("gcp-a100x16", nodes=2)
@@ -130,7 +130,11 @@ def test_the_grammar_of_units():
     # 14 pairs over both nodes, and two inside one.
     pairs = audit([r % 2 * 16 + r // 2 for r in range(28)] + [14, 15, 30, 31], Mesh(data=16, tensor=2), SMALL)
     assert "span 1 node where a placement has 2\n" in audit_text(pairs) and "span 1 node, not 2\n" in audit_text(pairs)
-    assert (counted(1, "pod"), counted("1 to 2", "switch"), plural("box")) == ("1 pod", "1 to 2 switches", "boxes")
+    assert (count_units(1, "pod"), count_units("1 to 2", "switch"), plural("box")) == (
+        "1 pod",
+        "1 to 2 switches",
+        "boxes",
+    )
 
 
 def test_the_first_line_is_the_answer():

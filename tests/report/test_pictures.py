@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import shardplan as sp
-from shardplan.core.messages import kept
+from shardplan.core.messages import overlap_elements
 from shardplan.core.ops import AllReduce, Slice, ToPartial
 from shardplan.core.step import Step
 from shardplan.report.contents import frames
@@ -48,13 +48,13 @@ def test_frames_follow_the_types(source, destination):
             box = frame.type.box(place)
             assert held.box in (box, None) and (held.box is not None or volume(box) == 0 or frame.type.layout.root)
     for frame, step in zip(drawn[1:], p.steps, strict=True):
-        received = step.op.received(*p.step_types(step)[0])
+        received = step.op.received_bytes(*p.step_types(step)[0])
         before, after = p.types[step.operands[0]], p.types[step.results[0]]
         if frame.how == "received" and not (before.layout.root or after.layout.root):
             lacking = [(volume(h.box) - volume(h.kept)) * 4 for h in frame.held]
             assert lacking == received.tolist()
             if step.op.name != "permute":
-                assert [volume(h.kept) for h in frame.held] == kept(before, after).tolist()
+                assert [volume(h.kept) for h in frame.held] == overlap_elements(before, after).tolist()
 
 
 @pytest.mark.parametrize(("source", "destination"), PAIRS)

@@ -11,7 +11,7 @@ import shardplan as sp
 import strategies as some
 from shardplan.core.ops import AllGather
 from shardplan.core.part import Part, blocks, corners, descent, numbers, run_part
-from shardplan.core.reference import run_program, spread
+from shardplan.core.reference import run_reference, spread_addends
 from shardplan.execution import verify
 
 
@@ -33,10 +33,12 @@ def test_a_part_of_the_run_is_the_run_of_the_part(drawn):
     plan, positions = drawn
     (name, s), (output,) = plan.program.inputs[0], plan.program.outputs
     array = verify.index_data(s)
-    (whole,) = run_program(plan.program, [sp.distribute(array, s)])
+    (whole,) = run_reference(plan.program, [sp.distribute(array, s)])
     at = np.ix_(*positions) if positions else ()
     flat = np.arange(array.size).reshape(array.shape)[at]
-    found = run_part(plan.program, name, spread(array[at], s, Part(s, positions).boxes(), flat), positions)[output]
+    found = run_part(plan.program, name, spread_addends(array[at], s, Part(s, positions).boxes(), flat), positions)[
+        output
+    ]
     u = plan.program.types[output]
     wanted = [
         shard[np.ix_(*(p[(a <= p) & (p < b)] - a for p, (a, b) in zip(positions, box, strict=True)))]

@@ -28,6 +28,7 @@ from shardplan.simulation.searching.answer import (
     TIE,
     Judge,
     PlanAnswer,
+    _changed_topologies,
     answer_plan,
     find_changes,
     training_flops,
@@ -141,6 +142,28 @@ def test_what_would_change_the_answer_changes_it() -> None:
             assert f"{answer.found.again(replace(slow, levels=levels)).strategy.data}" in text
     tiny = replace(BOX, device=replace(BOX.device, memory=small().plans[0].held.nbytes * 1.5))
     assert any("half the memory: " in text for text in find_changes(answered(GPT, tiny, 16)))
+
+
+def test_what_is_not_searched_again_would_not_be_another() -> None:
+    """With half of a link or of the memory fewer searches find the same changes as one for each."""
+    asked: list[str] = []
+    least = answered(GPT, BOX, 16, goal="memory").plans[0].held.nbytes
+    tiny, tight = (replace(BOX, device=replace(BOX.device, memory=nbytes))
+                   for nbytes in (small().plans[0].held.nbytes * 1.5, least * 1.05))  # fmt: skip
+    for where in (TWO, tiny, tight):
+        answer = answered(GPT, where, 16)
+        told = find_changes(answer)
+        for _, text, other in _changed_topologies(where):
+            try:
+                best = answer.found.again(other).seconds
+            except Infeasible:
+                best = 0.0
+            (still,) = answer.judge.prices_on(other, [answer.plans[0].plan])
+            fits = answer.plans[0].held.nbytes <= other.device.memory
+            changes = not fits or still > best * (1 + TIE)
+            assert changes == any(line.startswith(f"{text}: ") for line in told), text
+            asked += [text] if changes else []
+    assert {text.split()[0] for text in asked} == {"half", "double"}
 
 
 def test_a_machine_that_nobody_measured_is_known_less() -> None:

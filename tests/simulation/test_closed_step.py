@@ -12,7 +12,7 @@ from shardplan.simulation.sweep import StageSeconds, closed_step, compiled, lowe
 from shardplan.simulation.sweep.equal_lines import FORMULAS, equal_lines, found_lines
 from shardplan.simulation.sweep.periods import PERIODS
 from shardplan.simulation.sweep.ways import ways
-from shardplan.strategy.schedules import Schedule, Shop, Times, listed, placed, schedule
+from shardplan.strategy.schedules import Schedule, Shop, Times, list_schedule, place_messages, schedule
 from simulation.slow_pipeline import drawn_stages, named
 from strategy.schedules.drawn import drawn
 
@@ -103,7 +103,7 @@ def test_1f1b_waits_for_its_messages_with_each_microbatch_and_so_do_its_ways(m: 
 def test_bounds_of_users_schedules_are_never_above_events(seed: int) -> None:
     found = drawn(Random(seed), messages=False)
     stages = drawn_stages(seed, 12, found.stages)
-    for ready in (compiled(found), compiled(placed(found, Times(1, 1, 1), 0.5))):
+    for ready in (compiled(found), compiled(place_messages(found, Times(1, 1, 1), 0.5))):
         assert (closed_step(ready, stages) <= sweep(ready, stages).makespan * (1 + 1e-12)).all()
 
 
@@ -118,7 +118,7 @@ def test_no_order_is_below_the_bound(name: str) -> None:
             for s in range(3)
         ]
         stages = StageSeconds(*(np.array([column]) for column in zip(*times, strict=True)), np.zeros((1, 2)))
-        best = listed(Shop(made.owners, 4, tuple(times), (4, 4, 4)), 200)
+        best = list_schedule(Shop(made.owners, 4, tuple(times), (4, 4, 4)), 200)
         ready = compiled(best)
         assert lower_bound(ready, stages) <= sweep(ready, stages).makespan * (1 + 1e-12)
 

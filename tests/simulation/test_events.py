@@ -26,9 +26,9 @@ from shardplan.core.step import Step
 from shardplan.core.walk import walk
 from shardplan.errors import ShardplanError, TopologyError
 from shardplan.hardware.level import DeviceSpec, Level
-from shardplan.hardware.prices.apart import group_loads, resource_starts, routes
 from shardplan.hardware.prices.cost import price, row_shares
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.prices.group_loads import group_loads, resource_starts, routes
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 from shardplan.plans.pricing import fabric_of, step_prices
@@ -146,7 +146,7 @@ def tasks_of(program: Program, topology: Topology) -> tuple[list[list[Task]], li
 def plain_cases(seed: int, count: int) -> Iterator[tuple[str, Program]]:
     """Programs without bodies."""
     for case in cases(seed, count, 8):
-        if all(visit.nested is None for visit in walk(case.program)):
+        if all(visit.nested_op is None for visit in walk(case.program)):
             yield f"{case.name}: {case.program}", case.program
 
 

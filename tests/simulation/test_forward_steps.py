@@ -96,7 +96,7 @@ def test_operations_and_bytes_are_those_of_the_job(family: str, said: dict[str, 
                     if op.kernel_class == "scores"
                     else op.flops(*types)
                 )
-                wrote[op.kernel_class, "bytes"] += n * op.touched(*types)
+                wrote[op.kernel_class, "bytes"] += n * op.touched_bytes(*types)
     for kind in ("product", "scores"):
         assert read_[kind, "flops"] == pytest.approx(wrote[kind, "flops"], rel=1e-12)
         assert read_[kind, "bytes"] == pytest.approx(wrote[kind, "bytes"], rel=1e-12)
@@ -185,7 +185,7 @@ def test_a_token_costs_what_the_ops_of_its_job_do(family: str, said: dict[str, A
         if op is None:
             seconds += n * price(one.pattern(*types), fabric).seconds
         elif not op.view:
-            streamed = op.touched(*types) / (device.memory_bandwidth * PRICES.stream)
+            streamed = op.touched_bytes(*types) / (device.memory_bandwidth * PRICES.stream)
             busy = 0.0
             if op.kernel_class == "product":
                 left, right = op.spec.partition("->")[0].split(",")  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
-from shardplan.plans.pricing import Where, fabric_of, priced, step_prices
+from shardplan.plans.pricing import Where, fabric_of, price_program, step_prices
 from shardplan.simulation.predict import predict, step_names
 from shardplan.simulation.timeline import Timeline, TimelineError
 
@@ -65,7 +65,7 @@ def test_the_makespan_is_the_price(drawn: tuple[Program, Where | None]) -> None:
     program, where = drawn
     line, fabric = predict(program, where), fabric_of(where, program.meshes)
     costs = [p.seconds for p in step_prices(program, fabric)]
-    assert line.seconds == priced(program, fabric).seconds
+    assert line.seconds == price_program(program, fabric).seconds
     for k, seconds in enumerate(costs):
         assert all(math.isclose(i.seconds, seconds, abs_tol=1e-15) for i in line.intervals if i.step == k)
     if len(program.inputs) == 1:
@@ -182,7 +182,7 @@ def test_a_step_of_devices_that_are_not_drawn_is_drawn_on_its_first() -> None:
     program = Program({"a": t, "b": u}, [Step(AllGather(0, ("x",)), ("b",), ("c",))], ("a", "c"))
     line = predict(program, TOPOLOGY, most_devices=1)
     assert [(i.device, i.step) for i in line.intervals] == [(2, 0)]
-    assert line.seconds == priced(program, fabric_of(TOPOLOGY, program.meshes)).seconds > 0
+    assert line.seconds == price_program(program, fabric_of(TOPOLOGY, program.meshes)).seconds > 0
     assert line.devices == (0, 2)
 
 

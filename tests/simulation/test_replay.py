@@ -17,8 +17,8 @@ from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, TopologyError
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.apart import resource_starts, routes
 from shardplan.hardware.prices.fabric import Fabric, Flows, busiest
+from shardplan.hardware.prices.group_loads import resource_starts, routes
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.topology_file import presets
 from shardplan.plans.pricing import Where
@@ -183,7 +183,7 @@ def test_the_timeline_is_one() -> None:
     assert sum(i.seconds for i in found.critical_path) == pytest.approx(found.seconds)
     assert list(found.breakdown) and set(found.breakdown) <= {"reduce_scatter", "all_reduce", "all_gather"}
     for k, step in enumerate(p.steps):
-        want = step.op.received(*p.step_types(step)[0]).tolist()
+        want = step.op.received_bytes(*p.step_types(step)[0]).tolist()
         assert [i.received_bytes for d in range(8) for i in found.intervals if i.step == k and i.device == d] == want
 
 
@@ -234,7 +234,7 @@ def test_scripts_are_as_the_plain_simulation_has_them(draws: st.DataObject, topo
         capacity[load.resource] = 1 / load.seconds
 
     def way(a: int, b: int) -> tuple[list[int], float]:
-        level = int(fabric.crossed(np.array([a]), np.array([b]))[0])
+        level = int(fabric.outermost_level(np.array([a]), np.array([b]))[0])
         return loads[a, b].resource.tolist(), topology.levels[level].latency
 
     found = simulate(script, topology)

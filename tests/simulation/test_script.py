@@ -9,7 +9,7 @@ from shardplan.core.lowering import SEGMENT, Put, Round, Take, run_of
 from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Reduce, ReduceScatter
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.core.walk import inside
+from shardplan.core.walk import posted_steps
 from shardplan.simulation.script import ScriptError
 from shardplan.simulation.scripts import _messages, script_of
 
@@ -24,9 +24,9 @@ def test_every_step_receives_what_its_op_says(devices: int) -> None:
         found = script_of(program).received()
         for number, step in enumerate(program.steps):
             operands, results = program.step_types(step)
-            want = step.op.received(*operands)
+            want = step.op.received_bytes(*operands)
             got = np.array([found.get((d, number), 0) for d in step.op.devices(*results).tolist()])
-            ops = [s.op for s in inside(step)]
+            ops = [s.op for s in posted_steps(step)]
             assert got.sum() == want.sum(), (case.name, number, str(program))
             # a ring's last piece may be short even on an even type: all_reduce cuts the flat shard
             exact = not any(isinstance(op, RINGS) for op in ops) or all(t.all_even for t in (*operands, *results))

@@ -61,7 +61,7 @@ def test_a_machine_delivers_parts() -> None:
     assert replace(half.device, kernels=KernelShares()) == BOX.device
     assert half.device.kernels == KernelShares(product=0.5, attention=0.2 * 1.6, stream=0.25, half=32)
     assert Topology.parse(str(half)) == half
-    assert half.levels[0].delivered == BOX.levels[0].delivered / 2 and half.levels[1] == BOX.levels[1]
+    assert half.levels[0].delivered_rate == BOX.levels[0].delivered_rate / 2 and half.levels[1] == BOX.levels[1]
 
 
 @pytest.mark.parametrize(

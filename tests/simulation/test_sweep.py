@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardplan.errors import ScheduleError, ShardplanError
 from shardplan.simulation.sweep import StageSeconds, compiled, sweep, timeline_of
 from shardplan.simulation.sweep.periods import PERIODS, periodic
-from shardplan.strategy.schedules import GENERATORS, Schedule, Times, in_flight, placed, replay, schedule
+from shardplan.strategy.schedules import GENERATORS, Schedule, Times, in_flight, place_messages, replay, schedule
 from simulation.slow_pipeline import drawn_stages, named, run
 from strategy.schedules.drawn import drawn
 
@@ -64,7 +64,7 @@ def test_placed_messages_hold_their_ranks_as_in_a_replay(messages: str, seed: in
     s = found.stages
     times = Times(*([random.uniform(0.1, 2) for _ in range(s)] for _ in range(3)))
     message = random.choice([0.0, 0.3, 1.5])
-    ready = placed(found, times, message)
+    ready = place_messages(found, times, message)
     wide = [np.array([each]) for each in (times.F, times.I, times.W)]
     stages = StageSeconds(*wide, np.full((1, s - 1), message))
     swept = sweep(compiled(ready, messages=messages), stages, times=True)
@@ -78,7 +78,7 @@ def test_a_placed_message_holds_its_ranks_and_another_does_not() -> None:
     bare = schedule("gpipe", 2, 4)
     stages = StageSeconds.equal(2, 1.0, 1.0, 0.0, 1.0)
     free = sweep(compiled(bare), stages).makespan
-    held = sweep(compiled(placed(bare, Times(1, 1, 0), 1)), stages).makespan
+    held = sweep(compiled(place_messages(bare, Times(1, 1, 0), 1)), stages).makespan
     assert (free.tolist(), held.tolist()) == ([12.0], [18.0])
 
 
@@ -190,7 +190,7 @@ def most_held(found: Schedule, rank: int, kept: np.ndarray) -> int:
 @given(SEEDS)
 @settings(max_examples=40)
 def test_a_timeline_of_placed_messages_is_its_sweep(messages: str, seed: int) -> None:
-    ready = placed(drawn(Random(seed), messages=False), Times(1, 1, 1), 0.5)
+    ready = place_messages(drawn(Random(seed), messages=False), Times(1, 1, 1), 0.5)
     stages = drawn_stages(seed, 1, ready.stages)
     swept = sweep(compiled(ready, messages=messages), stages)
     line = timeline_of(swept)

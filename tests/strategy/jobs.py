@@ -10,7 +10,7 @@ import numpy as np
 from shardplan import Job, Model, Strategy, partition
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.execution.hand import Hand
 from shardplan.execution.job_arrays import check_step_arrays
 from shardplan.execution.jobs import JobRun
@@ -78,7 +78,7 @@ def arrays(found: Model, program: Program, seed: int = 0) -> dict[str, np.ndarra
 
 def by_name(program: Program, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The results of a program on one device."""
-    found = run_program(program, [[given[n]] for n, _ in program.inputs])
+    found = run_reference(program, [[given[n]] for n, _ in program.inputs])
     return {o: shards[0] for o, shards in zip(program.outputs, found, strict=True)}
 
 

@@ -154,7 +154,7 @@ class Walk:
         carries: list[Chooser] = []
         for k, (outside, (name, _)) in enumerate(zip(loop.operands, body.inputs, strict=True)):
             origin = here[outside]
-            if k < op.kept:
+            if k < op.carried_count:
                 carries.append(self._keep(body, name))
                 self._ask(block, outside, origin, carries[-1])
                 inside[name] = Origin(carries[-1])
@@ -166,7 +166,7 @@ class Walk:
         inside = self._run(body, inside)
         saved: dict[str, Origin] = {}
         for k, (outside, name) in enumerate(zip(loop.results, body.outputs, strict=True)):
-            if k < op.kept:
+            if k < op.carried_count:
                 self._ask(body, name, inside[name], carries[k])
                 here[outside] = Origin(carries[k])
                 continue

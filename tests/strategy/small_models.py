@@ -188,7 +188,7 @@ class _Kitchen:
         n = self.draft.types[x].shape[d]
         if n > 1:
             k = 1 + b % (n - 1)
-            parts = self.draft.every(Split(d, (k, n - k)), x)
+            parts = self.draft.write_step(Split(d, (k, n - k)), x)
             self.put(Concat(d), dims, *parts[::-1])
 
     def _attend(self, x: str, dims: Dims, b: int, c: int) -> None:
@@ -215,8 +215,8 @@ class _Kitchen:
         x, (_, _, d) = found
         i, n = _letters((d,)), self.sizes["experts"]
         odds = self.draft(Einsum(f"bs{i},{i}e->bse"), x, self.parameter((d, "experts")))
-        best, chosen = self.draft.every(TopK(min(n, 1 + c % 2)), odds)
-        slots, _ = self.draft.every(Dispatch(n, 1 + b % 3), x, chosen)
+        best, chosen = self.draft.write_step(TopK(min(n, 1 + c % 2)), odds)
+        slots, _ = self.draft.write_step(Dispatch(n, 1 + b % 3), x, chosen)
         y = self.draft(Einsum(f"bec{i},e{i}->bec{i}"), slots, self.parameter(("experts", d)))
         y = self.draft(Combine(), y, chosen, self.draft(Softmax(2), best))
         self.values.append((y, found[1]))
@@ -276,7 +276,7 @@ class _Kitchen:
             self.inputs[stacks[-1]] = ("layer", *inner.inputs[w])
             self.parameters.append(stacks[-1])
         op = Repeat(layers, program, len(before), len(stacks))
-        out = self.draft.every(op, *(x for _, x, _ in before), other[0], *stacks)
+        out = self.draft.write_step(op, *(x for _, x, _ in before), other[0], *stacks)
         self.looped = [(y, dims) for y, (_, _, dims) in zip(out, before, strict=True)]
         self.values += self.looped
 

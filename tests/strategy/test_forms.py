@@ -11,11 +11,11 @@ import numpy as np
 
 from shardplan.core.draft import Draft
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.layers import Softmax
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.partition.alternatives import _place
@@ -47,7 +47,7 @@ def test_what_is_refused_is_opened_however_deep_it_lies() -> None:
     wanted = np.exp(np.exp(x) / np.exp(x).sum(1, keepdims=True))
     wanted /= wanted.sum(1, keepdims=True)
     for each in (program, once, whole):
-        np.testing.assert_allclose(run_program(each, [[x]])[0][0], wanted, rtol=1e-5)
+        np.testing.assert_allclose(run_reference(each, [[x]])[0][0], wanted, rtol=1e-5)
 
 
 BODY = """program
@@ -75,10 +75,10 @@ def test_what_a_layer_moves_with_what_is_carried_stays_there() -> None:
     for text, ahead in ((BODY, 0), (apart, 1)):
         program = Program.parse(text)
         found = prefetched(program, ("w",))
-        op = nested(found.steps[0].op)
+        op = as_nested(found.steps[0].op)
         assert op is not None and op.ahead == ahead
         given = [[rng.normal(size=t.local_shape(k)).astype(np.float32) for k in range(2)] for t in program.input_types]
-        for x, y in zip(run_program(found, given)[0], run_program(program, given)[0], strict=True):
+        for x, y in zip(run_reference(found, given)[0], run_reference(program, given)[0], strict=True):
             np.testing.assert_array_equal(x, y)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardplan import CertificateError, Job, Model, Strategy, partition
 from shardplan.core.accounting import held_inside
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
 from shardplan.strategy.partition.memory import certify, moments, saved_bytes, state_bytes
@@ -114,8 +114,8 @@ def test_a_layer_that_is_gathered_early_is_held() -> None:
     layer = 2 * (LAYER["cut"] + LAYER["whole"])
     plain, early = (job(data=4, fsdp=True, prefetch=on) for on in (False, None))
     for kind in ("F", "B"):
-        (op,) = (op for step in early.programs[0, kind].steps if (op := nested(step.op)))
-        assert held_inside(op.body, op.kept, op.ahead) - held_inside(op.body, op.kept) == layer
+        (op,) = (op for step in early.programs[0, kind].steps if (op := as_nested(step.op)))
+        assert held_inside(op.body, op.carried_count, op.ahead) - held_inside(op.body, op.carried_count) == layer
     for less, more in zip(moments(plain, 0), moments(early, 0), strict=True):
         assert less.during <= more.during <= less.during + 2 * layer and less.after == more.after
     assert [m.during for m in moments(early, 0)][1] >= state_bytes(early, 0) + 2 * layer
@@ -264,9 +264,9 @@ def body_of(found: Job, kind: str) -> Round:
     ((op, types),) = [
         (op, types)
         for _, op, types in program_leaves(found.programs[0, kind])
-        if computing(op) and op.received(*types).any()
+        if computing(op) and op.received_bytes(*types).any()
     ]
-    return Round(op.staging(*types), int(op.received(*types).max()))
+    return Round(op.staging(*types), int(op.received_bytes(*types).max()))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])

@@ -10,7 +10,7 @@ import pytest
 
 from shardplan import LayoutError, ScheduleError, Strategy, partition
 from shardplan.execution.jobs import order, parts
-from shardplan.strategy.schedules import GENERATORS, Schedule, Shop, Times, listed, placed, schedule
+from shardplan.strategy.schedules import GENERATORS, Schedule, Shop, Times, list_schedule, place_messages, schedule
 from strategy.jobs import apart, arrays, by_name, model, stepped, wrong
 
 V = [name for name, made in GENERATORS.items() if made.chunks > made.copies]  # with two stages of a chain a rank
@@ -67,7 +67,7 @@ def test_two_chains_hold_the_same_parameters() -> None:
 
 
 def own(name: str = "v-half") -> Schedule:
-    return placed(schedule(name, 2, 4), Times(2, 3, 1))
+    return place_messages(schedule(name, 2, 4), Times(2, 3, 1))
 
 
 def test_a_schedule_of_one_s_own(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_schedule_of_one_s_own(tmp_path: Path) -> None:
         wanted = [(a.stage, a.kind, a.microbatch) for a in row if a is not None and a.microbatch is not None]
         assert wanted == [a for a in order(job) if found.owners[a[0]] == rank]
     uneven = Shop((0, 1, 2, 1), 4, ((2, 2, 1), (1, 1, 1), (3, 2, 2), (1, 1, 1)), (4, 6, 4))
-    many = Strategy(pipeline=3, global_batch=4, schedule=listed(uneven, 50))
+    many = Strategy(pipeline=3, global_batch=4, schedule=list_schedule(uneven, 50))
     assert many.interleave == 2 and partition(small, many).schedule.owners == uneven.owners
     assert wrong(small, many) == []
 

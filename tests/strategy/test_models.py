@@ -12,7 +12,7 @@ from tests.models import plain_decoders, plain_others, plain_torch  # noqa: E402
 from tests.models.small import DECODERS, SMALL, batch_of, small  # noqa: E402
 
 from shardplan.core.dtypes import numpy_dtype  # noqa: E402
-from shardplan.core.reference import run_program  # noqa: E402
+from shardplan.core.reference import run_reference  # noqa: E402
 from shardplan.strategy import Model  # noqa: E402
 
 Arrays = dict[str, np.ndarray]
@@ -42,7 +42,7 @@ def data(batch: dict[str, Any]) -> Arrays:
 def run(model: Model, inputs: Arrays) -> Arrays:
     """The outputs by name."""
     given = [[inputs[name].astype(numpy_dtype(t.dtype))] for name, t in model.program.inputs]
-    found = run_program(model.program, given)
+    found = run_reference(model.program, given)
     return {name: shards[0] for name, shards in zip(model.program.outputs, found, strict=True)}
 
 

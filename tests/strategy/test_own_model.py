@@ -81,7 +81,7 @@ def own() -> Model:
     inputs = [(n, t) for n, t in draft.types.items()]
     x = draft(Repeat(3, layer, 1, 3), "asked", *stacks)
     miss = draft(Elementwise("(a - b) ** 2"), x, "wanted")
-    (loss,) = draft.every(ReduceDims((0, 1), "mean"), miss)
+    (loss,) = draft.write_step(ReduceDims((0, 1), "mean"), miss)
     steps = [s if s.results != (loss,) else type(s)(s.op, s.operands, ("loss",)) for s in draft.steps]
     dims = {
         "asked": ("people", "taste"), "wanted": ("people", "taste"), "rounds.into": ("layer", "taste", "wishes"),

@@ -17,7 +17,7 @@ from shardplan import (
     TopologyError,
     partition,
 )
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves, turns
 from shardplan.plans.pricing import fabric_of
@@ -203,7 +203,7 @@ def test_experts_take_data_then_context_then_tensor(
 
 def test_the_job_run_by_hand_is_the_models() -> None:
     """One stage, programs in the order that the schedule says."""
-    from shardplan.core.reference import collect, distribute, run_program
+    from shardplan.core.reference import collect, distribute, run_reference
 
     found, strategy = model("mlp"), Strategy(data=2, global_batch=4)
     job, big = partition(found, strategy), found.resize(batch=4)
@@ -215,13 +215,13 @@ def test_the_job_run_by_hand_is_the_models() -> None:
         assert action is not None and action.microbatch is not None
         k, p = action.microbatch, job.programs[0, action.kind]
         rows = {n: distribute(given[n][2 * k : 2 * k + 2], dict(p.inputs)[n]) for n in job.batch if n in p.types}
-        out = run_program(p, [(values | saved[k] | rows)[n] for n, _ in p.inputs])
+        out = run_reference(p, [(values | saved[k] | rows)[n] for n, _ in p.inputs])
         made = dict(zip(p.outputs, out, strict=True))
         saved[k] |= {n: x for n, x in made.items() if n.startswith("saved.")}
         values |= {n.removeprefix("next."): x for n, x in made.items() if n.startswith("next.")}
         loss += float(made["loss"][0]) if "loss" in made else 0.0
     p = job.programs[0, "OPT"]
-    out = dict(zip(p.outputs, run_program(p, [values[n] for n, _ in p.inputs]), strict=True))
+    out = dict(zip(p.outputs, run_reference(p, [values[n] for n, _ in p.inputs]), strict=True))
     want, whole = by_name(big.program, given), stepped(job, given)
     got = collect(out["next.layers.weight"], p.types["next.layers.weight"])
     assert apart(np.asarray(loss), want["loss"]) < 1e-12 and apart(got, want["next.layers.weight"]) < 1e-12
@@ -306,7 +306,7 @@ def around(job: Job, kind: str) -> dict[str, int]:
     """The ops of a program that are no moves and receive something, and how often they run."""
     found = Counter[str]()
     for times, op, types in program_leaves(job.programs[0, kind]):
-        if computing(op) is not None and op.received(*types).any():
+        if computing(op) is not None and op.received_bytes(*types).any():
             found[op.name] += times
     return found
 
@@ -382,12 +382,12 @@ def test_what_is_gathered_ahead_is_as_much() -> None:
         plain, early = (partition(one, Strategy(**strategy, prefetch=on)) for on in (False, True))
         assert certify(plain).axis_bytes == certify(early).axis_bytes
         for kind in ("F", "B"):
-            (op,) = (op for step in early.programs[0, kind].steps if (op := nested(step.op)) and not op.at_once)
+            (op,) = (op for step in early.programs[0, kind].steps if (op := as_nested(step.op)) and not op.at_once)
             run = [visit.step.op.name for _, visit in turns(early.programs[0, kind]) if "gather" in visit.step.op.name]
             assert op.ahead == len([m for m in early.movements[0, kind] if m.path and "gather" in str(m.plan.program)])
             assert {step.op.name for step in op.body.steps[: op.ahead]} <= {"all_gather", "together"}
             assert run == [v.step.op.name for _, v in turns(plain.programs[0, kind]) if "gather" in v.step.op.name]
-        sizes.add(sum(len(op.body.steps) for p in early.programs.shared for s in p.steps if (op := nested(s.op))))
+        sizes.add(sum(len(op.body.steps) for p in early.programs.shared for s in p.steps if (op := as_nested(s.op))))
     assert len(sizes) == 1
 
 
@@ -524,7 +524,7 @@ def test_a_bucket_of_layers_is_moved_together() -> None:
             sides = m.plan.program.input_types, m.plan.program.output_types
             larger = [max(t.local_bytes(), u.local_bytes()) for t, u in zip(*sides, strict=True)]
             assert bucket == "1 GB" or sum(larger) <= bucket
-    (op,) = (op for step in job.programs[0, "B"].steps if (op := nested(step.op)))
+    (op,) = (op for step in job.programs[0, "B"].steps if (op := as_nested(step.op)))
     names = [step.op.name for step in op.body.steps]
     first = names.index("reduce_scatter")  # of a bucket, right behind its last gradient: it waits for no other
     assert {*op.body.steps[first - 1].results} & {*op.body.steps[first].operands} and first < len(names) / 2

@@ -137,7 +137,7 @@ def test_what_no_recipe_covers_is_refused() -> None:
     with pytest.raises(LayoutError, match="gradient_dtype 'i32' is unknown; legal: f16, bf16"):
         Strategy(gradient_dtype="i32")
     with pytest.raises(ShardplanError, match=r"no parameter layers.weight, of which layers.weight.master is a copy"):
-        plain.mixed("bf16").state()
+        plain.with_precision("bf16").state()
 
 
 @pytest.mark.parametrize(

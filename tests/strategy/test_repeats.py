@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops import Crop, Einsum, Elementwise, Reshape, RmsNorm
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.strategy import Model
-from shardplan.strategy.repeats import Recovered, recovered
+from shardplan.strategy.repeats import Recovered, recover_repeats
 
 ONE = "x=1"
 X, W, G = (TensorType.parse(t, ONE) for t in ("f32[2, 3]", "f32[3, 3]", "f32[3]"))
@@ -75,23 +75,23 @@ def flat_steps(found: Recovered) -> list[object]:
         at.update((r, (len(lines) - 1, j)) for j, r in enumerate(step.results))
 
     for step in found.program.steps:
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is None:
             write(step, value)
             continue
         whole, outs = len(step.operands) - op.cut, list[list[object]]()
-        state = [value.get(o, o) for o in step.operands[: op.kept]]
+        state = [value.get(o, o) for o in step.operands[: op.carried_count]]
         for k in op.order:
-            outer = [*state, *(value.get(o, o) for o in step.operands[op.kept : whole])]
+            outer = [*state, *(value.get(o, o) for o in step.operands[op.carried_count : whole])]
             outer += [rows[o][k] for o in step.operands[whole:]]
             inner = dict(zip((n for n, _ in op.body.inputs), outer, strict=True))
             for s in op.body.steps:
                 write(s, inner)
             made = [inner[o] for o in op.body.outputs]
-            state = made[: op.kept]
-            outs.append(made[op.kept :])
+            state = made[: op.carried_count]
+            outs.append(made[op.carried_count :])
         value |= zip(step.results, state, strict=False)
-        rows |= zip(step.results[op.kept :], zip(*outs, strict=True), strict=True)
+        rows |= zip(step.results[op.carried_count :], zip(*outs, strict=True), strict=True)
     return [*lines, [value.get(o, o) for o in found.program.outputs]]
 
 
@@ -101,7 +101,7 @@ def values_of(program: Program, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def runs(program: Program, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    return [shards[0] for shards in run_program(program, [[values[n]] for n, _ in program.inputs])]
+    return [shards[0] for shards in run_reference(program, [[values[n]] for n, _ in program.inputs])]
 
 
 def stacked(found: Recovered, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -110,11 +110,11 @@ def stacked(found: Recovered, values: Mapping[str, np.ndarray]) -> dict[str, np.
 
 
 def times(found: Recovered) -> list[int]:
-    return [op.times for s in found.program.steps if (op := nested(s.op))]
+    return [op.times for s in found.program.steps if (op := as_nested(s.op))]
 
 
 def checked(flat: Program) -> list[int]:
-    found = recovered(flat)
+    found = recover_repeats(flat)
     assert flat_steps(found) == canonical(flat)
     values = values_of(flat)
     before, after = runs(flat, values), runs(found.program, stacked(found, values))
@@ -143,12 +143,12 @@ def test_layers_are_found(layers: str, expected: list[int]) -> None:
 @pytest.mark.parametrize("outputs", ["every", "some", "weights"])
 def test_what_leaves_a_layer_is_a_row(outputs: str) -> None:
     flat = written("a" * 6, outputs=outputs)
-    assert len(times(recovered(flat))) == 1
+    assert len(times(recover_repeats(flat))) == 1
     checked(flat)
 
 
 def test_shared_weights_and_invariants_are_not_stacked() -> None:
-    found = recovered(written("a" * 6, shared=True, invariant=True))
+    found = recover_repeats(written("a" * 6, shared=True, invariant=True))
     assert times(found) == [6]
     assert [group[0] for group in found.stacks.values()] == ["g0"]
     checked(written("a" * 6, shared=True, invariant=True))
@@ -191,9 +191,9 @@ def test_unrolling_gives_back_the_graph(layers: str, shared: bool, outputs: str)
 
 def test_a_built_model_comes_back() -> None:
     model = Model.load("llama", layers=5, hidden=8, heads=2, ffn=12, seq=3, vocab=11, training=False)
-    (number,) = (k for k, s in enumerate(model.program.steps) if nested(s.op))
+    (number,) = (k for k, s in enumerate(model.program.steps) if as_nested(s.op))
     step = model.program.steps[number]
-    op = nested(step.op)
+    op = as_nested(step.op)
     assert op is not None
     assert op.times == 5
     inputs = {n: t for n, t in model.program.inputs if n not in step.operands[-op.cut :]}
@@ -213,9 +213,9 @@ def test_a_built_model_comes_back() -> None:
         Step(s.op, tuple(x if o == step.results[0] else o for o in s.operands), s.results)
         for s in model.program.steps[number + 1 :]
     ]
-    found = recovered(Program(inputs, [*flat, *last], model.program.outputs))
+    found = recover_repeats(Program(inputs, [*flat, *last], model.program.outputs))
     assert times(found) == [5]
     assert [len(group) for group in found.stacks.values()] == [5] * op.cut
-    (made,) = (nested(s.op) for s in found.program.steps if nested(s.op))
+    (made,) = (as_nested(s.op) for s in found.program.steps if as_nested(s.op))
     assert made is not None
     assert [s.op for s in made.body.steps] == [s.op for s in op.body.steps]

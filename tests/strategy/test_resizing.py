@@ -15,7 +15,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Constant, Crop, Einsum, Elementwise, Expand, Gather, Iota, Pad, ReduceDims, Reshape
 from shardplan.core.ops.opaque import Opaque
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.resizing import counted_means
 from strategy.jobs import apart, arrays, by_name, model, stepped
 
@@ -150,7 +150,7 @@ def test_a_sum_by_the_number_of_its_elements_is_a_mean(text: str, mean: bool) ->
     assert [s.op.name for s in found.steps] == (["reduce_dims"] if mean else ["reduce_dims", "elementwise"])
     x = np.arange(24, dtype="f4").reshape(4, 6) - 3
     values = {"x": x, "w": np.ones(5, "f4")}
-    (got, want) = (run_program(p, [[values[n]] for n, _ in p.inputs])[0][0] for p in (found, plain))
+    (got, want) = (run_reference(p, [[values[n]] for n, _ in p.inputs])[0][0] for p in (found, plain))
     assert np.isclose(got, want, rtol=1e-6)
 
 

@@ -102,7 +102,9 @@ def test_a_sum_that_is_carried_is_w_s() -> None:
     types = {"c0": x, "s0": x, "w0": x, "xs": rows(x, 4)}
     whole = Program(types, [Step(loop, (*types,), ("c4", "s4"))], ("s4",))
     halves = split(whole, ())
-    assert [step.op.kept for step in halves.first.steps + halves.rest.steps if isinstance(step.op, Repeat)] == [1, 1]
+    assert [
+        step.op.carried_count for step in halves.first.steps + halves.rest.steps if isinstance(step.op, Repeat)
+    ] == [1, 1]
     assert [halves.first.outputs, halves.rest.outputs] == [("kept.c4.c",), ("s4",)]
     rng = np.random.default_rng(0)
     given = {name: rng.normal(size=t.shape) for name, t in types.items()}

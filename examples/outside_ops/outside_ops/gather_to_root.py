@@ -28,9 +28,11 @@ class GatherToRoot(Collective):
     def lower(self, t: TensorType, u: TensorType, devices: np.ndarray, algorithm: str) -> Iterator[Round]:
         """The first device copies its own tile, and takes one of each other member."""
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        tile, first = before.whole("x"), group.me == 0
+        tile, first = before.whole_region("x"), group.me == 0
         takes = [group.take(k, after.part("y", Boxes(t, group.place(k)))) for k in range(1, group.size)]
-        yield Round.of([Copy(tile.only(first), after.part("y", before)), group.put(0, tile.only(~first)), *takes])
+        yield Round.of(
+            [Copy(tile.restrict(first), after.part("y", before)), group.put(0, tile.restrict(~first)), *takes]
+        )
 
     @classmethod
     def moves(cls, source: TensorType, destination: TensorType) -> list["GatherToRoot"]:

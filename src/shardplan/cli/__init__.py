@@ -7,6 +7,9 @@ What the commands print is made in `report`. Reading order:
 - `plans`         the commands about plans: redistribute, check, show, run
 - `simulating`    the command simulate
 - `searching`     the command plan
+- `handing`       what plan --out and --report write
+- `handed`        what check, show and run do with what plan --out wrote
+- `why`           the command why: who asks for a movement; why a measured step is longer
 - `fusing`        the command fuse
 - `placing`       the commands about placements: place, reduce, audit
 - `audit`         what `audit` does: a launch read from texts and files, and audited
@@ -46,6 +49,7 @@ from shardplan.cli.statuses import (
 )
 from shardplan.cli.topologies import topologies
 from shardplan.cli.weights import diff, refit, reshard
+from shardplan.cli.why import why
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
@@ -111,7 +115,7 @@ def options(
 
 
 for _command in (
-    redistribute, check, show, run, simulate, plan, fuse, place, reduce, audit, refit, reshard, diff, topologies,
+    redistribute, check, show, run, simulate, plan, why, fuse, place, reduce, audit, refit, reshard, diff, topologies,
     validate, calibrate,
 ):  # fmt: skip
     app.command()(_command)

@@ -9,7 +9,7 @@ import typer
 
 from shardplan.cli.options import Json, Nodes, PlansTopology, check_writable, read_topology
 from shardplan.cli.plans import load_plan
-from shardplan.errors import LayoutError, ShardplanError, shown
+from shardplan.errors import LayoutError, ShardplanError, excerpt
 
 if TYPE_CHECKING:
     from shardplan.strategy.partition.job import Job
@@ -54,7 +54,7 @@ def fuse(
     subject: Any
     if Path(what).suffix in FILES or Path(what).exists():
         if asked := [n for n, v in (("strategy", strategy), ("batch", batch), ("cache", cache)) if v is not None]:
-            raise ShardplanError(f"--{asked[0]} is of a model; legal with the file {shown(what)} are the others")
+            raise ShardplanError(f"--{asked[0]} is of a model; legal with the file {excerpt(what)} are the others")
         read = load_plan(what)
         where = read.certificate.where if where is None and isinstance(read, Plan) else where
         subject = read.program if isinstance(read, Plan) else read
@@ -83,7 +83,9 @@ def _job(what: str, strategy: str | None, batch: int | None, cache: int | None, 
     from shardplan.strategy.strategy_text import parse_strategy
 
     if strategy is None:
-        raise ShardplanError(f"fuse of the model {shown(what)}: no --strategy; legal is one, such as 'tensor=8 data=2'")
+        raise ShardplanError(
+            f"fuse of the model {excerpt(what)}: no --strategy; legal is one, such as 'tensor=8 data=2'"
+        )
     fields: dict[str, Any] = {"precision": precision}
     known: dict[str, Any] = {} if batch is None else {"global_batch": batch}
     if cache is not None:

@@ -22,11 +22,11 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, TopologyError
 from shardplan.execution.lab import CONSTANTS, Cluster, Lab, Task, needs
 from shardplan.execution.lab.cluster import Leaf, Rate
-from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated
+from shardplan.execution.lab.experiments import LIMIT, Experiment, emulated_topology
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.session import REPETITIONS
 from shardplan.execution.lab.standard import STANDARD
-from shardplan.execution.lab.sweep import MOST_LATE, Progress, estimate, sweep
+from shardplan.execution.lab.sweep import MOST_LATE, Progress, estimate, measure_experiments
 from shardplan.execution.lab.validate import validate
 from shardplan.hardware.placement import Placement, placements
 from shardplan.hardware.units import parse_bytes
@@ -200,7 +200,7 @@ def in_order(mesh: Mesh, cluster: Cluster) -> Placement:
     Its topology has the payload's share and the latency of the lab: what plans are priced on. Raises `TopologyError`
     where the mesh has another number of devices than the cluster ranks.
     """
-    every = list(placements(mesh, emulated(cluster.topology)))
+    every = list(placements(mesh, emulated_topology(cluster.topology)))
     return next((p for p in every if np.array_equal(p.device_mesh().reshape(-1), np.arange(mesh.size))), every[0])
 
 
@@ -321,7 +321,7 @@ def _run_sweep(
     if say is not None and todo:
         minutes = estimate(todo, repetitions, engine) / 60
         say(f"{len(todo)} experiments of {len(chosen)} to measure, about {minutes:.0f} minutes; result in {path.name}")
-    return sweep(
+    return measure_experiments(
         chosen,
         engine=engine,
         repetitions=repetitions,

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 MESH_HELP = "Axes and sizes, major first: data=4,tensor=2; add devices=8:16 or devices=[3,1] for other device ids."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture to FILE.")]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a report: one file of HTML, light and dark.")
+]
 Nodes = Annotated[int | None, typer.Option("--nodes", help="The size of the topology's level called node.")]
 ALGORITHM_HELP = "auto, or an algorithm or row of the topology's library: ring, 'ring LL', NVLSTree, NCCL_ALGO=Ring."
 # NCCL's names that are not ours but for their capitals.
@@ -119,3 +122,12 @@ def check_writable(*paths: Path | None) -> None:
             raise ParseError(f"cannot write {line(path)}: there is no folder {line(path.parent)}")
         if path.is_dir():
             raise ParseError(f"cannot write {line(path)}: it is a folder")
+
+
+def check_report() -> None:
+    """Raise `MissingExtra` where what a report needs is not installed, before any work is done."""
+    from shardplan.errors import optional
+    from shardplan.report.page.page import EXTRA
+
+    for module in ("jinja2", "plotly.offline"):
+        optional(module, EXTRA)

@@ -18,7 +18,9 @@ from shardplan.cli.options import (
     NeededTopology,
     Nodes,
     RankOrder,
+    Report,
     Svg,
+    check_report,
     check_writable,
     read_bytes,
     read_mesh,
@@ -185,6 +187,7 @@ def audit(
     ] = "all",
     show_picture: Annotated[bool, typer.Option("--show", help="Draw the launch.")] = False,
     svg: Svg = None,
+    report: Report = None,
     as_json: Json = False,
 ) -> int:
     """Say how a launch that exists is placed, what that costs, and how to do better."""
@@ -192,7 +195,9 @@ def audit(
     from shardplan.plans.plan_file import write_atomic
     from shardplan.report.text import json_text
 
-    check_writable(svg)
+    check_writable(svg, report)
+    if report is not None:
+        check_report()
     found = audit_command(
         topology,
         mesh,
@@ -204,12 +209,16 @@ def audit(
         fail_above,
         framework,
         show_picture,
-        svg is not None,
+        svg is not None or report is not None,
         _pairs(inside),
         algorithm,
     )
     if svg is not None:
         write_atomic(svg, found.svg.encode())
+    if report is not None:
+        from shardplan.report.page.other_pages import audit_page
+
+        write_atomic(report, audit_page(f"audit of {mesh} on {topology}", found.text, found.svg).encode())
     print(json_text(found.object) if as_json else found.text)
     return found.status
 

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardplan.cli.handed import check_handed, run_handed, show_handed
 from shardplan.cli.options import (
     MESH_HELP,
     TOPOLOGY,
     AnyTopology,
     Json,
     Nodes,
+    Report,
     Svg,
+    check_report,
     check_writable,
     read_bytes,
     read_mesh,
@@ -48,12 +51,15 @@ def redistribute(
     ] = False,
     svg: Svg = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a plan file.")] = None,
+    report: Report = None,
     as_json: Json = False,
 ) -> None:
     """Plan how arrays get from one sharding to another."""
     from shardplan.movement.redistribute import redistribute as plan_move
 
-    check_writable(out, svg)
+    check_writable(out, svg, report)
+    if report is not None:
+        check_report()
     sources = read_types(source, read_mesh("--mesh", mesh))
     targets = read_types(
         destination, read_mesh("--mesh", mesh) if dst_mesh is None else read_mesh("--dst-mesh", dst_mesh)
@@ -68,6 +74,11 @@ def redistribute(
     )
     if out is not None:
         plan.save(out)
+    if report is not None:
+        from shardplan.plans.plan_file import write_atomic
+        from shardplan.report.page.other_pages import movement_page
+
+        write_atomic(report, movement_page(plan, f"{source.strip()} to {destination.strip()}").encode())
     if svg is not None:
         _write_svg(svg, plan.program, f"{source.strip()} to {destination.strip()}", plan)
     if as_json:
@@ -83,31 +94,56 @@ def redistribute(
 
 
 def check(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    path: Annotated[Path, typer.Argument(metavar="PLAN|DIR", help="A plan file, or what plan --out wrote.")],
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="Of what plan --out wrote: run scaled down to so many.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a plan's certificate without the planner, run it on the reference, and compare every shard."""
+    """Check a plan's certificate without the planner, run it on the reference, and compare every shard.
+
+    What plan --out wrote is run scaled down: the same strategy on small sizes, beside the whole model.
+    """
     from shardplan.execution.verify import verify
+    from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
     from shardplan.report.text import check_object, check_text, json_text
 
+    if (handed := find_handed(path)) is not None:
+        check_handed(path, handed, devices, as_json)
+        return
+    if devices is not None:
+        raise LayoutError(
+            "--devices belongs to a folder that plan --out wrote; a plan file says itself how many it has"
+        )
     plan = Plan.load(path)
     verdict = verify(plan)
     print(json_text(check_object(path, plan, verdict)) if as_json else check_text(plan, verdict))
 
 
 def show(
-    what: Annotated[str, typer.Argument(metavar="PLAN|PROGRAM|TYPE", help="A plan file, a program file, or a type.")],
+    what: Annotated[
+        str,
+        typer.Argument(metavar="PLAN|PROGRAM|TYPE|DIR", help="A plan, a program, a type, or what plan --out wrote."),
+    ],
     mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help=f"A type's mesh. {MESH_HELP}")] = None,
     svg: Svg = None,
     as_json: Json = False,
 ) -> None:
     """Print a plan, a program or a type, with what each device holds before and after each step."""
     from shardplan.core.tensor import TensorType
+    from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, plan_object, program_object, shown, type_object
 
     check_writable(svg)
+    if (handed := find_handed(what)) is not None:
+        if mesh is not None or svg is not None:
+            raise LayoutError(
+                "--mesh and --svg belong to types, plans and programs; a folder of plan --out has a report"
+            )
+        show_handed(Path(what), handed, as_json)
+        return
     subject: Plan | Program | TensorType
     if "[" in what and not Path(what).exists():
         if mesh is None:
@@ -129,10 +165,15 @@ def show(
 
 
 def run(
-    what: Annotated[str, typer.Argument(metavar="PLAN|PROGRAM", help="A plan file or a program file.")],
+    what: Annotated[
+        str, typer.Argument(metavar="PLAN|PROGRAM|DIR", help="A plan file, a program file, or what plan --out wrote.")
+    ],
     backend: Annotated[
-        str, typer.Option("--backend", help="reference, or torch, jax, mpi, the last three under their launcher.")
-    ] = "reference",
+        str | None,
+        typer.Option(
+            "--backend", help="reference, by default, or torch, jax, mpi under their launcher; a DIR is torch."
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that any wait may take.")] = 300.0,
     topology: Annotated[
         str | None,
@@ -148,13 +189,21 @@ def run(
     """Run a plan or a program on index data, and print the checksum of every output.
 
     Under a launcher every process compares its shards with the reference's, and the one with the first device prints
-    what was predicted for these links beside what was measured.
+    what was predicted for these links beside what was measured. What plan --out wrote runs scaled down under torchrun.
     """
     from shardplan.execution.run import BACKENDS
     from shardplan.execution.verify import trial
+    from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
 
+    if (handed := find_handed(what)) is not None:
+        if backend not in (None, "torch"):
+            raise LayoutError(f"--backend {backend} of a plan that was handed over; legal is torch, under torchrun")
+        check_writable(trace)
+        run_handed(Path(what), handed, timeout, read_topology(topology, nodes), trace, as_json)
+        return
+    backend = backend or "reference"
     if backend not in BACKENDS:
         raise LayoutError(f"unknown backend {backend!r}; legal are {', '.join(BACKENDS)}")
     if trace is not None and backend == "reference":

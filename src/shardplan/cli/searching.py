@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardplan.cli.options import Json, NeededTopology, Nodes, check_writable, read_bytes, read_topology
+from shardplan.cli.handing import Handing
+from shardplan.cli.options import (
+    Json,
+    NeededTopology,
+    Nodes,
+    Report,
+    check_report,
+    check_writable,
+    read_bytes,
+    read_topology,
+)
 from shardplan.cli.statuses import IMPOSSIBLE
 from shardplan.errors import ParseError, ShardplanError
 
@@ -20,13 +30,12 @@ if TYPE_CHECKING:
 
     from shardplan.hardware.topology import Topology
     from shardplan.simulation.closed.machines import MachineFit
-    from shardplan.simulation.searching.answer import Judge, JudgedPlan
+    from shardplan.simulation.searching.answer import Judge
     from shardplan.strategy.asked_model import AskedModel
     from shardplan.strategy.model import Model
 
 MODEL_HELP = "A preset, with changes or without (llama3-70b,seq=4096), or a config.json or its folder."
 GOALS = ("step", "memory", "latency", "tokens")
-MOST_DRAWN = 100_000  # passes of a step in a trace; beyond, it is one rank's
 CANDIDATES = 60  # strategies that an answer is chosen from
 
 
@@ -95,6 +104,7 @@ def plan(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write what launches it: torchtitan, Megatron, ...")
     ] = None,
+    report: Report = None,
     as_json: Json = False,
 ) -> None:
     """Find the best strategy of training or serving, and say why others lost; or judge one."""
@@ -108,13 +118,18 @@ def plan(
     border.choice("plan: --precision", precision, (*PRECISIONS, *NARROW), ShardplanError)
     if goal in ("step", "memory") and batch is None:
         raise ShardplanError("plan: no --batch; legal is one, or --goal latency or tokens")
-    check_writable(resume)
-    if out is not None:
+    check_writable(resume, report)
+    if report is not None:
+        check_report()
+    handing = Handing(out, report)
+    if out is not None or report is not None:
         from shardplan.launches.handover.folder import check_folder
 
-        check_folder(out)
+        if out is not None:
+            check_folder(out)
         if goal not in ("step", "memory"):
-            raise ShardplanError(f"plan: --out with --goal {goal}; legal is --goal step or memory")
+            name = "--report" if out is None else "--out"
+            raise ShardplanError(f"plan: {name} with --goal {goal}; legal is --goal step or memory")
     where = _with_memory(read_topology(topology, nodes), memory, reserve)
     asked = parse_model(model, seq)
     loaded = asked.load(precision="bf16" if precision in NARROW else precision)
@@ -127,7 +142,7 @@ def plan(
                 "--fit looks at one strategy: legal with it are --batch, --seq, --precision, --memory, --reserve, "
                 "--params, --top and --json"
             )
-        _judge_one(asked, loaded, where, machine, fit, batch, precision, top, as_json, out)
+        _judge_one(asked, loaded, where, machine, fit, batch, precision, top, as_json, handing)
         return
     options: dict[str, Any] = {"prune": not no_prune, "resume": resume, "params": machine and machine.parameters}
     if goal in ("step", "memory"):
@@ -135,7 +150,7 @@ def plan(
         for name, value in (("prompt", prompt), ("output", output), ("concurrency", concurrency)):
             if value is not None:
                 raise ShardplanError(f"plan: --{name} with --goal {goal}; legal is --goal latency or tokens")
-        _find_training(asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, out)
+        _find_training(asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, handing)
         return
     training = {"--fix": bool(fixed), "--placements": placements, f"--precision {precision}": precision in NARROW}
     for name in [name for name, said in training.items() if said]:
@@ -146,7 +161,7 @@ def plan(
 
 def _find_training(
     asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, batch: int, goal: str, top: int,
-    workers: int, options: dict[str, Any], as_json: bool, out: Path | None,
+    workers: int, options: dict[str, Any], as_json: bool, handing: Handing,
 ) -> None:  # fmt: skip
     """Search for a training step, and tell the answer."""
     from shardplan.cli.bar import progress_bar
@@ -166,8 +181,9 @@ def _find_training(
         with suppress(KeyboardInterrupt):  # what would change it may be left out
             if goal == "step" and not found.frames_left:
                 changes = find_changes(answer, (lambda k, n: tell(k, n, "what would change it")) if tell else None)
-        notes += _hand_over(out, asked, where, answer.judge, answer.plans[0])
         answer = replace(answer, notes=notes, changes=changes)
+        notes += handing.write(asked, where, judge, answer.plans[0], answer_text(answer), answer)
+        answer = replace(answer, notes=notes)
     print(json_text(answer.to_dict()) if as_json else answer_text(answer))
 
 
@@ -185,7 +201,7 @@ def _find_serving(model: Model, where: Topology, workers: int, options: dict[str
 
 def _judge_one(
     asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, text: str, batch: int | None,
-    precision: str, top: int, as_json: bool, out: Path | None,
+    precision: str, top: int, as_json: bool, handing: Handing,
 ) -> None:  # fmt: skip
     """Judge one strategy: whether it fits, what it holds, how long a step takes and what bounds it."""
     from shardplan.report.plan import fit_text
@@ -199,40 +215,12 @@ def _judge_one(
     judge = _judge(model, where, machine)
     told = fits(model, strategy, where, judge.machine.parameters, top)
     one = judge.judge_fit(told)
-    notes = asked.notes + _precision_notes(str(strategy.precision)) + _hand_over(out, asked, where, judge, one)
+    notes = asked.notes + _precision_notes(str(strategy.precision))
+    notes += handing.write(asked, where, judge, one, fit_text(asked.title, told, one, judge, notes))
     object_ = told.to_dict() | one.to_dict() | {"strategy": told.to_dict()["strategy"], "notes": list(notes)}
     print(json_text(object_) if as_json else fit_text(asked.title, told, one, judge, notes))
     if not told.fits:
         raise typer.Exit(IMPOSSIBLE)
-
-
-def _hand_over(out: Path | None, asked: AskedModel, where: Topology, judge: Judge, one: JudgedPlan) -> tuple[str, ...]:
-    """Write a plan as what launches it; return what frameworks cannot say, and what is run instead at which price."""
-    if out is None:
-        return ()
-    from shardplan.hardware.units import format_seconds
-    from shardplan.launches.handover.folder import write_folder
-    from shardplan.launches.handover.handed_plan import HandedPlan
-    from shardplan.launches.handover.scripts import audit_plan
-    from shardplan.simulation.searching.plans import plan_text
-    from shardplan.simulation.simulate import simulate
-
-    fields = {**asked.fields, "precision": judge.model.fields["precision"]}
-    plan = HandedPlan(asked.title, asked.name, fields, where, one.plan.strategy, one.plan.order, one.to_dict())
-    notes: list[str] = []
-    for written in write_folder(out, plan):
-        notes += [f"{written.framework} cannot say all: {line}" for line in written.lines]
-        if written.runs != plan.strategy and written.files:
-            other = one.plan._replace(strategy=written.runs)
-            seconds = format_seconds(judge.price(other))
-            notes.append(f"{written.framework} runs {plan_text(other)}, {seconds} a step")
-    s = plan.strategy
-    drawn = s.pipeline * s.microbatches * (s.interleave or 1) * 2
-    simulate(judge.model, s, where, "events" if drawn <= MOST_DRAWN else "closed", judge.machine.parameters).save(
-        out / "trace.json"
-    )
-    notes.append(f"{out} has it; launched by its scripts it is {audit_plan(plan).verdict}")
-    return tuple(notes)
 
 
 def _judge(model: Model, where: Topology, machine: MachineFit | None) -> Judge:

@@ -16,12 +16,12 @@ def topologies(
 ) -> None:
     """List the topologies that ship with shardplan and those that installed packages bring, or print one."""
     from shardplan.hardware.topology import Topology
-    from shardplan.hardware.topology_file import outside, presets
+    from shardplan.hardware.topology_file import outside_topologies, presets
     from shardplan.report.text import json_text
     from shardplan.report.topologies import topologies_object, topologies_text
 
     one = read_topology(name, nodes)
-    found = [Topology.load(every) for every in (*presets(), *outside())] if one is None else [one]
+    found = [Topology.load(every) for every in (*presets(), *outside_topologies())] if one is None else [one]
     if as_json:
         print(json_text(topologies_object(found)))
     else:

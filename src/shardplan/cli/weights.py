@@ -14,7 +14,7 @@ from shardplan.cli.options import AnyTopology, Json, Nodes, read_bytes, read_top
 from shardplan.errors import LayoutError, ParseError
 
 if TYPE_CHECKING:
-    from shardplan.interop.checkpoint.asked import AskedConfig
+    from shardplan.interop.checkpoint.conversion_sides import AskedConfig
     from shardplan.movement.weights.weights import Weights
 
 SIDE_HELP = "hf, vllm, sglang, megatron, torchtitan, fsdp2, dcp or a table, with degrees: vllm,tp=8"
@@ -42,7 +42,7 @@ NoReplicas = Annotated[
 
 def read_side(option: str, text: str, config: Path | None, dtype: str | None, devices: range | None = None) -> Weights:
     """Return the weights that a text says: see `read_weights`; errors name the option."""
-    from shardplan.interop.checkpoint.asked import naming
+    from shardplan.interop.checkpoint.conversion_sides import naming
     from shardplan.movement.weights.weights import read_weights
 
     with naming(option):
@@ -149,7 +149,7 @@ def reshard(
     """
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import reshard as run
-    from shardplan.interop.checkpoint.asked import AskedConfig, source_weights, target_weights
+    from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights, target_weights
     from shardplan.interop.checkpoint.sharing import launched_share
     from shardplan.report.text import json_text
     from shardplan.report.weights import reshard_object, reshard_text
@@ -189,7 +189,7 @@ def _read_compared(
     option: str, text: str | None, place: Path, config: AskedConfig, ignore: list[str] | None
 ) -> Weights | None:
     """Return how a checkpoint that is compared is stored, None where it says so itself."""
-    from shardplan.interop.checkpoint.asked import source_weights
+    from shardplan.interop.checkpoint.conversion_sides import source_weights
 
     if text is None:
         return None
@@ -214,7 +214,7 @@ def diff(
     """Compare two checkpoints, whatever their storage: status 1 where they differ, with the first element that does."""
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import diff as compare
-    from shardplan.interop.checkpoint.asked import AskedConfig
+    from shardplan.interop.checkpoint.conversion_sides import AskedConfig
     from shardplan.report.text import json_text
     from shardplan.report.weights import diff_object, diff_text
 

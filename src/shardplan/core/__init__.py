@@ -26,10 +26,10 @@ Reading order:
 - `walk`            the walk over a program's steps and the bodies inside them
 - `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
 - `draft`           `Draft`: steps while they are written
-- `homeward`        the gradient of a move
+- `reshard_cotangent` the gradient of a move
 - `gradients`       `gradients`: a program with its gradients
 - `dim_names`       what the dims of a program's values are called
-- `closing`         composites that are written out as one step each
+- `composite_patterns` composites that are written out as one step each
 - `reference`       `distribute`, `collect` and the numpy run that every other executor is compared with
 - `part`            a part of a value's elements, run as the whole would be
 - `accounting`      bytes live, moved and staged by a program

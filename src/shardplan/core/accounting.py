@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.messages import at_root, kept
+from shardplan.core.messages import at_root, overlap_elements
 from shardplan.core.nested import Nested
 from shardplan.core.op import Op
 from shardplan.core.program import Program
@@ -167,7 +167,10 @@ class _Entry(NamedTuple):
 
 
 def _entry(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...], ledger: _Ledger) -> _Entry:
-    got, given = ledger.level(op.devices(*results), op.received(*operands)), ledger.level(*op.sent(*operands))
+    got, given = (
+        ledger.level(op.devices(*results), op.received_bytes(*operands)),
+        ledger.level(*op.sent_bytes(*operands)),
+    )
     received = _worst(got)
     moved = max(received, _worst(given))
     rounds = op.rounds(*operands)
@@ -284,9 +287,9 @@ def lower_bound(s: TensorType, t: TensorType, devices: tuple[int, ...]) -> np.nd
     needs = np.where(at_root(t), t.elements(), 0)
     source, target = (set(x.mesh.expand(x.layout.partial)) for x in (s, t))
     if t.mesh == s.mesh and source == target and live_reduction(s) == live_reduction(t):
-        needs = np.where(needs > 0, needs - kept(s, t), 0)
+        needs = np.where(needs > 0, needs - overlap_elements(s, t), 0)
     elif target:
         needs = np.zeros_like(needs)
     elif not source:
-        needs = np.where(needs > 0, needs - kept(s, t), 0)
+        needs = np.where(needs > 0, needs - overlap_elements(s, t), 0)
     return ledger.spread(t.mesh.ids, needs * t.itemsize)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.notation import MOST_DIGITS
-from shardplan.errors import LayoutError, ShardplanError, shown
+from shardplan.errors import LayoutError, ShardplanError, excerpt
 
 MOST = 10**MOST_DIGITS - 1  # what text cannot hold, no value may have: it would print and not be read back
 MOST_ITEMS = 2**22  # of a list: an endless one is cut off, and no mesh has more devices (`mesh.MOST_DEVICES`)
@@ -22,25 +22,25 @@ MOST_ITEMS = 2**22  # of a list: an endless one is cut off, and no mesh has more
 Kind = type[ShardplanError]
 
 
-def whole(what: str, value: object, least: int = 0, most: int = MOST, kind: Kind = LayoutError) -> int:
+def whole_number(what: str, value: object, least: int = 0, most: int = MOST, kind: Kind = LayoutError) -> int:
     """Return a whole number from `least` to `most`; raises `kind` for any other value.
 
     A float is none, even where it is whole.
 
-    >>> whole("rank", np.int64(3))
+    >>> whole_number("rank", np.int64(3))
     3
     """
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most:
         return int(value)
     legal = f"of at least {least}" if most == MOST else f"from {least} to {most}"
-    raise kind(f"{what} is {shown(value)}; legal is a whole number {legal}")
+    raise kind(f"{what} is {excerpt(value)}; legal is a whole number {legal}")
 
 
 def integer(what: str, value: object, kind: Kind = LayoutError) -> int:
     """Return a whole number of either sign, below 10**18; raises `kind` for any other value."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and -MOST <= value <= MOST:
         return int(value)
-    raise kind(f"{what} is {shown(value)}; legal is a whole number below 10**18")
+    raise kind(f"{what} is {excerpt(value)}; legal is a whole number below 10**18")
 
 
 def number(what: str, value: object, kind: Kind = LayoutError) -> float:
@@ -51,28 +51,28 @@ def number(what: str, value: object, kind: Kind = LayoutError) -> float:
                 return float(value)
         except OverflowError:  # an integer beyond any float
             pass
-    raise kind(f"{what} is {shown(value)}; legal is a finite number of 0 or more")
+    raise kind(f"{what} is {excerpt(value)}; legal is a finite number of 0 or more")
 
 
 def flag(what: str, value: object, kind: Kind = LayoutError) -> bool:
     """Return True or False; raises `kind` for any other value."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise kind(f"{what} is {shown(value)}; legal is True or False")
+    raise kind(f"{what} is {excerpt(value)}; legal is True or False")
 
 
 def choice(what: str, value: object, legal: Collection[str], kind: Kind = LayoutError) -> str:
     """Return one of some words; raises `kind` for any other value."""
     if isinstance(value, str) and value in legal:
         return value
-    raise kind(f"{what} {shown(value)} is unknown; legal: {', '.join(legal)}")
+    raise kind(f"{what} {excerpt(value)} is unknown; legal: {', '.join(legal)}")
 
 
 def text(what: str, value: object, kind: Kind = LayoutError) -> str:
     """Return a text; raises `kind` for any other value."""
     if isinstance(value, str):
         return value
-    raise kind(f"{what} is {shown(value)}; legal is a text")
+    raise kind(f"{what} is {excerpt(value)}; legal is a text")
 
 
 def items(what: str, value: object, of: str, kind: Kind = LayoutError) -> list[Any]:
@@ -90,7 +90,7 @@ def items(what: str, value: object, of: str, kind: Kind = LayoutError) -> list[A
             if len(found) <= MOST_ITEMS:
                 return found
             raise kind(f"{what} has more than {MOST_ITEMS} items; legal is a list of {of}, at most so many")
-    raise kind(f"{what} is {shown(value)}; legal is a list of {of}")
+    raise kind(f"{what} is {excerpt(value)}; legal is a list of {of}")
 
 
 def names(what: str, value: object, kind: Kind = LayoutError) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def names(what: str, value: object, kind: Kind = LayoutError) -> tuple[str, ...]
     found = items(what, value, "names of axes", kind)
     for name in found:
         if not isinstance(name, str):
-            raise kind(f"{what} is {shown(value)}; legal is a list of names of axes, and {shown(name)} is none")
+            raise kind(f"{what} is {excerpt(value)}; legal is a list of names of axes, and {excerpt(name)} is none")
     return tuple(found)
 
 
@@ -108,4 +108,4 @@ def table(what: str, value: object, of: str, kind: Kind = LayoutError) -> dict[A
     """Return a mapping as a dict; `of` says in an error what it maps; raises `kind` for any other value."""
     if isinstance(value, Mapping):
         return dict(value)  # pyright: ignore[reportUnknownVariableType]
-    raise kind(f"{what} is {shown(value)}; legal is a mapping of {of}")
+    raise kind(f"{what} is {excerpt(value)}; legal is a mapping of {of}")

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.core.notation import Scanner
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 Box = tuple[tuple[int, int], ...]
 NAME = re.compile(r"boxes#[0-9a-f]{8}")
@@ -78,7 +78,7 @@ class BoxTable:
             "boxes": np.array(boxes, dtype=np.int64).reshape(len(found), ndims.pop(), 2),
             "offsets": np.array(offsets, dtype=np.int64),
             "strides": np.array(strides, dtype=np.int64).reshape(len(found), -1),
-            "_held": {d: _stored(list(own)) for d, own in itertools.groupby(found, key=lambda row: row.device)},
+            "_held": {d: stored_elements(list(own)) for d, own in itertools.groupby(found, key=lambda row: row.device)},
         }.items():
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
@@ -122,26 +122,29 @@ def _row(k: int, value: Any) -> BoxRow:
     """Return one row of the caller's, checked by itself."""
     what = f"row {k} of a table of boxes"
     if not isinstance(value, tuple) or len(value) != 4:  # pyright: ignore[reportUnknownArgumentType]
-        raise LayoutError(f"{what} is {shown(value)}; legal is a tuple (device, box, offset, strides)")
+        raise LayoutError(f"{what} is {excerpt(value)}; legal is a tuple (device, box, offset, strides)")
     device, given, offset, strides = value  # pyright: ignore[reportUnknownVariableType]
     box: list[tuple[int, int]] = []
     for d, pair in enumerate(border.items(f"the box of {what}", given, "pairs (start, stop)")):
         ends = border.items(f"dim {d} of the box of {what}", pair, "two numbers, start and stop")
         if len(ends) != 2:
-            raise LayoutError(f"dim {d} of the box of {what} is {shown(pair)}; legal is a pair (start, stop)")
-        lo = border.whole(f"the start of dim {d} of {what}", ends[0])
-        box.append((lo, border.whole(f"the stop of dim {d} of {what}", ends[1], least=lo + 1)))
+            raise LayoutError(f"dim {d} of the box of {what} is {excerpt(pair)}; legal is a pair (start, stop)")
+        lo = border.whole_number(f"the start of dim {d} of {what}", ends[0])
+        box.append((lo, border.whole_number(f"the stop of dim {d} of {what}", ends[1], least=lo + 1)))
     steps = [
-        border.whole(f"a stride of {what}", n, least=1)
+        border.whole_number(f"a stride of {what}", n, least=1)
         for n in border.items(f"the strides of {what}", strides, "numbers")
     ]
     if len(steps) != len(box):
         raise LayoutError(f"{what} has {len(steps)} strides for a box of {len(box)} dims; give one a dim")
-    device, offset = border.whole(f"the device of {what}", device), border.whole(f"the offset of {what}", offset)
+    device, offset = (
+        border.whole_number(f"the device of {what}", device),
+        border.whole_number(f"the offset of {what}", offset),
+    )
     return BoxRow(device, tuple(box), offset, tuple(steps))
 
 
-def _stored(rows: list[BoxRow]) -> int:
+def stored_elements(rows: list[BoxRow]) -> int:
     """Return the elements that a device's rows fill; raises `LayoutError` where one is there twice, or not at all."""
     for a, b in itertools.combinations(rows, 2):
         first = tuple(max(x[0], y[0]) for x, y in zip(a.box, b.box, strict=True))

@@ -23,7 +23,7 @@ def derivative(node: Node, name: str) -> Node:
         case Number():
             return NOTHING
         case Negate(operand):
-            return _negated(derivative(operand, name))
+            return _negate(derivative(operand, name))
         case Binary("**", left, Number(k)):
             return times(
                 times(Number(k), left if k == 2 else Binary("**", left, Number(k - 1))), derivative(left, name)
@@ -31,12 +31,12 @@ def derivative(node: Node, name: str) -> Node:
         case Binary("/", left, right):
             x = times(derivative(left, name), Binary("/", ONE, right))
             y = times(derivative(right, name), Binary("/", left, Binary("**", right, Number(2))))
-            return _sum(x, _negated(y))
+            return _sum(x, _negate(y))
         case Binary("*", left, right):
             return _sum(times(derivative(left, name), right), times(left, derivative(right, name)))
         case Binary(symbol, left, right):
             x, y = derivative(left, name), derivative(right, name)
-            return NOTHING if symbol not in "+-" else _sum(x, y if symbol == "+" else _negated(y))
+            return NOTHING if symbol not in "+-" else _sum(x, y if symbol == "+" else _negate(y))
         case Call("where", (condition, yes, no)):
             x, y = derivative(yes, name), derivative(no, name)
             return NOTHING if x == y == NOTHING else Call("where", (condition, x, y))
@@ -44,7 +44,7 @@ def derivative(node: Node, name: str) -> Node:
             total: Node = NOTHING
             values = dict(zip("ab", arguments, strict=False))
             for slope, x in zip(FUNCTIONS[function].slopes, arguments, strict=True):
-                total = _sum(total, times(renamed(Expression.parse(slope).root, values), derivative(x, name)))
+                total = _sum(total, times(substitute(Expression.parse(slope).root, values), derivative(x, name)))
             return total
         case _:
             assert_never(node)
@@ -71,13 +71,13 @@ def _sum(x: Node, y: Node) -> Node:
     return x if y == NOTHING else Binary("+", x, y)
 
 
-def _negated(x: Node) -> Node:
+def _negate(x: Node) -> Node:
     if isinstance(x, Number):
         return NOTHING if x == NOTHING else Number(-x.value)
     return x.operand if isinstance(x, Negate) else Negate(x)
 
 
-def renamed(node: Node, values: Mapping[str, Node]) -> Node:
+def substitute(node: Node, values: Mapping[str, Node]) -> Node:
     """Return a node with other nodes for its operands."""
     match node:
         case Name(name):
@@ -85,10 +85,10 @@ def renamed(node: Node, values: Mapping[str, Node]) -> Node:
         case Number():
             return node
         case Negate(operand):
-            return Negate(renamed(operand, values))
+            return Negate(substitute(operand, values))
         case Binary(symbol, left, right):
-            return Binary(symbol, renamed(left, values), renamed(right, values))
+            return Binary(symbol, substitute(left, values), substitute(right, values))
         case Call(function, arguments):
-            return Call(function, tuple(renamed(x, values) for x in arguments))
+            return Call(function, tuple(substitute(x, values) for x in arguments))
         case _:
             assert_never(node)

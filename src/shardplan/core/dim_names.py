@@ -29,7 +29,7 @@ from shardplan.core.ops.compute import FactorTyped, computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import TypingError, shown
+from shardplan.errors import TypingError, excerpt
 
 Names = tuple[str, ...]  # of a dim or a factor, of which there is one for each of its parts, major to minor
 
@@ -76,26 +76,26 @@ def dim_names(
     ((('hidden',), ('d0',)), (('d0',), ('ffn',)))
     """
     top = _DimLevel(program.types)
-    given = [part for name, names in inputs.items() for part in _given(program, top, name, names)]
+    given = [part for name, names in inputs.items() for part in _name_input_dims(program, top, name, names)]
     top.program(program)
     top.gradients(program, origins, top)
-    for x, y in (pair for level in top.every() for pair in level.carried):
+    for x, y in (pair for level in top.all_levels() for pair in level.carried):
         if None in (x.root().name, y.root().name):
             _join(x, y, "dim_names")
-    stacks = [part for level in top.every() for part in level.stacks]
+    stacks = [part for level in top.all_levels() for part in level.stacks]
     return _Naming(given, stacks).names(top, program)
 
 
-def _given(program: Program, top: _DimLevel, name: str, names: tuple[str | None, ...]) -> Iterator[_DimPart]:
+def _name_input_dims(program: Program, top: _DimLevel, name: str, names: tuple[str | None, ...]) -> Iterator[_DimPart]:
     """Give the dims of an input their names."""
     t = dict(program.inputs).get(name)
     if t is None or len(names) != t.ndim:
         what = f"legal are {t.ndim} of %{name}, {t}" if t else f"there is no input %{name}"
-        raise TypingError(f"dim_names: the names {shown(names)}; {what}")
+        raise TypingError(f"dim_names: the names {excerpt(names)}; {what}")
     for d, (part, said) in enumerate(zip(top.values[name], names, strict=True)):
         if said is not None:
             if not said.isidentifier():
-                raise TypingError(f"dim_names: the name {shown(said)} of %{name}; legal are letters, digits and '_'")
+                raise TypingError(f"dim_names: the name {excerpt(said)} of %{name}; legal are letters, digits and '_'")
             part.name, part.origin = said, f"dim {d} of input %{name}"
             yield part
 
@@ -176,15 +176,15 @@ class _DimLevel:
         self.stacks: list[_DimPart] = []
         self.carried: list[tuple[_DimPart, _DimPart]] = []  # as they enter the body, and as others have them
 
-    def every(self) -> Iterator[_DimLevel]:
+    def all_levels(self) -> Iterator[_DimLevel]:
         """Yield it and those inside it."""
         yield self
         for level in self.bodies.values():
-            yield from level.every()
+            yield from level.all_levels()
 
     def program(self, program: Program) -> None:
         """Join what its steps join."""
-        for number in ordered(program):
+        for number in steps_by_value(program):
             self.step(number, program.steps[number])
 
     def step(self, number: int, step: Step) -> None:
@@ -192,7 +192,7 @@ class _DimLevel:
         where = f"{self.where}step {number} ({step.op.name})"
         self.factors[number] = {}
         if isinstance(step.op, Nested):
-            self._nested(number, step.op, step, where)
+            self._join_body(number, step.op, step, where)
             return
         found = links(step.op, tuple(self.types[o] for o in step.operands))
         factors = self.factors[number] = {n: _DimPart(size) for n, size in found.sizes.items()}
@@ -201,22 +201,22 @@ class _DimLevel:
             for part, names in zip(self.values[name], dims, strict=True):
                 _match([factors[n] for n in names], [part], where)
 
-    def _nested(self, number: int, op: Nested, step: Step, where: str) -> None:
+    def _join_body(self, number: int, op: Nested, step: Step, where: str) -> None:
         inner = self.bodies[number] = _DimLevel(op.body.types, f"{where}, ")
         names = [name for name, _ in op.body.inputs]
         stack = _DimPart(op.times)
-        whole, rows = len(names) - op.cut, len(op.body.outputs) if op.at_once else op.kept
+        whole, rows = len(names) - op.cut, len(op.body.outputs) if op.at_once else op.carried_count
         self.stacks += [] if op.at_once else [stack]
         for outside, inside, bare in ((step.operands, names, whole), (step.results, op.body.outputs, rows)):
             if inside is not names:
                 inner.program(op.body)
             for k, (name, row) in enumerate(zip(outside, inside, strict=True)):
-                if k < op.kept:
+                if k < op.carried_count:
                     inner.carried += zip(inner.values[names[k]], self.values[name], strict=True)
                     continue
                 lead = [] if k < bare else [stack]
                 self.join(self.values[name], [*lead, *inner.values[row]], where)
-        for name, row in zip(names, op.body.outputs[: op.kept], strict=False):
+        for name, row in zip(names, op.body.outputs[: op.carried_count], strict=False):
             inner.carried += zip(inner.values[name], inner.values[row], strict=True)
 
     def join(self, xs: Iterable[_DimPart], ys: Iterable[_DimPart], where: str) -> None:
@@ -237,7 +237,7 @@ class _DimLevel:
                 self.bodies[number].gradients(step.op.body, origin.inner, forward.bodies[origin.forward])
 
 
-def ordered(program: Program) -> list[int]:
+def steps_by_value(program: Program) -> list[int]:
     """Return the numbers of the steps in an order that hangs on their values alone, not on that of the steps."""
     makers = {r: k for k, step in enumerate(program.steps) for r in step.results}
     done: dict[int, None] = {}
@@ -335,7 +335,7 @@ class _Naming:
 
     def names(self, level: _DimLevel, program: Program) -> DimNames:
         """Return those of a program, and of the bodies in it."""
-        order = ordered(program)
+        order = steps_by_value(program)
         first = [name for name, _ in program.inputs]
         values = {n: tuple(map(self.of, level.values[n])) for n in first}
         bodies: dict[int, DimNames] = {}

@@ -46,12 +46,12 @@ class Draft:
         """Begin with operands called "0", "1", ..."""
         return cls({str(k): t for k, t in enumerate(operands)})
 
-    def every(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
+    def write_step(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
         """Write a step, and return the names of its results; raises what the op says of the types."""
         found = results_of(op, tuple(self.types[o] for o in operands))
         names: list[str] = []
         for t in found:
-            names.append(self.free())
+            names.append(self.new_name())
             self.types[names[-1]] = t
         self.steps.append(Step(op, operands, tuple(names), stopped))
         self.origins.append(self.origin)
@@ -59,23 +59,23 @@ class Draft:
 
     def __call__(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> str:
         """Write a step of one result."""
-        (name,) = self.every(op, *operands, stopped=stopped)
+        (name,) = self.write_step(op, *operands, stopped=stopped)
         return name
 
-    def free(self) -> str:
+    def new_name(self) -> str:
         """Return a name that no value has."""
         k = len(self.types)
         while str(k) in self.types:
             k += 1
         return str(k)
 
-    def given(self, t: TensorType) -> str:
+    def add_input(self, t: TensorType) -> str:
         """Return the name of one more value from outside."""
-        name = self.free()
+        name = self.new_name()
         self.types[name] = t
         return name
 
-    def done(self, *results: str) -> Decomposition:
+    def decomposition(self, *results: str) -> Decomposition:
         """Return the steps that the results need."""
         return Decomposition(tuple(self.steps[k] for k in self.live(results)), results, self.alike)
 
@@ -93,10 +93,10 @@ class Draft:
         names: dict[str, str] = {}
         for step in steps:
             operands = (names[o] if o in names else value(o) for o in step.operands)
-            names.update(zip(step.results, self.every(step.op, *operands, stopped=step.stopped), strict=True))
+            names.update(zip(step.results, self.write_step(step.op, *operands, stopped=step.stopped), strict=True))
         return names
 
-    def reduced(self, name: str, axes: Iterable[str]) -> str:
+    def reduce_axes(self, name: str, axes: Iterable[str]) -> str:
         """Return a value that is not partial over `axes`."""
         t = self.types[name]
         atoms, chosen = t.mesh.expand(t.layout.partial), set(t.mesh.expand(axes))

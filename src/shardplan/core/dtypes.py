@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 _NUMPY: dict[str, Any] = {
     "bool": np.bool_,
@@ -68,7 +68,7 @@ def short_name(dtype: Any) -> str:
     else:
         found = _name_of(dtype)
     if found is None:
-        raise LayoutError(f"unknown dtype {shown(dtype)}; legal dtypes are {', '.join(NAMES)}")
+        raise LayoutError(f"unknown dtype {excerpt(dtype)}; legal dtypes are {', '.join(NAMES)}")
     return found
 
 

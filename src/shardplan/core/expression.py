@@ -183,7 +183,7 @@ def _degree(node: Node, names: frozenset[str]) -> int | None:
             if x is None or y is None:
                 return None
             if symbol in "+-":
-                return _same(x, y)
+                return _common_degree(x, y)
             if symbol == "*":
                 if x == y == ZERO:
                     return ZERO
@@ -196,14 +196,14 @@ def _degree(node: Node, names: frozenset[str]) -> int | None:
             x, y = _degree(yes, names), _degree(no, names)
             if _degree(condition, names) not in (0, ZERO) or x is None or y is None:
                 return None
-            return _same(x, y)
+            return _common_degree(x, y)
         case Call(_, arguments):
             return 0 if all(_degree(x, names) in (0, ZERO) for x in arguments) else None
         case _:
             assert_never(node)
 
 
-def _same(x: int, y: int) -> int | None:
+def _common_degree(x: int, y: int) -> int | None:
     """The degree of a sum, None where its terms differ; a term 0 is of any degree."""
     if ZERO in (x, y):
         return max(x, y)

@@ -121,7 +121,9 @@ def infer(
                 held[name].append(_Held(k, d, atoms, mesh.fold(atoms)))
     made = [name for name in _factors(rule.results) if not held[name]]
     if len(over) > len(made):
-        raise TypingError(f"{op}: over={_shown(over)}, but {len(made)} factors are in results only; legal is one each")
+        raise TypingError(
+            f"{op}: over={_groups_text(over)}, but {len(made)} factors are in results only; legal is one each"
+        )
     said = dict(zip(made, over, strict=False))
     carried = {f.name: _meet(f, held[f.name], operands, op, said.get(f.name, ())) for f in rule.factors}
     _check_once(carried, mesh, op)
@@ -139,8 +141,8 @@ def _factors(tensors: tuple[Dims, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for dims in tensors for d in dims for n in d))
 
 
-def _shown(over: Sequence[tuple[str, ...]]) -> str:
-    return f"({', '.join(map(_over, over))})"
+def _groups_text(over: Sequence[tuple[str, ...]]) -> str:
+    return f"({', '.join(map(_group_text, over))})"
 
 
 def _shape(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -164,7 +166,9 @@ def _parts(
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the factors of a dim that has several, major to minor, each with the atoms of its axes; rule 4."""
     if not t.even[dim]:
-        raise LayoutError(f"{where} is unevenly tiled over {_over(t.layout.dims[dim])}; legal to split is an even dim")
+        raise LayoutError(
+            f"{where} is unevenly tiled over {_group_text(t.layout.dims[dim])}; legal to split is an even dim"
+        )
     left = list(t.atoms[dim])
     for name in factors:
         # A factor takes axes as long as they divide what is left of it: only when it is full comes the next one's turn.
@@ -174,7 +178,7 @@ def _parts(
             taken.append(left.pop(0))
         if left and rest > 1:
             raise LayoutError(
-                f"{where} is over {_over(t.layout.dims[dim])}, which does not fill its factor {name}="
+                f"{where} is over {_group_text(t.layout.dims[dim])}, which does not fill its factor {name}="
                 f"{sizes[name]} before the minor ones; legal are axes that multiply to it, then others"
             )
         yield name, tuple(taken)
@@ -189,17 +193,17 @@ def _meet(factor: Factor, held: list[_Held], operands: Sequence[TensorType], op:
         for p in held:
             if p.atoms:
                 raise LayoutError(
-                    f"{op}: dim {p.dim} of operand {p.operand}, {operands[p.operand]}, is over {_over(p.names)}, "
+                    f"{op}: dim {p.dim} of operand {p.operand}, {operands[p.operand]}, is over {_group_text(p.names)}, "
                     f"but its factor {factor.name}={factor.size} may not be sharded; legal is no axes"
                 )
         return first
     for p in held[1:]:
         if p.atoms != first.atoms:
-            legal = " or ".join(_over(c) for c in _candidates(held, operands))
+            legal = " or ".join(_group_text(c) for c in _candidates(held, operands))
             raise LayoutError(
                 f"{op}: the factor {factor.name}={factor.size} does not meet: dim {first.dim} of operand "
-                f"{first.operand}, {operands[first.operand]}, is over {_over(first.names)}, but dim {p.dim} of operand "
-                f"{p.operand}, {operands[p.operand]}, is over {_over(p.names)}; legal on both: {legal}"
+                f"{first.operand}, {operands[first.operand]}, is over {_group_text(first.names)}, but dim {p.dim} of "
+                f"operand {p.operand}, {operands[p.operand]}, is over {_group_text(p.names)}; legal on both: {legal}"
             )
     return (
         first if len(held) == 1 else max(held, key=lambda p: len(p.names))
@@ -211,7 +215,8 @@ def _candidates(held: list[_Held], operands: Sequence[TensorType]) -> list[tuple
     found: list[tuple[str, ...]] = []
     for p in held:
         room = all(
-            not set(p.atoms) & (set(operands[q.operand].mesh.expand(operands[q.operand].layout.used)) - set(q.atoms))
+            not set(p.atoms)
+            & (set(operands[q.operand].mesh.expand(operands[q.operand].layout.used_axes)) - set(q.atoms))
             and sum(r.operand == q.operand for r in held) == 1
             for q in held
         )
@@ -333,7 +338,8 @@ def _result_dims(
                     why = "unevenly" if size % product else "under a major factor that is not fully sharded"
                     raise LayoutError(
                         f"{op}: dim {d} of the result merges the factors {', '.join(factors)}, of which {n}={size} is "
-                        f"cut over {_over(p.names)} {why}; legal are even tilings, minor factors under full major ones"
+                        f"cut over {_group_text(p.names)} {why}; legal are even tilings, minor factors under full "
+                        "major ones"
                     )
                 full = full and product == size
             names += [x for x in p.names if mesh.span(x).atoms or x not in seen]
@@ -342,5 +348,5 @@ def _result_dims(
     return tuple(out)
 
 
-def _over(names: tuple[str, ...]) -> str:
+def _group_text(names: tuple[str, ...]) -> str:
     return axes_text(names) if names else "no axes"

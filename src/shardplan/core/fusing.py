@@ -2,7 +2,7 @@
 
 A candidate is an all-to-all or an all-reduce of one value that a product, or bags of embeddings, make, perhaps through
 steps that no kernel has: those are then what blocks it. `fusable` finds them in a program and in the bodies of its
-repeats, `fused_with` rewrites a program, `decomposed` takes fused ops apart again.
+repeats, `fused_with` rewrites a program, `decompose_fused` takes fused ops apart again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Elementwise, Expand
 from shardplan.core.ops.bodies import Repeat
-from shardplan.core.ops.fused import EmbeddingBagAllToAll, Fused, GemmAllToAll, GemvAllReduce, fused
+from shardplan.core.ops.fused import EmbeddingBagAllToAll, Fused, GemmAllToAll, GemvAllReduce, as_fused
 from shardplan.core.ops.fused_forms import THIN, unfit
 from shardplan.core.ops.layers import Concat, EmbeddingBag
 from shardplan.core.ops.movement import AllToAll
@@ -73,7 +73,7 @@ def fusable(program: Program, path: Place = ()) -> Iterator[FusionPlace]:
             found = _candidate(program, makers, number)
             if found is not None:
                 kind, numbers = found
-                yield _judged(program, users, (*path, number), kind, numbers)
+                yield _judge_place(program, users, (*path, number), kind, numbers)
 
 
 def _users(program: Program) -> Mapping[str, int]:
@@ -105,7 +105,7 @@ def _candidate(program: Program, makers: Mapping[str, int], number: int) -> tupl
         if not bags:
             return None
         behind -= {k for k in behind if isinstance(program.steps[k].op, Einsum)}
-    numbers = tuple(sorted(_connected(program, behind, number)))
+    numbers = tuple(sorted(_steps_to_keep(program, behind, number)))
     if isinstance(program.steps[number].op, AllReduce):
         product = [program.steps[k] for k in numbers if isinstance(program.steps[k].op, Einsum)]
         thin = bool(product) and _thin(program, product[0])
@@ -113,7 +113,7 @@ def _candidate(program: Program, makers: Mapping[str, int], number: int) -> tupl
     return (EmbeddingBagAllToAll if bags else GemmAllToAll), numbers
 
 
-def _connected(program: Program, behind: set[int], number: int) -> set[int]:
+def _steps_to_keep(program: Program, behind: set[int], number: int) -> set[int]:
     """Of steps behind a move those that only lead to bags or products, or stand right before the move."""
     if not any(isinstance(program.steps[k].op, EmbeddingBag) for k in behind):
         return behind
@@ -150,7 +150,7 @@ def _thin(program: Program, step: Step) -> bool:
     return 1 <= min(columns) <= THIN and bool(t.layout.partial) and not set(one) & set(other) & set(result)
 
 
-def _judged(
+def _judge_place(
     program: Program, users: Mapping[str, int], place: Place, kind: type[Fused], numbers: tuple[int, ...]
 ) -> FusionPlace:
     """The candidate, with what blocks it."""
@@ -199,29 +199,29 @@ def fused_with(program: Program, chosen: Mapping[Place, tuple[FusionPlace, Fused
     return Program(program.inputs, steps, program.outputs)
 
 
-def decomposed(program: Program) -> Program:
+def decompose_fused(program: Program) -> Program:
     """Return a program with the steps of every fused op in its place: equal types, equal meaning."""
     taken = set(program.types)
     steps: list[Step] = []
     for step in program.steps:
-        op = fused(step.op)
-        inner = nested(step.op)
+        op = as_fused(step.op)
+        inner = as_nested(step.op)
         if op is not None:
             names = dict(zip((name for name, _ in op.body.inputs), step.operands, strict=True))
             names |= zip(op.body.outputs, step.results, strict=True)
             for one in op.body.steps:
                 for r in one.results:
-                    names.setdefault(r, _free(r, taken))
+                    names.setdefault(r, _unused_name(r, taken))
                 given, made = (tuple(names[n] for n in side) for side in (one.operands, one.results))
                 steps.append(Step(one.op, given, made, one.stopped))
         elif isinstance(inner, Repeat):
-            steps.append(replace(step, op=replace(inner, body=decomposed(inner.body))))
+            steps.append(replace(step, op=replace(inner, body=decompose_fused(inner.body))))
         else:
             steps.append(step)
     return Program(program.inputs, steps, program.outputs)
 
 
-def _free(name: str, taken: set[str]) -> str:
+def _unused_name(name: str, taken: set[str]) -> str:
     while name in taken:
         name += "_"
     taken.add(name)

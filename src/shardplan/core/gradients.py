@@ -28,7 +28,7 @@ from shardplan.errors import TypingError
 Keep = Callable[[Step, bool], bool]  # of a forward step, and whether it only lays a value out anew
 
 
-def kept(step: Step, moved: bool) -> bool:
+def keep_computed(step: Step, moved: bool) -> bool:
     """Keep all that no movement only laid out anew."""
     return not moved
 
@@ -57,7 +57,7 @@ class Gradients:
     origins: tuple[Origin | None, ...]
 
 
-def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = kept) -> Gradients:
+def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = keep_computed) -> Gradients:
     """Return the program with the gradients of `loss`, a scalar, in the values `wanted`.
 
     A gradient has the layout of its value's dims, and may be partial over axes that the value does not use. `keep` says
@@ -79,10 +79,10 @@ def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = k
     draft = Draft(program.types)
     level = _Level(draft, program, keep)
     cotangents = {loss: draft(Constant(1, t.dtype, (), Layout(()), t.mesh))}
-    level.back(program.steps, cotangents, needing(program.steps, program.types, wanted))
+    level.fill_cotangents(program.steps, cotangents, needing(program.steps, program.types, wanted))
     draft.origin = None
     found = [
-        draft.reduced(cotangents[n], program.types[n].layout.used)
+        draft.reduce_axes(cotangents[n], program.types[n].layout.used_axes)
         if n in cotangents
         else zeros(draft, program.types[n], n)
         for n in wanted
@@ -111,7 +111,7 @@ class _Level(Reverse):
         self.known: dict[str, str] = {}
         self.bodies: dict[str, _Numbers] = {}
 
-    def saved(self, name: str) -> str:
+    def saved_name(self, name: str) -> str:
         """Return what a value that is kept, or came from outside, is called in the draft."""
         self.draft.types[name] = self.types[name]
         return name
@@ -120,29 +120,31 @@ class _Level(Reverse):
         """Return what a forward value is called in the draft, where it is made again unless it is kept."""
         if name not in self.known:
             number = self.makers.get(name)
-            if number is None or self._kept(self.forward[number]):
-                self.known[name] = self.saved(name)
+            if number is None or self._is_saved(self.forward[number]):
+                self.known[name] = self.saved_name(name)
             else:
                 step, before = self.forward[number], self.draft.origin
                 operands = [self.read(o) for o in step.operands]
                 self.draft.origin = number
-                copies = self.draft.every(step.op, *operands)
+                copies = self.draft.write_step(step.op, *operands)
                 self.known.update(zip(step.results, copies, strict=True))
                 self.draft.alike.update(zip(copies, step.results, strict=True))
                 self.draft.origin = before
         return self.known[name]
 
-    def _kept(self, step: Step) -> bool:
+    def _is_saved(self, step: Step) -> bool:
         """What has no operands is made again."""
         types = [self.types[n] for n in (*step.operands, *step.results)]
         moved = moving(step.op) is not None and not any(t.layout.partial for t in types)
         return bool(step.operands) and self.keep(step, moved)
 
-    def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
+    def step_gradient(
+        self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]
+    ) -> Sequence[str | None]:
         """Of a repeat one in reverse."""
         if isinstance(step.op, Repeat):
             return self._repeat(number, step.op, came, wants) if step.op.n else came
-        return super().one(number, step, came, wants)
+        return super().step_gradient(number, step, came, wants)
 
     def _repeat(
         self, number: int, op: Repeat, came: Sequence[str | None], wants: Sequence[bool]
@@ -176,14 +178,14 @@ class _Level(Reverse):
             starts.append(
                 zeros(draft, self.types[step.operands[j]], step.operands[j])
                 if c is None
-                else draft.reduced(c, draft.types[c].layout.partial)
+                else draft.reduce_axes(c, draft.types[c].layout.partial)
             )
         for n, t in sums.items():
             zero = zeros(draft, t, operand[n])
             starts.append(draft(ToPartial(t.layout.partial), zero) if t.layout.partial else zero)
         read = [self.read(operand[n]) for n in (*back.invariants, *back.rows)]
         reverse = Repeat(op.n, back.program(), len(starts), len(back.rows) + len(stacked), not op.reverse)
-        found = draft.every(reverse, *starts, *read, *(c for k, c in enumerate(came) if k in stacked and c))
+        found = draft.write_step(reverse, *starts, *read, *(c for k, c in enumerate(came) if k in stacked and c))
         self.bodies[found[0]] = back.numbers()
         made = [*(names[j] for j in back.carried), *sums, *back.slices]
         cotangents: dict[str, str | None] = dict(zip(made, found, strict=True))
@@ -222,24 +224,24 @@ class _Body(_Level):
         self.rows: dict[str, str] = {}
         self.carried = [j for j in range(op.carried) if names[j] in needed]
         self.entering = [
-            draft.given(t.with_layout(Layout(t.layout.dims))) for t in (body.input_types[j] for j in self.carried)
+            draft.add_input(t.with_layout(Layout(t.layout.dims))) for t in (body.input_types[j] for j in self.carried)
         ]
-        totals = {n: draft.given(t) for n, t in sums.items()}
-        self.coming = [draft.given(row(t)) for t in stacked.values()]
+        totals = {n: draft.add_input(t) for n, t in sums.items()}
+        self.coming = [draft.add_input(row(t)) for t in stacked.values()]
         found: dict[str, str] = {}
         for k, c in zip((*self.carried, *stacked), (*self.entering, *self.coming), strict=True):
             name = body.outputs[k]
             if name in inside:
                 found[name] = plus(draft, found[name], c) if name in found else c
-        self.back(body.steps, found, inside)
-        self.found = {n: draft.reduced(found[n], body.types[n].layout.used) for n in names if n in found}
+        self.fill_cotangents(body.steps, found, inside)
+        self.found = {n: draft.reduce_axes(found[n], body.types[n].layout.used_axes) for n in names if n in found}
         self.leaving: list[str] = []
         for j in self.carried:
             c = self.found.get(names[j])
             self.leaving.append(
                 zeros(draft, body.input_types[j], names[j])
                 if c is None
-                else draft.reduced(c, draft.types[c].layout.partial)
+                else draft.reduce_axes(c, draft.types[c].layout.partial)
             )
         self.leaving += [plus(draft, totals[n], self.found[n]) for n in sums]
         self.entering += totals.values()
@@ -252,10 +254,10 @@ class _Body(_Level):
         """The forward values whose rows are kept."""
         return [n for n in self.rows if n not in self.sliced]
 
-    def saved(self, name: str) -> str:
+    def saved_name(self, name: str) -> str:
         """An invariant, or a row."""
         into = self.invariants if name in self.outside else self.rows
-        into[name] = self.draft.given(self.types[name])
+        into[name] = self.draft.add_input(self.types[name])
         return into[name]
 
     def program(self) -> Program:

@@ -19,7 +19,7 @@ FILLED = 8  # how often a chain is filled: its start and end then take an eighth
 Of = Callable[[Ints | int], Region]  # of members, given by their index in each device's group
 
 
-def opened(actions: Iterable[Action], rounds: Iterator[Round]) -> Iterator[Round]:
+def prepend_actions(actions: Iterable[Action], rounds: Iterator[Round]) -> Iterator[Round]:
     """Yield the rounds, the first one with these actions before its own."""
     first = next(rounds, Round())
     yield Round.of((*actions, *first.actions), first.closes)
@@ -40,12 +40,12 @@ def gather(group: Group, own: Region, block: Of, chunks: int, algorithm: str) ->
                     closes=s == group.size - 2,
                 )
         elif algorithm == "doubling":
-            yield from _doubled(group, own, block, c, chunks)
+            yield from _recursive_doubling(group, own, block, c, chunks)
         else:
             yield exchange(group, lambda k: own, block, c, chunks)
 
 
-def _turned(group: Group, stride: int, digit: int) -> Iterator[tuple[Ints, Ints]]:
+def _digit_peers(group: Group, stride: int, digit: int) -> Iterator[tuple[Ints, Ints]]:
     """Yield the members to give to, and those to take from, over one digit of the members' indices."""
     mine = group.me // stride % digit
     for turn in range(1, digit):
@@ -53,12 +53,12 @@ def _turned(group: Group, stride: int, digit: int) -> Iterator[tuple[Ints, Ints]
         yield group.me + there * stride, group.me + back * stride
 
 
-def _doubled(group: Group, own: Region, block: Of, chunk: int, chunks: int) -> Iterator[Round]:
+def _recursive_doubling(group: Group, own: Region, block: Of, chunk: int, chunks: int) -> Iterator[Round]:
     """Yield the rounds of a gather, major digit first: a member passes on all parts that it has."""
     span = group.size
     for digit in group.digits:
         actions: list[Action] = []
-        for there, back in _turned(group, span // digit, digit):
+        for there, back in _digit_peers(group, span // digit, digit):
             for more in range(0, group.size, span):
                 given = block(group.me % span + more) if span < group.size else own
                 actions.append(group.put(there, given.cut(chunk, chunks)))
@@ -85,8 +85,8 @@ def exchange(group: Group, given: Of, taken: Of, chunk: int, chunks: int) -> Rou
     actions: list[Action] = []
     for k in range(group.size):
         others = group.me != k
-        actions.append(group.put(k, given(k).only(others).cut(chunk, chunks)))
-        actions.append(group.take(k, taken(k).only(others).cut(chunk, chunks)))
+        actions.append(group.put(k, given(k).restrict(others).cut(chunk, chunks)))
+        actions.append(group.take(k, taken(k).restrict(others).cut(chunk, chunks)))
     return Round.of(actions)
 
 
@@ -116,22 +116,24 @@ def scatter_sums(
                 )
                 given = target
         elif algorithm == "doubling":
-            yield from _halved(group, addend, here, reduction, c, chunks)
+            yield from _recursive_halving(group, addend, here, reduction, c, chunks)
         else:
             n = here.elements()
             actions: list[Action] = []
             sums: list[Action] = []
             for k in range(q):
                 others, fold = me != k, reduction if k else None
-                slot = run_of("t", (k - (me < k)) * _room(total, chunks), n).only(others)
-                actions.append(group.put(k, addend(k).only(others).cut(c, chunks)))
+                slot = run_of("t", (k - (me < k)) * _room(total, chunks), n).restrict(others)
+                actions.append(group.put(k, addend(k).restrict(others).cut(c, chunks)))
                 actions.append(group.take(k, slot))
-                sums.append(Copy(own.only(~others).cut(c, chunks), here.only(~others), fold))
-                sums.append(Copy(slot, here.only(others), fold))
+                sums.append(Copy(own.restrict(~others).cut(c, chunks), here.restrict(~others), fold))
+                sums.append(Copy(slot, here.restrict(others), fold))
             yield Round.of([*actions, *sums])
 
 
-def _halved(group: Group, addend: Of, total: Region, reduction: str, chunk: int, chunks: int) -> Iterator[Round]:
+def _recursive_halving(
+    group: Group, addend: Of, total: Region, reduction: str, chunk: int, chunks: int
+) -> Iterator[Round]:
     """Yield the rounds of a scatter of sums, minor digit first: a member gives what is for others, and sums up its own.
 
     The sums of every round lie behind those of the round before, from which they are made.
@@ -152,7 +154,7 @@ def _halved(group: Group, addend: Of, total: Region, reduction: str, chunk: int,
             total if left == 1 else run_of("s", (made + k) * room, held(group.me % span + k * span).elements())
             for k in range(left)
         ]
-        for turn, (there, back) in enumerate(_turned(group, stride, digit)):
+        for turn, (there, back) in enumerate(_digit_peers(group, stride, digit)):
             for k in range(left):
                 slot = run_of("t", (turn * left + k) * room, into[k].elements())
                 actions.append(group.put(there, held(there % span + k * span)))
@@ -203,7 +205,7 @@ def passed_on(
         start, stop = (n * at // np.maximum(segments, 1) for at in (k, k + 1))
         return run_of(region.buffer, start, np.where(rows, stop - start, 0))
 
-    kept = Copy(x.only(nth == 0), y.only(nth == 0))
+    kept = Copy(x.restrict(nth == 0), y.restrict(nth == 0))
     if q == 1:
         yield Round.of([kept])
     count = int(segments.max(initial=0)) + q - 2 if q > 1 else 0
@@ -231,22 +233,24 @@ def binomial(group: Group, step: int, x: Region, y: Region, fold: str | None) ->
     me, q = group.me, group.size
     distances = [1 << k for k in range((q - 1).bit_length())]
     if fold is None:
-        yield Round.of([Copy(x.only(me == 0), y.only(me == 0))], closes=False)
+        yield Round.of([Copy(x.restrict(me == 0), y.restrict(me == 0))], closes=False)
     else:
-        yield Round.of([Copy(x.only(me % 2 == 0), y.only(me % 2 == 0))], closes=False)  # the others only pass theirs on
+        yield Round.of(
+            [Copy(x.restrict(me % 2 == 0), y.restrict(me % 2 == 0))], closes=False
+        )  # the others only pass theirs on
     for distance in distances[::-step]:
         near = group.live & (me % (2 * distance) == 0) & (me + distance < q)
         far = group.live & (me % (2 * distance) == distance)
         if fold is None:
-            yield Round.of([group.put(me + distance, y.only(near)), group.take(me - distance, y.only(far))])
+            yield Round.of([group.put(me + distance, y.restrict(near)), group.take(me - distance, y.restrict(far))])
         else:
             given = x if distance == 1 else y
             staged = run_of("t", np.zeros_like(me), np.where(near, y.elements(), 0))
             yield Round.of(
                 [
-                    group.put(me - distance, given.only(far)),
+                    group.put(me - distance, given.restrict(far)),
                     group.take(me + distance, staged),
-                    Copy(staged, y.only(near), fold),
+                    Copy(staged, y.restrict(near), fold),
                 ]
             )
 

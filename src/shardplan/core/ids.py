@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.compute import IdRange, computing
 from shardplan.core.program import Program
@@ -44,11 +44,11 @@ def _read(program: Program, named: Mapping[str, str]) -> Iterator[tuple[str, IdR
     """What a program reads as ids, by what `named` calls it; values that it does not name are computed."""
     names, types = dict(named), program.types
     for step in program.steps:
-        inner, op = nested(step.op), computing(step.op)
+        inner, op = as_nested(step.op), computing(step.op)
         if inner is not None:
             pairs = zip(step.operands, inner.body.inputs, strict=True)
             # What is carried is another value in the next run.
-            handed = [(o, name) for k, (o, (name, _)) in enumerate(pairs) if inner.at_once or k >= inner.kept]
+            handed = [(o, name) for k, (o, (name, _)) in enumerate(pairs) if inner.at_once or k >= inner.carried_count]
             yield from _read(inner.body, {name: names[o] for o, name in handed if o in names})
         elif op is not None:
             ranges = op.ids(*(types[o] for o in step.operands))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
-from shardplan.core.lowering import BufferBlock, Copy, Kernel, Lowering, Region, matched
+from shardplan.core.lowering import BufferBlock, Copy, Kernel, Lowering, Region, match_messages
 from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Array
 
@@ -21,7 +21,7 @@ def interpret(lowering: Lowering, arrays: Mapping[str, Sequence[Array]], what: s
     held = {n: [np.empty(k, numpy_dtype(b.dtype)) for k in b.elements.tolist()] for n, b in lowering.buffers.items()}
     held |= {name: list(shards) for name, shards in arrays.items()}
     for one in lowering.rounds():
-        came = [(row, into, read(held, frm, sender)) for sender, row, frm, into in matched(one, ids, what)]
+        came = [(row, into, read(held, frm, sender)) for sender, row, frm, into in match_messages(one, ids, what)]
         for copy in one.meanwhile:
             _copy(held, copy)
         for kernel in one.kernels:

@@ -14,7 +14,7 @@ from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import COMBINE
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import Scanner, axes_text
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 REDUCTIONS = tuple(COMBINE)
 Spec = Sequence[str | Sequence[str] | None]
@@ -41,16 +41,16 @@ class Layout:
         lists = (*self.dims, self.partial, self.root) if isinstance(self.dims, tuple) else (self.dims,)  # pyright: ignore[reportUnnecessaryIsInstance]
         for found in lists:
             if not isinstance(found, tuple) or not all(isinstance(name, str) for name in found):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise LayoutError(f"a layout has {shown(found)} where a tuple of names of axes is legal")
+                raise LayoutError(f"a layout has {excerpt(found)} where a tuple of names of axes is legal")
         known = isinstance(self.reduction, str) and self.reduction in REDUCTIONS
         if not known and (self.partial or self.reduction is not None):
             raise LayoutError(
-                f"the partial axes {shown(self.partial)} have the reduction {shown(self.reduction)}; "
+                f"the partial axes {excerpt(self.partial)} have the reduction {excerpt(self.reduction)}; "
                 f"legal are {', '.join(REDUCTIONS)}"
             )
         if not self.partial:  # of nothing there is no reduction: equal layouts are equal values
             object.__setattr__(self, "reduction", None)
-        if self.boxes is not None and self.used:
+        if self.boxes is not None and self.used_axes:
             raise LayoutError(f"{self} lies in a table of boxes, so it names no axes")
 
     @property
@@ -59,7 +59,7 @@ class Layout:
         return tuple(None if not d else d[0] if len(d) == 1 else d for d in self.dims)
 
     @property
-    def used(self) -> tuple[str, ...]:
+    def used_axes(self) -> tuple[str, ...]:
         """Every axis named, dims first."""
         return (*(a for d in self.dims for a in d), *self.partial, *self.root)
 
@@ -224,7 +224,7 @@ def _fold_set(mesh: Mesh, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _check_once(mesh: Mesh, layout: Layout) -> None:
     seen: dict[int | str, str] = {}
-    for name in layout.used:
+    for name in layout.used_axes:
         for key in mesh.span(name).atoms or (name,):  # a name of size 1 has no atoms, and may not stand twice either
             if key in seen:
                 other = seen[key]

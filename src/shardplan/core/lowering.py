@@ -48,7 +48,7 @@ class Region:
         c, count = self.chunk
         return n * (c + 1) // count - n * c // count if count > 1 else n
 
-    def only(self, rows: Ints) -> Region:
+    def restrict(self, rows: Ints) -> Region:
         """Return the region of the devices that `rows`, bool [devices], says."""
         return replace(self, box=np.where(rows[:, None, None], self.box, 0))
 
@@ -164,7 +164,7 @@ class Round(NamedTuple):
         return (*self.puts, *self.meanwhile, *self.takes, *self.then)
 
 
-def matched(one: Round, ids: Sequence[int], what: str) -> list[tuple[int, int, Region, Region]]:
+def match_messages(one: Round, ids: Sequence[int], what: str) -> list[tuple[int, int, Region, Region]]:
     """Return the messages of a round: the rows of sender and receiver, what is put, and where it is taken.
 
     `ids` are those of all devices that take part, by row. Raises `TypingError`, which `what` opens, where what is put
@@ -216,10 +216,10 @@ def side_by_side(devices: Ints, strands: Sequence[tuple[int, int, Lowering]]) ->
     all its other buffers have the latter.
     """
     buffers = {f"{name}{made}": b for _, made, one in strands for name, b in one.buffers.items()}
-    return Lowering(devices, buffers, lambda: _woven(strands))
+    return Lowering(devices, buffers, lambda: _merge_rounds(strands))
 
 
-def _woven(strands: Sequence[tuple[int, int, Lowering]]) -> Iterator[Round]:
+def _merge_rounds(strands: Sequence[tuple[int, int, Lowering]]) -> Iterator[Round]:
     def named(region: Region, k: int) -> Region:
         given, made, _ = strands[k]
         return replace(region, buffer=f"{region.buffer}{given if region.buffer == 'x' else made}")
@@ -259,7 +259,7 @@ class Boxes:
         """Return what the devices of those ids hold before and after an op from type `t` to `u`."""
         return Boxes(t, places_of(t.mesh, devices)), Boxes(u, places_of(u.mesh, devices))
 
-    def whole(self, buffer: str) -> Region:
+    def whole_region(self, buffer: str) -> Region:
         """Return the shards."""
         n = np.prod(self.boxes[:, :, 1] - self.boxes[:, :, 0], axis=1, dtype=np.int64) * self.live
         return run_of(buffer, np.zeros_like(n), n)

@@ -20,7 +20,7 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.core.notation import Scanner
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 MOST_DEVICES = border.MOST_ITEMS  # four million, beyond any cluster: a few numbers a device still fit in memory
@@ -121,9 +121,9 @@ class Mesh:
         2
         """
         if not isinstance(axis, str) or axis not in self.axes:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"cannot split {shown(axis)}: {self.legal()}")
+            raise LayoutError(f"cannot split {excerpt(axis)}: {self.legal()}")
         size = self.sizes[self.axes.index(axis)]
-        parts = {name: border.whole(f"the part {axis}.{name}", n) for name, n in parts.items()}
+        parts = {name: border.whole_number(f"the part {axis}.{name}", n) for name, n in parts.items()}
         if math.prod(parts.values()) != size or any(p < 1 for p in parts.values()):
             raise LayoutError(f"cannot split {axis!r} of size {size} into {parts}: the parts must multiply to {size}")
         for name in parts:
@@ -138,10 +138,10 @@ class Mesh:
         _set(mesh, self.shape, self.devices, splits)
         return mesh
 
-    def ordered(self, axis: str, /, *factors: int) -> Mesh:
+    def reorder_factors(self, axis: str, /, *factors: int) -> Mesh:
         """Return this mesh with the prime factors of `axis` in another order: `data=12(3,2,2)`."""
         legal = primes(self.span(axis).size)
-        factors = tuple(border.whole(f"a factor of {axis}", n, 2) for n in factors)
+        factors = tuple(border.whole_number(f"a factor of {axis}", n, 2) for n in factors)
         if axis not in self.axes or legal != tuple(sorted(factors)):
             raise LayoutError(f"cannot order {axis!r} as {factors}: legal are the factors {legal} of an axis")
         splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
@@ -161,7 +161,7 @@ class Mesh:
         """Return what `name` (axis, part or prime sub-axis) denotes; raises `LayoutError` listing the legal names."""
         found = self._spans.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if found is None:
-            raise LayoutError(f"unknown axis {shown(name)}: {self.legal()}")
+            raise LayoutError(f"unknown axis {excerpt(name)}: {self.legal()}")
         return found
 
     def expand(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class Mesh:
     def place(self, device: int | tuple[int, ...]) -> int:
         """Return the place of `device`, given as that or as coordinates over the axes; raises `LayoutError` outside."""
         if isinstance(device, tuple):
-            device = tuple(border.whole("a coordinate of a device", c) for c in device)
+            device = tuple(border.whole_number("a coordinate of a device", c) for c in device)
             legal = len(device) == len(self.sizes) and all(0 <= c < s for c, s in zip(device, self.sizes, strict=True))
             if not legal:
                 raise LayoutError(f"device {device} is outside the mesh {self}")
@@ -271,12 +271,12 @@ def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, spli
     """Set the fields of a mesh: axes with sizes, device ids in mesh order, and by axis the sizes of its parts."""
     for name, size in table.items():
         if not isinstance(name, str) or not _IDENTIFIER.match(name):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"axis name {shown(name)} is not an identifier")
+            raise LayoutError(f"axis name {excerpt(name)} is not an identifier")
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"axis {name!r} has size {shown(size)}: sizes are integers of at least 1")
+            raise LayoutError(f"axis {name!r} has size {excerpt(size)}: sizes are integers of at least 1")
     count = math.prod(int(s) for s in table.values())
     if count > MOST_DEVICES:
-        raise LayoutError(f"the mesh {shown(table)} has too many devices; a mesh has at most {MOST_DEVICES}")
+        raise LayoutError(f"the mesh {excerpt(table)} has too many devices; a mesh has at most {MOST_DEVICES}")
     ids = tuple(range(count)) if devices is None else _device_ids(devices)
     if len(ids) != count:
         raise LayoutError(f"the mesh {table} has {count} places, but {len(ids)} devices are given")
@@ -319,7 +319,7 @@ def _device_ids(devices: Iterable[int]) -> tuple[int, ...]:
     if not all(type(d) is int for d in ids):
         ids = [border.integer("a device id", d) for d in ids]
     if ids and max(ids) > border.MOST:
-        raise LayoutError(f"device {shown(max(ids))} is too large; device ids are 0 to {border.MOST}")
+        raise LayoutError(f"device {excerpt(max(ids))} is too large; device ids are 0 to {border.MOST}")
     return tuple(ids)
 
 

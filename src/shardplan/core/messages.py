@@ -69,14 +69,14 @@ def at_root(t: TensorType) -> np.ndarray:
     return held
 
 
-def tabled(s: TensorType, t: TensorType) -> bool:
+def has_box_table(s: TensorType, t: TensorType) -> bool:
     """Say whether either type lies in a table of boxes."""
     return s.layout.boxes is not None or t.layout.boxes is not None
 
 
 def _rows(t: TensorType, axes: tuple[str, ...]) -> Rows:
     """What the devices of a type hold, in groups over `axes`."""
-    table, order, group = t.layout.boxes, np.argsort(t.mesh.ids), _numbered(t, axes)
+    table, order, group = t.layout.boxes, np.argsort(t.mesh.ids), _number_groups(t, axes)
     if table is not None:
         places = order[np.searchsorted(t.mesh.ids, table.ids, sorter=order)]
         return Rows(places, table.ids, table.boxes, table.offsets, table.strides, group[places])
@@ -94,12 +94,12 @@ def parcels(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tupl
 
 
 @lru_cache(maxsize=RECENT)
-def kept(s: TensorType, t: TensorType) -> np.ndarray:
+def overlap_elements(s: TensorType, t: TensorType) -> np.ndarray:
     """Return the elements of its `t` box that each device of `t` already holds under `s`: int64 [t.mesh.size]."""
-    if tabled(s, t):
+    if has_box_table(s, t):
         found = parcels(s, t)
         out = np.zeros(t.mesh.size, dtype=counter(t))
-        np.add.at(out, found.ends[1][found.kept], found.sizes[found.kept])
+        np.add.at(out, found.ends[1][found.stay_mask], found.sizes[found.stay_mask])
         return out
     places = own_places(s, t)
     a, b = s.boxes()[places], t.boxes()  # a place of -1 reads some row, which is dropped below
@@ -113,7 +113,7 @@ def lacking(s: TensorType, t: TensorType) -> np.ndarray:
 
     Root axes count: a device away from the root of `t` needs nothing, one away from the root of `s` holds nothing.
     """
-    return np.where(at_root(t), t.elements() - kept(s, t), 0) * t.itemsize
+    return np.where(at_root(t), t.elements() - overlap_elements(s, t), 0) * t.itemsize
 
 
 def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -134,7 +134,7 @@ def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]
     return out
 
 
-def _numbered(t: TensorType, axes: tuple[str, ...]) -> np.ndarray:
+def _number_groups(t: TensorType, axes: tuple[str, ...]) -> np.ndarray:
     """Number the groups over `axes` (none: one group) and, in each, the addends: int64 [devices], by place."""
     busy = set(t.mesh.expand(axes or t.mesh.axes)) - set(t.mesh.expand(t.layout.partial))
     fixed = tuple(t.mesh.atoms[k].name for k in range(len(t.mesh.atoms)) if k not in busy)
@@ -151,19 +151,19 @@ def messages(
     the receiver's under `t`. Who sends is said in `core.holders`; `axes` are those of the groups, () for the whole
     mesh. A sender is -1 where the group does not hold what is wanted.
     """
-    if tabled(s, t):
+    if has_box_table(s, t):
         found = parcels(s, t, near, axes)
-        away = [ends[~found.kept] for ends in found.ends]
+        away = [ends[~found.stay_mask] for ends in found.ends]
         pairs, number = np.unique(away[0] * t.mesh.size + away[1], return_inverse=True)
         size = np.zeros(len(pairs), dtype=counter(t))
-        np.add.at(size, number, found.sizes[~found.kept])
+        np.add.at(size, number, found.sizes[~found.stay_mask])
         return pairs // t.mesh.size, pairs % t.mesh.size, size
     ranges = _ranges(s, t)
     cuts = [tiles(s, d) for d in range(s.ndim)]
     boxes, own = t.boxes(), own_places(s, t)
     # Tiles are numbered over all dims; with partial axes, or groups, those of each addend and group by themselves.
     apart = bool(axes or s.layout.partial)
-    have = _numbered(s, axes) if apart else np.zeros(s.mesh.size, dtype=np.int64)
+    have = _number_groups(s, axes) if apart else np.zeros(s.mesh.size, dtype=np.int64)
     want = np.where(own >= 0, have[own], -1) if apart else np.zeros(t.mesh.size, dtype=np.int64)
     for names, along in zip(s.layout.dims, cuts, strict=True):
         have = have * len(along) + s.mesh.index(names)
@@ -197,7 +197,7 @@ def messages(
 @lru_cache(maxsize=FIGURES)
 def most_senders(s: TensorType, t: TensorType) -> int:
     """Return the largest number of distinct senders that a receiver of the general move hears from."""
-    if tabled(s, t):
+    if has_box_table(s, t):
         return int(np.bincount(messages(s, t)[1]).max(initial=0))
     return int(sender_counts(s, t).max(initial=0))
 
@@ -209,13 +209,13 @@ def sender_counts(s: TensorType, t: TensorType) -> np.ndarray:
         cuts = tiles(s, d)
         full = np.concatenate([[0], np.cumsum(cuts[:, 1] > cuts[:, 0])])  # empty tiles send nothing
         count *= np.maximum(full[np.maximum(last, first)] - full[first], 0)
-    count -= kept(s, t) > 0  # a receiver that holds a part of its box is among the holders, and hears not from itself
+    count -= overlap_elements(s, t) > 0  # a receiver that holds a part is among the holders, and sends itself nothing
     return np.where(at_root(t) & (t.elements() > 0), count, 0)
 
 
 def message_count(s: TensorType, t: TensorType) -> int:
     """Return an upper bound of the number of messages of the general move."""
-    if tabled(s, t):
+    if has_box_table(s, t):
         return len(messages(s, t)[0])
     return t.mesh.size * math.prod(int(max(1, (last - first).max(initial=0))) for first, last in _ranges(s, t))
 
@@ -229,7 +229,7 @@ def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
     free = set(s.mesh.expand(axes))
     if s.all_even and t.all_even:
         return moved_atoms(s, t) <= free
-    if tabled(s, t):
+    if has_box_table(s, t):
         return parcels(s, t, (), axes).complete
     if message_count(s, t) <= MOST_MESSAGES:
         return bool((messages(s, t, (), axes)[0] >= 0).all())
@@ -262,13 +262,13 @@ class Served(NamedTuple):
 
 
 @lru_cache(maxsize=RECENT)
-def served(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Served:
+def sent_in_general(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Served:
     """Return what every device sends in the general move; arguments as for `messages`.
 
     Where all receivers of a tile take equal parts of it, and all tiles of a group are wanted, their holders' shares are
     counted: the messages of large meshes are too many to list.
     """
-    if not _alike(s, t, near, axes):
+    if not _tiles_nest(s, t, near, axes):
         senders, _, sizes = messages(s, t, near, axes)
         sent = np.zeros(s.mesh.size, dtype=counter(s))
         np.add.at(sent, senders, sizes)
@@ -276,13 +276,13 @@ def served(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple
     cuts = [(math.prod(s.mesh.atoms[a].size for a in x), math.prod(s.mesh.atoms[a].size for a in y))
             for x, y in zip(s.atoms, t.atoms, strict=True)]  # fmt: skip
     part = math.prod(n // max(x, y) for n, (x, y) in zip(s.shape, cuts, strict=True))
-    number = _numbered(s, axes)
+    number = _number_groups(s, axes)
     for names, (count, _) in zip(s.layout.dims, cuts, strict=True):
         number = number * count + s.mesh.index(names)
     live = np.flatnonzero(at_root(s))
     order = live[np.lexsort((s.mesh.ids[live], number[live]))]
     # Holders of one tile stand side by side, all as many.
-    held = kept(s, t)[order] > 0
+    held = overlap_elements(s, t)[order] > 0
     holders = len(order) // len(np.unique(number[order]))
     wanting = holders * math.prod(max(1, x // y) for x, y in cuts) - held.reshape(-1, holders).sum(axis=1)
     turn = wanting[:, None] // holders + (np.arange(holders) < wanting[:, None] % holders)
@@ -291,7 +291,7 @@ def served(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple
     return Served(counts.astype(counter(s)) * part, counts, False)
 
 
-def _alike(s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str, ...]) -> bool:
+def _tiles_nest(s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str, ...]) -> bool:
     """Say whether tiles of one side nest in those of the other in every dim, and groups want all that they hold."""
     if near or s.mesh != t.mesh or not (s.all_even and t.all_even):
         return False
@@ -310,13 +310,13 @@ def traffic(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tupl
     got = int((lacking(s, t) // t.itemsize).max(initial=0))
     if not got:
         return Packed(0, 0, True, True)
-    sent = int(served(s, t, near, axes).elements.max())
+    sent = int(sent_in_general(s, t, near, axes).elements.max())
     if s.mesh == t.mesh and s.all_even and t.all_even:
         inside = [bool(np.all(b - a == 1)) for a, b in _ranges(s, t)]
         around = [bool(np.all(b - a == 1)) for a, b in _ranges(t, s)]
         return Packed(sent, got, all(around), all(inside))
     senders, receivers, sizes = messages(s, t, near, axes)
-    alone = not tabled(s, t)  # a message of several boxes is packed
+    alone = not has_box_table(s, t)  # a message of several boxes is packed
     return Packed(
         sent,
         got,

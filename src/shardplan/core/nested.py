@@ -43,7 +43,7 @@ class Nested(Op):
         return range(self.times)[:: -1 if self.backwards else 1]
 
     @property
-    def kept(self) -> int:
+    def carried_count(self) -> int:
         """How many of its first operands, and of its first results, are carried."""
         return 0
 
@@ -77,10 +77,10 @@ class Nested(Op):
         found = self.body.output_types
         if self.at_once:
             return found
-        return (*found[: self.kept], *(rows(u, self.times) for u in found[self.kept :]))
+        return (*found[: self.carried_count], *(rows(u, self.times) for u in found[self.carried_count :]))
 
 
-def nested(op: Op) -> Nested | None:
+def as_nested(op: Op) -> Nested | None:
     """Return an op where it has a body, else None."""
     return op if isinstance(op, Nested) else None
 

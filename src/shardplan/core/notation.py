@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from shardplan.errors import ParseError, shown
+from shardplan.errors import ParseError, excerpt
 
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 INTEGER = re.compile(r"\d+")
@@ -21,7 +21,7 @@ class Scanner:
     def __init__(self, text: str, position: int = 0) -> None:
         """Start at `position` of `text`; raises `ParseError` for what is no text."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ParseError(f"a text is read here, got {shown(text)}")
+            raise ParseError(f"a text is read here, got {excerpt(text)}")
         self.text = text
         self.position = position
 

@@ -68,11 +68,11 @@ class Op(abc.ABC):
         """Return, per result, the shards on all devices, given those of the operands and their types."""
 
     @abc.abstractmethod
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Return the bytes that each of its `devices` receives, int64 [devices]."""
 
     @abc.abstractmethod
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of the devices that hold the operands, and the bytes that each of them sends, int64 both."""
 
     @abc.abstractmethod
@@ -83,7 +83,7 @@ class Op(abc.ABC):
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of packed send and receive buffers on the worst device; 0 for a local op."""
 
-    def staged(self, *operands: TensorType) -> Callable[[int], int]:
+    def staging_by_chunks(self, *operands: TensorType) -> Callable[[int], int]:
         """Return the staging as a function of the number of chunks; from 2 on it never rises."""
         need = self.staging(*operands)
         return lambda chunks: need

@@ -42,7 +42,7 @@ class Parcels:
         return np.prod(self.boxes[..., 1] - self.boxes[..., 0], axis=1, dtype=np.int64)
 
     @property
-    def kept(self) -> np.ndarray:
+    def stay_mask(self) -> np.ndarray:
         """Which stay on their device, bool [n]."""
         return self.source.ids[self.given] == self.target.ids[self.taken]
 
@@ -70,6 +70,8 @@ def parcels_of(source: Rows, target: Rows, near: tuple[int, ...] = ()) -> Parcel
         # How many blocks part a holder from the receiver comes before what it has sent.
         ways = ((d != here, sum(d // n != here // n for n in near), sent[d], d, k) for k, d in there)
         for away, _, _, device, k in sorted(ways):
+            if not len(rest):
+                break
             inside, rest = split(rest, source.boxes[k])
             found.extend((k, row, part) for part in inside)
             if away:

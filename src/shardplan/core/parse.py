@@ -19,7 +19,7 @@ from shardplan.core.registry import every_op, op_named
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, scan_table_name, scan_type
 from shardplan.core.text import BODY, WORDS
-from shardplan.errors import LayoutError, ParseError, ShardplanError, shown
+from shardplan.errors import LayoutError, ParseError, ShardplanError, excerpt
 
 _VALUE = re.compile(r"%[A-Za-z0-9_.]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
@@ -36,7 +36,7 @@ _ATTRIBUTES = re.compile(r"[^\n]*?\)(?=[ \t]*(?::|\n|$))")
 MOST_NESTED = 16  # bodies inside each other
 
 
-def _whole(value: object, _: object = None) -> bool:
+def _is_whole(value: object, _: object = None) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -44,18 +44,18 @@ def _tuple_of(item: Callable[[object], bool]) -> Callable[[object, object], bool
     return lambda value, _: isinstance(value, tuple) and all(map(item, value))
 
 
-def _any(value: object, _: object) -> bool:
+def _is_anything(value: object, _: object) -> bool:
     return True
 
 
 # By the annotation of an op's field, what a text may say there; of a field with another annotation, anything.
 _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
-    "int": _whole,
+    "int": _is_whole,
     "bool": lambda value, _: isinstance(value, bool),
-    "float": lambda value, _: isinstance(value, float) or _whole(value),
+    "float": lambda value, _: isinstance(value, float) or _is_whole(value),
     "str": lambda value, _: isinstance(value, str),
-    "Dims": lambda value, _: _whole(value) or _tuple_of(_whole)(value, _),
-    "tuple[int, ...]": _tuple_of(_whole),
+    "Dims": lambda value, _: _is_whole(value) or _tuple_of(_is_whole)(value, _),
+    "tuple[int, ...]": _tuple_of(_is_whole),
     "tuple[str, ...]": _tuple_of(lambda x: isinstance(x, str)),
     "Layout": lambda value, _: isinstance(value, Layout),
     "Layout | None": lambda value, _: isinstance(value, Layout),
@@ -99,7 +99,7 @@ class _Scope:
     claims: list[Claim] = field(default_factory=list[Claim])
     outputs: tuple[str, ...] = ()
 
-    def written(self, text: str) -> Written:
+    def finish(self, text: str) -> Written:
         return Written(tuple(self.inputs), tuple(self.steps), self.outputs, tuple(self.claims), text)
 
 
@@ -178,10 +178,10 @@ class _Parser:
             return float(number) if re.search(r"[.eE]", number) else int(number)
         name = s.name("an attribute's value")
         if s.peek("("):
-            return self.made(name, *self.known(name))
+            return self.read_op(name, *self.op_class(name))
         return WORDS.get(name, name)
 
-    def known(self, name: str) -> tuple[type[Op], int]:
+    def op_class(self, name: str) -> tuple[type[Op], int]:
         """Return the op of a name, which was read last, and where it stands."""
         s = self.scanner
         start = s.position - len(name)
@@ -192,7 +192,7 @@ class _Parser:
         s.expect("(", f"the op {name}")
         return cls, start
 
-    def made(self, name: str, cls: type[Op], start: int) -> Op:
+    def read_op(self, name: str, cls: type[Op], start: int) -> Op:
         """Read what stands behind the operands of an op, and make it."""
         s = self.scanner
         attributes = self.attributes(name, cls)
@@ -207,7 +207,7 @@ class _Parser:
     def op(self) -> tuple[Op, tuple[str, ...], tuple[int, ...]]:
         s = self.scanner
         name = s.name("an op")
-        cls, start = self.known(name)
+        cls, start = self.op_class(name)
         operands: list[str] = []
         stopped: list[int] = []
         while (stop := s.match(_STOP) is not None) or s.peek("%"):
@@ -221,7 +221,7 @@ class _Parser:
         if guess and op is not None:
             s.position = guess.end()
             return op, tuple(operands), tuple(stopped)
-        op = self.made(name, cls, start)
+        op = self.read_op(name, cls, start)
         if guess and guess.end() == s.position:
             self.known_ops[key] = op
         return op, tuple(operands), tuple(stopped)
@@ -244,9 +244,9 @@ class _Parser:
                 s.expect("=", "an attribute")
                 s.skip()
                 value, end = self.attribute(), s.position
-                if not _KINDS.get(str(fields[key].type), _any)(value, self.meshes):
+                if not _KINDS.get(str(fields[key].type), _is_anything)(value, self.meshes):
                     s.position = at
-                    raise s.error(f"{name}: {key}={shown(value)} is no {fields[key].type}")
+                    raise s.error(f"{name}: {key}={excerpt(value)} is no {fields[key].type}")
                 s.position = end
                 attributes[key] = self.meshes.get(value, value) if fields[key].type == "Mesh" else value
                 if not s.take(","):
@@ -267,7 +267,7 @@ class _Parser:
                 raise s.error(f"expected '}}' behind the body of {name}")
             self.line()
             self.newline()
-        written, self.scope, self.depth = self.scope.written(self.text), outer, self.depth - 1
+        written, self.scope, self.depth = self.scope.finish(self.text), outer, self.depth - 1
         try:
             return self.verified(written)
         except ParseError:
@@ -344,4 +344,4 @@ def parse_text(text: str, verified: Callable[[Written], Any]) -> Any:
     while not scanner.end():
         parser.line()
         parser.newline()
-    return verified(parser.scope.written(parser.text))
+    return verified(parser.scope.finish(parser.text))

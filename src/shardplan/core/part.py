@@ -24,7 +24,7 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.core.walk import inside, opened, walk
+from shardplan.core.walk import open_together, posted_steps, walk
 
 Positions = tuple[NDArray[np.int64], ...]  # ascending, one array a dim
 
@@ -38,28 +38,28 @@ class Part:
     [[[0, 1]], [[1, 3]]]
     """
 
-    whole: TensorType
+    whole_type: TensorType
     positions: Positions
 
     @property
     def dtype(self) -> str:
         """The element type."""
-        return self.whole.dtype
+        return self.whole_type.dtype
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the whole."""
-        return self.whole.mesh
+        return self.whole_type.mesh
 
     @property
     def layout(self) -> Layout:
         """The layout of the whole."""
-        return self.whole.layout
+        return self.whole_type.layout
 
     @property
     def atoms(self) -> tuple[tuple[int, ...], ...]:
         """The prime sub-axes of every dim of the whole."""
-        return self.whole.atoms
+        return self.whole_type.atoms
 
     def boxes(self) -> NDArray[np.int64]:
         """Return the boxes of all devices among the positions, int64 [devices, ndim, 2]."""
@@ -67,7 +67,7 @@ class Part:
 
     @cached_property
     def _boxes(self) -> NDArray[np.int64]:
-        whole = self.whole.boxes()
+        whole = self.whole_type.boxes()
         out = np.empty_like(whole)
         for d, positions in enumerate(self.positions):
             out[:, d] = np.searchsorted(positions, whole[:, d])
@@ -86,8 +86,8 @@ def run_part(program: Program, name: str, shards: Shards, positions: Positions) 
     outputs that are the input, moved.
     """
     values = {name: list(shards)}
-    for visit in walk(opened(program)[0]):
-        for operand, result in moved(visit.step):
+    for visit in walk(open_together(program)[0]):
+        for operand, result in moved_values(visit.step):
             if operand in values:
                 t = program.types[operand]
                 before, after = (cast("TensorType", Part(x, positions)) for x in (t, program.types[result]))
@@ -97,9 +97,9 @@ def run_part(program: Program, name: str, shards: Shards, positions: Positions) 
     return {output: values[output] for output in program.outputs if output in values}
 
 
-def moved(step: Step) -> tuple[tuple[str, str], ...]:
+def moved_values(step: Step) -> tuple[tuple[str, str], ...]:
     """Return the operands that a step moves, each with its result; none of a step that computes."""
-    moves = [s for s in inside(step) if isinstance(s.op, Collective)]
+    moves = [s for s in posted_steps(step) if isinstance(s.op, Collective)]
     return tuple(pair for s in moves for pair in zip(s.operands, s.results, strict=True))
 
 
@@ -107,7 +107,7 @@ def descent(program: Program, name: str) -> dict[str, TensorType]:
     """Return, by name, the types of all values that are one input, moved; the input first."""
     found = {name: program.types[name]}
     for step in program.steps:
-        found |= {result: program.types[result] for operand, result in moved(step) if operand in found}
+        found |= {result: program.types[result] for operand, result in moved_values(step) if operand in found}
     return found
 
 

@@ -43,28 +43,35 @@ class MessageTotals(NamedTuple):
 class Messages:
     """Point-to-point messages, all at once; sender and receiver always differ.
 
-    Given are their senders and receivers, device ids, int64 [M], and bytes, float64 [M]; or (`later`) what every device
-    does in all of them, with what lists them: those of large meshes are too many to list where totals are enough.
+    Given are their senders and receivers, device ids, int64 [M], and bytes, float64 [M]; or (`from_totals`) what every
+    device does in all of them, with what lists them: those of large meshes are too many to list where totals are
+    enough.
     """
 
     chunks: int
+    own: float  # bytes that a device copies of what it had to where it has them then, the most of any
     totals: MessageTotals | None  # None where they are listed
     _list: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(repr=False)
 
-    def __init__(self, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, chunks: int = 1) -> None:
-        self._set(chunks, None, lambda: (sender, receiver, nbytes))
+    def __init__(
+        self, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, chunks: int = 1, own: float = 0.0
+    ) -> None:
+        self._set(chunks, own, None, lambda: (sender, receiver, nbytes))
 
     @staticmethod
-    def later(
-        totals: MessageTotals, listed: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]], chunks: int = 1
+    def from_totals(
+        totals: MessageTotals,
+        listed: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]],
+        chunks: int = 1,
+        own: float = 0.0,
     ) -> Messages:
         """Return messages of which the totals are known; they are listed when they are asked for."""
         found = object.__new__(Messages)
-        found._set(chunks, totals, listed)
+        found._set(chunks, own, totals, listed)
         return found
 
     def _set(self, *values: object) -> None:
-        for name, value in zip(("chunks", "totals", "_list"), values, strict=True):
+        for name, value in zip(("chunks", "own", "totals", "_list"), values, strict=True):
             object.__setattr__(self, name, value)
 
     @cached_property

@@ -19,7 +19,7 @@ from shardplan.core.parse import Written, parse_text
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import program_text
-from shardplan.errors import ShardplanError, TypingError, shown
+from shardplan.errors import ShardplanError, TypingError, excerpt
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -54,29 +54,29 @@ class Program:
         types: dict[str, TensorType] = {}
         for pair in listed:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-                raise TypingError(f"the input {shown(pair)} of a program; legal are pairs (name, type)")
+                raise TypingError(f"the input {excerpt(pair)} of a program; legal are pairs (name, type)")
             name, t = pair
             if not isinstance(t, TensorType):
-                raise TypingError(f"input %{name} is {shown(t)}; legal is a TensorType")
+                raise TypingError(f"input %{name} is {excerpt(t)}; legal is a TensorType")
             if name in types:
                 raise TypingError(f"input %{name} is defined twice")
             types[name] = t
         for number, step in enumerate(body):
             if not isinstance(step, Step):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypingError(f"step {number} is {shown(step)}; legal is a Step")
+                raise TypingError(f"step {number} is {excerpt(step)}; legal is a Step")
             for operand in step.operands:
                 if operand not in types:
-                    raise TypingError(f"{_named(number, step)}: %{operand} is not defined before it")
+                    raise TypingError(f"{_step_label(number, step)}: %{operand} is not defined before it")
             operands = tuple(types[o] for o in step.operands)
             try:
                 found = results_of(step.op, operands)
             except ShardplanError as error:
-                raise type(error)(f"{_named(number, step)}: {error}") from None
+                raise type(error)(f"{_step_label(number, step)}: {error}") from None
             if len(found) != len(step.results):
-                raise TypingError(f"{_named(number, step)}: {len(found)} results, but {len(step.results)} names")
+                raise TypingError(f"{_step_label(number, step)}: {len(found)} results, but {len(step.results)} names")
             for name, t in zip(step.results, found, strict=True):
                 if name in types:
-                    raise TypingError(f"{_named(number, step)}: %{name} is defined twice")
+                    raise TypingError(f"{_step_label(number, step)}: %{name} is defined twice")
                 types[name] = t
         for name in results:
             if name not in types:
@@ -147,15 +147,15 @@ class Program:
             ParseError: Text that is no program, at the character; a type that is claimed and not derived.
             TypingError: A step that does not type, and other errors of an op, which name the step.
         """
-        return parse_text(text, _verified)
+        return parse_text(text, _check_written)
 
 
-def _verified(written: Written) -> Program:
+def _check_written(written: Written) -> Program:
     program = Program(written.inputs, written.steps, written.outputs)
     written.check(program.types)
     return program
 
 
-def _named(number: int, step: Step) -> str:
+def _step_label(number: int, step: Step) -> str:
     """Return a step as errors name it."""
     return f"step {number} ({step.op.name})"

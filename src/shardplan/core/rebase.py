@@ -1,4 +1,4 @@
-"""`rebased`: a program on other meshes, as a pipeline stage's is that of another stage on other devices."""
+"""`rebase_program`: a program on other meshes, as a pipeline stage's is that of another stage on other devices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shardplan.errors import TypingError
 Meshes = Mapping[Mesh, Mesh]
 
 
-def rebased(program: Program, meshes: Meshes) -> Program:
+def rebase_program(program: Program, meshes: Meshes) -> Program:
     """Return a program with some meshes in the place of others of the same axes, others as they are.
 
     Raises `TypingError` for a table of boxes, whose rows name devices.
 
     >>> t = TensorType.parse("f32[8@x]", "x=2")
-    >>> str(rebased(Program({"a": t}, [], ("a",)), {t.mesh: Mesh.parse("x=2 devices=4:6")}).meshes[0])
+    >>> str(rebase_program(Program({"a": t}, [], ("a",)), {t.mesh: Mesh.parse("x=2 devices=4:6")}).meshes[0])
     'x=2 devices=4:6'
     """
     if program.tables:
@@ -39,7 +39,7 @@ def rebased_type(t: TensorType, meshes: Meshes) -> TensorType:
 
 def _op(op: Op, meshes: Meshes) -> Op:
     if isinstance(op, Nested):
-        return replace(op, body=rebased(op.body, meshes))
+        return replace(op, body=rebase_program(op.body, meshes))
     changed = {
         f.name: meshes[value] for f in fields(op) if isinstance(value := getattr(op, f.name), Mesh) and value in meshes
     }

@@ -15,7 +15,7 @@ from shardplan.core.op import Array, Shards, poison
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, type_of
 from shardplan.core.walk import walk
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 
 def _index(box: np.ndarray) -> tuple[slice, ...]:
@@ -36,7 +36,7 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
     t = type_of("the type", t, mesh)
     dtype = numpy_dtype(t.dtype)
     if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"distribute takes a numpy array, got {shown(array)}")
+        raise LayoutError(f"distribute takes a numpy array, got {excerpt(array)}")
     if tuple(array.shape) != t.shape or array.dtype != dtype:
         raise LayoutError(f"an array of dtype {array.dtype} and shape {array.shape} is not of type {t}")
     if t.layout.boxes is not None:
@@ -45,10 +45,10 @@ def distribute(array: Array, t: TensorType | str, *, mesh: Mesh | str | None = N
             for where, view in t.layout.boxes.views(device, storage):
                 view[...] = array[where]
         return stored
-    return spread(array, t, t.boxes(), np.arange(array.size).reshape(array.shape))
+    return spread_addends(array, t, t.boxes(), np.arange(array.size).reshape(array.shape))
 
 
-def spread(array: Array, t: TensorType, boxes: np.ndarray, flat: Array) -> list[Array]:
+def spread_addends(array: Array, t: TensorType, boxes: np.ndarray, flat: Array) -> list[Array]:
     """Return what every device holds of an array in its box, int64 [devices, ndim, 2].
 
     `flat` numbers the elements of the whole value; only their remainders by the number of addends count.
@@ -154,10 +154,10 @@ def _array(what: str, value: object) -> Array:
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError):  # lists of unequal lengths, objects that refuse
-        raise LayoutError(f"{what}: the shard {shown(value)} is no array") from None
+        raise LayoutError(f"{what}: the shard {excerpt(value)} is no array") from None
 
 
-def run_program(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
+def run_reference(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
     """Return the shards of every output, given those of every input (all devices, in mesh order).
 
     Raises `LayoutError` when an input has the wrong number or shape of shards.

@@ -11,14 +11,14 @@ from importlib import metadata
 from typing import Any
 
 from shardplan.core.op import Op
-from shardplan.errors import ShardplanError, line, shown
+from shardplan.errors import ShardplanError, excerpt, line
 
 OPS: dict[str, type[Op]] = {}  # by name; `core.ops` fills it
 GROUP = "shardplan.ops"
 
 
 @cache
-def brought(group: str) -> dict[str, Any]:
+def entry_points_of(group: str) -> dict[str, Any]:
     """Return what the installed packages bring to a group of entry points, by name.
 
     Raises `ShardplanError` for an entry point that cannot be loaded, or a name that two packages bring.
@@ -38,15 +38,15 @@ def brought(group: str) -> dict[str, Any]:
 
 
 @cache
-def outside() -> dict[str, type[Op]]:
+def outside_ops() -> dict[str, type[Op]]:
     """Return the ops that other packages bring, by name; raises `ShardplanError` for what is no op, or no new one."""
     found: dict[str, type[Op]] = {}
-    for name, op in brought(GROUP).items():
-        wrong = f"the entry point {name} of {GROUP} is {shown(op)}"
+    for name, op in entry_points_of(GROUP).items():
+        wrong = f"the entry point {name} of {GROUP} is {excerpt(op)}"
         if not isinstance(op, type) or not issubclass(op, Op):
             raise ShardplanError(f"{wrong}; legal is a class of ops")
         if getattr(op, "name", None) != name:
-            raise ShardplanError(f"{wrong}, whose name is {shown(getattr(op, 'name', None))}; legal is one name")
+            raise ShardplanError(f"{wrong}, whose name is {excerpt(getattr(op, 'name', None))}; legal is one name")
         if name in OPS:
             raise ShardplanError(f"{wrong}; shardplan itself has an op of that name, legal is a new one")
         found[name] = op
@@ -54,10 +54,10 @@ def outside() -> dict[str, type[Op]]:
 
 
 def op_named(name: str) -> type[Op] | None:
-    """Return the op of a name, or None where there is none; errors as of `outside`."""
-    return OPS.get(name) or outside().get(name)
+    """Return the op of a name, or None where there is none; errors as of `outside_ops`."""
+    return OPS.get(name) or outside_ops().get(name)
 
 
 def every_op() -> dict[str, type[Op]]:
-    """Return all ops by name; errors as of `outside`."""
-    return {**OPS, **outside()}
+    """Return all ops by name; errors as of `outside_ops`."""
+    return {**OPS, **outside_ops()}

@@ -1,9 +1,9 @@
-"""`resized`: a program in which dims of some names have other sizes; every shape is derived again from factors.
+"""`resize_dims`: a program in which dims of some names have other sizes; every shape is derived again from factors.
 
-Ops are given the new sizes of their factors (`Compute.resized`), and types follow from the inputs. What does not follow
-is an error that names it: a result of another size than the names of its dims say, rows of a table beyond its end, and
-beside a sum along a dim that changes a number that stands for a size. A sum divided by the number of its elements is a
-mean: see `counted_means`.
+Ops are given the new sizes of their factors (`Compute.resize_dims`), and types follow from the inputs. What does not
+follow is an error that names it: a result of another size than the names of its dims say, rows of a table beyond its
+end, and beside a sum along a dim that changes a number that stands for a size. A sum divided by the number of its
+elements is a mean: see `counted_means`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardplan.core.dim_names import DimNames, Names, links
 from shardplan.core.dtypes import stands_for
 from shardplan.core.expression_tree import Binary, Name, Number, walk
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.compute import computing
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
         return size
 
 
-def resized(program: Program, names: DimNames, sizes: Sizes) -> Program:
+def resize_dims(program: Program, names: DimNames, sizes: Sizes) -> Program:
     """Return the program with dims of other sizes, on one device.
 
     Raises `TypingError` naming the step where a size does not follow.
@@ -55,7 +55,7 @@ def resized(program: Program, names: DimNames, sizes: Sizes) -> Program:
     >>> x = TensorType.parse("f32[3]", "x=1")
     >>> p = Program({"x": x}, [Step(Expand("h -> b=4 h"), ("x",), ("y",))], ("y",))
     >>> named = dim_names(p, {"x": ("h",)})
-    >>> resized(p, named, Sizes({"h": 3, "d0": 4}, {"h": 5, "d0": 2})).steps[0].op
+    >>> resize_dims(p, named, Sizes({"h": 3, "d0": 4}, {"h": 5, "d0": 2})).steps[0].op
     Expand(spec='h -> b=2 h', over=Layout(dims=(), partial=(), reduction=None, root=()))
     """
     return _Resizer(program, names, sizes, {}).program()
@@ -79,11 +79,11 @@ class _Resizer:
 
     def program(self) -> Program:
         for name, t in self.old.inputs:
-            self.types[name] = self.typed(name, t)
+            self.types[name] = self.resized_type(name, t)
         steps = [self.step(number, step) for number, step in enumerate(self.old.steps)]
         return Program({n: self.types[n] for n, _ in self.old.inputs}, steps, self.old.outputs)
 
-    def typed(self, name: str, t: TensorType) -> TensorType:
+    def resized_type(self, name: str, t: TensorType) -> TensorType:
         """The type that a value shall have, by the names of its dims."""
         pairs = zip(self.names.values[name], t.shape, strict=True)
         return TensorType(t.dtype, tuple(self.sizes.of(n, size) for n, size in pairs), t.layout, t.mesh)
@@ -93,7 +93,7 @@ class _Resizer:
         try:
             op = self.op(number, step, given)
             found = results_of(op, given)
-            wanted = [self.typed(r, self.old.types[r]) for r in step.results]
+            wanted = [self.resized_type(r, self.old.types[r]) for r in step.results]
         except ShardplanError as error:
             raise TypingError(f"step {number} ({step.op.name}): {error}") from None
         if list(found) != wanted:
@@ -104,12 +104,12 @@ class _Resizer:
                 f"step {number} ({step.op.name}) hides a size: {old} comes to {new}, and its dims to {due}"
             )
         self.types |= zip(step.results, found, strict=True)
-        self.looked(number, step)
-        self.counted(number, step)
+        self.check_lookup(number, step)
+        self.check_count(number, step)
         return replace(step, op=op)
 
     def op(self, number: int, step: Step, given: Sequence[TensorType]) -> Op:
-        inner, compute = nested(step.op), computing(step.op)
+        inner, compute = as_nested(step.op), computing(step.op)
         if inner is not None:
             return self.body(number, step, inner)
         if compute is None:
@@ -117,13 +117,13 @@ class _Resizer:
         old = tuple(self.old.types[o] for o in step.operands)
         found = links(step.op, old).sizes
         sizes = {f: self.sizes.of(self.names.factors[number][f], n) for f, n in found.items()}
-        return compute.resized(old, given, sizes)
+        return compute.with_sizes(old, given, sizes)
 
     def body(self, number: int, step: Step, op: Nested) -> Op:
         inside = {n: self.sums[o] for (n, _), o in zip(op.body.inputs, step.operands, strict=True) if o in self.sums}
         return replace(op, body=_Resizer(op.body, self.names.bodies[number], self.sizes, inside).program())
 
-    def looked(self, number: int, step: Step) -> None:
+    def check_lookup(self, number: int, step: Step) -> None:
         """Refuse a table that is shorter than a count by which its rows are looked up."""
         if isinstance(step.op, Gather):
             table, ids = step.operands
@@ -133,7 +133,7 @@ class _Resizer:
             if maker is not None and isinstance(maker.op, Iota) and many > rows:
                 raise TypingError(f"step {number} (gather): {many} rows of {table}, which has {rows}")
 
-    def counted(self, number: int, step: Step) -> None:
+    def check_count(self, number: int, step: Step) -> None:
         """Note how many elements a value is a sum of; where a dim of it changes refuse a number that may be of them."""
         many = math.prod(self.sums[o].many for o in step.operands if o in self.sums)
         changed = any(self.sums[o].changed for o in step.operands if o in self.sums)
@@ -144,7 +144,7 @@ class _Resizer:
             changed = changed or any(old[d] != new[d] for d in op.dims)
         elif isinstance(op, Elementwise) and changed:
             for value in self.numbers(step, op):
-                if (size := self.hidden(value, many, self.old.types[step.results[0]].dtype)) is not None:
+                if (size := self.hidden_multiple(value, many, self.old.types[step.results[0]].dtype)) is not None:
                     raise TypingError(
                         f"step {number} ({op.name}): {value:g} in {op.expr!r}, beside a sum of {many} elements, "
                         f"hides a size that changes, {size}"
@@ -163,7 +163,7 @@ class _Resizer:
         makers = [self.made[o].op for letter, o in letters if letter in used and o in self.made]
         return found + [float(c.value) for c in makers if isinstance(c, Constant)]
 
-    def hidden(self, value: float, many: int, dtype: str) -> str | None:
+    def hidden_multiple(self, value: float, many: int, dtype: str) -> str | None:
         """Say which changed size a number may be a multiple of, or the inverse of one."""
         for x in (abs(value), 1 / abs(value) if value else 0.0):
             whole = round(x)
@@ -191,7 +191,7 @@ def counted_means(program: Program) -> Program:
             many = math.prod(t.shape[d] for d in sums.op.dims)
             if sums.op.reduction == "sum" and many > 1 and _divides(op, many, t.dtype):
                 step = replace(step, op=replace(sums.op, reduction="mean"), operands=sums.operands)
-        inner = nested(op)
+        inner = as_nested(op)
         steps.append(step if inner is None else replace(step, op=replace(inner, body=counted_means(inner.body))))
     needed, live = {*program.outputs}, list[Step]()
     for step in reversed(steps):

@@ -1,4 +1,4 @@
-"""What a loss is a mean over: `counting`, of which input the targets that count are counted; `uncounted`, told so.
+"""What a loss is a mean over: `counting`, the input of its targets; `take_count_as_input`, the count as an input.
 
 A step has several microbatches, and replicas, and each has as many targets that count as it happens to have. So a job
 does not count: how many count in the whole step is an input of its programs, `count`, which whoever has the arrays of
@@ -53,7 +53,7 @@ def counting(program: Program) -> CountingStep | None:
     return found[0] if found else None
 
 
-def uncounted(program: Program) -> Program:
+def take_count_as_input(program: Program) -> Program:
     """Return a program that is told what it would count, as its last input; one that counts nothing as it is.
 
     Raises as `counting`.

@@ -20,7 +20,7 @@ from shardplan.core.box_table import NAME, Box, BoxTable, check_covers
 from shardplan.core.layout import Layout, Spec, make_layout, scan_suffix
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import AXIS, Scanner, axes_text
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
@@ -164,7 +164,7 @@ class TensorType:
         return count * self.itemsize
 
     @property
-    def whole(self) -> TensorType:
+    def whole_type(self) -> TensorType:
         """This type; of a part of a value (`core.part`) the type of the whole."""
         return self
 
@@ -217,11 +217,13 @@ class TensorType:
 
 def laid_type(dtype: str, shape: tuple[int, ...], layout: Layout | BoxTable, mesh: Mesh) -> TensorType:
     """Return the type of these, remembered: a program asks for a few of them again and again."""
-    return _remembered(dtype, shape, layout, mesh) if type(layout) is Layout else TensorType(dtype, shape, layout, mesh)
+    return (
+        _cached_type(dtype, shape, layout, mesh) if type(layout) is Layout else TensorType(dtype, shape, layout, mesh)
+    )
 
 
 @lru_cache(maxsize=1 << 14)
-def _remembered(dtype: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> TensorType:
+def _cached_type(dtype: str, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> TensorType:
     return TensorType(dtype, shape, layout, mesh)
 
 
@@ -287,7 +289,7 @@ def mesh_of(what: str, value: object) -> Mesh:
         return value
     if isinstance(value, str):
         return Mesh.parse(value)
-    raise LayoutError(f"{what} is {shown(value)}; legal is a Mesh, or its text such as 'data=4,tensor=2'")
+    raise LayoutError(f"{what} is {excerpt(value)}; legal is a Mesh, or its text such as 'data=4,tensor=2'")
 
 
 def type_of(what: str, value: object, mesh: Mesh | str | None = None) -> TensorType:
@@ -300,9 +302,9 @@ def type_of(what: str, value: object, mesh: Mesh | str | None = None) -> TensorT
     if isinstance(value, str) and there is not None:
         return TensorType.parse(value, there)
     if isinstance(value, str):
-        raise LayoutError(f"{what} is the text {shown(value)}, which needs mesh=: a Mesh or its text")
+        raise LayoutError(f"{what} is the text {excerpt(value)}, which needs mesh=: a Mesh or its text")
     if not isinstance(value, TensorType):
-        raise LayoutError(f"{what} is {shown(value)}; legal is a TensorType, or with mesh= its text")
+        raise LayoutError(f"{what} is {excerpt(value)}; legal is a TensorType, or with mesh= its text")
     if there is not None and value.mesh != there:
         raise LayoutError(f"{what} {value} is on the mesh {value.mesh}, but mesh= is {there}; give mesh= with texts")
     return value

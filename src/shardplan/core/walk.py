@@ -1,8 +1,8 @@
 """The walk over a program: its steps with their types and what each is the last to use, and the bodies inside them.
 
 What reads a program for its meaning stands on these few: `walk` goes through one program; `leaves` finds every op that
-holds no body, with how often it runs; `turns` plays them in the order of a run; `opened` puts the moves of a `together`
-in its place, one after another; `step_patterns` says what every step does to whom, and what it reads.
+holds no body, with how often it runs; `turns` plays them in the order of a run; `open_together` puts the moves of a
+`together` in its place, one after another; `step_patterns` says what every step does to whom, and what it reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops.general import Send
 from shardplan.core.pattern import StepPattern, taking_part
@@ -30,9 +30,9 @@ class Visit(NamedTuple):
     freed: set[str]  # the values that no later step or output reads: operands, and results that are never read
 
     @property
-    def nested(self) -> Nested | None:
+    def nested_op(self) -> Nested | None:
         """The op, where it has a body."""
-        return nested(self.step.op)
+        return as_nested(self.step.op)
 
     @property
     def relabels(self) -> bool:
@@ -90,17 +90,19 @@ def turns(program: Program) -> Iterator[tuple[int, Visit]]:
     that runs at once is one step.
     """
     for visit in walk(program):
-        if visit.nested is None or visit.nested.at_once:
+        if visit.nested_op is None or visit.nested_op.at_once:
             yield visit.number, visit
             continue
-        every = [(number < visit.nested.ahead, (visit.number, inner)) for number, inner in turns(visit.nested.body)]
+        every = [
+            (number < visit.nested_op.ahead, (visit.number, inner)) for number, inner in turns(visit.nested_op.body)
+        ]
         early, late = ([one for ahead, one in every if ahead is side] for side in (True, False))
-        for left in range(visit.nested.times, -1, -1):
+        for left in range(visit.nested_op.times, -1, -1):
             yield from early if left else ()
-            yield from late if left < visit.nested.times else ()
+            yield from late if left < visit.nested_op.times else ()
 
 
-def inside(step: Step) -> Sequence[Step]:
+def posted_steps(step: Step) -> Sequence[Step]:
     """Return the moves of a step whose body runs at once, under the names of the step's values; else the step."""
     op = step.op
     if not isinstance(op, Nested) or not op.at_once:
@@ -110,9 +112,9 @@ def inside(step: Step) -> Sequence[Step]:
     return [Step(s.op, tuple(names[o] for o in s.operands), tuple(names[r] for r in s.results)) for s in op.body.steps]
 
 
-def opened(program: Program) -> tuple[Program, tuple[int, ...]]:
+def open_together(program: Program) -> tuple[Program, tuple[int, ...]]:
     """Return a program with the moves of every `together` as steps of its own, and for each step the number it had."""
-    found = [(number, inner) for number, step in enumerate(program.steps) for inner in inside(step)]
+    found = [(number, inner) for number, step in enumerate(program.steps) for inner in posted_steps(step)]
     return Program(program.inputs, (s for _, s in found), program.outputs), tuple(number for number, _ in found)
 
 

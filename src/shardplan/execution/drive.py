@@ -68,12 +68,12 @@ class Hands(Generic[Wire]):
                 try:
                     if step.op.view and len(places) == len(step.results):
                         run = self.bind_view(visit.results, places)
-                    elif visit.nested is None or visit.nested.at_once:
+                    elif visit.nested_op is None or visit.nested_op.at_once:
                         run = self.bind(step.op, visit.operands, visit.results)
                     else:
-                        one = self.overlap if visit.nested.overlaps else None
-                        run = one and one(visit.nested, visit.operands, visit.results)
-                        run = run or self.bind_loop(visit.nested, visit.results, places)
+                        one = self.overlap if visit.nested_op.overlaps else None
+                        run = one and one(visit.nested_op, visit.operands, visit.results)
+                        run = run or self.bind_loop(visit.nested_op, visit.results, places)
                 except ShardplanError as error:
                     text = op_text(step.op, step.operands)
                     raise type(error)(f"step {visit.number} ({text}): {error}") from None
@@ -93,7 +93,7 @@ class Hands(Generic[Wire]):
 
     def bind_loop(self, op: Nested, results: Types, places: Mapping[int, int]) -> Bound[Wire]:
         """Bind an op that runs its body again and again; `places` says which results take which operands' place."""
-        body, steps, carried = op.body, self.steps(op.body), op.kept
+        body, steps, carried = op.body, self.steps(op.body), op.carried_count
         names = [name for name, _ in body.inputs]
         whole = len(names) - op.cut
         cut, stacked = (  # whether this device has a shard: what stands for one has no rows

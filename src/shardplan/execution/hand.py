@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running
 from shardplan.execution.rank_names import NAME_DIGITS
@@ -41,7 +41,7 @@ class Offer(NamedTuple):
 def on_reference(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
     """Run a program on all devices, in this process."""
     yield from ()
-    return run_program(program, inputs)
+    return run_reference(program, inputs)
 
 
 @dataclass(frozen=True, slots=True)

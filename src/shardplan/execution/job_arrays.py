@@ -11,7 +11,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ids import check_ids, id_ranges
 from shardplan.core.ops.layers import IGNORED
 from shardplan.core.target_counts import COUNT, counting, target_count
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.strategy.partition.job import Job
 
 
@@ -26,7 +26,7 @@ def check_step_arrays(job: Job, arrays: Any) -> dict[str, np.ndarray]:
     Raises `LayoutError` for one that is missing, too many, or of another type, and for an id that none is.
     """
     if not isinstance(arrays, Mapping):
-        raise LayoutError(f"run of a job: {shown(arrays)}; legal are global arrays by name")
+        raise LayoutError(f"run of a job: {excerpt(arrays)}; legal are global arrays by name")
     given: Mapping[str, Any] = arrays
     types = job.model.program.types
     wanted = {name: list(types[name].shape) for name, _ in job.model.program.inputs}

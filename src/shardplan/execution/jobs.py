@@ -98,7 +98,7 @@ def _move(job: Job, transfer: Transfer) -> Move:
     sent = program.steps[leaves].operands
     before = Program(program.inputs, program.steps[:leaves], sent) if leaves else None
     found, (stage, _), (to, _) = job.schedule, transfer.source, transfer.target
-    near = to == (found.after(stage) if transfer.kind == "F" else found.before(stage))
+    near = to == (found.stage_after(stage) if transfer.kind == "F" else found.stage_before(stage))
     rest = Program([(n, types[n]) for n in sent], program.steps[leaves:], program.outputs)
     return Move(before, rest, at_once=False, placed=near and found.has_messages)
 

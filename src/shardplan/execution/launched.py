@@ -12,7 +12,7 @@ import numpy as np
 
 from shardplan.core.messages import at_root
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute, run_program
+from shardplan.core.reference import collect, distribute, run_reference
 from shardplan.errors import BackendError, Infeasible, ShardplanError
 from shardplan.execution.measure import measure, own_devices
 from shardplan.execution.run import require_backend
@@ -79,7 +79,7 @@ def trial(program: Program, backend: str, timeout: float) -> Trial:
     _, timeline = measure(program, given, backend, timeout)  # the first run also connects and compiles
     if single and len(program.outputs) == 1 and not (results and isinstance(results[0], list)):
         results = [results]
-    expected = run_program(program, inputs)
+    expected = run_reference(program, inputs)
     count = 0
     for name, t, got, want in zip(program.outputs, program.output_types, results, expected, strict=True):
         held = at_root(t)

@@ -70,7 +70,7 @@ class RankKernel(NamedTuple):
     targets: tuple[RankBlock, ...]
     numbers: tuple[int, ...]
 
-    def found(self, xp: Namespace, arrays: Sequence[Any]) -> list[Any]:
+    def target_elements(self, xp: Namespace, arrays: Sequence[Any]) -> list[Any]:
         """Return the elements of the targets, given those of the sources."""
         shaped = [x.reshape(b.shape) for b, x in zip(self.sources, arrays, strict=True)]
         return [y.reshape(-1) for y in self.run(xp, shaped, self.numbers)]

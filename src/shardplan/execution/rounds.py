@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core.dtypes import itemsize
-from shardplan.core.lowering import Copy, Kernel, Region, matched
+from shardplan.core.lowering import Copy, Kernel, Region, match_messages
 from shardplan.core.op import Op
 from shardplan.core.tensor import Box, TensorType
 from shardplan.execution.lower import box_elements, chunk_of, flat_boxes
@@ -153,7 +153,7 @@ def permute_rounds(op: Op, operands: tuple[TensorType, ...]) -> PermuteRounds:
 
     batches: list[tuple[PermuteRound | Kernel, ...]] = []
     for one in lowering.rounds():
-        messages = matched(one, devices, op.name)
+        messages = match_messages(one, devices, op.name)
         kept, sent = list(copied(one.meanwhile)), list(permutes(messages))
         if all(c.source and not c.fold for c in one.meanwhile):
             joint = list(permutes(itertools.chain(messages, *map(_to_itself, one.meanwhile))))

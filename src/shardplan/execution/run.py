@@ -16,8 +16,8 @@ from shardplan.core import border
 from shardplan.core.ids import check_shard_ids
 from shardplan.core.program import Program
 from shardplan.core.reference import check_shards
-from shardplan.core.reference import run_program as reference
-from shardplan.errors import BackendError, LayoutError, ShardplanError, optional, shown
+from shardplan.core.reference import run_reference as reference
+from shardplan.errors import BackendError, LayoutError, ShardplanError, excerpt, optional
 from shardplan.execution.hand import Hand, Offer
 from shardplan.execution.job_arrays import check_step_arrays
 from shardplan.execution.jobs import JobRun, offer
@@ -114,9 +114,9 @@ def run_recorded(
     if isinstance(program, Plan):
         program = program.program
     if not isinstance(program, (Program, Job)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"run takes a Program, a Plan or a Job, got {shown(program)}")
+        raise LayoutError(f"run takes a Program, a Plan or a Job, got {excerpt(program)}")
     if not isinstance(backend, str) or backend not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise BackendError(f"unknown backend {shown(backend)}; legal are {', '.join(BACKENDS)}")
+        raise BackendError(f"unknown backend {excerpt(backend)}; legal are {', '.join(BACKENDS)}")
     if isinstance(program, Job):
         _check_seconds(timeout)
         return _run_job(program, shards, backend, timeout, record)
@@ -143,7 +143,7 @@ def run_recorded(
 def _check_seconds(timeout: float) -> None:
     seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not (seconds and 0 < timeout <= border.MOST):
-        raise BackendError(f"timeout={shown(timeout)}; legal is a positive number of seconds")
+        raise BackendError(f"timeout={excerpt(timeout)}; legal is a positive number of seconds")
 
 
 def _shards_by_input(program: Program, shards: Any) -> tuple[list[Any], bool]:

@@ -13,9 +13,9 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
 from shardplan.core.op import Array, Shards
-from shardplan.core.part import Part, Positions, blocks, corners, descent, moved, numbers, run_part
+from shardplan.core.part import Part, Positions, blocks, corners, descent, moved_values, numbers, run_part
 from shardplan.core.program import Program
-from shardplan.core.reference import collect, distribute, gather, spread
+from shardplan.core.reference import collect, distribute, gather, spread_addends
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.run import run
@@ -142,7 +142,7 @@ def _spread(array: Array, t: TensorType, positions: Positions) -> list[Array]:
     """The shards of a part of an array; under a partial type each element is in one addend, the next one in another."""
     addends = math.prod(t.mesh.span(name).size for name in t.layout.partial)
     owner = numbers(t.shape, positions, addends) if addends > 1 else np.empty(array.shape, dtype=np.bool_)
-    return spread(array, t, Part(t, positions).boxes(), owner)
+    return spread_addends(array, t, Part(t, positions).boxes(), owner)
 
 
 def _parts(program: Program, name: str) -> Iterator[Positions]:
@@ -196,7 +196,7 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
     results = execute(program, [distribute(arrays[name], t) for name, t in program.inputs], backend)
     origin = {name: name for name, _ in program.inputs}
     for step in program.steps:
-        origin |= {result: origin[operand] for operand, result in moved(step) if operand in origin}
+        origin |= {result: origin[operand] for operand, result in moved_values(step) if operand in origin}
     sums: list[str] = []
     equal: list[bool] = []
     for name, shards, t in zip(program.outputs, results, program.output_types, strict=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import BackendError, TypingError, optional, shown
+from shardplan.errors import BackendError, TypingError, excerpt, optional
 from shardplan.fused.calls.groups import bind, bound
 from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
@@ -62,7 +62,7 @@ def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm", 
         ("auto", "triton") if on_gpu else ("auto", "cpu") if backend.startswith("net") else ("auto", "cpu", "triton")
     )
     if kernels not in legal:
-        text = f"kernels {shown(kernels)} on backend {shown(backend)}"
+        text = f"kernels {excerpt(kernels)} on backend {excerpt(backend)}"
         raise BackendError(f"bind_group: {text}; legal are {', '.join(legal)}")
     serving = optional("shardplan.fused.triton.serving", "triton") if on_gpu or kernels == "triton" else None
     distributed = optional("torch.distributed", "torch")

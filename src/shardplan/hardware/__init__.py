@@ -14,7 +14,7 @@ Reading order:
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `prices/`        what communication costs: `fabric` (resources and loads), `aggregate` and `algorithms` (loads of
                    collectives, counted or as flows), `library` (tables of rows), `traffic` (hops and loads of an
-                   algorithm), `cost` (the price of a pattern), `apart` (its groups one by one), `critical_path`
+                   algorithm), `cost` (the price of a pattern), `group_loads` (its groups one by one), `critical_path`
                    (when steps run), `fused` (a computation whose tiles leave as soon as they are there)
 - `measured/`      what others measured: `samples` and `nccl_log` (files), `sample_setup` (topology and pattern of a
                    sample), `fitting` (tables fitted to samples)
@@ -25,7 +25,7 @@ This room imports `core` and the errors, and numpy.
 from shardplan.hardware.level import DeviceSpec, Level, Link
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.placement import Matrix, Placement, count, orders, placements
-from shardplan.hardware.prices.cost import Price, chosen, level_bytes, linear_cost, price, seconds
+from shardplan.hardware.prices.cost import Price, cheapest_algorithm, level_bytes, linear_cost, price, seconds
 from shardplan.hardware.prices.fabric import Fabric, Flows
 from shardplan.hardware.recognise import matrix_of
 from shardplan.hardware.topology import Topology
@@ -59,7 +59,7 @@ __all__ = [
     "price",
     "seconds",
     "level_bytes",
-    "chosen",
+    "cheapest_algorithm",
     "linear_cost",
     "parse_bytes",
     "parse_rate",

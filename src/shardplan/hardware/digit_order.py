@@ -73,7 +73,7 @@ def _check_repeats(where: str, level: Level, sizes: Mapping[str, int], order: tu
         done *= size
 
 
-def cut(level: Level, sizes: Mapping[str, int], order: Sequence[str]) -> list[tuple[str, int]]:
+def level_digits(level: Level, sizes: Mapping[str, int], order: Sequence[str]) -> list[tuple[str, int]]:
     """Return the axes and sizes of the digits of a level in a normal order; neighbours of one axis are one digit."""
     need, done = dict(sizes), 1
     found: list[tuple[str, int]] = []

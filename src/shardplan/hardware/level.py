@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import TopologyError, shown
+from shardplan.errors import TopologyError, excerpt
 
 Link = Literal["switch", "ring", "torus", "mesh", "full"]
 
@@ -39,11 +39,11 @@ class Level:
     slow_ports: tuple[tuple[int, int, float], ...] = ()  # a unit, one of its uplinks, and the factor on its bandwidth
 
     def __post_init__(self) -> None:
-        where = f"level {shown(self.name)}"
+        where = f"level {excerpt(self.name)}"
         if not (isinstance(self.name, str) and self.name.isidentifier()):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"{where}: a level's name is a word of letters, digits and underscores, such as 'node'")
         if self.link not in get_args(Link):
-            raise TopologyError(f"{where}: link {shown(self.link)} is unknown; legal: {', '.join(get_args(Link))}")
+            raise TopologyError(f"{where}: link {excerpt(self.link)} is unknown; legal: {', '.join(get_args(Link))}")
         self._check_kinds(where)
         if self.size < 1:
             raise TopologyError(f"{where}: size {self.size} is below 1, the least number of children")
@@ -109,23 +109,23 @@ class Level:
         for name in ("bandwidth", "latency", "efficiency"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-                raise TopologyError(f"{where}: {name} is {shown(value)}; legal is a number in SI units")
+                raise TopologyError(f"{where}: {name} is {excerpt(value)}; legal is a number in SI units")
         for extent in border.items(f"{where}: shape", self.shape, "extents", TopologyError):
             border.integer(f"{where}: an extent", extent, TopologyError)
         for name, of in (("degraded", "(unit, factor)"), ("slow_ports", "(unit, port, factor)")):
             for row in border.items(f"{where}: {name}", getattr(self, name), f"rows {of}", TopologyError):
                 if not isinstance(row, tuple) or len(row) != of.count(",") + 1:
-                    raise TopologyError(f"{where}: {name} has {shown(row)}; legal are rows {of}")
+                    raise TopologyError(f"{where}: {name} has {excerpt(row)}; legal are rows {of}")
                 *numbers, factor = row
                 for number in numbers:
                     border.integer(f"{where}: a number in {name}", number, TopologyError)
                 if isinstance(factor, bool) or not isinstance(factor, (int, float, np.number)):
-                    raise TopologyError(f"{where}: the degraded factor {shown(factor)} is no number")
+                    raise TopologyError(f"{where}: the degraded factor {excerpt(factor)} is no number")
         border.flag(f"{where}: reduces", self.reduces, TopologyError)
         border.text(f"{where}: source", self.source, TopologyError)
 
     @property
-    def delivered(self) -> float:
+    def delivered_rate(self) -> float:
         """The bytes per second of a port, or a link, that arrive."""
         return self.bandwidth * self.efficiency
 
@@ -151,7 +151,7 @@ class KernelShares:
         for name in ("product", "attention", "stream", "half"):
             value = border.number(f"device: kernels: {name}", getattr(self, name), TopologyError)
             if name != "half" and not value > 0:
-                raise TopologyError(f"device: kernels: {name} is {shown(value)}, it must be above 0")
+                raise TopologyError(f"device: kernels: {name} is {excerpt(value)}, it must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,9 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-                raise TopologyError(f"device: flops has {shown(pair)}; legal are pairs (dtype, operations per second)")
+                raise TopologyError(
+                    f"device: flops has {excerpt(pair)}; legal are pairs (dtype, operations per second)"
+                )
         names = [dtype for dtype, _ in self.flops]
         if len(set(names)) != len(names):
             raise TopologyError(f"device: flops names a dtype twice: {', '.join(names)}")
@@ -178,17 +180,17 @@ class DeviceSpec:
         values.append(("memory_bandwidth", self.memory_bandwidth))
         for name, value in values:
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
-                raise TopologyError(f"device: {name} is {shown(value)}, it must be above 0")
+                raise TopologyError(f"device: {name} is {excerpt(value)}, it must be above 0")
         border.number("device: launch", self.launch, TopologyError)
         if not isinstance(self.kernels, KernelShares):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TopologyError(f"device: kernels is {shown(self.kernels)}; legal is KernelShares")
+            raise TopologyError(f"device: kernels is {excerpt(self.kernels)}; legal is KernelShares")
 
     def peak(self, dtype: str) -> float:
         """Return the operations per second for a dtype; raises `TopologyError` where none are stated.
 
         `f16` and `bf16` stand for each other, `f8` for `f8...`, and `f4` for `f4...`.
         """
-        found = self._stated(dtype)
+        found = self._stated_flops(dtype)
         if found is None:
             stated = ", ".join(name for name, _ in self.flops) or "none"
             raise TopologyError(f"device: no flops are stated for {dtype!r}; stated: {stated}")
@@ -196,9 +198,9 @@ class DeviceSpec:
 
     def rate(self, dtype: str) -> float:
         """Return the operations per second for a dtype, infinite where none are stated."""
-        return self._stated(dtype) or math.inf
+        return self._stated_flops(dtype) or math.inf
 
-    def _stated(self, dtype: str) -> float | None:
+    def _stated_flops(self, dtype: str) -> float | None:
         table = dict(self.flops)
         names = (dtype, {"f16": "bf16", "bf16": "f16"}.get(dtype, dtype[:2]), "*")
         return next((table[name] for name in names if name in table), None)

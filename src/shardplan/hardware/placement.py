@@ -23,8 +23,8 @@ from shardplan.core import border
 from shardplan.core.mesh import Mesh, primes
 from shardplan.core.notation import MOST_DIGITS
 from shardplan.core.tensor import mesh_of
-from shardplan.errors import ParseError, TopologyError, shown
-from shardplan.hardware.digit_order import Digit, cut, level_orders, normal_order
+from shardplan.errors import ParseError, TopologyError, excerpt
+from shardplan.hardware.digit_order import Digit, level_digits, level_orders, normal_order
 from shardplan.hardware.topology import Topology, topology_of
 
 Matrix = tuple[tuple[int, ...], ...]
@@ -116,7 +116,7 @@ class Placement:
         >>> [[d.name for d in level] for level in Placement(Mesh(a=8, b=2), topology, ((2, 4), (1, 2))).digits()]
         [['a.node'], ['a.gpu', 'b']]
         """
-        found = [cut(level, self.column(j), self.order[j]) for j, level in enumerate(self.topology.levels)]
+        found = [level_digits(level, self.column(j), self.order[j]) for j, level in enumerate(self.topology.levels)]
         parts = Counter(axis for one in found for axis, _ in one)
         levels: list[tuple[Digit, ...]] = []
         for j, (level, one) in enumerate(zip(self.topology.levels, found, strict=True)):
@@ -257,9 +257,9 @@ def placements(
     least = [[1] * depth for _ in mesh.axes]
     most = [[mesh.size] * depth for _ in mesh.axes]
     for key, ends in _option("bounds", bounds, "(axis, level) to (least, greatest) entry"):
-        (axis, level), (low, high) = _pair("a key of bounds", key), _pair(f"bounds of {shown(key)}", ends)
+        (axis, level), (low, high) = _pair("a key of bounds", key), _pair(f"bounds of {excerpt(key)}", ends)
         i, j = _row(mesh, axis), topology.index(level)
-        low, high = (border.whole(f"bounds of {shown(key)}", n, kind=TopologyError) for n in (low, high))
+        low, high = (border.whole_number(f"bounds of {excerpt(key)}", n, kind=TopologyError) for n in (low, high))
         least[i][j], most[i][j] = max(least[i][j], low), min(most[i][j], high)
     for axis, level in _option("inside", inside, "an axis to a level"):
         i = _row(mesh, axis)
@@ -275,7 +275,7 @@ def _option(what: str, value: object, of: str) -> list[tuple[Any, Any]]:
 def _pair(what: str, value: object) -> tuple[Any, Any]:
     if isinstance(value, (tuple, list)) and len(value) == 2:
         return value[0], value[1]
-    raise TopologyError(f"{what} is {shown(value)}; legal is a pair")
+    raise TopologyError(f"{what} is {excerpt(value)}; legal is a pair")
 
 
 def _enumerate(mesh: Mesh, topology: Topology, least: list[list[int]], most: list[list[int]]) -> Iterator[Placement]:
@@ -313,7 +313,7 @@ def _enumerate(mesh: Mesh, topology: Topology, least: list[list[int]], most: lis
 
 def _row(mesh: Mesh, axis: str) -> int:
     if axis not in mesh.axes:
-        raise TopologyError(f"axis {shown(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
+        raise TopologyError(f"axis {excerpt(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
     return mesh.axes.index(axis)
 
 
@@ -364,7 +364,7 @@ def _tables(rows: tuple[int, ...], columns: tuple[int, ...]) -> int:
     return sum(_tables(rows[1:], tuple(sorted(rest))) for rest in take(0, rows[0]))
 
 
-def reordered(placement: Placement, j: int) -> Iterator[Placement]:
+def reorder_level(placement: Placement, j: int) -> Iterator[Placement]:
     """Yield a placement with every order of level j that can make a difference, that of the mesh first.
 
     On a switch, and where all children are linked, the order makes none.
@@ -386,5 +386,5 @@ def orders(placement: Placement) -> Iterator[Placement]:
     """
     found = [replace(placement, order=())]
     for j in range(len(placement.topology.levels)):
-        found = [other for one in found for other in reordered(one, j)]
+        found = [other for one in found for other in reorder_level(one, j)]
     yield from found

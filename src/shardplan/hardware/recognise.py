@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import TopologyError
-from shardplan.hardware.placement import Matrix, Placement, reordered
+from shardplan.hardware.placement import Matrix, Placement, reorder_level
 from shardplan.hardware.topology import Topology
 
 
@@ -32,7 +32,7 @@ def matrix_of(ids: NDArray[np.int64], topology: Topology) -> Matrix | None:
     >>> matrix_of(np.arange(16).reshape(8, 2), Topology.load("dgx-a100", nodes=2))
     ((2, 4), (1, 2))
     """
-    array = topology.checked(ids)
+    array = topology.check_ids(ids)
     if array.size != topology.size or np.unique(array).size != array.size:
         raise TopologyError(
             f"the mesh names {np.unique(array).size} distinct devices in {array.size} places; "
@@ -66,7 +66,7 @@ def order_of(ids: NDArray[np.int64], placement: Placement) -> Placement:
     found = replace(placement, order=())
     for j, (stride, size) in enumerate(zip(placement.topology.strides, placement.topology.level_sizes, strict=True)):
         own = ids // stride % size
-        candidates = (p for p in reordered(found, j) if np.array_equal(p.device_mesh() // stride % size, own))
+        candidates = (p for p in reorder_level(found, j) if np.array_equal(p.device_mesh() // stride % size, own))
         found = next(candidates, found)
     return found
 

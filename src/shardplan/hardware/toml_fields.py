@@ -9,14 +9,14 @@ from typing import Any
 from shardplan.errors import ParseError, TopologyError, near_text
 
 
-def known(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
+def check_keys(where: str, data: dict[str, Any], legal: tuple[str, ...]) -> None:
     """Refuse a key that is not legal; raises `TopologyError`."""
     for key in data:
         if key not in legal:
             raise TopologyError(f"{where}: unknown key {key!r}{near_text(key, legal)}; legal: {', '.join(legal)}")
 
 
-def parsed(where: str, text: str, parser: Callable[[str], float]) -> float:
+def parse_quantity(where: str, text: str, parser: Callable[[str], float]) -> float:
     """Return a quantity with its unit; raises `ParseError`, which says where it stands."""
     try:
         return parser(text)

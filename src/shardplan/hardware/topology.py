@@ -20,10 +20,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardplan.core import border
 from shardplan.core.mesh import MOST_DEVICES
-from shardplan.errors import TopologyError, shown
+from shardplan.errors import TopologyError, excerpt
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
 from shardplan.hardware.prices.library import libraries
-from shardplan.hardware.topology_file import load, outside, parse, presets, to_text
+from shardplan.hardware.topology_file import load, outside_topologies, parse, presets, to_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class Topology:
     def __post_init__(self) -> None:
         border.text("the name of a topology", self.name, TopologyError)
         if not isinstance(self.levels, tuple) or not all(isinstance(level, Level) for level in self.levels):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TopologyError(f"topology {self.name!r}: levels is {shown(self.levels)}; legal is a tuple of levels")
+            raise TopologyError(f"topology {self.name!r}: levels is {excerpt(self.levels)}; legal is a tuple of levels")
         if not isinstance(self.device, DeviceSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TopologyError(f"topology {self.name!r}: device is {shown(self.device)}; legal is a DeviceSpec")
+            raise TopologyError(f"topology {self.name!r}: device is {excerpt(self.device)}; legal is a DeviceSpec")
         text = border.text("the library of a topology", self.library, TopologyError)
         named = text.endswith(".toml") or text in libraries()
         if not named:
             legal = f"{', '.join(libraries())}, or the path of a table (.toml)"
-            raise TopologyError(f"topology {self.name!r}: library {shown(self.library)} is unknown; legal: {legal}")
+            raise TopologyError(f"topology {self.name!r}: library {excerpt(self.library)} is unknown; legal: {legal}")
         if not self.levels:
             raise TopologyError(f"topology {self.name!r} has no levels; it needs at least one")
         if self.size > MOST_DEVICES:
@@ -90,22 +90,22 @@ class Topology:
         for j, level in enumerate(self.levels):
             if level.name == name:
                 return j
-        raise TopologyError(f"topology {self.name!r} has no level {shown(name)}; levels: {self.describe()}")
+        raise TopologyError(f"topology {self.name!r} has no level {excerpt(name)}; levels: {self.describe()}")
 
     def describe(self) -> str:
         """Return the levels in one line, such as `node=4 x gpu=8`."""
         return " x ".join(f"{level.name}={level.size}" for level in self.levels)
 
     def digits(self, ids: ArrayLike) -> NDArray[np.int64]:
-        """Return the level digits of topology ids [n], outermost first: int64 [n, L]; errors as of `checked`.
+        """Return the level digits of topology ids [n], outermost first: int64 [n, L]; errors as of `check_ids`.
 
         >>> Topology.load("dgx-a100", nodes=2).digits([0, 9]).tolist()
         [[0, 0], [1, 1]]
         """
-        flat = self.checked(ids).reshape(-1)
+        flat = self.check_ids(ids).reshape(-1)
         return flat[:, None] // np.array(self.strides) % np.array(self.level_sizes)
 
-    def checked(self, ids: ArrayLike) -> NDArray[np.int64]:
+    def check_ids(self, ids: ArrayLike) -> NDArray[np.int64]:
         """Return topology ids as int64, in the same shape; raises `TopologyError` for what is none."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and (int(array.min()) < 0 or int(array.max()) >= self.size):
@@ -130,8 +130,8 @@ class Topology:
             name = key if key in levels else key[:-1] if key.endswith("s") else key
             if name not in levels:
                 legal = ", ".join(f"{level.name}s=" for level in self.levels)
-                raise TopologyError(f"{key}={shown(value)} names no level of topology {self.name!r}; legal: {legal}")
-            levels[name] = _resized(levels[name], key, value)
+                raise TopologyError(f"{key}={excerpt(value)} names no level of topology {self.name!r}; legal: {legal}")
+            levels[name] = _resize_level(levels[name], key, value)
         return replace(self, levels=tuple(levels.values()))
 
     @staticmethod
@@ -152,11 +152,11 @@ class Topology:
         """
         if not isinstance(source, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(
-                f"topology {shown(source)}: legal is a preset's name, or a path to a .toml or .xml file"
+                f"topology {excerpt(source)}: legal is a preset's name, or a path to a .toml or .xml file"
             )
         new = isinstance(source, str) and Path(source).suffix not in (".toml", ".xml") and source not in presets()
-        if new and source in outside():
-            return _brought(str(source), outside()[str(source)]).resize(**sizes)
+        if new and source in outside_topologies():
+            return _outside_topology(str(source), outside_topologies()[str(source)]).resize(**sizes)
         return Topology(*load(source)).resize(**sizes)
 
     @staticmethod
@@ -185,23 +185,24 @@ def topology_of(what: str, value: object) -> Topology:
     if isinstance(value, str):
         return Topology.parse(value) if "\n" in value else Topology.load(value)
     if not isinstance(value, Topology):
-        raise TopologyError(f"{what} is {shown(value)}; legal is a Topology, or its text such as 'dgx-h100'")
+        raise TopologyError(f"{what} is {excerpt(value)}; legal is a Topology, or its text such as 'dgx-h100'")
     return value
 
 
-def _brought(name: str, value: Any) -> Topology:
+def _outside_topology(name: str, value: Any) -> Topology:
     """The topology that a package brings: as one, as the path of a file, or as a function that returns either."""
     found = value() if callable(value) else value
     if isinstance(found, (str, Path)):
         return Topology(*load(found))
     if not isinstance(found, Topology):
         raise TopologyError(
-            f"the entry point {name} of shardplan.topologies gives {shown(found)}; legal is a Topology or a file's path"
+            f"the entry point {name} of shardplan.topologies gives {excerpt(found)}; legal is a Topology or a file's "
+            "path"
         )
     return found
 
 
-def _resized(level: Level, key: str, value: int | Sequence[int]) -> Level:
+def _resize_level(level: Level, key: str, value: int | Sequence[int]) -> Level:
     given = (value,) if isinstance(value, (int, float, str)) or value is None else value  # pyright: ignore[reportUnnecessaryComparison]
     extents = border.items(key, given, "extents", TopologyError)
     shape = tuple(border.integer(key, n, TopologyError) for n in extents)
@@ -209,9 +210,9 @@ def _resized(level: Level, key: str, value: int | Sequence[int]) -> Level:
         if level.size == math.prod(shape):
             return level
         raise TopologyError(
-            f"{key}={shown(value)}: level {level.name!r} is a {level.link} of shape {list(level.shape)}; "
+            f"{key}={excerpt(value)}: level {level.name!r} is a {level.link} of shape {list(level.shape)}; "
             f"give {len(level.shape)} extents"
         )
     if not level.shape and len(shape) != 1:
-        raise TopologyError(f"{key}={shown(value)}: level {level.name!r} is a {level.link}; give one size")
+        raise TopologyError(f"{key}={excerpt(value)}: level {level.name!r} is a {level.link}; give one size")
     return replace(level, size=math.prod(shape), shape=shape if level.shape else ())

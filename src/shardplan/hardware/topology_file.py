@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from shardplan.core.registry import brought
-from shardplan.errors import ParseError, TopologyError, near_text, shown
+from shardplan.core.registry import entry_points_of
+from shardplan.errors import ParseError, TopologyError, excerpt, near_text
 from shardplan.hardware.level import DeviceSpec, Hardware, KernelShares, Level
 from shardplan.hardware.nccl_xml import parse_nccl_xml
-from shardplan.hardware.toml_fields import basic_string, known, parsed
+from shardplan.hardware.toml_fields import basic_string, check_keys, parse_quantity
 from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -33,12 +33,12 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
 
 
-def outside() -> dict[str, Any]:
+def outside_topologies() -> dict[str, Any]:
     """Return what installed packages bring to the group `shardplan.topologies`, by name.
 
     Raises `ShardplanError` for an entry point that cannot be loaded, `TopologyError` for one with a preset's name.
     """
-    found = brought("shardplan.topologies")
+    found = entry_points_of("shardplan.topologies")
     for name in set(found) & set(presets()):
         raise TopologyError(f"entry point {name} of shardplan.topologies is named like a preset; legal is another name")
     return found
@@ -49,9 +49,9 @@ def load(source: str | Path) -> Hardware:
     path = Path(source)
     if path.suffix not in (".toml", ".xml"):
         if str(source) not in presets():
-            known = (*presets(), *outside())
+            known = (*presets(), *outside_topologies())
             raise TopologyError(
-                f"topology {shown(str(source))} is no preset and no path to a .toml or .xml file"
+                f"topology {excerpt(str(source))} is no preset and no path to a .toml or .xml file"
                 f"{near_text(source, known, 3)}; `shardplan topologies` lists all {len(known)}"
             )
         path = _PRESETS / f"{source}.toml"
@@ -71,17 +71,17 @@ def load(source: str | Path) -> Hardware:
 def parse(text: str) -> Hardware:
     """Read the text of a topology file; see `Topology.parse`."""
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ParseError(f"the text of a topology file is read here, got {shown(text)}")
+        raise ParseError(f"the text of a topology file is read here, got {excerpt(text)}")
     try:
         data = tomllib.loads(text)
     except (RecursionError, ValueError) as error:
         if isinstance(error, tomllib.TOMLDecodeError):
-            raise _malformed(error, text) from error
+            raise _toml_error(error, text) from error
         raise ParseError("topology is no TOML: it is nested too deeply, or a number is too long") from error
-    known("topology", data, _TOP)
+    check_keys("topology", data, _TOP)
     if data.get("version", 1) != 1:
-        raise TopologyError(f"topology: version {shown(data['version'])} is unknown; this shardplan reads version 1")
-    name = _typed("topology", data, "name", str, "")
+        raise TopologyError(f"topology: version {excerpt(data['version'])} is unknown; this shardplan reads version 1")
+    name = _typed_value("topology", data, "name", str, "")
     rows = data.get("levels")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in cast(list[Any], rows)):
         raise TopologyError("topology: at least one [[levels]] table is needed, outermost first")
@@ -89,11 +89,11 @@ def parse(text: str) -> Hardware:
     device = data.get("device", {})
     if not isinstance(device, dict):
         raise TopologyError("topology: device must be a table with the keys " + ", ".join(_DEVICE))
-    library = _typed("topology", data, "library", str, "ring")
+    library = _typed_value("topology", data, "library", str, "ring")
     return Hardware(name, tuple(levels), _device(cast(dict[str, Any], device)), library)
 
 
-def _malformed(error: tomllib.TOMLDecodeError, text: str) -> ParseError:
+def _toml_error(error: tomllib.TOMLDecodeError, text: str) -> ParseError:
     found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
     reason = re.sub(r" \(at .*\)$", "", str(error))
     if found is None:
@@ -112,7 +112,7 @@ _KINDS: dict[Any, str] = {
 }
 
 
-def _typed(where: str, data: dict[str, Any], key: str, kind: Any, default: Any = None) -> Any:
+def _typed_value(where: str, data: dict[str, Any], key: str, kind: Any, default: Any = None) -> Any:
     if key not in data:
         if default is None:
             raise TopologyError(f"{where}: key {key!r} is missing")
@@ -120,7 +120,7 @@ def _typed(where: str, data: dict[str, Any], key: str, kind: Any, default: Any =
     value = data[key]
     # bool is an int in Python, but not in a topology file.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TopologyError(f"{where}: {key} must be {_KINDS[kind]}, got {shown(value)}")
+        raise TopologyError(f"{where}: {key} must be {_KINDS[kind]}, got {excerpt(value)}")
     return value
 
 
@@ -129,54 +129,54 @@ def _quantity(where: str, data: dict[str, Any], key: str, parser: Callable[[str]
     if value is None:
         raise TopologyError(f"{where}: key {key!r} is missing; write it like {key} = {like!r}")
     if not isinstance(value, str):
-        raise TopologyError(f"{where}: {key} must be a string with a unit, like {like!r}, got {shown(value)}")
-    return parsed(f"{where}: {key}", value, parser)
+        raise TopologyError(f"{where}: {key} must be a string with a unit, like {like!r}, got {excerpt(value)}")
+    return parse_quantity(f"{where}: {key}", value, parser)
 
 
 def _level(number: int, data: dict[str, Any]) -> Level:
-    name = _typed(f"levels[{number}]", data, "name", str)
+    name = _typed_value(f"levels[{number}]", data, "name", str)
     where = f"levels[{number}] {name!r}"
-    known(where, data, _LEVEL)
+    check_keys(where, data, _LEVEL)
     degraded: list[tuple[int, float]] = []
     slow_ports: list[tuple[int, int, float]] = []
-    for key, factor in _typed(where, data, "degraded", dict, {}).items():
+    for key, factor in _typed_value(where, data, "degraded", dict, {}).items():
         unit, dot, port = key.partition(".")
         numbered = unit.isdecimal() and (port.isdecimal() if dot else True)
         if not numbered or isinstance(factor, bool) or not isinstance(factor, int | float):
             raise TopologyError(
                 f"{where}: degraded maps the number of a child, or of one of its ports, to a factor, as in "
-                f'{{ 2 = 0.5, "3.1" = 0.5 }}; got {key} = {shown(factor)}'
+                f'{{ 2 = 0.5, "3.1" = 0.5 }}; got {key} = {excerpt(factor)}'
             )
         if dot:
             slow_ports.append((int(unit), int(port), float(factor)))
         else:
             degraded.append((int(unit), float(factor)))
-    shape = _typed(where, data, "shape", list, [])
+    shape = _typed_value(where, data, "shape", list, [])
     if not all(isinstance(extent, int) and not isinstance(extent, bool) for extent in shape):
-        raise TopologyError(f"{where}: shape must be a list of whole numbers, got {shown(shape)}")
+        raise TopologyError(f"{where}: shape must be a list of whole numbers, got {excerpt(shape)}")
     return Level(
         name=name,
-        size=_typed(where, data, "size", int, math.prod(shape) if shape else None),
-        link=_typed(where, data, "link", str),
+        size=_typed_value(where, data, "size", int, math.prod(shape) if shape else None),
+        link=_typed_value(where, data, "link", str),
         bandwidth=_quantity(where, data, "bandwidth", parse_rate, "25 GB/s"),
         latency=_quantity(where, data, "latency", parse_seconds, "5 us"),
-        uplinks=_typed(where, data, "uplinks", int, 1),
+        uplinks=_typed_value(where, data, "uplinks", int, 1),
         shape=tuple(shape),
-        source=_typed(where, data, "source", str, ""),
+        source=_typed_value(where, data, "source", str, ""),
         degraded=tuple(degraded),
-        reduces=_typed(where, data, "reduces", bool, False),
-        efficiency=float(_typed(where, data, "efficiency", (int, float), 1.0)),
+        reduces=_typed_value(where, data, "reduces", bool, False),
+        efficiency=float(_typed_value(where, data, "efficiency", (int, float), 1.0)),
         slow_ports=tuple(slow_ports),
     )
 
 
 def _device(data: dict[str, Any]) -> DeviceSpec:
-    known("device", data, _DEVICE)
+    check_keys("device", data, _DEVICE)
     rates = data.get("flops", {})
     if isinstance(rates, str):
         rates = {"*": rates}
     if not isinstance(rates, dict):
-        raise TopologyError(f"device: flops must be a string or a table of dtypes, got {shown(rates)}")
+        raise TopologyError(f"device: flops must be a string or a table of dtypes, got {excerpt(rates)}")
     table = cast(dict[str, Any], rates)
     flops = tuple((dtype, _quantity("device: flops", table, dtype, parse_flops, "312 TFLOP/s")) for dtype in table)
     memory, bandwidth, launch = math.inf, math.inf, 0.0
@@ -186,9 +186,9 @@ def _device(data: dict[str, Any]) -> DeviceSpec:
         bandwidth = _quantity("device", data, "memory_bandwidth", parse_rate, "2.0 TB/s")
     if "launch" in data:
         launch = _quantity("device", data, "launch", parse_seconds, "6 us")
-    kernels = _typed("device", data, "kernels", dict, {})
-    known("device: kernels", kernels, _KERNELS)
-    shares = {name: float(_typed("device: kernels", kernels, name, (int, float), 1.0)) for name in kernels}
+    kernels = _typed_value("device", data, "kernels", dict, {})
+    check_keys("device: kernels", kernels, _KERNELS)
+    shares = {name: float(_typed_value("device: kernels", kernels, name, (int, float), 1.0)) for name in kernels}
     return DeviceSpec(flops, memory, bandwidth, launch, KernelShares(**shares))
 
 

@@ -14,7 +14,7 @@ from decimal import Decimal
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import LayoutError, ParseError, shown
+from shardplan.errors import LayoutError, ParseError, excerpt
 
 _DIGITS = 3  # of printed numbers: more than a prediction is good for
 _PLAIN = 20  # characters up to which an exact number is written without an exponent; a float has 17 digits
@@ -53,7 +53,7 @@ _TABLES = {"bytes": _BYTES, "bytes per second": _RATES, "seconds": _SECONDS, "op
 def _parse(text: str, quantity: str) -> float:
     legal = ", ".join(_SHOWN[quantity])
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ParseError(f"a text with a number and a unit ({legal}) is read here, got {shown(text)}")
+        raise ParseError(f"a text with a number and a unit ({legal}) is read here, got {excerpt(text)}")
     found = _NUMBER.match(text)
     if found is None:
         start = len(text) - len(text.lstrip())
@@ -109,7 +109,7 @@ def limit_of(what: str, value: object) -> int | None:
         limit = None
     if limit is None or limit > border.MOST:
         raise LayoutError(
-            f"the {what} is {shown(value)}; legal is a whole number of bytes, its text such as '1 GB', or None"
+            f"the {what} is {excerpt(value)}; legal is a whole number of bytes, its text such as '1 GB', or None"
         )
     if limit < 1:
         raise LayoutError(f"the {what} is {limit} bytes; it must be at least 1")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.regions import RefitRegions
 
@@ -67,7 +67,7 @@ peer_name='model.layers.0.mlp.down_proj.weight', peer_offset=12)
         ends = plan.source.families[move.source_family], plan.target.families[move.target_family]
         if ends[0].dtype != ends[1].dtype or ends[0].entry.plus != ends[1].entry.plus:
             raise LayoutError(
-                f"descriptors of {shown(ends[1].entry.name)}: {ends[0].dtype} becomes {ends[1].dtype}"
+                f"descriptors of {excerpt(ends[1].entry.name)}: {ends[0].dtype} becomes {ends[1].dtype}"
                 f"{'' if ends[0].dtype != ends[1].dtype else ' with another constant'}, which bytes alone do not say; "
                 "legal are equal dtypes and constants, or Refit, which casts"
             )

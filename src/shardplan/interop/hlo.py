@@ -19,7 +19,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ParseError, shown
+from shardplan.errors import ParseError, excerpt
 from shardplan.interop.hlo_groups import Groups, integer, integers_in, parse_groups
 from shardplan.simulation.script import Script, ScriptRound, Stage, abreast
 from shardplan.simulation.scripts import stages_of
@@ -139,11 +139,11 @@ def _collectives(
 ) -> list[HloCollective]:
     """Return the collectives of a computation, those of what it calls where it calls them; `found` remembers them."""
     if name not in module.computations:
-        raise ParseError(f"a computation {shown(name)} is called, which the HLO module does not have")
+        raise ParseError(f"a computation {excerpt(name)} is called, which the HLO module does not have")
     known = found.get(name, [])
     if known is None or depth > _DEEPEST:
         what = "calls itself" if known is None else f"is called at a depth of more than {_DEEPEST}"
-        raise ParseError(f"the computation {shown(name)} {what}; legal are calls of others, at most so deep")
+        raise ParseError(f"the computation {excerpt(name)} {what}; legal are calls of others, at most so deep")
     if name in found:
         return known
     found[name] = None
@@ -169,7 +169,7 @@ def _collectives(
             times = integer(trips[1]) if trips else 1
             if len(out) + len(inner) * times > MOST:
                 raise ParseError(
-                    f"instruction {shown(instruction.name)}: {len(inner)} collectives in {times} trips; legal are at "
+                    f"instruction {excerpt(instruction.name)}: {len(inner)} collectives in {times} trips; legal are at "
                     f"most {MOST} in a module"
                 )
             out += inner * times
@@ -184,7 +184,9 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
     if instruction.opcode in ("all-gather-start", "collective-permute-start"):
         parts = _elements(output)
         if len(parts) < 2:
-            raise ParseError(f"instruction {shown(instruction.name)} has the shape {shown(output)}; legal is a tuple")
+            raise ParseError(
+                f"instruction {excerpt(instruction.name)} has the shape {excerpt(output)}; legal is a tuple"
+            )
         output = parts[1]
     operands = sum(sum(_sizes(_operand_shape(operand, shapes))) for operand in instruction.operands)
     permute = kind == "collective-permute"
@@ -192,7 +194,7 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
     groups = () if permute else parse_groups(attributes, devices)
     if len(ids) % 2:
         raise ParseError(
-            f"instruction {shown(instruction.name)}: source_target_pairs of {len(ids)} ids; legal are two each"
+            f"instruction {excerpt(instruction.name)}: source_target_pairs of {len(ids)} ids; legal are two each"
         )
     return HloCollective(
         kind=kind,
@@ -208,7 +210,7 @@ def _operand_shape(operand: str, shapes: dict[str, str]) -> str:
     """An operand is `%name`, or `shape %name` as older printers have it."""
     shape, _, name = operand.rpartition(" ")
     if not shape and name.lstrip("%") not in shapes:
-        raise ParseError(f"the operand {shown(operand)} of a collective is no instruction before it")
+        raise ParseError(f"the operand {excerpt(operand)} of a collective is no instruction before it")
     return shape or shapes[name.lstrip("%")]
 
 
@@ -221,7 +223,7 @@ def _sizes(shape: str) -> list[int]:
     """The bytes of every array in a shape, nested tuples flattened."""
     found = [_bits(dtype) * math.prod(integers_in(dims)) // BYTE for dtype, dims in _ARRAY.findall(shape)]
     if sum(found) > MOST_BYTES:
-        raise ParseError(f"the shape {shown(shape)} has {sum(found):.3g} bytes; legal are at most {MOST_BYTES:.3g}")
+        raise ParseError(f"the shape {excerpt(shape)} has {sum(found):.3g} bytes; legal are at most {MOST_BYTES:.3g}")
     return found
 
 
@@ -233,7 +235,7 @@ def _bits(dtype: str) -> int:
     found = re.match(r"[a-z]+(\d+)", dtype)
     if not found or integer(found[1]) > _WIDEST:
         raise ParseError(
-            f"unknown HLO element type {shown(dtype)}; legal are pred and letters with a width, such as bf16"
+            f"unknown HLO element type {excerpt(dtype)}; legal are pred and letters with a width, such as bf16"
         )
     return int(found[1])
 
@@ -266,7 +268,7 @@ def _instruction(line: str) -> _Instruction:
     call = rest[shape_end:].lstrip()
     opening = call.find("(")
     if shape_end < 0 or opening < 0:
-        raise ParseError(f"{shown(line)} is no HLO instruction; legal is name = shape opcode(operands)")
+        raise ParseError(f"{excerpt(line)} is no HLO instruction; legal is name = shape opcode(operands)")
     closing = _closing(call, opening)
     return _Instruction(
         name=name.strip().lstrip("%"),

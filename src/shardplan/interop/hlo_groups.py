@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardplan.errors import ParseError, shown
+from shardplan.errors import ParseError, excerpt
 
 Groups = tuple[tuple[int, ...], ...]  # device ids, in member order
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,\s]*\},?\s*)*)\}")
@@ -67,7 +67,9 @@ def _count_devices(lengths: Sequence[int], text: str) -> int:
     """The devices of a list with these dims; raises `ParseError` where they are too many."""
     count = math.prod(lengths)
     if not 0 < count <= MOST_DEVICES or len(lengths) > _MOST_DIMS:
-        raise ParseError(f"{shown(text)} has {count:.3g} devices in {len(lengths)} dims; legal are 1 to {MOST_DEVICES}")
+        raise ParseError(
+            f"{excerpt(text)} has {count:.3g} devices in {len(lengths)} dims; legal are 1 to {MOST_DEVICES}"
+        )
     return count
 
 
@@ -77,7 +79,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, group_axes: str) -> Groups:
     _count_devices(list(sizes.values()), mesh)
     found = re.findall(r"'?([^,':\s]+)'?(?::\((\d+)\)(\d+))?", group_axes)
     if strange := [name for name, _, _ in found if name not in sizes]:
-        raise ParseError(f"replica_groups over the axis {shown(strange[0])}; the mesh has {', '.join(sizes)}")
+        raise ParseError(f"replica_groups over the axis {excerpt(strange[0])}; the mesh has {', '.join(sizes)}")
     wanted = [(name, integer(major or "1"), integer(size) if size else sizes[name]) for name, major, size in found]
     # Every axis becomes the run of its parts, cut at the ends of the wanted sub-axes; a group then spans whole parts.
     parts: list[tuple[str, int]] = []
@@ -85,7 +87,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, group_axes: str) -> Groups:
     for name, size in sizes.items():
         ends = sorted({1, size} | {end for axis, major, k in wanted if axis == name for end in (major, major * k)})
         if any(not start or stop % start for start, stop in itertools.pairwise(ends)) or ends[-1] > max(size, 1):
-            raise ParseError(f"replica_groups over parts of the axis {shown(name)} of size {size}; legal divide it")
+            raise ParseError(f"replica_groups over parts of the axis {excerpt(name)} of size {size}; legal divide it")
         for start, stop in itertools.pairwise(ends):
             parts.append((name, start))
             lengths.append(stop // start)
@@ -94,7 +96,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, group_axes: str) -> Groups:
     else:
         ids = _iota(device_ids).reshape(-1) if "[" in device_ids else np.array(integers_in(device_ids))
     if ids.size != math.prod(lengths):
-        raise ParseError(f"device_ids {shown(device_ids)} has {ids.size} devices; the mesh has {math.prod(lengths)}")
+        raise ParseError(f"device_ids {excerpt(device_ids)} has {ids.size} devices; the mesh has {math.prod(lengths)}")
     chosen: list[int] = []
     for axis, major, k in wanted:
         chosen += [i for i, (name, start) in enumerate(parts) if name == axis and major <= start < major * k]
@@ -114,7 +116,7 @@ def _iota(text: str) -> np.ndarray:
     order = integers_in(found[2]) if found[2] else tuple(range(len(dims)))
     into = integers_in(shape.strip("[] ")) if shape else tuple(dims[i] for i in order if i < len(dims))
     if sorted(order) != list(range(len(dims))) or _count_devices(into, text) != ids.size:
-        raise ParseError(f"{shown(text)} does not permute its dims, or has two numbers of devices")
+        raise ParseError(f"{excerpt(text)} does not permute its dims, or has two numbers of devices")
     return ids.transpose(order).reshape(into)
 
 

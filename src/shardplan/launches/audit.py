@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import mesh_of
-from shardplan.errors import TopologyError, shown
+from shardplan.errors import TopologyError, excerpt
 from shardplan.hardware.placement import Matrix, Placement, orders
 from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.cost import Price, checked_algorithm, price
@@ -27,13 +27,13 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.launches.causes import CostShare, cause_of
-from shardplan.launches.fixes import Fix, fix, renumbered
-from shardplan.launches.launch import Launch, Ring, article, counted, crowding
+from shardplan.launches.fixes import Fix, fix, ranks_by_coordinate
+from shardplan.launches.launch import Launch, Ring, article, count_units, crowding
 from shardplan.launches.megatron import name_of
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
 from shardplan.movement.placing.place import candidates, outermost
-from shardplan.movement.placing.placed import SAME, Placed, ranked
+from shardplan.movement.placing.placed import SAME, Placed, rank_placements
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]
@@ -76,7 +76,7 @@ class Audit:
     @property
     def placement(self) -> Placement | None:
         """The launch as a placement, up to renaming equal units; None where it is none."""
-        return _own(self.launch, self.findings)
+        return _own_placement(self.launch, self.findings)
 
     @property
     def answer(self) -> str:
@@ -183,16 +183,16 @@ def audit(
     wide = [ring for ring in findings.rings if math.prod(mesh.shape[a] for a in ring.axes) > 1]
     rows = tuple(_row(launch, ring, fabric) for ring in wide)
     kept = tuple((inside or {}).items())
-    torn = _torn(launch, inside)
+    torn = _torn_axes(launch, inside)
     ranking = stock_ranking(mesh, topology, demands, inside, algorithm) if demands or torn else []
     if not demands:
-        best = _easiest(launch, ranking).placement if torn else _own(launch, findings)
+        best = _easiest(launch, ranking).placement if torn else _own_placement(launch, findings)
         text = fix(launch, best, (), device) if best is not None and (torn or findings.felt) else None
         reason = findings.reason or "no traffic is given, so nothing is known to be better than this matrix"
         return Audit(launch, findings, rows, (), None, best, None, torn or (reason,), text, kept)
     paid = [price(demand_pattern(d.op, launch.groups(d.axes), d.nbytes), fabric, algorithm) for d in demands]
     whole = [d.count * p.seconds for d, p in zip(demands, paid, strict=True)]
-    waited = [d.exposed(s) for d, s in zip(demands, whole, strict=True)]
+    waited = [d.exposed_seconds(s) for d, s in zip(demands, whole, strict=True)]
     total = sum(waited)
     fastest, ranking = ranking[0], _steady_rows(launch, ranking, total)
     best = _best(launch, findings, ranking, total)
@@ -207,7 +207,7 @@ def audit(
         losing = [s for s in losing if s.seconds - s.best_seconds > best.seconds * WORTH] or losing[:1]
         causes += tuple(dict.fromkeys(cause_of(launch, findings, s, best.placement, algorithm) for s in losing))
         joint = all(len(s.demand.axes) > 1 for s in losing)
-        if joint and _own(launch, findings) == best.placement and not findings.felt:
+        if joint and _own_placement(launch, findings) == best.placement and not findings.felt:
             # What is left are joint axes, whose members come in the order of coordinates, not of devices.
             causes = tuple(f"{c}: list the members of these groups in the order of their devices" for c in causes)
         else:
@@ -227,18 +227,18 @@ def audit(
     return Audit(launch, findings, rows, shares, total, best.placement, best.seconds, causes, text, kept)
 
 
-def _torn(launch: Launch, inside: Mapping[str, str] | None) -> tuple[str, ...]:
+def _torn_axes(launch: Launch, inside: Mapping[str, str] | None) -> tuple[str, ...]:
     """A sentence for each axis that spans several of the units inside one of which it is to stay."""
     found: list[str] = []
     for axis, j in outermost(inside, launch.mesh, launch.topology).items():
         spans = units_spanned(launch.groups((axis,)), launch.topology)
         if j and (most := int(spans[j - 1].max())) > 1:
             unit = launch.topology.levels[j - 1].name
-            found.append(f"`{axis}` spans {counted(most, unit)}, and is to stay inside one")
+            found.append(f"`{axis}` spans {count_units(most, unit)}, and is to stay inside one")
     return tuple(found)
 
 
-def _own(launch: Launch, findings: Findings) -> Placement | None:
+def _own_placement(launch: Launch, findings: Findings) -> Placement | None:
     """The launch as a placement, None where it is none."""
     if findings.matrix is None:
         return None
@@ -264,7 +264,7 @@ def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | Non
         array = np.empty(0)
     if array.dtype.kind not in "iu":
         raise TopologyError(
-            f"ids is {shown(ids)}; legal are a Launch, or topology ids, whole numbers in the mesh's shape"
+            f"ids is {excerpt(ids)}; legal are a Launch, or topology ids, whole numbers in the mesh's shape"
         )
     if array.shape not in (mesh.sizes, (mesh.size,)):
         raise TopologyError(
@@ -293,7 +293,7 @@ def stock_ranking(
     Groups list their members in level-major order. Raises as `movement.placing.place.candidates`.
     """
     every = [row for p in candidates(mesh, topology, inside) for row in orders(p)]
-    return ranked(every, demands, "stock", algorithm)
+    return rank_placements(every, demands, "stock", algorithm)
 
 
 def _steady_rows(launch: Launch, ranking: Sequence[Placed], total: float) -> Sequence[Placed]:
@@ -320,7 +320,7 @@ def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: 
     """
     equal = [row for row in ranking if row.seconds <= ranking[0].seconds * (1 + WORTH)]
     better = [row for row in equal if total > row.seconds * (1 + ADVISED)] or equal
-    own = _own(launch, findings)
+    own = _own_placement(launch, findings)
     least = min(row.crossing_bytes for row in better)
     local = [row for row in better if row.crossing_bytes == least]
     return next((row for row in better if row.placement == own), None) or _easiest(launch, local)
@@ -329,7 +329,9 @@ def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: 
 def _easiest(launch: Launch, rows: Sequence[Placed]) -> Placed:
     """The first that ranks in row-major order are, else the first."""
     natural = np.arange(launch.mesh.size)
-    return next((r for r in rows if np.array_equal(renumbered(launch, r.placement).reshape(-1), natural)), rows[0])
+    return next(
+        (r for r in rows if np.array_equal(ranks_by_coordinate(launch, r.placement).reshape(-1), natural)), rows[0]
+    )
 
 
 def _row(launch: Launch, one: Ring, fabric: Fabric) -> AxisRow:
@@ -363,5 +365,5 @@ def _leaving(paid: Price, demand: Demand, fabric: Fabric) -> list[Floats]:
         if seconds is None or paid.row is None:
             found.append(np.zeros((wires.units, 1)))
         else:
-            found.append(demand.count * paid.row.share(j < fabric.far) * fabric.sent(j, seconds))
+            found.append(demand.count * paid.row.share(j < fabric.far) * fabric.unit_bytes(j, seconds))
     return found

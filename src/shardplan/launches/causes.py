@@ -13,7 +13,7 @@ from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
-from shardplan.launches.launch import Launch, article, counted, detour_text, quoted, ring_of, sharing
+from shardplan.launches.launch import Launch, article, count_units, detour_text, quote_axes, ring_of, sharing
 from shardplan.launches.verdict import Findings
 from shardplan.movement.placing.demand import demand_pattern
 from shardplan.movement.placing.placed import SAME
@@ -46,18 +46,18 @@ def uplink_word(level: Level, count: int = 1) -> str:
 def cause_of(launch: Launch, findings: Findings, worst: CostShare, best: Placement, algorithm: str) -> str:
     """Return one sentence that says why a demand is slow, where it loses the most."""
     axes, levels = worst.demand.axes, launch.topology.levels
-    names = quoted(axes)
+    names = quote_axes(axes)
     groups, target = launch.groups(axes), np.sort(Launch.of(best).groups(axes), axis=1)
     here, there = ([int(c.max()) for c in units_spanned(g, launch.topology)] for g in (groups, target))
     stray = {s.level for s in findings.strays if set(s.axes) <= set(axes)}
     rings = ring_of(launch, axes)
     verb = "spans" if len(axes) == 1 else "together span"
-    for j in _relieved(groups, target, worst.demand, Fabric(launch.topology), algorithm):
+    for j in _relieved_levels(groups, target, worst.demand, Fabric(launch.topology), algorithm):
         level = levels[j]
         if level.name in stray:
             return findings.reason
         if here[j] > there[j]:
-            spans = f"{names} {verb} {counted(here[j], level.name)}"
+            spans = f"{names} {verb} {count_units(here[j], level.name)}"
             n = sharing(groups, launch.topology)[j]
             if n > 1 and level.uplinks == 1:
                 return f"{spans}: {n} groups share each {uplink_word(level)}"
@@ -69,7 +69,7 @@ def cause_of(launch: Launch, findings: Findings, worst: CostShare, best: Placeme
             return detour_text(rings, launch.topology, j)
         busy, idle = (sharing(g, launch.topology)[j] for g in (groups, target))
         if busy > idle > 0:
-            spans = counted(here[j], level.name)
+            spans = count_units(here[j], level.name)
             return f"{names} {verb} {spans}: {busy} groups leave each {level.name}, where {idle} could"
     if findings.felt:
         return findings.reason
@@ -79,7 +79,7 @@ def cause_of(launch: Launch, findings: Findings, worst: CostShare, best: Placeme
     )
 
 
-def _relieved(groups: Ints, target: Ints, demand: Demand, fabric: Fabric, algorithm: str) -> list[int]:
+def _relieved_levels(groups: Ints, target: Ints, demand: Demand, fabric: Fabric, algorithm: str) -> list[int]:
     """Levels by the seconds of load that other groups take off their busiest wire, the outermost of equals first.
 
     A level of more load there is no cause, and left out, unless none has less: then latency is all that is lost.

@@ -93,7 +93,7 @@ def fix(launch: Launch, placement: Placement, together: Sequence[tuple[str, ...]
     if default_ranks is not None:
         table = zip(default_ranks.reshape(-1).tolist(), ids.reshape(-1).tolist(), strict=True)
         rankfile = rankfile_text(dict(table), hosts)
-    ranks = renumbered(launch, placement)
+    ranks = ranks_by_coordinate(launch, placement)
     text, note = _torch(launch, ranks, device)
     wide = [(axis,) for axis in launch.mesh.axes if launch.mesh.shape[axis] > 1]
     canonical = Launch.of(placement)
@@ -112,7 +112,7 @@ def fix(launch: Launch, placement: Placement, together: Sequence[tuple[str, ...]
     )
 
 
-def renumbered(launch: Launch, placement: Placement) -> Ints:
+def ranks_by_coordinate(launch: Launch, placement: Placement) -> Ints:
     """Return the ranks that stand where a placement wants each coordinate, int64 in the mesh's shape.
 
     They are 0, 1, ... in row-major order where that is the placement up to renaming equal units.
@@ -242,10 +242,10 @@ def _orders(launch: Launch, placement: Placement) -> Iterator[str]:
     first = orders_of(placement)
     yield from first
     if any(rank != device for rank, device in launch.device_of_rank().items()):
-        yield from (order for order in _every(launch.mesh) if order not in first)
+        yield from (order for order in _distinct_orders(launch.mesh) if order not in first)
 
 
-def _every(mesh: Mesh) -> Iterator[str]:
+def _distinct_orders(mesh: Mesh) -> Iterator[str]:
     """Yield all order strings in the order of permutations, those that differ only in degrees of 1 once."""
     seen: set[tuple[str, ...]] = set()
     for names in itertools.permutations(DEFAULT.split("-")):
@@ -275,11 +275,11 @@ def nccl_split(groups: Ints) -> str | None:
     mask = ((1 << max(size - 1, 1).bit_length()) - 1) & ~varied
     offers = [(f"DIV {k}", ranks // k), (f"MOD {size // k}", ranks % (size // k)), (f"AND {mask:#x}", ranks & mask)]
     for text, split in offers:
-        if _same(split, colour):
+        if _same_partition(split, colour):
             return f'NCCL_TESTS_SPLIT="{text}"'
     return None
 
 
-def _same(a: Ints, b: Ints) -> bool:
+def _same_partition(a: Ints, b: Ints) -> bool:
     """Say whether two colourings part the same ranks."""
     return len(np.unique(a)) == len(np.unique(b)) == len(np.unique(np.stack([a, b]), axis=1).T)

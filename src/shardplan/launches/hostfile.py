@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.mesh import Mesh
-from shardplan.errors import ParseError, TopologyError, shown
+from shardplan.errors import ParseError, TopologyError, excerpt
 from shardplan.hardware.topology import Topology
-from shardplan.launches.launch import Launch, counted
+from shardplan.launches.launch import Launch, count_units
 
 _HOST = r"[A-Za-z0-9_][A-Za-z0-9_.@-]*"
 _LISTED = r"[A-Za-z0-9_][A-Za-z0-9_.@,\[\]-]*"  # hosts, several with commas between and numbers in brackets
@@ -95,7 +95,7 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
         at = f"{source}, line {number}"
         match = _LINE.fullmatch(line)
         if match is None:
-            raise ParseError(f"{at}: {shown(line)} is no host; legal: {_LEGAL}")
+            raise ParseError(f"{at}: {excerpt(line)} is no host; legal: {_LEGAL}")
         words = dict(_WORD.findall(match["words"]))
         for word in words:
             if word.replace("-", "_") not in ("slots", "max_slots", "port"):
@@ -106,7 +106,7 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
         elif match["count"] is not None:
             form, count = ":n", match["count"]
         if not count.isdecimal() or len(count) > _MOST_DIGITS or int(count) < 1:
-            raise ParseError(f"{at}: {match['host']!r} has {shown(count)} slots; legal is a number of 1 or more")
+            raise ParseError(f"{at}: {match['host']!r} has {excerpt(count)} slots; legal is a number of 1 or more")
         if found and found[0].form != form:
             first = found[0]
             raise ParseError(
@@ -115,7 +115,7 @@ def parse_hostfile(text: str, source: str = "hostfile", hosts: Hosts | None = No
             )
         for host in hosts_of(match["host"], at):
             if hosts is not None and host not in hosts.names:
-                raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+                raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_first_names(hosts.names)}")
             found.append(_HostLine(number, host, form, int(count)))
     if not found:
         raise ParseError(f"{source}: names no host; legal are lines {_LEGAL}")
@@ -204,12 +204,13 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
         at = f"{source}, line {number}"
         match = _RANK.fullmatch(line) or _ROW.fullmatch(line)
         if match is None:
-            raise ParseError(f"{at}: {shown(line)} places no rank; legal: {legal}")
+            raise ParseError(f"{at}: {excerpt(line)} places no rank; legal: {legal}")
         rank, host, said = int(match["rank"]), match["host"], match["slot"]
         form = _SLOT.fullmatch(said)
         if form is None:
             raise ParseError(
-                f"{at}: slot {shown(said)} is no number; legal is one, the device's number on {host!r}, or socket:core"
+                f"{at}: slot {excerpt(said)} is no number; legal is one, the device's number on {host!r}, or "
+                "socket:core"
             )
         slot = tuple(int(n) for n in form.groups() if n is not None)
         if table and len(slot) != len(next(iter(table.values())).slot):
@@ -222,7 +223,7 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
         if rank in table:
             raise ParseError(f"{at}: rank {rank} stands in line {table[rank].number} already; each rank stands once")
         if hosts is not None and host not in hosts.names:
-            raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_some(hosts.names)}")
+            raise ParseError(f"{at}: host {host!r} is not in {hosts.source}; legal: {_first_names(hosts.names)}")
         other = holder.setdefault((host, slot), rank)
         if other != rank:
             raise ParseError(
@@ -250,7 +251,7 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
     return Hosts(names, tuple(slots), tuple(ranks), source)
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
+def _first_names(names: Sequence[str], most: int = 6) -> str:
     """The first of many names, for a message."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
@@ -271,10 +272,10 @@ def host_level(topology: Topology, hosts: int | None = None) -> int:
     others = [j for j in range(-1, len(names)) if _units(topology, j) == hosts]
     if others:
         return others[-1]
-    have = counted(_units(topology, named), names[named] if named >= 0 else "host")
+    have = count_units(_units(topology, named), names[named] if named >= 0 else "host")
     raise TopologyError(
-        f"{counted(hosts, 'host')}, but topology {topology.name!r} has {have} ({topology.describe()}); legal is a host "
-        f"for each: give the topology its size, as {names[max(named, 0)]}s={hosts}"
+        f"{count_units(hosts, 'host')}, but topology {topology.name!r} has {have} ({topology.describe()}); legal is a "
+        f"host for each: give the topology its size, as {names[max(named, 0)]}s={hosts}"
     )
 
 

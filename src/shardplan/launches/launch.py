@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
-from shardplan.errors import TopologyError, shown
+from shardplan.errors import TopologyError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.aggregate import Laid, units_spanned
 from shardplan.hardware.prices.fabric import Fabric
@@ -45,7 +45,7 @@ class Launch:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh) or not isinstance(self.topology, Topology):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(
-                f"a launch of {shown(self.mesh)} on {shown(self.topology)}; legal are a Mesh and a Topology"
+                f"a launch of {excerpt(self.mesh)} on {excerpt(self.topology)}; legal are a Mesh and a Topology"
             )
         ids = border.items("the ids of a launch", self.ids, "topology ids", TopologyError)
         ids = tuple(border.integer("a topology id", i, TopologyError) for i in ids)
@@ -60,7 +60,7 @@ class Launch:
                 f"Topology.load(..., {topology.levels[0].name}s=...)"
                 + (" or with --nodes" if topology.levels[0].name == "node" else "")
             )
-        topology.checked(self.ids)
+        topology.check_ids(self.ids)
         if len(set(self.ids)) != count:
             twice = next(d for k, d in enumerate(self.ids) if d in self.ids[:k])
             first, second = [k for k, d in enumerate(self.ids) if d == twice][:2]
@@ -122,7 +122,7 @@ def sharing(groups: Ints, topology: Topology) -> tuple[int, ...]:
     (8, 1)
     """
     return tuple(
-        _most(groups[spans > 1] // stride)
+        _most_alike(groups[spans > 1] // stride)
         for stride, spans in zip(topology.strides, units_spanned(groups, topology), strict=True)
     )
 
@@ -138,11 +138,11 @@ def crowding(groups: Ints, fabric: Fabric) -> tuple[int, ...]:
     most: list[int] = []
     for j, (wires, spans) in enumerate(zip(fabric.wires, units_spanned(groups, fabric.topology), strict=True)):
         leaving = groups[spans > 1]
-        most.append(_most(fabric.rail(j, leaving) if wires.level.link == "switch" else leaving // wires.stride))
+        most.append(_most_alike(fabric.rail(j, leaving) if wires.level.link == "switch" else leaving // wires.stride))
     return tuple(most)
 
 
-def _most(where: Ints) -> int:
+def _most_alike(where: Ints) -> int:
     """The most rows, [groups, k], that have the same number in them."""
     width = int(where.max(initial=0)) + 1
     pairs = np.unique(where + np.arange(len(where))[:, None] * width)
@@ -171,7 +171,7 @@ def detour_text(ring: Ring, topology: Topology, first: int = 0) -> str:
     for j, level in list(enumerate(topology.levels))[first:]:
         if ring.detours[j]:
             return (
-                f"the rings over {quoted(ring.axes)} pass between {plural(level.name)} {ring.crossings[j]} times, "
+                f"the rings over {quote_axes(ring.axes)} pass between {plural(level.name)} {ring.crossings[j]} times, "
                 f"{ring.contiguous[j]} would do"
             )
     return ""
@@ -186,10 +186,10 @@ def article(noun: str) -> str:
     return f"{'an' if noun[0].lower() in 'aeiou' and not noun.startswith('uni') else 'a'} {noun}"
 
 
-def counted(number: int | str, name: str) -> str:
+def count_units(number: int | str, name: str) -> str:
     """Return a number of units of a level in words; a text is a range of numbers.
 
-    >>> counted(1, "pod"), counted("2 to 3", "switch")
+    >>> count_units(1, "pod"), count_units("2 to 3", "switch")
     ('1 pod', '2 to 3 switches')
     """
     return f"{number} {name if str(number) == '1' else plural(name)}"
@@ -202,6 +202,6 @@ def plural(name: str) -> str:
     return f"{name}es" if name.endswith(("s", "x", "ch", "sh")) else f"{name}s"
 
 
-def quoted(axes: Sequence[str]) -> str:
+def quote_axes(axes: Sequence[str]) -> str:
     """Return names of axes as they stand in a sentence."""
     return ", ".join(f"`{axis}`" for axis in axes)

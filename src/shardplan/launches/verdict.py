@@ -17,13 +17,13 @@ from typing import Literal
 import numpy as np
 
 from shardplan.core.pattern import Groups
-from shardplan.hardware.placement import Matrix, Order, Placement, reordered
+from shardplan.hardware.placement import Matrix, Order, Placement, reorder_level
 from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.cost import KINDS, seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
-from shardplan.launches.launch import Ints, Launch, Ring, article, counted, detour_text, plural, quoted, ring_of
+from shardplan.launches.launch import Ints, Launch, Ring, article, count_units, detour_text, plural, quote_axes, ring_of
 from shardplan.movement.placing.placed import SAME
 
 Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
@@ -82,9 +82,9 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     plain = Placement(mesh, topology, matrix)
     placed, order = Launch.of(plain), order_of(launch.array, plain).order
     listed = [ring_of(launch, (axis,), listed=True) for axis in mesh.axes]
-    reason = _detour(listed, topology) or _long_way(launch, matrix) or _turned(launch, placed.array)
+    reason = _detour(listed, topology) or _long_way(launch, matrix) or _misaligned_level(launch, placed.array)
     if reason:
-        felt = _felt(launch, Launch.of(replace(plain, order=order)))
+        felt = _is_slower(launch, Launch.of(replace(plain, order=order)))
         if not felt:
             reason += f"; {topology.library} orders members itself and does not feel it"
         return Findings("interleaved", matrix, spans, rings, (), reason, felt, order)
@@ -92,7 +92,7 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     return Findings("canonical" if canonical else "equivalent", matrix, spans, rings, (), "", False, order)
 
 
-def _felt(launch: Launch, placed: Launch) -> bool:
+def _is_slower(launch: Launch, placed: Launch) -> bool:
     """Whether the topology's library takes longer for some collective over an axis than in the order of the numbering.
 
     A slow unit is no matter of order.
@@ -120,7 +120,7 @@ def _detour(rings: Sequence[Ring], topology: Topology) -> str:
     return detour_text(outermost, topology)
 
 
-def _turned(launch: Launch, placed: Ints) -> str:
+def _misaligned_level(launch: Launch, placed: Ints) -> str:
     """Say at which outermost level units are not those of the numbering under other names; empty if at none."""
     renamed = np.empty(placed.size, dtype=np.int64)
     renamed[placed.reshape(-1)] = launch.ids
@@ -143,39 +143,41 @@ def _strays(launch: Launch) -> tuple[str, tuple[Stray, ...]]:
             # What most groups span, the fewest of equally frequent numbers.
             expected = int(np.bincount(counts[axis][j]).argmax())
             if bool((counts[axis][j] != expected).any()):
-                return _told(launch, (axis,), j, counts[axis][j], expected)
+                return _stray_reason(launch, (axis,), j, counts[axis][j], expected)
     for axis in mesh.axes:
         row = [1, *(int(found[0]) for found in counts[axis])]
         for j, level in enumerate(levels):
             if row[j + 1] % row[j]:
                 reason = (
-                    f"every group over `{axis}` spans {counted(row[j], levels[j - 1].name)} but "
-                    f"{counted(row[j + 1], level.name)}, which is no multiple"
+                    f"every group over `{axis}` spans {count_units(row[j], levels[j - 1].name)} but "
+                    f"{count_units(row[j + 1], level.name)}, which is no multiple"
                 )
-                return reason, _listed(launch, (axis,), level.name, counts[axis][j], row[j])
+                return reason, _stray_groups(launch, (axis,), level.name, counts[axis][j], row[j])
     for size in range(2, len(mesh.axes) + 1):
         for axes in itertools.combinations(mesh.axes, size):
             joint = units_spanned(launch.groups(axes), launch.topology)
             for j in range(len(levels)):
                 expected = math.prod(int(counts[axis][j][0]) for axis in axes)
                 if bool((joint[j] != expected).any()):
-                    return _told(launch, axes, j, joint[j], expected)
+                    return _stray_reason(launch, axes, j, joint[j], expected)
     # All counts are products of the rows, so the whole mesh, too, spans them; its sizes are the topology's.
     raise AssertionError("a launch without a matrix has an offending group")
 
 
-def _told(launch: Launch, axes: tuple[str, ...], j: int, found: Ints, expected: int) -> tuple[str, tuple[Stray, ...]]:
+def _stray_reason(
+    launch: Launch, axes: tuple[str, ...], j: int, found: Ints, expected: int
+) -> tuple[str, tuple[Stray, ...]]:
     """The sentence and the groups, of those that span another number of units of level j than expected."""
     name, wrong = launch.topology.levels[j].name, found[found != expected]
     some = f"{len(wrong)} of the {len(found)} groups" if len(found) > 1 else "the group"
     reason = (
-        f"{some} over {quoted(axes)} {'span' if len(wrong) > 1 else 'spans'} {counted(_range(wrong), name)} where a "
-        f"placement has {expected}"
+        f"{some} over {quote_axes(axes)} {'span' if len(wrong) > 1 else 'spans'} {count_units(_range(wrong), name)} "
+        f"where a placement has {expected}"
     )
-    return reason, _listed(launch, axes, name, found, expected)
+    return reason, _stray_groups(launch, axes, name, found, expected)
 
 
-def _listed(launch: Launch, axes: tuple[str, ...], level: str, found: Ints, expected: int) -> tuple[Stray, ...]:
+def _stray_groups(launch: Launch, axes: tuple[str, ...], level: str, found: Ints, expected: int) -> tuple[Stray, ...]:
     """The groups over axes that span another number of units than expected."""
     ranks = launch.mesh.ids[launch.places(axes)]
     return tuple(
@@ -196,7 +198,7 @@ def _long_way(launch: Launch, matrix: Matrix) -> str:
         if level.link in ("switch", "full") or level.size < 4:  # of three or fewer, every order is as good
             continue
         found = [_hops(launch, axis, j) for axis in mesh.axes]
-        orders = [Launch.of(one) for one in reordered(Placement(mesh, topology, matrix), j)]
+        orders = [Launch.of(one) for one in reorder_level(Placement(mesh, topology, matrix), j)]
         offers = [[_hops(one, axis, j) for axis in mesh.axes] for one in orders]
         if not any(all(a <= b for a, b in zip(found, offer, strict=True)) for offer in offers):
             best = min(offers, key=sum)

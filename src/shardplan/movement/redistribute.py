@@ -1,8 +1,9 @@
 """The verb: `redistribute(source, destination)` returns the cheapest certified plan found.
 
 Without a topology the price is the bytes that the worst device receives, summed over steps, plus 0.2 % of
-`bound_bytes` per round; with one it is predicted seconds. Without one a plan's `seconds` are what its program takes on
-the topology `nominal`. Plans are deterministic, and cached by request.
+`bound_bytes` per round; with one it is predicted seconds, and what lies within 10 % of the least is told apart by bytes
+on the slowest level, then by convenience (`redistribution.choice`). Without one a plan's `seconds` are what its program
+takes on the topology `nominal`. Plans are deterministic, and cached by request.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 from shardplan.core import border
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import tabled
+from shardplan.core.messages import has_box_table
 from shardplan.core.shardings import Sharding, is_sharding, types_between
 from shardplan.core.tensor import TensorType, type_of
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
 from shardplan.movement.batches.batch import plan_batch
-from shardplan.movement.better import better_text
-from shardplan.movement.redistribution.single import best_program
+from shardplan.movement.better_placement import better_text
+from shardplan.movement.redistribution.single_move import best_program
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, where_of
@@ -73,14 +74,15 @@ def _types_of_shardings(
     if not (is_sharding(src) and is_sharding(dst)):
         what, end = ("the destination", dst) if is_sharding(src) else ("the source", src)
         raise LayoutError(
-            f"{what} is {shown(end)}; legal is a sharding at both ends, where one of them or shape= or dtype= is given"
+            f"{what} is {excerpt(end)}; legal is a sharding at both ends, where one of them or shape= or dtype= is "
+            "given"
         )
     if shape is None or dtype is None or mesh is not None:
         raise LayoutError(
-            f"shardings with shape={shown(shape)}, dtype={shown(dtype)}, mesh={shown(mesh)}; legal are the shape and "
-            "the dtype of an array, whose mesh the shardings say"
+            f"shardings with shape={excerpt(shape)}, dtype={excerpt(dtype)}, mesh={excerpt(mesh)}; legal are the shape "
+            "and the dtype of an array, whose mesh the shardings say"
         )
-    sizes = tuple(border.whole("shape", n) for n in border.items("shape", shape, "sizes"))
+    sizes = tuple(border.whole_number("shape", n) for n in border.items("shape", shape, "sizes"))
     return types_between(sizes, dtype, src, dst)
 
 
@@ -108,7 +110,7 @@ def plan_kept(
     if isinstance(src, (TensorType, str)):
         source, destination = type_of("the source", src, mesh), type_of("the destination", dst, mesh)
         check_pair(source, destination)
-        return _cached(source, destination, where, limit, portable, _each(keep, 1)[0], even)
+        return _cached_plan(source, destination, where, limit, portable, _keep_flags(keep, 1)[0], even)
     sources = tuple(type_of(f"source {k}", t, mesh) for k, t in enumerate(border.items("src", src, "types")))
     destinations = tuple(type_of(f"destination {k}", t, mesh) for k, t in enumerate(border.items("dst", dst, "types")))
     if len(sources) != len(destinations):
@@ -117,13 +119,13 @@ def plan_kept(
         )
     for s, t in zip(sources, destinations, strict=True):
         check_pair(s, t)
-    kept = _each(keep, len(sources))
+    kept = _keep_flags(keep, len(sources))
     if len(sources) == 1:
-        return _cached(*sources, *destinations, where, limit, portable, *kept, even)
+        return _cached_plan(*sources, *destinations, where, limit, portable, *kept, even)
     return _cached_batch(sources, destinations, where, limit, portable, kept, even)
 
 
-def _each(keep: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
+def _keep_flags(keep: bool | Sequence[bool], count: int) -> tuple[bool, ...]:
     """Say of each source whether it is kept."""
     kept = (keep,) * count if isinstance(keep, bool) else tuple(keep)
     if len(kept) != count:
@@ -152,7 +154,7 @@ def check_pair(s: TensorType, t: TensorType) -> None:
     """Raise `LayoutError` unless the two types describe one array."""
     if s.shape != t.shape or s.dtype != t.dtype:
         raise LayoutError(f"cannot redistribute {s} to {t}: dtype and global shape must be equal")
-    if tabled(s, t) and any(x.layout.partial or x.layout.root for x in (s, t)):
+    if has_box_table(s, t) and any(x.layout.partial or x.layout.root for x in (s, t)):
         raise LayoutError(f"cannot redistribute {s} to {t}: beside a table of boxes nothing is partial or at a root")
     kinds = {x.layout.reduction for x in (s, t) if x.layout.partial}
     if len(kinds) > 1 and s.layout.partial and t.layout.partial and s.mesh == t.mesh:
@@ -162,11 +164,12 @@ def check_pair(s: TensorType, t: TensorType) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _cached(
+def _cached_plan(
     s: TensorType, t: TensorType, where: Where | None, limit: int | None, portable: bool, keep: bool, even: bool
 ) -> Plan:
     def planned(where: Where | None) -> Plan:
         chosen = best_program(s, t, where, limit, portable, keep, even)
-        return Plan(chosen.program, issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books))
+        claims = issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books, least=chosen.least)
+        return Plan(chosen.program, claims)
 
     return replace(planned(where), _better=lambda: better_text([(s, t)], where, planned))

@@ -1,10 +1,10 @@
 """Lower bounds in seconds: what no point-to-point algorithm can beat, whatever it does.
 
 Cut, count and gather bounds, at the best rates that any row of the library reaches, over the ways of the devices that
-take part. An element counts once where it enters, and once out of all its holders together: whoever has it may pass it
-on. Where a level reduces in the network, reductions have no count bound; the others still hold. Of collectives, members
-are device ids, int64 [G, k], and nbytes is B, what a member holds before, float64 [G]; their bounds are of bandwidth
-only.
+take part; of moves without addends, that any row reaches which does more than reduce. An element counts once where it
+enters, and once out of all its holders together: whoever has it may pass it on. Where a level reduces in the network,
+reductions have no count bound; the others still hold. Of collectives, members are device ids, int64 [G, k], and nbytes
+is B, what a member holds before, float64 [G]; their bounds are of bandwidth only.
 
 An *island* are devices that meshes join, directly or over others. Every op but a send stays on one mesh, so what goes
 from island to island goes by sends, at the rates of the library's messages. A set of units that has its islands whole
@@ -24,7 +24,7 @@ from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
-from shardplan.plans.starts import Bound, started
+from shardplan.plans.starts import Bound, bound_with_starts
 
 # Pairs of boxes in one unit that are met one by one (arrays of 16 MB); above, a coarser bound.
 _PAIRS = 1 << 21
@@ -163,11 +163,14 @@ def moves_bound(
             _leaving(found, unit, j, fabric, own),
             most_over(np.array([away]), summed_capacity(fabric, j, unit[everywhere][None], own)),
         )
-        worst += [started(fabric, j, most, at), *_apart(tiles, row, unit, enter, _whole(row, islands), j, fabric, at)]
+        worst += [
+            bound_with_starts(fabric, j, most, at),
+            *_cut_bounds(tiles, row, unit, enter, _number_islands(row, islands), j, fabric, at),
+        ]
     return Bound.largest(worst)
 
 
-def _whole(row: Ints, islands: Ints) -> Ints:
+def _number_islands(row: Ints, islands: Ints) -> Ints:
     """Number the smallest sets of units that have their islands whole: of every row its set, [n]."""
     label = islands
     while True:
@@ -181,7 +184,7 @@ def _whole(row: Ints, islands: Ints) -> Ints:
         label = joined
 
 
-def _apart(
+def _cut_bounds(
     tiles: Sequence[tuple[Tiles, Tiles, float]],
     row: Ints,
     unit: Ints,
@@ -198,7 +201,9 @@ def _apart(
     count = int(label.max(initial=0)) + 1
     if count == 1:
         return []
-    sends = fabric.under(replace(fabric.library, rows=tuple(r for r in fabric.library.rows if "messages" in r.ops)))
+    sends = fabric.with_library(
+        replace(fabric.library, rows=tuple(r for r in fabric.library.rows if "messages" in r.ops))
+    )
     leave, into = np.zeros((2, count))
     for source, target, itemsize in tiles:
         one, other = label[source.device[0]], label[target.device[0]]
@@ -215,7 +220,7 @@ def _apart(
         sent = most_over(np.array([max(leave[k], into[k])]), rate)
         rest = most_over(np.array([max(0.0, enter[of_unit == k].sum() - into[k])]), fast)
         both = most_over(np.array([into[k]]), rate) + rest
-        bounds += [started(sends, j, sent, at), Bound(fabric.first_hop(j) + both, both)]
+        bounds += [bound_with_starts(sends, j, sent, at), Bound(fabric.first_hop(j) + both, both)]
     return bounds
 
 
@@ -256,7 +261,7 @@ def all_reduce_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
     Source: cut: every unit must be entered; count: n - 1 merges and n - 1 deliveries an element.
     """
     reduces = any(wires.level.reduces for wires in fabric.wires)
-    return _bound(
+    return _reduction_seconds(
         members, nbytes, fabric, lambda c, _: np.ones(len(c)), lambda c, _: np.ones(len(c)), 0 if reduces else 2
     )
 
@@ -267,7 +272,9 @@ def reduce_scatter_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float
     Source: the gather bound reversed.
     """
     reduces = any(wires.level.reduces for wires in fabric.wires)
-    return _bound(members, nbytes, fabric, lambda c, k: c / k, lambda c, k: (k - c) / k, 0 if reduces else 1)
+    return _reduction_seconds(
+        members, nbytes, fabric, lambda c, k: c / k, lambda c, k: (k - c) / k, 0 if reduces else 1
+    )
 
 
 def all_gather_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
@@ -276,10 +283,12 @@ def all_gather_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
     Source: ForestColl, arXiv 2402.06787.
     """
     k = np.asarray(members).shape[1]
-    return _bound(members, nbytes, fabric, lambda c, k: (k - c) * 1.0, lambda c, _: c * 1.0, k)
+    return _reduction_seconds(members, nbytes, fabric, lambda c, k: (k - c) * 1.0, lambda c, _: c * 1.0, k)
 
 
-def _bound(members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: Share, total: float) -> float:
+def _reduction_seconds(
+    members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: Share, total: float
+) -> float:
     """The worst cut of units and arcs, and of each level (n-1) * total * B over the units' summed capacity."""
     at = np.sort(fabric.topology_ids(members), axis=1)
     groups, k = at.shape
@@ -344,7 +353,7 @@ def _arcs(
     parent = keys % (fabric.wires[j].units // level.size)
     held = np.zeros((len(keys), level.size), dtype=np.int64)
     held[row.reshape(-1), unit % level.size] = count
-    link = level.delivered * level.uplinks * fabric.library.best_share(j < fabric.far)
+    link = level.delivered_rate * level.uplinks * fabric.library.best_share(j < fabric.far)
     own = np.full(fabric.wires[j].units // level.size, 2 * link)  # an arc has two ends
     if j > 0:
         own = own + fabric.capacity(j - 1)

@@ -2,8 +2,8 @@
 
 Types, peaks and bytes are derived from the program by `core` alone; levels, seconds and their bound by `hardware` and
 the rest of this room. `status` is `floor` (seconds without latencies are within 0.1 % of their lower bound, which
-counts senders, receivers and, with a topology, cuts), `exact` (nothing cheaper in the planner's graph of types: the one
-statement a check cannot prove) or `heuristic`.
+counts senders, receivers and, with a topology, cuts), `exact` (nothing cheaper in the planner's graph of types: which,
+like `least_seconds`, a check cannot prove) or `heuristic`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.errors import CertificateError, ShardplanError, shown
+from shardplan.errors import CertificateError, ShardplanError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.library import library
 from shardplan.plans.nominal import nominal_bound
-from shardplan.plans.pricing import Where, fabric_of, priced, seconds_bound
+from shardplan.plans.pricing import Where, fabric_of, price_program, seconds_bound
 
 STATUSES = ("floor", "exact", "heuristic")
 FLOOR = 1.001  # seconds over their lower bound, both without latencies, up to which a plan is at the floor
@@ -41,7 +41,8 @@ class Certificate:
     staging of the worst step. Without a limit the peak of one tensor keeps the bound; that of a batch of which no order
     was found that keeps it is above it. Outputs behind the destinations are inputs that the caller keeps.
     `level_bytes` sums over devices, outermost level first, () without a topology. Steps are priced under `algorithm`:
-    `auto`, the cheapest row of the library for each, or an algorithm of it.
+    `auto`, the cheapest row of the library for each, or an algorithm of it. `least_seconds` are those of the cheapest
+    program that the planner found, where it took this one for fewer bytes on the slowest level or less trouble.
     """
 
     program: Program
@@ -63,6 +64,7 @@ class Certificate:
     seconds: float
     lower_bound_seconds: float
     algorithm: str = "auto"
+    least_seconds: float | None = None
 
     @property
     def gap(self) -> float:
@@ -71,7 +73,7 @@ class Certificate:
         return got / least if least else math.inf if got else 1.0
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kept_inputs(self) -> tuple[str, ...]:
         """The inputs that the caller keeps: outputs behind those of the destinations."""
         return self.program.outputs[len(self.destinations) :]
 
@@ -87,12 +89,21 @@ class Certificate:
         for name, value in found.claims.items():
             claimed = getattr(self, name)
             if not _equal(claimed, value):
-                raise CertificateError(f"{name} is claimed to be {_short(claimed)}, but follows to be {_short(value)}")
+                raise CertificateError(
+                    f"{name} is claimed to be {_short_text(claimed)}, but follows to be {_short_text(value)}"
+                )
         if self.memory_limit is None:
             if self.peak_bytes > self.bound_bytes and len(self.sources) == 1:
                 raise CertificateError(f"peak_bytes {self.peak_bytes} exceeds bound_bytes {self.bound_bytes}")
         elif self.workspace_bytes > self.memory_limit:
             raise CertificateError(f"workspace_bytes {self.workspace_bytes} exceeds the limit {self.memory_limit}")
+        least = self.least_seconds
+        legal = isinstance(least, float) and self.lower_bound_seconds * (1 - RELATIVE) <= least <= self.seconds
+        if least is not None and not legal:
+            raise CertificateError(
+                f"least_seconds is claimed to be {_short_text(least)}, which is not between the lower bound "
+                f"{_short_text(self.lower_bound_seconds)} and the seconds {_short_text(self.seconds)}"
+            )
         if self.status == "floor" and not found.floor:
             raise CertificateError(
                 "status floor is claimed, but without latencies the seconds are more than 0.1 % above their lower bound"
@@ -103,17 +114,17 @@ class Certificate:
         for name in TYPES:
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(t, TensorType) for t in value):  # pyright: ignore[reportUnknownVariableType]
-                raise CertificateError(f"{name} is {shown(value)}; legal is a tuple of types")
+                raise CertificateError(f"{name} is {excerpt(value)}; legal is a tuple of types")
         if self.where is not None and not isinstance(self.where, Where):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise CertificateError(f"where is {shown(self.where)}; legal is a Topology, a Placement or None")
+            raise CertificateError(f"where is {excerpt(self.where)}; legal is a Topology, a Placement or None")
         if self.memory_limit is not None and not isinstance(self.memory_limit, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise CertificateError(f"memory_limit is {shown(self.memory_limit)}; legal is a number of bytes or None")
+            raise CertificateError(f"memory_limit is {excerpt(self.memory_limit)}; legal is a number of bytes or None")
         topology = self.where.topology if isinstance(self.where, Placement) else self.where
         legal = ("auto",) if topology is None else ("auto", *library(topology.library).algorithms())
         if self.algorithm not in legal:
-            raise CertificateError(f"unknown algorithm {shown(self.algorithm)}; legal are {', '.join(legal)}")
+            raise CertificateError(f"unknown algorithm {excerpt(self.algorithm)}; legal are {', '.join(legal)}")
         if self.status not in STATUSES:
-            raise CertificateError(f"unknown status {shown(self.status)}; legal are {', '.join(STATUSES)}")
+            raise CertificateError(f"unknown status {excerpt(self.status)}; legal are {', '.join(STATUSES)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the claims as plain values: types and programs as text."""
@@ -177,7 +188,7 @@ def derive(
     least = np.sum(bounds, axis=0) if bounds else np.zeros(len(devices), dtype=np.int64)
     total = sum(total_bound(s, t, b) for s, t, b in zip(sources, destinations, bounds, strict=True))
     fabric = fabric_of(where, program.meshes)
-    cost = priced(program, fabric, algorithm)
+    cost = price_program(program, fabric, algorithm)
     if where is None:
         bound = nominal_bound(sources, destinations, least, devices)
     else:
@@ -223,8 +234,12 @@ def issue(
     exact: bool,
     books: Account | None = None,
     algorithm: str = "auto",
+    least: float | None = None,
 ) -> Certificate:
-    """Return the certificate of a program; `exact` is the planner's word that nothing cheaper exists."""
+    """Return the certificate of a program; `exact` is the planner's word that nothing cheaper exists.
+
+    So are `least`, the seconds of the cheapest program that it found, where it took another.
+    """
     claims, floor = derive(program, sources, destinations, where, books, algorithm)
     status = "floor" if floor else "exact" if exact else "heuristic"
     return Certificate(
@@ -235,6 +250,7 @@ def issue(
         memory_limit=memory_limit,
         status=status,
         algorithm=algorithm,
+        least_seconds=least,
         **claims,
     )
 
@@ -250,7 +266,7 @@ def _equal(claim: Any, follows: Any) -> bool:
     return bool(claim == follows)
 
 
-def _short(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = _texts(value) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]
     return text if len(text) < LONGEST else text[: LONGEST - 3] + "..."
 

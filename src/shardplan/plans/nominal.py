@@ -65,7 +65,7 @@ def nominal_bound(
     fabric = nominal_fabric(max(1, len(ids)))
     (level,) = fabric.topology.levels
     transfer = float(least.max(initial=0)) / level.bandwidth
-    moves = [(s, t) for s, t in zip(sources, destinations, strict=True) if _lopsided(s, t)]
+    moves = [(s, t) for s, t in zip(sources, destinations, strict=True) if _senders_may_lag(s, t)]
     if moves:
         at = np.asarray(ids)
         boxes = [(boxes_on(s, at), boxes_on(t, at), s.itemsize) for s, t in moves]
@@ -73,7 +73,7 @@ def nominal_bound(
     return Bound(transfer + (level.latency if transfer else 0.0), transfer)
 
 
-def _lopsided(s: TensorType, t: TensorType) -> bool:
+def _senders_may_lag(s: TensorType, t: TensorType) -> bool:
     """Say whether senders may have more to do than receivers; of addends, and tables of boxes, nothing is claimed."""
     if s.layout.partial or t.layout.partial or s.layout.boxes is not None or t.layout.boxes is not None:
         return False

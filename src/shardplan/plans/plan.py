@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardplan.core.program import Program
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.plans.certificate import Certificate
-from shardplan.plans.plan_file import annotated, load_plan, save_plan
+from shardplan.plans.plan_file import annotate_steps, load_plan, save_plan
 
 
 def path_of(value: object) -> Path:
     """Return a path, given as one or as text; raises `ShardplanError` for any other value."""
     if isinstance(value, (str, Path)) and "\0" not in str(value) and Path(value).name:
         return Path(value)
-    raise ShardplanError(f"the path of a plan file is {shown(value)}; legal is a path, or its text")
+    raise ShardplanError(f"the path of a plan file is {excerpt(value)}; legal is a path, or its text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Plan:
         """Refuse what is no program or no certificate."""
         if not isinstance(self.program, Program) or not isinstance(self.certificate, Certificate):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ShardplanError(
-                f"a plan of {shown(self.program)} and {shown(self.certificate)}; "
+                f"a plan of {excerpt(self.program)} and {excerpt(self.certificate)}; "
                 "legal are a Program and its Certificate"
             )
         if self.program != self.certificate.program:
             raise ShardplanError("a plan of a program and the certificate of another; legal is that of the program")
 
     @staticmethod
-    def later(program: Program, issued: Callable[[], Certificate]) -> Plan:
+    def from_issuer(program: Program, issued: Callable[[], Certificate]) -> Plan:
         """Return a plan whose certificate is derived when it is asked for: its bounds take longer than a program."""
         plan = object.__new__(Plan)
         object.__setattr__(plan, "program", program)
@@ -67,6 +67,12 @@ class Plan:
         return self.certificate.seconds
 
     @property
+    def least_seconds(self) -> float:
+        """The seconds of the cheapest program found: another one where seconds within 10 % tell nothing apart."""
+        least = self.certificate.least_seconds
+        return self.seconds if least is None else least
+
+    @property
     def types(self) -> tuple[object, ...]:
         """The types after each step."""
         return self.certificate.types
@@ -83,4 +89,4 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the program with bytes and seconds beside every step, and what a better placement would take."""
-        return "\n".join(filter(None, (annotated(self.certificate), self.better)))
+        return "\n".join(filter(None, (annotate_steps(self.certificate), self.better)))

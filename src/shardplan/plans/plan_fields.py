@@ -20,6 +20,7 @@ Counts = Annotated[tuple[Count, ...], Meta(description="a list of whole numbers 
 Limit = Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of bytes of at least 1, or null")]
 Number = Annotated[float, Meta(ge=0, description="a number of at least 0")]
 Numbers = Annotated[tuple[Number, ...], Meta(description="a list of numbers of at least 0, one a level")]
+LeastSeconds = Annotated[Annotated[float, Meta(ge=0)] | None, Meta(description="a number of at least 0, or null")]
 Text = Annotated[str, Meta(description="a text")]
 TypeTexts = Annotated[tuple[str, ...], Meta(description="a list of texts such as 'f32[8@x] on x=2'")]
 _Laid = Annotated[dict[Literal["topology", "placement"], str], Meta(min_length=1, max_length=1)]
@@ -49,6 +50,7 @@ class ClaimFields(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     seconds: Number
     lower_bound_seconds: Number
     algorithm: Text = "auto"
+    least_seconds: LeastSeconds = None
 
 
 class PlanFields(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):

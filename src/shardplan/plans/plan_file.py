@@ -23,7 +23,7 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.plans.certificate import TYPES, Certificate
 from shardplan.plans.nominal import DESCRIPTION
 from shardplan.plans.plan_fields import FORMAT, PlanFields, read_fields
-from shardplan.plans.pricing import fabric_of, step_prices
+from shardplan.plans.pricing import NOISE, fabric_of, step_prices
 
 
 def plan_dict(certificate: Certificate) -> dict[str, Any]:
@@ -75,19 +75,19 @@ def load_plan(path: Path) -> Certificate:
 def _certificate(fields: PlanFields) -> Certificate:
     """The certificate that a file's fields say; an error names the field."""
     claims = msgspec.structs.asdict(fields.certificate)
-    with _named("program"):
+    with _naming_field("program"):
         program = Program.parse(fields.program)
     for name in TYPES:
-        with _named(f"certificate.{name}"):
+        with _naming_field(f"certificate.{name}"):
             claims[name] = tuple(_type(text, program) for text in claims[name])
     for kind, text in (fields.certificate.where or {}).items():
-        with _named(f"certificate.where.{kind}"):
+        with _naming_field(f"certificate.where.{kind}"):
             claims["where"] = Placement.parse(text) if kind == "placement" else Topology.parse(text)
     return Certificate(program=program, **claims)
 
 
 @contextmanager
-def _named(field: str) -> Generator[None]:
+def _naming_field(field: str) -> Generator[None]:
     """Raise what is wrong in the text of a field as a `ParseError` that names it."""
     try:
         yield
@@ -114,7 +114,7 @@ def remarks(c: Certificate) -> list[str]:
     return lines
 
 
-def annotated(c: Certificate) -> str:
+def annotate_steps(c: Certificate) -> str:
     """Return a program's text with the most bytes that a device sends or receives in every step, and its seconds."""
     books, fabric = account(c.program), fabric_of(c.where, c.program.meshes)
     prices = step_prices(c.program, fabric, c.algorithm)
@@ -141,10 +141,15 @@ def annotated(c: Certificate) -> str:
         + f"; {c.status}",
         f"memory     peak {format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}; workspace "
         f"{format_bytes(c.workspace_bytes)}"
-        + (f" with {len(c.kept)} kept" if c.kept else "")
+        + (f" with {len(c.kept_inputs)} kept" if c.kept_inputs else "")
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
         f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
     ]
+    if c.least_seconds is not None:
+        lines.append(
+            f"least      {format_seconds(c.least_seconds)} by another program: within {NOISE:.0%} what counts is bytes "
+            "on the slowest level, then devices in a step, collectives by name, and steps"
+        )
     lines += [f"library    {caveat}"] if caveat else []
     lines += remarks(c)
     if c.level_bytes:

@@ -23,7 +23,7 @@ from shardplan.plans.bounds import (
     reduce_scatter_bound,
     summed_capacity,
 )
-from shardplan.plans.starts import Bound, started
+from shardplan.plans.starts import Bound, bound_with_starts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,9 +57,9 @@ def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric, ids:
     at = fabric.topology_ids(mesh.ids if ids is None else ids)
     for j, wires in enumerate(fabric.wires):
         own = capacity(fabric, j, at)
-        found.append(started(fabric, j, most_over(_cut(demand, wires.stride, wires.units), own), at))
+        found.append(bound_with_starts(fabric, j, most_over(_cut(demand, wires.stride, wires.units), own), at))
         if single and not any(w.level.reduces for w in fabric.wires):
-            found.append(started(fabric, j, _count(demand, j, fabric, own), at))
+            found.append(bound_with_starts(fabric, j, _count(demand, j, fabric, own), at))
     worst = 0.0
     if single and not source.layout.root and not target.layout.root:
         # The plain collectives have bounds of their own, which also cut rings into arcs.

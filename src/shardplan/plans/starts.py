@@ -32,7 +32,7 @@ class Bound(NamedTuple):
         return Bound(*(max(each) for each in zip((0.0, 0.0), *bounds, strict=True)))
 
 
-def started(fabric: Fabric, j: int, transfer: float, at: Ints) -> Bound:
+def bound_with_starts(fabric: Fabric, j: int, transfer: float, at: Ints) -> Bound:
     """Return the bound of what ways of level j carry in `transfer` seconds at the best rates; 0 of nothing.
 
     Some way carries no less than all do on average. The steps that use it, in turn or at once, take the start of the
@@ -56,7 +56,7 @@ def started(fabric: Fabric, j: int, transfer: float, at: Ints) -> Bound:
 def _rows(topology: Topology, library: Library, launch: float, j: int) -> tuple[Floats, Floats, Floats]:
     """The least start of every row over level j or one further out, ascending, and its shares there and inside."""
     fabric = Fabric(topology, launch=launch)
-    found = [(fabric.under(replace(library, rows=(row,))).first_hop(j), row) for row in library.rows]
+    found = [(fabric.with_library(replace(library, rows=(row,))).first_hop(j), row) for row in library.rows]
     rows = sorted(((start, row) for start, row in found if start < np.inf), key=lambda one: one[0])
     handed = [0.5 if row.algorithm == "tree" else 1.0 for _, row in rows]
     shares = [[row.share(i < fabric.far) for _, row in rows] for i in (j, len(topology.levels) - 1)]

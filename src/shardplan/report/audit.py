@@ -10,7 +10,7 @@ from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.launches.audit import WORTH, Audit
 from shardplan.launches.causes import uplink_word
-from shardplan.launches.launch import article, counted
+from shardplan.launches.launch import article, count_units
 from shardplan.launches.verdict import Stray
 from shardplan.report.text import library_object
 
@@ -94,7 +94,7 @@ def _short(text: str) -> list[str]:
 def _stray(stray: Stray) -> str:
     """An offending group in a line."""
     ranks = ", ".join(map(str, stray.ranks[:MOST_RANKS])) + (", ..." if len(stray.ranks) > MOST_RANKS else "")
-    return f"{', '.join(stray.axes)}: ranks {ranks} span {counted(stray.spans, stray.level)}, not {stray.expected}"
+    return f"{', '.join(stray.axes)}: ranks {ranks} span {count_units(stray.spans, stray.level)}, not {stray.expected}"
 
 
 def _table(found: Audit) -> list[str]:

@@ -14,7 +14,7 @@ def compared_text(found: TimelineComparison, most: int = 20) -> str:
 
     Raises `LayoutError` where `most` is below 0.
     """
-    border.whole("compared_text: most", most)
+    border.whole_number("compared_text: most", most)
     rows = [["kind", "count", "predicted", "count", "measured", "ratio"]]
     for kind in found.kinds:
         ratio = "" if kind.ratio is None else f"{kind.ratio:.3g}"

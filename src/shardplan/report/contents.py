@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.core.accounting import account
 from shardplan.core.messages import at_root, own_places
 from shardplan.core.ops.collective import meet
-from shardplan.core.part import moved
+from shardplan.core.part import moved_values
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import Box, TensorType
@@ -98,8 +98,8 @@ def _after(program: Program, number: int, step: Step, devices: Sequence[int], no
     for k, (name, u) in enumerate(zip(step.results, results, strict=True)):
         if k >= MOST_VALUES:
             break
-        before = operands[k] if moved(step) else None
-        got = step.op.received(before) if before else np.zeros(u.mesh.size)
+        before = operands[k] if moved_values(step) else None
+        got = step.op.received_bytes(before) if before else np.zeros(u.mesh.size)
         kept = {} if before is None else _kept(got, before, u, devices)
         made.append(Frame(f"step {number + 1}", text, note, name, u, _how(before, u, got), _holdings(u, devices, kept)))
     return made

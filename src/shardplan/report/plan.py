@@ -23,7 +23,7 @@ def answer_text(answer: PlanAnswer) -> str:
     """Return the answer, few others with why they lost, what would change it, and what was left out."""
     best, judge = answer.plans[0], answer.judge
     lines = [headline(answer.title or judge.model.name, best.plan.strategy, judge), ""]
-    lines += [*_wrap_text(strategy_words(best.plan.strategy), ""), *_wrap_text(_brief(best), "  ")]
+    lines += [*wrap_text(strategy_words(best.plan.strategy), ""), *wrap_text(_brief(best), "  ")]
     lines += judged_lines(best, judge)
     others, ties = answer.plans[1:], answer.tied - 1
     if others:
@@ -32,28 +32,28 @@ def answer_text(answer: PlanAnswer) -> str:
     for one in others:
         cost = f"{format_seconds(one.plan.seconds):>10} {format_bytes(one.plan.peak_bytes):>9}  "
         alike = f" (and {one.alike} alike)" if one.alike else ""
-        lines += _wrap_text(f"{one.lost}: {_brief(one)}{alike}", cost)
+        lines += wrap_text(f"{one.lost}: {_brief(one)}{alike}", cost)
     if answer.changes:
         lines += ["", "would be another with"]
-        lines += [x for change in answer.changes for x in _wrap_text(change, "  ")]
+        lines += [x for change in answer.changes for x in wrap_text(change, "  ")]
     found = answer.found
     left = f"; interrupted, {found.frames_left:,} frames of strategies not searched" if found.frames_left else ""
     alike = f", the first one's degrees with {best.alike} more" if best.alike else ""
-    lines += ["", *_wrap_text(f"{found.counted:,} strategies, {found.priced:,} priced{alike}{left}", "")]
+    lines += ["", *wrap_text(f"{found.counted:,} strategies, {found.priced:,} priced{alike}{left}", "")]
     why = Counter(r.why for r in found.refused)
-    lines += [x for text, n in why.items() for x in _wrap_text(f"{n} refused by their certificates: {text}", "")]
-    return "\n".join(lines + [x for note in answer.notes for x in _wrap_text(f"note: {note}", "")])
+    lines += [x for text, n in why.items() for x in wrap_text(f"{n} refused by their certificates: {text}", "")]
+    return "\n".join(lines + [x for note in answer.notes for x in wrap_text(f"note: {note}", "")])
 
 
 def fit_text(title: str, told: Fit, one: JudgedPlan, judge: Judge, notes: tuple[str, ...] = ()) -> str:
     """Return whether a strategy fits, how long a step takes and what bounds it, and near ones that fit."""
     peak, memory = format_bytes(told.peak_bytes), format_bytes(told.memory)
     verdict = f"fits: {peak} of {memory}" if told.fits else f"does not fit: {peak}, and a device has {memory}"
-    lines = [verdict, headline(title, told.strategy, judge), "", *_wrap_text(strategy_words(told.strategy), "")]
+    lines = [verdict, headline(title, told.strategy, judge), "", *wrap_text(strategy_words(told.strategy), "")]
     lines += judged_lines(one, judge)
     if told.uncertified:
-        lines += _wrap_text(f"not certified, as no job can be made of it: {told.uncertified}", "")
-    return "\n".join([*lines, *told.change_lines(), *(x for note in notes for x in _wrap_text(f"note: {note}", ""))])
+        lines += wrap_text(f"not certified, as no job can be made of it: {told.uncertified}", "")
+    return "\n".join([*lines, *told.change_lines(), *(x for note in notes for x in wrap_text(f"note: {note}", ""))])
 
 
 def headline(title: str, strategy: Strategy, judge: Judge) -> str:
@@ -77,10 +77,10 @@ def judged_lines(one: JudgedPlan, judge: Judge) -> list[str]:
         step += "; no step was measured on such a machine"
     lines = [
         "",
-        *_wrap_text(step, "step      "),
+        *wrap_text(step, "step      "),
         f"tokens    {one.tokens_per_second:,.0f} a second, {one.tokens_per_second / devices:,.0f} a device",
         f"MFU       {100 * one.mfu:.1f} % of {peak / 1e12:,.0f} TFLOP/s in {dtype}",
-        *_wrap_text(causes_text(one.causes), "bound by  "),
+        *wrap_text(causes_text(one.causes), "bound by  "),
     ]
     return lines + memory_lines(one, judge.certifier.memory, judge)
 
@@ -102,7 +102,7 @@ def memory_lines(one: JudgedPlan, memory: float, judge: Judge) -> list[str]:
     return [
         f"memory    {format_bytes(held.nbytes)} of {format_bytes(memory)} on pipeline rank {held.rank}; {room}",
         f"          [{bar:.<{BAR}}]",
-        *_wrap_text(said + outside, "          "),
+        *wrap_text(said + outside, "          "),
     ]
 
 
@@ -143,5 +143,6 @@ def _brief(one: JudgedPlan) -> str:
     return plan_text(one.plan._replace(strategy=replace(one.plan.strategy, precision=None)))
 
 
-def _wrap_text(text: str, first: str) -> list[str]:
+def wrap_text(text: str, first: str) -> list[str]:
+    """Return a text as lines of a screen, the first after some words, the others as far in."""
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first) or "  ")

@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.core.pattern import StepPattern, communicates
 from shardplan.core.program import Program
 from shardplan.core.walk import step_patterns
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.prices.fabric import Floats
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval
@@ -50,7 +50,7 @@ def simulate(program: Program, placement: Where | str, algorithm: str = "auto") 
     5.04
     """
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardplanError(f"the program is {shown(program)}; legal is a Program, such as plan.program, or a Job")
+        raise ShardplanError(f"the program is {excerpt(program)}; legal is a Program, such as plan.program, or a Job")
     where = where_of("the placement", placement)
     if where is None:
         raise ShardplanError("the placement is None; legal are a placement, a topology, and a topology's text")
@@ -67,7 +67,9 @@ def _timeline(program: Program, patterns: Sequence[StepPattern], clocks: Floats,
     starts = np.concatenate([np.zeros((1, len(ids))), clocks])
     for number, (step, name, one) in enumerate(zip(program.steps, step_names(program), patterns, strict=True)):
         operands, results = program.step_types(step)
-        received = dict(zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True))
+        received = dict(
+            zip(step.op.devices(*results).tolist(), step.op.received_bytes(*operands).tolist(), strict=True)
+        )
         stream, kind = "comm" if communicates(one.pattern) else "compute", step.op.name
         ends = starts[number : number + 2, np.searchsorted(ids, one.devices)].tolist()
         for device, start, end in zip(one.devices.tolist(), *ends, strict=True):

@@ -73,7 +73,7 @@ def predict(program: Program, where: Where | None = None, most_devices: int = 64
     _, windows = step_windows(program, fabric_of(where, program.meshes))
     for step, one, window in zip(program.steps, step_patterns(program), windows, strict=True):
         operands, results = program.step_types(step)
-        received = zip(step.op.devices(*results).tolist(), step.op.received(*operands).tolist(), strict=True)
+        received = zip(step.op.devices(*results).tolist(), step.op.received_bytes(*operands).tolist(), strict=True)
         stream = "comm" if communicates(one.pattern) else "compute"
         slots.append(_Slot(window, stream, one.devices, dict(received)))
     rows = live(program, [slot.devices for slot in slots])

@@ -19,8 +19,8 @@ import numpy as np
 
 from shardplan.errors import ShardplanError, TopologyError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.apart import resource_starts, routes
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.group_loads import resource_starts, routes
 from shardplan.plans.pricing import Where, fabric_of
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.interval import Interval
@@ -77,7 +77,11 @@ def replayed(script: Script, where: Where, *, shared: bool = False, constants: C
     ids = fabric.topology_ids(pairs.T)
     uses = _uses(fabric, ids, shared, constants)
     latencies = np.append(fabric.latencies(), 0.0)
-    latency = latencies[fabric.crossed(*ids)] if constants.latency is None else np.full(len(ids[0]), constants.latency)
+    latency = (
+        latencies[fabric.outermost_level(*ids)]
+        if constants.latency is None
+        else np.full(len(ids[0]), constants.latency)
+    )
     in_flight = np.array([stage.in_flight for stage in script.stages] + [1])
     tasks, gates = _tasks(table, pair, latency, in_flight)
     return _timeline(script, gates, ends(tasks, uses)[len(table.nbytes) :], fabric)
@@ -95,13 +99,13 @@ def _uses(fabric: Fabric, ids: Ints, shared: bool, constants: Constants) -> Uses
         if last.level.link != "switch" or last.ways > 1:
             raise TopologyError(f"level {last.level.name!r} is no switch with one uplink, whose devices share a link")
         # Leaves have no links of their own: inside a parent messages cross its one link, going out none.
-        local = fabric.crossed(*ids) == len(fabric.wires) - 1
+        local = fabric.outermost_level(*ids) == len(fabric.wires) - 1
         keep = resource < starts[-2]
         inside = np.flatnonzero(local)
         parent = ids[0][inside] // last.level.size
         row = np.concatenate([row[keep], inside])
         resource = np.concatenate([resource[keep], starts[-2] + parent])
-        byte_seconds[starts[-2] :] = 1 / fabric.wires[-1].level.delivered
+        byte_seconds[starts[-2] :] = 1 / fabric.wires[-1].level.delivered_rate
         order = np.argsort(row, kind="stable")
         row, resource = row[order], resource[order]
     used = byte_seconds > 0

@@ -6,7 +6,7 @@ from typing import overload
 
 from shardplan.core import border
 from shardplan.core.program import Program
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.pricing import Where
 from shardplan.simulation import events
@@ -72,7 +72,8 @@ def simulate(
     if isinstance(program, Model):
         if not isinstance(placement, Strategy) or topology is None:
             raise ShardplanError(
-                f"simulate of a model: {shown(placement)} and {shown(topology)}; legal are a Strategy and a topology"
+                f"simulate of a model: {excerpt(placement)} and {excerpt(topology)}; legal are a Strategy and a "
+                "topology"
             )
         if requests is not None:
             border.choice("simulate: fidelity of requests", fidelity or "closed", FIDELITIES[:1], ShardplanError)
@@ -95,7 +96,7 @@ def simulate(
             "simulate: topology, fidelity, params and requests are of a model; legal is a program's placement"
         )
     if isinstance(placement, Strategy):
-        raise ShardplanError(f"simulate: a strategy with {shown(program)}; legal is a Model with it")
+        raise ShardplanError(f"simulate: a strategy with {excerpt(program)}; legal is a Model with it")
     if isinstance(program, Job):
         return simulate_job(program, placement, algorithm=algorithm)
     return events.simulate(program, placement, algorithm)

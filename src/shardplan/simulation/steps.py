@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.simulation.closed.collectives import with_network
 from shardplan.simulation.closed.configurations import Configurations
@@ -64,7 +64,7 @@ def simulate_step(
             f"{strategy.devices}"
         )
     if params is not None and not isinstance(params, Parameters):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardplanError(f"simulate: params is {shown(params)}; legal are Parameters, or None")
+        raise ShardplanError(f"simulate: params is {excerpt(params)}; legal are Parameters, or None")
     check_options(model, strategy)
     own = strategy.schedule if isinstance(strategy.schedule, Schedule) else None
     form = _form_of(model, where, params or of_machine(where.name))

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from shardplan.core.decoding import decode_json, read_bytes
-from shardplan.errors import ParseError, ShardplanError, line, shown
+from shardplan.errors import ParseError, ShardplanError, excerpt, line
 from shardplan.plans.plan_file import write_atomic
 from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
 
@@ -168,7 +168,7 @@ def _seconds(microseconds: float) -> float:
 def _causes(found: list[int]) -> tuple[int, ...]:
     for cause in found:
         if type(cause) is not int:
-            raise ParseError(f"the cause {shown(cause)} of an interval; legal is the number of another")
+            raise ParseError(f"the cause {excerpt(cause)} of an interval; legal is the number of another")
     return tuple(found)
 
 

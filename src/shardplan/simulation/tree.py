@@ -75,7 +75,7 @@ class Tree:
         last = len(self.topology.levels) - 1
         level = self.topology.levels[last]
         parent = self.topology.levels[last - 1].name if last else "all"
-        return DirectedLink(last, unit, 0, WAYS[2], f"{parent}[{unit}] local", level.delivered)
+        return DirectedLink(last, unit, 0, WAYS[2], f"{parent}[{unit}] local", level.delivered_rate)
 
     @cached_property
     def fabric(self) -> Fabric:

@@ -21,9 +21,9 @@ import numpy as np
 from shardplan.core.pattern import AtOnce, Groups, InTurn, Messages, StepPattern
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
-from shardplan.hardware.prices.apart import Loads, group_loads, resource_starts, routes
-from shardplan.hardware.prices.cost import Price, price, ran, row_shares
+from shardplan.hardware.prices.cost import Price, as_messages, price, row_shares
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.group_loads import Loads, group_loads, resource_starts, routes
 from shardplan.hardware.prices.library import Library
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.timeline import TimelineError
@@ -144,7 +144,7 @@ class _Unrolled:
         return found
 
     def _step(self, step: StepPattern) -> None:
-        pattern = ran(step.pattern, self.fabric.library)
+        pattern = as_messages(step.pattern, self.fabric.library)
         if not isinstance(pattern, InTurn):
             for turn in self._turns(step):
                 self._add(turn)
@@ -236,7 +236,7 @@ class _Unrolled:
 
 def _in_order(step: StepPattern, library: Library) -> Iterator[list[StepPattern]]:
     """Yield what a step consists of: one after another, what runs at once."""
-    pattern = ran(step.pattern, library)
+    pattern = as_messages(step.pattern, library)
     if isinstance(pattern, InTurn):
         for _ in range(pattern.times):
             for part in pattern.steps:

@@ -97,7 +97,9 @@ def predict_samples(
             table = others.get(sample.library_name, fabric.library)
             if sample.in_place:  # nothing is copied from a member's own part to its result
                 table = replace(table, own_copy=0.0)
-            found.append(Predicted(sample, price(pattern_of_sample(sample, topology), fabric.under(table)).seconds))
+            found.append(
+                Predicted(sample, price(pattern_of_sample(sample, topology), fabric.with_library(table)).seconds)
+            )
         except TopologyError as error:
             skipped.append((sample.id, str(error)))
     return found, skipped
@@ -129,7 +131,7 @@ def validate_samples(samples: Sequence[Sample]) -> CollectivesVerdict:
     parts: dict[tuple[str, str, str, int], list[Predicted]] = defaultdict(list)
     for one in found:
         sample = one.sample
-        parts[sample.library_name, sample.op, sample.where, size_class(sample.nbytes)].append(one)
+        parts[sample.library_name, sample.op, sample.node_scope, size_class(sample.nbytes)].append(one)
     strata = (stratum(*key, parts[key]) for key in sorted(parts))
     return CollectivesVerdict(len(samples), tuple(strata), tuple(skipped), tuple(unknown_systems(samples)))
 

@@ -8,11 +8,11 @@ Reading order:
 - `attention`  the attention of a layer: with grouped heads, or of a latent; caches
 - `experts`    the MLP of a layer: gated, and routed experts
 - `decoders`   GPT-2 and GPT-3; Llama 3, Qwen3, Mixtral, DeepSeek-V3
-- `others`     DistIR's perceptron, DLRM
+- `perceptrons` DistIR's perceptron, DLRM
 - `training`   gradients and updates: from a loss to a training step
 - `periods`    where a list of steps may repeat itself
 - `repeats`    layers that are written out, as the body of a `repeat`
-- `other_sizes` a model's program with other sizes of its dims
+- `model_sizes` a model's program with other sizes of its dims
 - `model`      `Model`: a program with names, from a preset of `presets/*.toml` or a family
 - `strategy`   `Strategy`, and `strategy_text`: one as a line of text; `partition/`, `schedules/`: what is made of it
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.core import border
-from shardplan.errors import ParseError, ShardplanError, line, near_text, shown
+from shardplan.errors import ParseError, ShardplanError, excerpt, line, near_text
 from shardplan.movement.weights.configs import PLAIN, model_config
 from shardplan.strategy.model import Model, presets
 
@@ -115,7 +115,7 @@ def parse_model(text: str, seq: int | None = None) -> AskedModel:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name in changes:
-            raise ParseError(f"model {shown(text)}: {shown(word)}; legal is a preset, then field=value, each once")
+            raise ParseError(f"model {excerpt(text)}: {excerpt(word)}; legal is a preset, then field=value, each once")
         changes[name] = _value(value)
     path = Path(first)
     if first in presets() or not (path.suffix == ".json" or path.is_dir() or "/" in first):
@@ -139,7 +139,9 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> AskedMo
     """
     kind = str(config.get("model_type"))
     if kind not in TYPES:
-        raise ShardplanError(f"{what}: model_type={shown(kind)}{near_text(kind, TYPES)}; legal are {', '.join(TYPES)}")
+        raise ShardplanError(
+            f"{what}: model_type={excerpt(kind)}{near_text(kind, TYPES)}; legal are {', '.join(TYPES)}"
+        )
     family, beside, lacking = TYPES[kind]
     legal = {name: keys for name, keys in KEYS.items() if _concerns(family, kind, keys)}
     read = {name: next((k for k in keys if config.get(k) is not None), "") for name, keys in legal.items()}
@@ -148,7 +150,9 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> AskedMo
             raise ShardplanError(f"{what} lacks {' or '.join(KEYS[name])}; legal is a config with the sizes of {kind}")
     fields: dict[str, Any] = {name: config[key] for name, key in read.items() if key} | dict(beside)
     most = config.get("max_position_embeddings") or config.get("n_positions") or USUAL_SEQ
-    fields["seq"] = min(border.whole(f"{what}: max_position_embeddings", most, 1, kind=ShardplanError), USUAL_SEQ)
+    fields["seq"] = min(
+        border.whole_number(f"{what}: max_position_embeddings", most, 1, kind=ShardplanError), USUAL_SEQ
+    )
     taken = {*read.values()}
     if family == "moe":
         taken |= {"shared_expert_intermediate_size", "n_shared_experts", "intermediate_size"}
@@ -184,7 +188,7 @@ def _shared_widths(config: Mapping[str, Any], fields: Mapping[str, Any], what: s
 
 
 def _size(config: Mapping[str, Any], key: str, what: str) -> int:
-    return border.whole(f"{what}: {key}", config.get(key), 1, kind=ShardplanError)
+    return border.whole_number(f"{what}: {key}", config.get(key), 1, kind=ShardplanError)
 
 
 def _otherwise(config: Mapping[str, Any], taken: set[str], seq: int) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from shardplan.strategy.sizes import DecoderSizes
 Given = Mapping[str, str]  # the invariants of layers: `positions` of the tokens; with a cache `position`, the first's
 
 
-def remembered(s: Scope, c: DecoderSizes, given: Given, name: str, dims: Mapping[str, int], new: str) -> str:
+def write_cache(s: Scope, c: DecoderSizes, given: Given, name: str, dims: Mapping[str, int], new: str) -> str:
     """Return what is attended to: what the tokens add, or with a cache all that is in it then."""
     if not c.cache:
         return new
@@ -42,12 +42,12 @@ def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -
         part, dim = Within("part", 3, k), f"(part {' '.join(dims)})"
         weight = s.parameter(name, {"hidden": c.hidden, **dims}, f"{block}.c_attn.weight", f"hidden {dim}", part)
         bias = s.parameter(f"{name}_bias", dims, f"{block}.c_attn.bias", dim, part)
-        made.append(s.each("a + b", s.einsum(f"bsh,{spec}", x, weight), bias))
+        made.append(s.elementwise("a + b", s.einsum(f"bsh,{spec}", x, weight), bias))
     queries, keys, values = made
-    keys = remembered(s, c, given, "key_cache", one, keys)
-    values = remembered(s, c, given, "value_cache", one, values)
+    keys = write_cache(s, c, given, "key_cache", one, keys)
+    values = write_cache(s, c, given, "value_cache", one, values)
     file = f"{block}.c_proj.weight"
-    return _joined(s, c, attend(s, c, given, queries, keys, values), file, "(kv_heads ratio head) hidden")
+    return _project_heads(s, c, attend(s, c, given, queries, keys, values), file, "(kv_heads ratio head) hidden")
 
 
 def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
@@ -67,9 +67,9 @@ def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: st
         keys = s(norm, keys, s.parameter("k_norm", head, f"{block}.k_norm.weight"))
     turn = Rotary(c.rope_theta)
     queries, keys = s(turn, queries, given["positions"]), s(turn, keys, given["positions"])
-    keys = remembered(s, c, given, "key_cache", {**one, **head}, keys)
-    values = remembered(s, c, given, "value_cache", {**one, **head}, values)
-    return _joined(s, c, attend(s, c, given, queries, keys, values), f"{block}.o_proj.weight")
+    keys = write_cache(s, c, given, "key_cache", {**one, **head}, keys)
+    values = write_cache(s, c, given, "value_cache", {**one, **head}, values)
+    return _project_heads(s, c, attend(s, c, given, queries, keys, values), f"{block}.o_proj.weight")
 
 
 def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
@@ -83,7 +83,7 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
     weight = s.parameter("q_a", {**hidden, **ranks[0]}, f"{block}.q_a_proj.weight", "q_rank hidden")
     gain = s.parameter("q_a_norm", ranks[0], f"{block}.q_a_layernorm.weight")
     squeezed = s(norm, s.einsum("bsh,hq->bsq", x, weight), gain)
-    q, q_turned = _apart(s, {"q": plain, "q_turned": c.rotary_dim}, {**ranks[0], **heads, "ratio": 1},
+    q, q_turned = _parameters_side_by_side(s, {"q": plain, "q_turned": c.rotary_dim}, {**ranks[0], **heads, "ratio": 1},
                          f"{block}.q_b_proj.weight", "(kv_heads ratio head) q_rank")  # fmt: skip
     turned = s(turn, s.einsum("bsq,qgrd->bsgrd", squeezed, q_turned), given["positions"])
     queries = s(Concat(4), s.einsum("bsq,qgrd->bsgrd", squeezed, q), turned)
@@ -95,17 +95,19 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
     one = {"head": c.rotary_dim}
     weight = s.parameter("k_turned", {**hidden, **one}, file, "head hidden", Within("head", width, c.kv_lora_rank))
     key = s(turn, s.einsum("bsh,hd->bsd", x, weight), given["positions"])
-    latent = remembered(s, c, given, "latent_cache", ranks[1], latent)
-    key = remembered(s, c, given, "key_cache", one, key)
-    k, v = _apart(s, {"k": plain, "v": c.value_dim}, {**ranks[1], **heads},
+    latent = write_cache(s, c, given, "latent_cache", ranks[1], latent)
+    key = write_cache(s, c, given, "key_cache", one, key)
+    k, v = _parameters_side_by_side(s, {"k": plain, "v": c.value_dim}, {**ranks[1], **heads},
                   f"{block}.kv_b_proj.weight", "(kv_heads head) kv_rank")  # fmt: skip
     shared = s(Expand(f"b s d -> b s g={c.kv_heads} d"), key)
     keys = s(Concat(3), s.einsum("bsk,kgd->bsgd", latent, k), shared)
     mixed = attend(s, c, given, queries, keys, s.einsum("bsk,kgd->bsgd", latent, v))
-    return _joined(s, c, mixed, f"{block}.o_proj.weight")
+    return _project_heads(s, c, mixed, f"{block}.o_proj.weight")
 
 
-def _apart(s: Scope, widths: Mapping[str, int], dims: Mapping[str, int], file: str, stored: str) -> list[str]:
+def _parameters_side_by_side(
+    s: Scope, widths: Mapping[str, int], dims: Mapping[str, int], file: str, stored: str
+) -> list[str]:
     """Parameters that a checkpoint has side by side in each head."""
     starts = [0, *itertools.accumulate(widths.values())]
     return [
@@ -114,7 +116,9 @@ def _apart(s: Scope, widths: Mapping[str, int], dims: Mapping[str, int], file: s
     ]
 
 
-def _joined(s: Scope, c: DecoderSizes, mixed: str, file: str, stored: str = "hidden (kv_heads ratio head)") -> str:
+def _project_heads(
+    s: Scope, c: DecoderSizes, mixed: str, file: str, stored: str = "hidden (kv_heads ratio head)"
+) -> str:
     """The product of all heads' values that makes the result."""
     dims = {"kv_heads": c.kv_heads, "ratio": c.ratio, "head": c.value_dim, "hidden": c.hidden}
     return s.einsum("bsgrd,grdh->bsh", mixed, s.parameter("o", dims, file, stored))

@@ -21,11 +21,11 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
     tokens = s.input("tokens", pair, "i32")
     if training:
         s.input("targets", pair, "i32")
-    given: dict[str, str] = {"positions": Zigzag(c.seq, c.zigzag).written(s, ONE)}
+    given: dict[str, str] = {"positions": Zigzag(c.seq, c.zigzag).write_positions(s, ONE)}
     if c.cache:
         given["position"] = s.input("position", {}, "i32")
-        given["positions"] = s.each("a + b", given["positions"], given["position"])
-        s.replaced["position"] = s.each(f"a + {c.seq}", given["position"])
+        given["positions"] = s.elementwise("a + b", given["positions"], given["position"])
+        s.replaced["position"] = s.elementwise(f"a + {c.seq}", given["position"])
     embed = "transformer.wte" if c.family == "gpt" else "model.embed_tokens"
     table = s.parameter("embed", {"vocab": c.vocab, "hidden": c.hidden}, f"{embed}.weight")
     x = s(Gather(), table, tokens)
@@ -40,7 +40,7 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
 
 def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
     rows = s.parameter("positions", {"position": c.positions, "hidden": c.hidden}, "transformer.wpe.weight")
-    x = s.each("a + b", x, s(Gather(), rows, given["positions"]))
+    x = s.elementwise("a + b", x, s(Gather(), rows, given["positions"]))
     hidden, wide, block = {"hidden": c.hidden}, {"ffn": c.ffn}, "transformer.h.{layer}"
 
     def norm(s: Scope, name: str, file: str, x: str) -> str:
@@ -50,13 +50,13 @@ def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
 
     def layer(s: Scope, x: str, given: Mapping[str, str]) -> str:
         mixed = gpt_attention(s, c, given, norm(s, "attention_norm", f"{block}.ln_1", x), f"{block}.attn")
-        x = s.each("a + b + c", x, mixed, s.parameter("o_bias", hidden, f"{block}.attn.c_proj.bias"))
+        x = s.elementwise("a + b + c", x, mixed, s.parameter("o_bias", hidden, f"{block}.attn.c_proj.bias"))
         y = norm(s, "mlp_norm", f"{block}.ln_2", x)
         inside = s.einsum("bsh,hf->bsf", y, s.parameter("up", {**hidden, **wide}, f"{block}.mlp.c_fc.weight"))
-        inside = s.each("gelu(a + b)", inside, s.parameter("up_bias", wide, f"{block}.mlp.c_fc.bias"))
+        inside = s.elementwise("gelu(a + b)", inside, s.parameter("up_bias", wide, f"{block}.mlp.c_fc.bias"))
         down = s.parameter("down", {**wide, **hidden}, f"{block}.mlp.c_proj.weight")
         bias = s.parameter("down_bias", hidden, f"{block}.mlp.c_proj.bias")
-        return s.each("a + b + c", x, s.einsum("bsf,fh->bsh", inside, down), bias)
+        return s.elementwise("a + b + c", x, s.einsum("bsf,fh->bsh", inside, down), bias)
 
     x = s.layers("layers", range(c.layers), x, layer, given if c.cache else {})
     return norm(s, "norm", "transformer.ln_f", x)
@@ -69,10 +69,10 @@ def _llama(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
 
     def layer(s: Scope, x: str, given: Given, ffn: int) -> str:
         gain = s.parameter("attention_norm", hidden, f"{block}.input_layernorm.weight")
-        x = s.each("a + b", x, attention(s, c, given, s(norm, x, gain), f"{block}.self_attn"))
+        x = s.elementwise("a + b", x, attention(s, c, given, s(norm, x, gain), f"{block}.self_attn"))
         y = s(norm, x, s.parameter("mlp_norm", hidden, f"{block}.post_attention_layernorm.weight"))
         added = gated_mlp(s, y, c.hidden, ffn, f"{block}.mlp") if ffn else routed_mlp(s, c, y, block)
-        return s.each("a + b", x, added)
+        return s.elementwise("a + b", x, added)
 
     if c.dense_layers:
         first = range(c.dense_layers)

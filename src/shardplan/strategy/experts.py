@@ -17,7 +17,7 @@ def gated_mlp(s: Scope, x: str, hidden: int, ffn: int, block: str, opens: str = 
         s.parameter(f"{opens}{name}", wide, f"{block}.{name}_proj.weight", "ffn hidden") for name in ("gate", "up")
     )
     down = s.parameter(f"{opens}down", {"ffn": ffn, "hidden": hidden}, f"{block}.down_proj.weight", "hidden ffn")
-    inside = s.each("silu(a) * b", s.einsum("bsh,hf->bsf", x, gate), s.einsum("bsh,hf->bsf", x, up))
+    inside = s.elementwise("silu(a) * b", s.einsum("bsh,hf->bsf", x, gate), s.einsum("bsh,hf->bsf", x, up))
     return s.einsum("bsf,fh->bsh", inside, down)
 
 
@@ -31,23 +31,25 @@ def routed_mlp(s: Scope, c: DecoderSizes, x: str, layer: str) -> str:
     router = s.parameter("router", {"hidden": c.hidden, "experts": c.experts}, f"{block}.gate.weight", "experts hidden")
     scores = s.einsum("bsh,hn->bsn", x, router)
     chosen, weights = (_group_limited if c.router == "sigmoid" else _softmax)(s, c, scores, block)
-    slots, s.results["dropped"] = s.draft.every(Dispatch(c.experts, c.capacity), x, chosen)
+    slots, s.results["dropped"] = s.draft.write_step(Dispatch(c.experts, c.capacity), x, chosen)
     wide = {"experts": c.experts, "hidden": c.hidden, "ffn": c.ffn}
     names = MIXTRAL if mixtral else {name: f"{name}_proj" for name in MIXTRAL}
     one = f"{block}.experts.{{experts}}"
     gate, up = (s.parameter(f"expert_{n}", wide, f"{one}.{names[n]}.weight", "ffn hidden") for n in ("gate", "up"))
     back = {"experts": c.experts, "ffn": c.ffn, "hidden": c.hidden}
     down = s.parameter("expert_down", back, f"{one}.{names['down']}.weight", "hidden ffn")
-    inside = s.each("silu(a) * b", s.einsum("bech,ehf->becf", slots, gate), s.einsum("bech,ehf->becf", slots, up))
+    inside = s.elementwise(
+        "silu(a) * b", s.einsum("bech,ehf->becf", slots, gate), s.einsum("bech,ehf->becf", slots, up)
+    )
     y = s(Combine(), s.einsum("becf,efh->bech", inside, down), chosen, weights)
     if c.shared_ffn:
-        y = s.each("a + b", y, gated_mlp(s, x, c.hidden, c.shared_ffn, f"{block}.shared_experts", "shared_"))
+        y = s.elementwise("a + b", y, gated_mlp(s, x, c.hidden, c.shared_ffn, f"{block}.shared_experts", "shared_"))
     return y
 
 
 def _softmax(s: Scope, c: DecoderSizes, scores: str, block: str) -> tuple[str, str]:
     """The experts of the best scores, and the softmax of these alone (arXiv 2401.04088, 2.1)."""
-    best, chosen = s.draft.every(TopK(c.experts_per_token), scores)
+    best, chosen = s.draft.write_step(TopK(c.experts_per_token), scores)
     return chosen, s(Softmax(2), best)
 
 
@@ -60,15 +62,15 @@ def _group_limited(s: Scope, c: DecoderSizes, scores: str, block: str) -> tuple[
     correction = s.parameter(
         "correction", {"experts": c.experts}, f"{block}.gate.e_score_correction_bias", trained=False
     )
-    affinity = s.each("sigmoid(a)", scores)
-    choice = s.each("a + b", affinity, correction)
+    affinity = s.elementwise("sigmoid(a)", scores)
+    choice = s.elementwise("a + b", affinity, correction)
     if c.router_groups > 1:
         grouped = s(Reshape(f"b s (g={c.router_groups} n) -> b s g n"), choice)
-        best, _ = s.draft.every(TopK(min(2, c.experts // c.router_groups)), grouped)
-        _, kept = s.draft.every(TopK(c.router_groups_kept), s(ReduceDims((3,)), best))
+        best, _ = s.draft.write_step(TopK(min(2, c.experts // c.router_groups)), grouped)
+        _, kept = s.draft.write_step(TopK(c.router_groups_kept), s(ReduceDims((3,)), best))
         inside = s(ReduceDims((2,)), s(OneHot(c.router_groups, s.dtype), kept))
-        allowed = s.each(f"where(a > 0, b, {MASKED})", s(Expand("b s g -> b s g one=1"), inside), grouped)
+        allowed = s.elementwise(f"where(a > 0, b, {MASKED})", s(Expand("b s g -> b s g one=1"), inside), grouped)
         choice = s(Reshape("b s g n -> b s (g n)"), allowed)
-    _, chosen = s.draft.every(TopK(c.experts_per_token), choice)
+    _, chosen = s.draft.write_step(TopK(c.experts_per_token), choice)
     taken = s.einsum("bsn,bskn->bsk", affinity, s(OneHot(c.experts, s.dtype), chosen))
-    return chosen, s.each(f"{c.router_scale} * a / b", taken, s(ReduceDims((2,), keep=True), taken))
+    return chosen, s.elementwise(f"{c.router_scale} * a / b", taken, s(ReduceDims((2,), keep=True), taken))

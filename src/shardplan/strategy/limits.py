@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
 from shardplan.strategy.model import Model
@@ -53,7 +53,7 @@ class ModelLimits:
         optimizer, recipe = model.fields["optimizer"], PRECISIONS.get(str(model.fields.get("precision", "")))
         recipe = recipe if precision is None else PRECISIONS.get(precision, PRECISIONS["bf16"])
         kept = bool(optimizer and (OPTIMIZERS[optimizer].state or (recipe is not None and recipe.master)))
-        layers = sum(loop.times for step in program.steps if (loop := nested(step.op)) is not None)
+        layers = sum(loop.times for step in program.steps if (loop := as_nested(step.op)) is not None)
         return ModelLimits(
             max(layers, 1),
             heads,

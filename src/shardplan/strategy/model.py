@@ -17,15 +17,15 @@ from shardplan.core import border
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
-from shardplan.core.target_counts import uncounted
-from shardplan.errors import LayoutError, ShardplanError, near_text, shown
+from shardplan.core.target_counts import take_count_as_input
+from shardplan.errors import LayoutError, ShardplanError, excerpt, near_text
 from shardplan.strategy.decoders import decoder
-from shardplan.strategy.other_sizes import with_sizes
-from shardplan.strategy.others import perceptron, recommender
+from shardplan.strategy.model_sizes import with_sizes
 from shardplan.strategy.parameter import Array, Parameter
+from shardplan.strategy.perceptrons import perceptron, recommender
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes, PerceptronSizes, RecommenderSizes
-from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, renamed, trained
+from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, rename_values, training_program
 
 _PRESETS = Path(__file__).parent / "presets"
 _FAMILIES: dict[str, tuple[Any, Any]] = {  # sizes, and what writes the program
@@ -105,7 +105,7 @@ class Model:
         known = presets()
         if name not in known and name not in _FAMILIES:
             raise ShardplanError(
-                f"Model.load: {shown(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
+                f"Model.load: {excerpt(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
                 f"legal is one of {len(known)} presets, which docs/models.md lists, or a family: {', '.join(_FAMILIES)}"
             )
         border.flag("Model.load: training", training, ShardplanError)
@@ -125,7 +125,7 @@ class Model:
             ].dtype
         kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
         said = {"training": training, "optimizer": optimizer, "dtype": kind}
-        return _built(name, sizes, said | ({"precision": precision} if precision else {}), settings)
+        return _build_model(name, sizes, said | ({"precision": precision} if precision else {}), settings)
 
     @staticmethod
     def of(
@@ -155,23 +155,23 @@ class Model:
         found = {key: tuple(names) for key, names in dims.items()}
         for key, t in program.inputs:
             if len(found.get(key, ())) != t.ndim:
-                said = shown(found.get(key))
+                said = excerpt(found.get(key))
                 raise ShardplanError(f"Model.of: the dims of {key}, {t}, are {said}; legal are {t.ndim} names")
         owned = {
             key: Parameter(tuple(zip(found[key], types[key].shape, strict=True)), key, " ".join(found[key]))
             for key in border.names("Model.of: parameters", tuple(parameters))
         }
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
-        return modelled(name, program, found, owned, {}, fields, settings)
+        return assemble_model(name, program, found, owned, {}, fields, settings)
 
-    def mixed(self, precision: str) -> Model:
+    def with_precision(self, precision: str) -> Model:
         """Return the model under a recipe, as `load` has it.
 
         Raises `ShardplanError` for a model made of a program of another dtype.
         """
         dtype = PRECISIONS[border.choice("precision", precision, tuple(PRECISIONS), ShardplanError)].dtype
         fields: dict[str, Any] = {**self.fields, "precision": precision}
-        if self._loaded():
+        if self._is_loaded():
             return Model.load(self.name, **fields)
         if self.fields["dtype"] != dtype or self.forward is None:
             made = self.fields["dtype"]
@@ -180,7 +180,7 @@ class Model:
             )
         return _remade(self, self.forward, fields)
 
-    def _loaded(self) -> bool:
+    def _is_loaded(self) -> bool:
         return "family" in presets().get(self.name, {}) or self.name in _FAMILIES
 
     def resize(self, **sizes: int) -> Model:
@@ -192,10 +192,11 @@ class Model:
         Raises `ShardplanError` naming a parameter that would change; and of a program the step that hides a size.
         """
         asked = {
-            name: border.whole(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError) for name, n in sizes.items()
+            name: border.whole_number(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError)
+            for name, n in sizes.items()
         }
-        if not self._loaded():
-            return self._derived({"sequence" if name == "seq" else name: n for name, n in asked.items()})
+        if not self._is_loaded():
+            return self._with_dims({"sequence" if name == "seq" else name: n for name, n in asked.items()})
         fields: dict[str, Any] = {**self.fields, **asked}
         found = Model.load(self.name, **fields)
         for name, p in self.parameters.items():
@@ -204,7 +205,7 @@ class Model:
                 raise ShardplanError(f"resize of {self.name}: {text} changes the parameter {name}; load it with that")
         return found
 
-    def _derived(self, asked: Mapping[str, int]) -> Model:
+    def _with_dims(self, asked: Mapping[str, int]) -> Model:
         """The model, which was made of a program, with other sizes of some dims."""
         program = self.forward or self.program
         made = with_sizes(f"resize of {self.name}", program, self.dims, self.parameters, self.constants, asked)
@@ -213,7 +214,7 @@ class Model:
     def with_given_count(self) -> Model:
         """Return the model as jobs run it: how many targets of a step count is an input of it (`target_counts`)."""
         program = self.forward or self.program
-        found = uncounted(program) if self.fields["training"] else program
+        found = take_count_as_input(program) if self.fields["training"] else program
         return self if found is program else _remade(self, found, self.fields)
 
     @property
@@ -250,7 +251,7 @@ class Model:
         for value in given:
             if value not in self.parameters:
                 raise LayoutError(
-                    f"{self.name} has no parameter {shown(value)}{near_text(str(value), self.parameters)}"
+                    f"{self.name} has no parameter {excerpt(value)}{near_text(str(value), self.parameters)}"
                 )
         found: dict[str, Array] = {}
         filled: dict[str, int] = {}
@@ -314,7 +315,7 @@ def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
         {key: model.dims.get(key, ()) for key, _ in forward.inputs},
         {k: fields[k] for k in known if k in fields},
     )
-    made = modelled(model.name, forward, dims, model.parameters, {}, fields, settings)
+    made = assemble_model(model.name, forward, dims, model.parameters, {}, fields, settings)
     return dataclasses.replace(made, constants=model.constants, constraints=model.constraints)
 
 
@@ -332,7 +333,7 @@ def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: 
     return kind(**given)
 
 
-def _built(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str, float]) -> Model:
+def _build_model(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str, float]) -> Model:
     """Write the program of some sizes."""
     scope = Scope(said["dtype"])
     _, write = _FAMILIES[sizes.family]
@@ -340,14 +341,14 @@ def _built(name: str, sizes: Any, said: Mapping[str, Any], settings: Mapping[str
     replaced = {key: f"next.{key}" for key in scope.replaced}
     results = sorted(scope.results.items(), key=lambda item: "." in item[0])  # those of the whole model come first
     names = {value: key for key, value in results} | {v: replaced[k] for k, v in scope.replaced.items()}
-    program = renamed(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
+    program = rename_values(scope.program([value for _, value in results] + [*scope.replaced.values()]), names)
     dims = {key: tuple(found) for key, found in scope.inputs.items()}
     fields = {**said, **settings, **dataclasses.asdict(sizes)}
     said = {key: value for key, value in fields.items() if key not in ("family", "source")}
-    return modelled(name, program, dims, scope.parameters, replaced, said, settings)
+    return assemble_model(name, program, dims, scope.parameters, replaced, said, settings)
 
 
-def modelled(
+def assemble_model(
     name: str,
     program: Program,
     dims: Mapping[str, tuple[str, ...]],
@@ -361,7 +362,7 @@ def modelled(
     if fields["training"]:
         recipe, wanted = fields.get("precision"), [key for key, p in parameters.items() if p.trained]
         master = recipe is not None and PRECISIONS[recipe].master
-        made = trained(program, wanted, fields["optimizer"], settings, master=master)
+        made = training_program(program, wanted, fields["optimizer"], settings, master=master)
         # What an optimizer keeps of a parameter has its dims; the number of the step has none.
         names |= {key: names.get(key.rpartition(".")[0], ()) for key, _ in made.program.inputs if key not in names}
     return Model(

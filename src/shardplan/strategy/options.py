@@ -45,7 +45,7 @@ def check_options(model: Model, strategy: Strategy, *, serves: bool = False, tab
     if serves:
         limits = limits.forward()
     check_stages(limits, strategy)
-    found = [*(beyond(limits, strategy) if tables else ()), *idle(limits, strategy)]
+    found = [*(excess_degrees(limits, strategy) if tables else ()), *idle(limits, strategy)]
     for one in found[:1]:
         value = getattr(strategy, one.name)
         raise LayoutError(f"strategy: {one.name}={value!r} of {model.name}: {one.why}; legal is {one.legal}")
@@ -62,7 +62,7 @@ def check_stages(limits: ModelLimits, s: Strategy) -> None:
         raise LayoutError(f"{stages} stages of a model of {most} layers; legal are {up_to(most)}")
 
 
-def beyond(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
+def excess_degrees(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
     """Yield degrees that are larger than what they deal out: some devices had nothing to do."""
     said = {"tensor": limits.heads, "expert": limits.shared, "context": limits.sequence}
     of = {"tensor": "heads" if limits.scores else "columns to cut", "expert": "experts", "context": "positions"}

@@ -26,7 +26,7 @@ class Guess(NamedTuple):
     times: int
 
     @property
-    def saved(self) -> int:
+    def saved_steps(self) -> int:
         """How many steps a repeat is shorter."""
         return (self.times - 1) * self.period
 
@@ -54,7 +54,7 @@ class Flat(NamedTuple):
     def guesses(self, lo: int, hi: int) -> list[Guess]:
         """Return what steps `lo` to before `hi` may be, what saves most first; of a period its best cuts."""
         found = [g for p in _periods(self.tokens[lo:hi]) for g in self._of_period(lo, hi, p)]
-        return sorted(found, key=lambda g: -g.saved)  # stable: the better cut first
+        return sorted(found, key=lambda g: -g.saved_steps)  # stable: the better cut first
 
     def _of_period(self, lo: int, hi: int, p: int) -> Iterator[Guess]:
         same = self.tokens[lo : hi - p] == self.tokens[lo + p : hi]
@@ -81,10 +81,10 @@ class Flat(NamedTuple):
         np.minimum.at(low, makers, first)
         np.maximum.at(high, makers, last)
         made = np.flatnonzero(high >= 0)
-        return _covered(n, low[made], high[made]), _covered(n, first, last)
+        return _cover_counts(n, low[made], high[made]), _cover_counts(n, first, last)
 
 
-def _covered(n: int, first: Ints, last: Ints) -> Ints:
+def _cover_counts(n: int, first: Ints, last: Ints) -> Ints:
     """How many spans, both ends included, each number is in."""
     found = np.zeros(n + 2, dtype=np.int64)
     np.add.at(found, first, 1)

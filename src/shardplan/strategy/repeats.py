@@ -1,4 +1,4 @@
-"""`recovered`: a program in which layers that are written out one after another are the body of a `repeat`.
+"""`recover_repeats`: a program in which layers that are written out one after another are the body of a `repeat`.
 
 Layers are found as maximal runs of consecutive steps that are alike (`periods`), and verified: op, types and wiring of
 every step. A layer reads what it makes, what the one before it made, what is the same for all of them, and inputs of
@@ -29,14 +29,14 @@ class Recovered(NamedTuple):
     stacks: Mapping[str, tuple[str, ...]]
 
 
-def recovered(program: Program, called: Callable[[tuple[str, ...]], str] = lambda names: names[0]) -> Recovered:
+def recover_repeats(program: Program, called: Callable[[tuple[str, ...]], str] = lambda names: names[0]) -> Recovered:
     """Return the program with its runs as `repeat`; `called` names a stack after the inputs that are its rows.
 
     >>> from shardplan.core.ops import Einsum
     >>> x, w = (TensorType.parse(t, "x=1") for t in ("f32[2, 3]", "f32[3, 3]"))
     >>> steps = [Step(Einsum("bi,io->bo"), (str(k), f"w{k}"), (str(k + 1),)) for k in range(4)]
     >>> flat = Program({"0": x} | {f"w{k}": w for k in range(4)}, steps, ("4",))
-    >>> found = recovered(flat, lambda names: "w")
+    >>> found = recover_repeats(flat, lambda names: "w")
     >>> [step.op.times for step in found.program.steps], found.stacks
     ([4], {'w': ('w0', 'w1', 'w2', 'w3')})
     """
@@ -46,7 +46,7 @@ def recovered(program: Program, called: Callable[[tuple[str, ...]], str] = lambd
     readers = {o: (first[o], k) for o, k in last.items()}
     finder = _Finder(program, made, readers, Flat.of(program))
     runs = finder.runs(0, len(program.steps))
-    return _Writer(program, called).written([*_with_ones(finder, runs)])
+    return _Writer(program, called).write_runs([*_with_ones(finder, runs)])
 
 
 class _Layers(NamedTuple):
@@ -79,16 +79,16 @@ class _Finder(NamedTuple):
         """The runs among some steps, in order."""
         best: _Layers | None = None
         for guess in self.flat.guesses(lo, hi) if hi - lo > 1 else ():
-            if best is not None and guess.saved <= (best.times - 1) * best.period:
+            if best is not None and guess.saved_steps <= (best.times - 1) * best.period:
                 break
-            for run in self.verified(guess):
+            for run in self.verify_guess(guess):
                 if best is None or (run.times - 1) * run.period > (best.times - 1) * best.period:
                     best = run
         if best is None:
             return []
         return [*self.runs(lo, best.start), best, *self.runs(best.stop, hi)]
 
-    def verified(self, guess: Guess) -> Iterator[_Layers]:
+    def verify_guess(self, guess: Guess) -> Iterator[_Layers]:
         """The maximal runs of bodies in a guess that are wired alike."""
         first = 0
         while first < guess.times - 1:
@@ -112,9 +112,9 @@ class _Finder(NamedTuple):
         }
         stacks = {slot: [old] for slot in outside.keys() - fixed if isinstance(old := first[slot], str)}
         alike = all(slot in carried or first[slot] == at for slot, at in inside.items())
-        alike = alike and outside.keys() == {*fixed, *stacks} and self._own(first, stacks, start, period)
+        alike = alike and outside.keys() == {*fixed, *stacks} and self._reads_own_inputs(first, stacks, start, period)
         here, times = second, 1
-        while alike and here is not None and self._own(here, stacks, start + times * period, period):
+        while alike and here is not None and self._reads_own_inputs(here, stacks, start + times * period, period):
             for slot, taken in stacks.items():
                 taken.append(str(here[slot]))
             times += 1
@@ -126,7 +126,7 @@ class _Finder(NamedTuple):
         rows_of = {slot: tuple(stacks[slot]) for slot in sorted(stacks)}
         return times, _Layers(start, period, times, carried, rows_of, fixed)
 
-    def _own(self, wired: Mapping[Slot, object], slots: Iterable[Slot], start: int, period: int) -> bool:
+    def _reads_own_inputs(self, wired: Mapping[Slot, object], slots: Iterable[Slot], start: int, period: int) -> bool:
         """Whether some slots of a body read inputs of the program that no other step reads."""
         names = [wired[slot] for slot in slots]
         readers = [self.readers.get(name) for name in names if isinstance(name, str) and name not in self.made]
@@ -184,7 +184,7 @@ class _Writer:
         self.stacks: dict[str, tuple[str, ...]] = {}
         self.taken = set(self.types)
 
-    def written(self, runs: list[_Layers]) -> Recovered:
+    def write_runs(self, runs: list[_Layers]) -> Recovered:
         """Write all steps."""
         old = self.program.steps
         inside = {k: run for run in runs for k in range(run.start, run.stop)}

@@ -41,7 +41,7 @@ class Scope:
         """Write a step of one result."""
         return self.draft(op, *operands)
 
-    def each(self, expression: str, *operands: str) -> str:
+    def elementwise(self, expression: str, *operands: str) -> str:
         """Write an expression of every element."""
         return self.draft(Elementwise(expression), *operands)
 
@@ -66,7 +66,7 @@ class Scope:
             losses = self.draft(Cast("f32"), losses)
         t = self.draft.types[losses]
         total = self.draft(ReduceDims(tuple(range(t.ndim))), losses)
-        self.results["loss"] = self.each("a / maximum(b, 1)", total, self.draft(TargetCount(t.dtype), targets))
+        self.results["loss"] = self.elementwise("a / maximum(b, 1)", total, self.draft(TargetCount(t.dtype), targets))
         return self.results["loss"]
 
     def input(self, name: str, dims: Sizes, dtype: str = "") -> str:
@@ -110,7 +110,7 @@ class Scope:
                 found = inner.parameters[key]
                 self.parameters[f"{name}.{key}"] = replace(found, dims=(*outer.items(),), first=numbers.start)
         stacked = [f"{name}.{key}" for key in inner.inputs]
-        out = self.draft.every(
+        out = self.draft.write_step(
             Repeat(count, program, carried=1, sliced=len(stacked)), x, *invariants.values(), *stacked
         )
         made = dict(zip(rows, out[1:], strict=True))

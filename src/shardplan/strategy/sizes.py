@@ -14,7 +14,7 @@ def _check(sizes: DecoderSizes | PerceptronSizes | RecommenderSizes, *positive: 
     for f in fields(sizes):
         what, value = f"Model.load: {f.name}", getattr(sizes, f.name)
         if f.type == "int":
-            border.whole(what, value, int(f.name in positive), kind=ShardplanError)
+            border.whole_number(what, value, int(f.name in positive), kind=ShardplanError)
         elif f.type == "float":
             border.number(what, value, ShardplanError)
         elif f.type == "str":
@@ -194,7 +194,7 @@ class RecommenderSizes:
         _check(self, "dense_features", "embedding_dim", "bag", "batch")
         for name in ("table_rows", "bottom", "top"):
             found = border.items(f"Model.load: {name}", getattr(self, name), "whole numbers", ShardplanError)
-            whole = (border.whole(f"Model.load: {name}", n, 1, kind=ShardplanError) for n in found)
+            whole = (border.whole_number(f"Model.load: {name}", n, 1, kind=ShardplanError) for n in found)
             object.__setattr__(self, name, tuple(whole))
         if not self.table_rows or self.bottom[-1:] != (self.embedding_dim,) or self.top[-1:] != (1,):
             raise ShardplanError(

@@ -122,8 +122,8 @@ class Strategy:
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
         for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch"):
-            border.whole(f"strategy: {name}", getattr(self, name), 1)
-        border.whole("strategy: zero", self.zero, 0, 3)
+            border.whole_number(f"strategy: {name}", getattr(self, name), 1)
+        border.whole_number("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
         if self.rotates and self.context == 1:
             kind = self.context_kind
@@ -141,20 +141,20 @@ class Strategy:
         replicas = self.data * self.microbatch
         if self.global_batch is None:
             object.__setattr__(self, "global_batch", replicas)
-        batch = border.whole("strategy: global_batch", self.global_batch, 1)
+        batch = border.whole_number("strategy: global_batch", self.global_batch, 1)
         if batch < replicas:
             raise LayoutError(
                 f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; "
                 f"legal are {replicas} and more"
             )
-        group = self.data if self.shard is None else border.whole("strategy: shard", self.shard, 1)
+        group = self.data if self.shard is None else border.whole_number("strategy: shard", self.shard, 1)
         if self.data % group or group * inside % self.expert:
             legal = [n for n in range(1, self.data + 1) if self.data % n == 0 and n * inside % self.expert == 0]
             raise LayoutError(
                 f"strategy: shard={group} does not divide data={self.data}, or expert={self.expert} does not divide "
                 f"shard * context * tensor; legal are {legal}"
             )
-        border.whole("strategy: offload_layers", self.offload_layers, 0)
+        border.whole_number("strategy: offload_layers", self.offload_layers, 0)
         if self.attention is not None:
             border.choice("strategy: attention", self.attention, ATTENTION)
         for name in ("sequence_parallel", "fsdp", "offload", "tensor_overlap"):
@@ -181,7 +181,7 @@ class Strategy:
 
         if self.cuts is not None:
             object.__setattr__(self, "cuts", tuple(border.items("strategy: cuts", self.cuts, "layers")))
-            layers = [border.whole("strategy: cuts", n, 1) for n in self.cuts]
+            layers = [border.whole_number("strategy: cuts", n, 1) for n in self.cuts]
             if layers != sorted(set(layers)):
                 raise LayoutError(f"strategy: cuts={self.cuts}; legal are layers in order, each once")
         self._order()
@@ -202,12 +202,12 @@ class Strategy:
             for name, has in sizes.items():
                 if getattr(self, name) not in (has, None):
                     raise ScheduleError(
-                        f"strategy: {name}={getattr(self, name)} with {said.called} of {len(said.ranks)} ranks, "
+                        f"strategy: {name}={getattr(self, name)} with {said.label} of {len(said.ranks)} ranks, "
                         f"{chunks} chunks and {said.microbatches} microbatches; legal is {name}={has}"
                     )
         if self.interleave is None:
             object.__setattr__(self, "interleave", chunks)
-        several = border.whole("strategy: interleave", self.interleave, 1)
+        several = border.whole_number("strategy: interleave", self.interleave, 1)
         if isinstance(said, str) and several != chunks and not GENERATORS[said].free:
             raise ScheduleError(f"schedule {said} has {chunks} chunks a rank, {several} were asked for")
 
@@ -227,7 +227,7 @@ class Strategy:
         return (self.fsdp or self.zero == 3) if self.prefetch is None else self.prefetch
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def kept_names(self) -> tuple[str, ...]:
         """What is kept as it was moved; all parameters under `fsdp` with `zero` 2."""
         named = border.names("strategy: keep", self.keep)
         return ("*", *named) if self.fsdp and self.zero == 2 else named
@@ -285,7 +285,7 @@ class Strategy:
     def layouts(self, model: Model) -> Layouts:
         """Return the tables of a model's names; text that parses back, and that `partition` takes, edited or not."""
         axes = self.axes(model)
-        held = {name: tuple(_held(model, name, axes)) for name in model.parameters}
+        held = {name: tuple(_held_cuts(model, name, axes)) for name in model.parameters}
         batch, sequence = ([a for a in axes if a in these] for these in (BATCH, SEQUENCE))
         zero = 3 if self.fsdp else self.zero
         stored: list[TableLine] = []
@@ -316,7 +316,7 @@ class Strategy:
                 else TableLine((f"gradient.{name}",), (), sums)
             )
         lines = [TableLine((name,), cuts) for name, cuts in held.items() if cuts]
-        return Layouts(tuple(self._serve(axes)), _joined(stored), _joined(lines))
+        return Layouts(tuple(self._serve(axes)), _join_lines(stored), _join_lines(lines))
 
     def _serve(self, axes: Mapping[str, int]) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
         """What every axis serves."""
@@ -361,7 +361,7 @@ def shared_dim(dims: Iterable[str]) -> str | None:
     return "embedding" if mine and mine[-1] == "embedding" and mine[0] == "rows" else None
 
 
-def _held(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
+def _held_cuts(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How a parameter is held: experts one by one, and what tensor axes cut."""
     sizes = _sizes(model, name)
     shared, sharing = shared_dim(sizes), tuple(a for a in axes if a in SHARING.values())
@@ -386,7 +386,7 @@ def _state_names(model: Model, parameter: str) -> tuple[str, ...]:
     return (pattern,) if names == tuple(n for n in model.dims if fnmatchcase(n, pattern)) else names
 
 
-def _joined(lines: list[TableLine]) -> tuple[TableLine, ...]:
+def _join_lines(lines: list[TableLine]) -> tuple[TableLine, ...]:
     """Lines that say the same as one."""
     found: dict[tuple[object, object], list[str]] = {}
     for line in lines:

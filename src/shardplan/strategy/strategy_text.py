@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from shardplan.errors import LayoutError, ParseError, near_text, shown
+from shardplan.errors import LayoutError, ParseError, excerpt, near_text
 from shardplan.strategy.strategy import Strategy
 
 # Fields that a line can say; the others hold what has a file or a table of its own.
@@ -72,7 +72,7 @@ def strategy_fields(text: str) -> dict[str, Any]:
         if name not in (*WHOLE, *WORDS, *FLAGS) or not (equals or name in FLAGS):
             legal = ", ".join((*WHOLE, *WORDS, *FLAGS))
             raise ParseError(
-                f"strategy: {shown(word)}{near_text(said, legal.split(', '))}; legal is field=value, of {legal}"
+                f"strategy: {excerpt(word)}{near_text(said, legal.split(', '))}; legal is field=value, of {legal}"
             )
         if name in found:
             raise ParseError(f"strategy: {name} is said twice; legal is once")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.gradients import Keep, Origin, gradients, kept
+from shardplan.core.gradients import Keep, Origin, gradients, keep_computed
 from shardplan.core.op import Op
 from shardplan.core.ops import AdamW, Cast, Elementwise, Sgd
 from shardplan.core.program import Program
@@ -65,12 +65,12 @@ class Training(NamedTuple):
     origins: tuple[Origin | None, ...]
 
 
-def trained(
+def training_program(
     program: Program,
     wanted: Iterable[str],
     optimizer: str | None = None,
     settings: Mapping[str, float] = MappingProxyType({}),
-    keep: Keep = kept,
+    keep: Keep = keep_computed,
     *,
     master: bool = False,
 ) -> Training:
@@ -87,7 +87,7 @@ def trained(
     made: dict[str, str] = {}
     for w, value in zip(names, found.program.outputs[count:], strict=True):
         made[w] = called.setdefault(value, f"gradient.{w}")
-    named = renamed(found.program, called)
+    named = rename_values(found.program, called)
     if optimizer is None:
         return Training(named, made, {}, found.origins)
     rule = OPTIMIZERS[optimizer]
@@ -106,22 +106,22 @@ def trained(
         first, mine = f"{w}.{MASTER}" if master else w, [f"{w}.{part}" for part in rule.state]
         for name in (*([first] if master else []), *mine):
             states[name] = draft.types[name] = TensorType(kept, t.shape, t.layout, t.mesh)
-        out = draft.every(op, first, made[w], *mine, *now)
+        out = draft.write_step(op, first, made[w], *mine, *now)
         replaced |= {w: draft(Cast(t.dtype), out[0])} if master else {}
         replaced |= zip((first, *mine), out, strict=True)
     names_of = {v: f"next.{name}" for name, v in replaced.items()}
-    steps += (_renamed(step, names_of) for step in draft.steps)
+    steps += (_rename_step(step, names_of) for step in draft.steps)
     outputs = (*named.outputs[:count], *names_of.values())
     whole = Program((*named.inputs, *states.items()), steps, outputs)
     return Training(whole, made, {name: f"next.{name}" for name in replaced}, found.origins)
 
 
-def _renamed(step: Step, names: Mapping[str, str]) -> Step:
+def _rename_step(step: Step, names: Mapping[str, str]) -> Step:
     operands, results = (tuple(names.get(v, v) for v in side) for side in (step.operands, step.results))
     return Step(step.op, operands, results, step.stopped)
 
 
-def renamed(program: Program, names: Mapping[str, str]) -> Program:
+def rename_values(program: Program, names: Mapping[str, str]) -> Program:
     """Return a program in which some values have other names."""
-    steps = [_renamed(step, names) for step in program.steps]
+    steps = [_rename_step(step, names) for step in program.steps]
     return Program(program.inputs, steps, tuple(names.get(o, o) for o in program.outputs))

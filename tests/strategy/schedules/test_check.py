@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import Schedule, check, in_flight, refused, schedule
+from shardplan.strategy.schedules import Schedule, broken_law, check, in_flight, schedule
 from strategy.schedules.drawn import FAULTS, drawn, planted
 from strategy.schedules.judge import Run
 
@@ -55,17 +55,17 @@ def test_messages_may_wait_in_a_circle_that_batching_and_buffers_break() -> None
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
         m=2,
     )
-    refusal = refused(crossed)
+    refusal = broken_law(crossed)
     assert refusal is not None and refusal.places == ((0, 3), (1, 3))
     assert refusal.says == (
         "a circle: 0SEND_F1 (rank 0, slot 3) waits for 1RECV_F1 (rank 1, slot 4); "
         "1SEND_B0 (rank 1, slot 3) waits for 0RECV_B0 (rank 0, slot 4)"
     )
-    assert [refused(crossed, messages=mode) for mode in MODES[1:]] == [None, None]
+    assert [broken_law(crossed, messages=mode) for mode in MODES[1:]] == [None, None]
     rows = [" ".join(map(str, row)) for row in crossed.ranks]
     apart = of(rows[0].replace(" 0RECV", " 0OPT 0RECV"), rows[1].replace(" 1RECV", " 1OPT 1RECV"), m=2)
-    assert [refused(apart, messages=mode) is None for mode in MODES] == [False, False, True]
-    assert refused(crossed.compute_only()) is None
+    assert [broken_law(apart, messages=mode) is None for mode in MODES] == [False, False, True]
+    assert broken_law(crossed.compute_only()) is None
 
 
 def test_the_bound_in_flight() -> None:
@@ -82,18 +82,18 @@ def test_the_bound_in_flight() -> None:
 
 
 def test_overlapped_parts_run_in_order() -> None:
-    assert refused(of("(0F0;0B0)OVERLAP_F_B")) is None
-    assert refused(of("(0B0;0F0)OVERLAP_F_B")) is not None
-    assert refused(of("(0F0;1F0)OVERLAP_F_B 1B0 0B0")) is None
-    assert refused(of("(1F0;0F0)OVERLAP_F_B 1B0 0B0")) is not None
+    assert broken_law(of("(0F0;0B0)OVERLAP_F_B")) is None
+    assert broken_law(of("(0B0;0F0)OVERLAP_F_B")) is not None
+    assert broken_law(of("(0F0;1F0)OVERLAP_F_B 1B0 0B0")) is None
+    assert broken_law(of("(1F0;0F0)OVERLAP_F_B 1B0 0B0")) is not None
 
 
 def test_copies_share_the_microbatches() -> None:
     text = "schedule, 2 microbatches, 2 copies\n0: 0F0 3F1 0B0 3B1\n1: 2F1 1F0 1B0 2B1"
-    assert refused(Schedule.parse(text)) is None
-    refusal = refused(Schedule.parse(text.replace("0F0 3F1", "3F1 0F0").replace("2F1 1F0", "1F0 2F1")))
+    assert broken_law(Schedule.parse(text)) is None
+    refusal = broken_law(Schedule.parse(text.replace("0F0 3F1", "3F1 0F0").replace("2F1 1F0", "1F0 2F1")))
     assert refusal is not None and refusal.rule == "wait"
-    both = refused(Schedule.parse("schedule, 1 microbatches, 2 copies\n0: 0F0 0B0\n1: 1F0 1B0"))
+    both = broken_law(Schedule.parse("schedule, 1 microbatches, 2 copies\n0: 0F0 0B0\n1: 1F0 1B0"))
     assert both is not None and both.says == "1F0 (rank 1, slot 0), but microbatch 0 goes through another copy"
 
 
@@ -103,7 +103,7 @@ def test_a_thousand_valid_schedules_are_accepted() -> None:
         found = drawn(random, messages=n % 2 == 0)
         for mode in MODES:
             assert Run(found, mode).fine, found
-            assert refused(found, in_flight(found), mode) is None, found
+            assert broken_law(found, in_flight(found), mode) is None, found
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -124,7 +124,7 @@ def test_faults_are_refused_where_they_stop_a_run(fault: str) -> None:
             continue
         limits = bounds if fault == "memory" else None
         mode = random.choice(MODES)
-        run, refusal = Run(wrong, mode, limits), refused(wrong, limits, mode)
+        run, refusal = Run(wrong, mode, limits), broken_law(wrong, limits, mode)
         assert run.fine == (refusal is None), (wrong, mode, refusal)
         if refusal is None:
             continue

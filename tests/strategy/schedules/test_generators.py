@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import GENERATORS, Schedule, Times, check, in_flight, refused, replay, schedule
+from shardplan.strategy.schedules import GENERATORS, Schedule, Times, broken_law, check, in_flight, replay, schedule
 
 CASES = ((1, 1, 1), (2, 3, 1), (3, 2, 2))
 BUBBLES = {
@@ -104,7 +104,7 @@ def test_the_share_in_flight() -> None:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_forwards_alone_are_valid(name: str) -> None:
-    assert refused(schedule(name, 4, 8, forward_only=True)) is None
+    assert broken_law(schedule(name, 4, 8, forward_only=True)) is None
 
 
 def test_what_generators_refuse() -> None:

@@ -5,11 +5,11 @@ from xml.etree import ElementTree
 import pytest
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import GENERATORS, Times, drawn, placed, replay, schedule, svg
+from shardplan.strategy.schedules import GENERATORS, Times, place_messages, replay, schedule, schedule_picture, svg
 
 
 def test_text_of_a_v() -> None:
-    assert drawn(schedule("zb-v", 2, 3), columns=60).split("\n") == [
+    assert schedule_picture(schedule("zb-v", 2, 3), columns=60).split("\n") == [
         "rank 0  F0F1F2f0i0w0f1i1w1I0W0f2i2w2I1W1I2W2..",
         "rank 1  ..F0f0F1f1i0w0F2I0W0f2i1w1I1i2I2W1w2W2",
         "bubble 0, idle 1 of 19",
@@ -18,10 +18,10 @@ def test_text_of_a_v() -> None:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_what_is_drawn_is_what_runs(name: str) -> None:
-    for found in (schedule(name, 4, 8), placed(schedule(name, 4, 8), Times(), 0.5)):
+    for found in (schedule(name, 4, 8), place_messages(schedule(name, 4, 8), Times(), 0.5)):
         cost = Times(2, 3, 1)
         replayed = replay(found, cost)
-        lines = drawn(found, cost, columns=400).split("\n")
+        lines = schedule_picture(found, cost, columns=400).split("\n")
         assert len(lines) == 5 and max(map(len, lines)) <= 400
         busy = [len(line.partition("  ")[2].replace(".", "")) for line in lines[:4]]
         scale = len(max(lines[:4], key=len).partition("  ")[2]) / replayed.makespan
@@ -37,6 +37,6 @@ def test_what_is_drawn_is_what_runs(name: str) -> None:
 
 
 def test_long_schedules_are_cut_to_the_columns() -> None:
-    assert max(map(len, drawn(schedule("1f1b", 4, 64), columns=60).split("\n"))) <= 60
+    assert max(map(len, schedule_picture(schedule("1f1b", 4, 64), columns=60).split("\n"))) <= 60
     with pytest.raises(ScheduleError, match="columns is 3; legal is a whole number of at least 20"):
-        drawn(schedule("1f1b", 4, 64), columns=3)
+        schedule_picture(schedule("1f1b", 4, 64), columns=3)

@@ -12,10 +12,10 @@ from shardplan.strategy.schedules import (
     Action,
     Schedule,
     Times,
+    broken_law,
     check,
     in_flight,
-    placed,
-    refused,
+    place_messages,
     replay,
     schedule,
 )
@@ -33,9 +33,11 @@ def test_placed_messages_cost_no_more_than_their_time(name: str) -> None:
     for p, m in ((2, 4), (4, 8)):
         made = schedule(name, p, m)
         for cost, message in ((Times(1, 1, 1), 0), (Times(2, 3, 1), 0.25), (Times(3, 2, 2), 1)):
-            found = placed(made, cost, message)
+            found = place_messages(made, cost, message)
             assert found.compute_only() == made.compute_only()
-            assert [refused(found, in_flight(made), mode) for mode in ("blocking", "batched", "buffered")] == [None] * 3
+            assert [broken_law(found, in_flight(made), mode) for mode in ("blocking", "batched", "buffered")] == [
+                None
+            ] * 3
             ideal = makespan(made, cost, message)
             # Receives ahead of their time, where ranks would wait in a circle otherwise; two copies cross each other.
             most = 1.1 if message and made.copies > 1 else 1.05 if message == 1 else 1
@@ -49,7 +51,7 @@ def test_a_rank_does_something_from_its_first_message_on(messages: str) -> None:
     """A message is under way from when its own end is posted: a span begins where the one before it ended."""
     for name in ("1f1b", "zb-h1", "interleaved"):
         cost = Times(2, 3, 1)
-        for spans in replay(placed(schedule(name, 4, 8), cost, 0.25, messages), cost, 0.25, messages).spans:
+        for spans in replay(place_messages(schedule(name, 4, 8), cost, 0.25, messages), cost, 0.25, messages).spans:
             for (_, _, before), (_, begin, end) in pairwise(spans):
                 assert before == begin <= end
 
@@ -61,7 +63,7 @@ def test_messages_are_placed_in_any_schedule() -> None:
         cost = Times(*([random.randint(1, 4) for _ in range(made.stages)] for _ in range(3)))
         message = random.choice((0, 0.5, 3))
         for mode in ("buffered", "blocking"):
-            found = placed(made, cost, message, mode)
+            found = place_messages(made, cost, message, mode)
             assert check(found) is found and Run(found, "blocking").fine
             assert found.compute_only() == made.compute_only()
 
@@ -84,7 +86,7 @@ def test_the_bubble_of_torchs_lowering_is_gone(
         Schedule.from_csv(written(name, ranks, microbatches, chunks, tmp_path, defer=cure)[1]) for cure in (False, True)
     )
     for cost, message in ((Times(1, 1, 1), 0), (Times(1, 1, 1), 0.1), (Times(2, 3, 1), 0.5)):
-        ours = makespan(placed(default, cost, message), cost, message)
+        ours = makespan(place_messages(default, cost, message), cost, message)
         ideal = makespan(default.compute_only(), cost, message)
         theirs = makespan(default, cost, message)
         assert theirs > ideal
@@ -95,7 +97,7 @@ def test_the_bubble_of_torchs_lowering_is_gone(
 def test_torchs_cure_may_wait_in_a_circle(tmp_path: Path) -> None:
     """With `defer_pp_recv` sends that wait for their receives, as those of NCCL in one stream do, deadlock."""
     pytest.importorskip("torch")
-    refusal = refused(Schedule.from_csv(written("Interleaved1F1B", 2, 4, 2, tmp_path, defer=True)[1]))
+    refusal = broken_law(Schedule.from_csv(written("Interleaved1F1B", 2, 4, 2, tmp_path, defer=True)[1]))
     assert refusal is not None and refusal.rule == "wait"
 
 
@@ -103,7 +105,7 @@ def test_parameters_are_unsharded_and_gradients_reduced_as_torch_does(tmp_path: 
     pytest.importorskip("torch")
     for name, chunks in (("Interleaved1F1B", 2), ("LoopedBFS", 5), ("ZBVZeroBubble", 2), ("DualPipeV", 2)):
         theirs = Schedule.from_csv(written(name, 2, 4, chunks, tmp_path)[1])
-        ours = placed(theirs, Times())
+        ours = place_messages(theirs, Times())
         for mine, row in zip(ours.ranks, theirs.ranks, strict=True):
             kept = [[a for a in r if a is not None and a.kind[:4] not in ("SEND", "RECV")] for r in (mine, row)]
             assert sorted(map(str, kept[0])) == sorted(map(str, kept[1]))
@@ -112,6 +114,6 @@ def test_parameters_are_unsharded_and_gradients_reduced_as_torch_does(tmp_path: 
 
 def test_what_cannot_be_placed() -> None:
     with pytest.raises(ScheduleError, match="a computation takes no time; legal are times above 0"):
-        placed(schedule("1f1b", 2, 2), Times(0, 1, 1))
+        place_messages(schedule("1f1b", 2, 2), Times(0, 1, 1))
     with pytest.raises(ScheduleError, match="0F0 is missing"):
-        placed(Schedule(((Action(0, "F", 1), Action(0, "F", 2)),), 3), Times())
+        place_messages(Schedule(((Action(0, "F", 1), Action(0, "F", 2)),), 3), Times())

@@ -84,17 +84,24 @@ def test_what_torch_does_not_know_is_written_on_request(tmp_path: Path) -> None:
 def test_stages_lie_where_their_actions_are() -> None:
     found = Schedule.parse("schedule, 1 microbatches\n0: 0F0 3F0 3B0 0B0\n1: 1F0 2F0 2B0 1B0")
     assert (found.stages, found.owners, found.forward_only, found.name) == (4, (0, 1, 1, 0), False, "")
-    assert [found.before(0), found.before(2), found.after(2), found.after(3)] == [None, 1, 3, None]
+    assert [found.stage_before(0), found.stage_before(2), found.stage_after(2), found.stage_after(3)] == [
+        None,
+        1,
+        3,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_stages_form_a_chain_for_each_copy(name: str) -> None:
     found = schedule(name, 2, 4)
     stages = range(found.stages)
-    assert [s for s in stages if found.before(s) is None] == [*range(0, found.stages, found.stages // found.copies)]
-    assert sum(found.after(s) is None for s in stages) == found.copies
+    assert [s for s in stages if found.stage_before(s) is None] == [
+        *range(0, found.stages, found.stages // found.copies)
+    ]
+    assert sum(found.stage_after(s) is None for s in stages) == found.copies
     for s in stages:
-        assert (then := found.after(s)) is None or (then, found.before(then)) == (s + 1, s)
+        assert (then := found.stage_after(s)) is None or (then, found.stage_before(then)) == (s + 1, s)
 
 
 def test_bad_files_and_texts(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import Shop, Times, check, in_flight, listed, replay, schedule, solve
+from shardplan.strategy.schedules import Shop, Times, check, in_flight, list_schedule, replay, schedule, solve
 from shardplan.strategy.schedules.exact import Search
 from shardplan.strategy.schedules.shop import Pass
 
@@ -57,10 +57,10 @@ def test_the_exact_solver_equals_enumeration() -> None:
         check(found.schedule, shop.bounds)
         # The tree itself is right: it has an order of the least makespan and none of a shorter one.
         search = Search(shop, 10**6)
-        assert search.tree.bound(search.tree.root) <= least
-        reached = search.within(int(least))
+        assert search.tree.lower_bound(search.tree.root) <= least
+        reached = search.order_within(int(least))
         assert reached is not None and max(shop.ends(reached)) == least
-        assert Search(shop, 10**6).within(int(least) - 1) is None
+        assert Search(shop, 10**6).order_within(int(least) - 1) is None
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1), (3, 2, 2)])
@@ -68,7 +68,7 @@ def test_the_exact_solver_equals_enumeration() -> None:
 def test_gaps_to_the_optimum_at_equal_memory(name: str, times: tuple[int, int, int]) -> None:
     for p, m in ((1, 3), (2, 4), (3, 3), (4, 4)):
         shop = shop_of(name, p, m, times)
-        found, quick = solve(shop, 20_000), listed(shop, 2000)
+        found, quick = solve(shop, 20_000), list_schedule(shop, 2000)
         made = replay(schedule(name, p, m), Times(*times)).makespan
         check(quick, shop.bounds)
         length = replay(quick, Times(*times)).makespan
@@ -85,21 +85,21 @@ def test_zb_h1_is_shortest_and_1f1b_is_not_once_w_is_free() -> None:
 def test_waiting_may_be_worth_more_than_what_is_ready() -> None:
     """Without a rank that waits although it could begin something, the least would be 44."""
     shop = Shop((0, 1, 2), 3, ((1, 8, 2), (1, 1, 8), (1, 5, 1)), (2, 2, 1))
-    assert Search(shop, 10**6).within(40) is not None
+    assert Search(shop, 10**6).order_within(40) is not None
     assert solve(shop).makespan == 40
 
 
 def test_a_forward_may_leave_its_room_to_a_later_stage() -> None:
     """The optimum (CP-SAT's too): with two forwards a rank, one that could begin would stop the chain for ever."""
     shop = Shop((0, 1, 1, 0), 2, ((7, 5, 5), (8, 2, 7), (4, 4, 8), (2, 6, 2)), (2, 2))
-    assert Search(shop, 10**5).within(88) is None and Search(shop, 10**5).within(89) is not None
+    assert Search(shop, 10**5).order_within(88) is None and Search(shop, 10**5).order_within(89) is not None
 
 
 def test_values_under_way_are_compared() -> None:
     """The optimum (CP-SAT's too), 103, is lost to a node whose ranks are free no later, but whose values come later."""
     chunks = ((8, 4, 2), (3, 7, 2), (7, 4, 8), (8, 2, 3), (1, 6, 1), (8, 3, 8))
     search = Search(Shop((0, 1) * 3, 2, chunks, (6, 4)), 10**5)
-    assert search.within(102) is None and search.within(103) is not None and search.left > 0
+    assert search.order_within(102) is None and search.order_within(103) is not None and search.left > 0
 
 
 def test_a_search_that_is_cut_off_says_so() -> None:
@@ -110,14 +110,14 @@ def test_a_search_that_is_cut_off_says_so() -> None:
 
 def test_the_beam_finds_what_rules_and_local_search_do_not() -> None:
     shop = shop_of("v-half", 4, 6, (1, 1, 1))
-    assert replay(listed(shop), Times(1, 1, 1)).makespan == 41 == solve(shop).makespan
+    assert replay(list_schedule(shop), Times(1, 1, 1)).makespan == 41 == solve(shop).makespan
 
 
 def test_a_w_makes_room_at_the_bound_of_memory() -> None:
     """The rules alone reach the optimum here: a W that ends behind the next event goes first where no forward may."""
     shop = Shop((0, 1, 2), 3, ((4, 1, 4), (1, 4, 4), (4, 4, 5)), (2, 2, 2))
     cost = Times(*([each[k] for each in shop.times] for k in range(3)))
-    assert replay(listed(shop, 0), cost).makespan == solve(shop).makespan
+    assert replay(list_schedule(shop, 0), cost).makespan == solve(shop).makespan
 
 
 def test_unequal_stages_are_scheduled_within_their_bounds() -> None:
@@ -126,7 +126,7 @@ def test_unequal_stages_are_scheduled_within_their_bounds() -> None:
         times = tuple(tuple(random.randint(0, 5) for _ in range(3)) for _ in range(p * v))
         bounds = tuple(random.randint(v, 2 * v + 1) for _ in range(p))
         shop = Shop(tuple(range(p)) * v, 6, times, bounds)
-        found = check(listed(shop, 200), bounds)
+        found = check(list_schedule(shop, 200), bounds)
         cost = Times(*([each[k] for each in times] for k in range(3)))
         assert replay(found, cost).makespan == max(shop.ends(shop.orders(found)))
         assert replay(found, cost).makespan >= max(shop.busy(r) for r in range(p))

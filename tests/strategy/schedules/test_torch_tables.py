@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.strategy.schedules import Schedule, Times, refused, replay, schedule
+from shardplan.strategy.schedules import Schedule, Times, broken_law, replay, schedule
 from strategy.schedules.torch_tables import made, written
 
 pytest.importorskip("torch")
@@ -28,7 +28,7 @@ def test_tables(name: str, chunks: int, ours: str | None, ranks: int, microbatch
         read = Schedule.from_csv(path)
         read.to_csv(tmp_path / "again.csv")
         assert (tmp_path / "again.csv").read_bytes() == path.read_bytes()
-        assert refused(read) is None
+        assert broken_law(read) is None
         if ours is not None:
             mine = schedule(ours, ranks, microbatches, chunks)
             assert read.compute_only() == mine

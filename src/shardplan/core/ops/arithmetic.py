@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.derivative import NOTHING, derivative, renamed, times
+from shardplan.core.derivative import NOTHING, derivative, substitute, times
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import identity, numpy_dtype
 from shardplan.core.expression import Expression
@@ -17,8 +17,8 @@ from shardplan.core.expression_tree import Name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, common_dtype, counted
-from shardplan.core.ops.placing import bracketed, said_anew
+from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, check_arity, common_dtype
+from shardplan.core.ops.placing import add_brackets, said_anew
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -72,7 +72,7 @@ class Elementwise(Ruled):
     def rule(self, *operands: TensorType) -> FactorRule:
         """Dims of the result are factors that pass; a dim of size 1 that broadcasts has its own, not to be sharded."""
         expression = self.expression
-        counted(f'elementwise: "{self.expr}"', operands, expression.arity)
+        check_arity(f'elementwise: "{self.expr}"', operands, expression.arity)
         (dtype,) = self.dtypes(*operands)
         expression.check(numpy_dtype(dtype), dtype)
         ndim = max(t.ndim for t in operands)
@@ -133,7 +133,7 @@ class Elementwise(Ruled):
             if tree != Name(last):
                 names = Expression(tree).names
                 short = {old: Name(chr(ord("a") + k)) for k, old in enumerate(names)}
-                dx = draft(Elementwise(str(Expression(renamed(tree, short)))), *(values[n] for n in names))
+                dx = draft(Elementwise(str(Expression(substitute(tree, short)))), *(values[n] for n in names))
             shape, more = draft.types[x].shape, draft.types[dx].ndim - draft.types[x].ndim
             dx = draft(ReduceDims(tuple(range(more))), dx) if more else dx
             ones = tuple(d for d, n in enumerate(draft.types[dx].shape) if n != shape[d])
@@ -176,7 +176,7 @@ class ReduceDims(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Reduced dims are reduced, the others pass; a kept dim is a new factor of size 1."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         for d in self.dims:
             if not 0 <= d < t.ndim:
                 raise TypingError(f"reduce_dims: {t} has no dim {d}; legal are 0 to {t.ndim - 1}")
@@ -221,7 +221,7 @@ class ReduceDims(Ruled):
         if self.combine == "sum":
             if self.reduction == "mean":
                 dx = draft(Elementwise(f"a / {math.prod(t.shape[d] for d in self.dims)}"), dx)
-            return [expanded(draft, dx, ones if self.keep else rest, names, t)]
+            return [expand_dims(draft, dx, ones if self.keep else rest, names, t)]
         y, dx = (
             v if self.keep else draft(Expand(f"{' '.join(rest)} -> {' '.join(ones)}"), v) for v in (results[0], dx)
         )
@@ -250,7 +250,7 @@ class Expand(Ruled):
 
     def __post_init__(self) -> None:
         """Check that nothing changes places, and dims are not of several factors."""
-        rule = parse_rule(bracketed(self.spec))
+        rule = parse_rule(add_brackets(self.spec))
         (before,), (after,) = rule.operands, rule.results
         if [d for d in after if d in before] != [d for d in before if d in after] or any(
             len(d) != 1 for d in (*before, *after)
@@ -259,7 +259,7 @@ class Expand(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The dims of the operand pass."""
-        return rule_of(self.name, bracketed(self.spec), operands)
+        return rule_of(self.name, add_brackets(self.spec), operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Elements are not changed."""
@@ -267,11 +267,11 @@ class Expand(Ruled):
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Dims of size 1, which the caller broadcasts."""
-        rule = parse_rule(bracketed(self.spec))
+        rule = parse_rule(add_brackets(self.spec))
         held = dict(zip(rule.operands[0], size.operands[0], strict=True))
         return (arrays[0].reshape(tuple(held.get(d, 1) for d in rule.results[0])),)
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """New dims of these sizes."""
         return replace(self, spec=said_anew(self.spec, sizes))
 
@@ -279,7 +279,7 @@ class Expand(Ruled):
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
     ) -> Sequence[str | None]:
         """Sums along the new dims."""
-        rule = parse_rule(bracketed(self.spec))
+        rule = parse_rule(add_brackets(self.spec))
         before, after = ([n for (n,) in side] for (side,) in (rule.operands, rule.results))
         dx, held = cotangents[0], [n for n in before if n in after]
         if len(held) < len(after):
@@ -293,7 +293,7 @@ class Expand(Ruled):
         return 0.0
 
 
-def expanded(draft: Draft, name: str, held: Sequence[str], dims: Sequence[str], t: TensorType) -> str:
+def expand_dims(draft: Draft, name: str, held: Sequence[str], dims: Sequence[str], t: TensorType) -> str:
     """Return a value of the dims `held` along all `dims`, which are those of `t`, over whose axes it is sharded."""
     if tuple(held) == tuple(dims):
         return name

@@ -19,7 +19,7 @@ from shardplan.core.op import Array, Shards
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.pattern import AtOnce, InTurn, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
@@ -58,10 +58,10 @@ class Repeat(Nested):
     def __post_init__(self) -> None:
         """Check the counts, and that what is carried keeps its type."""
         body = self.body
-        border.whole("repeat: n", self.n, 0, kind=TypingError)
-        border.whole("repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError)
-        border.whole("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
-        border.whole("repeat: ahead", self.ahead, 0, len(body.steps), TypingError)
+        border.whole_number("repeat: n", self.n, 0, kind=TypingError)
+        border.whole_number("repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError)
+        border.whole_number("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
+        border.whole_number("repeat: ahead", self.ahead, 0, len(body.steps), TypingError)
         carried = {name for name, _ in body.inputs[: self.carried]}
         for number, step in enumerate(body.steps[: self.ahead]):
             if late := [o for o in step.operands if o in carried]:
@@ -92,7 +92,7 @@ class Repeat(Nested):
         return self.reverse
 
     @property
-    def kept(self) -> int:
+    def carried_count(self) -> int:
         """How many values are carried."""
         return self.carried
 
@@ -113,18 +113,18 @@ class Repeat(Nested):
         runs: list[list[list[Array]]] = []  # by run, by stacked result: shards
         for k in self.order:
             mine = [[x[k, ...] for x in shards] for shards in operands[whole:]]
-            found = run_program(self.body, [*state, *operands[self.carried : whole], *mine])
+            found = run_reference(self.body, [*state, *operands[self.carried : whole], *mine])
             state = [*found[: self.carried]]
             runs.append(found[self.carried :])
         runs = runs[:: -1 if self.reverse else 1]
         stacks = [[np.stack(shards) for shards in zip(*results, strict=True)] for results in zip(*runs, strict=True)]
         return [*(list(shards) for shards in state), *stacks]
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Those of the body, n times."""
         return self.n * books_of(self.body).received
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Those of the body, n times."""
         return self.devices(), self.n * books_of(self.body).sent
 
@@ -189,18 +189,18 @@ class Together(Nested):
             for operand, result in zip(step.operands, step.results, strict=True):
                 t, u = self.body.types[operand], self.body.types[result]
                 made = self.body.outputs.index(result)
-                strands.append((given[operand], made, move.lowered(t, u, devices, algorithm)))
+                strands.append((given[operand], made, move.lower_operand(t, u, devices, algorithm)))
         return side_by_side(devices, strands)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the moves."""
-        return run_program(self.body, operands)
+        return run_reference(self.body, operands)
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Those of all moves."""
         return books_of(self.body).received
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Those of all moves."""
         return self.devices(), books_of(self.body).sent
 
@@ -231,7 +231,7 @@ class Together(Nested):
         """The buffers of all moves, which exist at once."""
         return sum(staged(move.chunks) for move, staged in self._buffers())
 
-    def staged(self, *operands: TensorType) -> Callable[[int], int]:
+    def staging_by_chunks(self, *operands: TensorType) -> Callable[[int], int]:
         """Those of all moves, each in so many chunks."""
         found = [staged for _, staged in self._buffers()]
         return lambda chunks: sum(staged(chunks) for staged in found)
@@ -243,7 +243,7 @@ class Together(Nested):
             assert move is not None  # checked when it was made
             others = (self.body.step_types(s) for k, s in enumerate(self.body.steps) if k != number)
             shared = any(all(_meet(a[0], b[0]) for a, b in zip(types, other, strict=True)) for other in others)
-            yield move, move.staged(*types[0], shared=shared)
+            yield move, move.staging_by_chunks(*types[0], shared=shared)
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Those of all moves, at once."""

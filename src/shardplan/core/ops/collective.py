@@ -12,15 +12,16 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.counted import Counted, RoundMessages, count
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
+from shardplan.core.message_totals import own_copy_bytes
 from shardplan.core.messages import FIGURES, Packed, at_root
 from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, StepPattern, taking_part
+from shardplan.core.round_messages import Counted, RoundMessages, count
 from shardplan.core.tensor import TensorType
-from shardplan.errors import TypingError, shown
+from shardplan.errors import TypingError, excerpt
 
 # What may be asked for of any op; one without it takes its first.
 ALGORITHMS = ("direct", "ring", "doubling", "chain", "tree")
@@ -54,7 +55,7 @@ class Collective(Op):
         made = {d: poison(u.local_shape(k), dtype) for k, d in enumerate(u.mesh.devices)}
         absent = np.empty(0, dtype)
         arrays = {"x": [given.get(d, absent) for d in ids.tolist()], "y": [made.get(d, absent) for d in ids.tolist()]}
-        interpret(self.lowered(t, u, ids), arrays, self.name)
+        interpret(self.lower_operand(t, u, ids), arrays, self.name)
         return [made[d] for d in u.mesh.devices]
 
     @abc.abstractmethod
@@ -65,11 +66,11 @@ class Collective(Op):
         """Return the staging buffers that `lower` names, beside "x" and "y"."""
         return {}
 
-    def lowered(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str = "") -> Lowering:
+    def lower_operand(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str = "") -> Lowering:
         """Return the lowering of one operand "x" that becomes "y"; raises `TypingError` for an unknown algorithm."""
         if algorithm and algorithm not in (*ALGORITHMS, *self.algorithms):
             legal = ", ".join(dict.fromkeys((*ALGORITHMS, *self.algorithms)))
-            raise TypingError(f"{self.name}: the algorithm {shown(algorithm)} is unknown; legal are {legal}")
+            raise TypingError(f"{self.name}: the algorithm {excerpt(algorithm)} is unknown; legal are {legal}")
         wanted = self.algorithm or algorithm
         chosen = wanted if wanted in self.algorithms else self.algorithms[0]
         buffers = self.buffers(t, u, devices, chosen)
@@ -79,7 +80,7 @@ class Collective(Op):
         """Lower the operands side by side; an op that does not have the algorithm takes its first one."""
         return side_by_side(
             devices,
-            [(k, k, self.lowered(t, typed(self, t), devices, algorithm)) for k, t in enumerate(operands)],
+            [(k, k, self.lower_operand(t, result_type(self, t), devices, algorithm)) for k, t in enumerate(operands)],
         )
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
@@ -88,73 +89,84 @@ class Collective(Op):
             raise TypingError(f"{self.name} needs at least one operand")
         if self.algorithm and self.algorithm not in self.algorithms:
             raise TypingError(
-                f"{self.name}: algorithm={shown(self.algorithm)}; legal are {', '.join(self.algorithms)}, or none"
+                f"{self.name}: algorithm={excerpt(self.algorithm)}; legal are {', '.join(self.algorithms)}, or none"
             )
         if any(t.mesh != operands[0].mesh for t in operands):
             raise TypingError(f"{self.name} packs operands of one mesh; got {', '.join(map(repr, operands))}")
-        return tuple(typed(self, t) for t in operands)
+        return tuple(result_type(self, t) for t in operands)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Apply `move` to every operand."""
-        return [self.move(shards, t, typed(self, t)) for shards, t in zip(operands, types, strict=True)]
+        return [self.move(shards, t, result_type(self, t)) for shards, t in zip(operands, types, strict=True)]
 
     @property
     def _saying(self) -> type[Collective]:
         """Who says its bytes and staging: its class for its usual algorithm; those of another one are counted."""
         return type(self) if self.algorithm in ("", self.algorithms[0]) else Collective
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Sum over the operands."""
-        parts = [self._saying.received_one(self, t, typed(self, t)) for t in operands]
+        parts = [self._saying.received_one(self, t, result_type(self, t)) for t in operands]
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the bytes each device receives for one operand, int64 [devices]."""
-        return counted(self, t, u).received_by(u) * u.itemsize
+        return lowering_counts(self, t, u).received_by(u) * u.itemsize
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Sum over the operands."""
-        parts = [self._saying.sent_one(self, t, typed(self, t)) for t in operands]
+        parts = [self._saying.sent_one(self, t, result_type(self, t)) for t in operands]
         return operands[0].mesh.ids, parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return the bytes that each device sends of one operand, int64 [devices]."""
-        return counted(self, t, u).sent_by(t) * t.itemsize
+        return lowering_counts(self, t, u).sent_by(t) * t.itemsize
 
     def rounds(self, *operands: TensorType) -> int:
         """Return the most peers that a device hears from, in all rounds of a chunk."""
-        return max(counted(self, t, typed(self, t)).rounds for t in operands)
+        return max(lowering_counts(self, t, result_type(self, t)).rounds for t in operands)
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Return what the worst device packs of one operand, on either side."""
-        return counted(self, t, u).packed
+        return lowering_counts(self, t, u).packed
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the messages of all rounds, those of all operands between two devices together; or what is copied."""
         every = [one for turn in self.turns(*operands) for one in turn]
         if not every:
-            return Local(float(sum(counted(self, t, typed(self, t)).written * t.itemsize for t in operands)))
-        found = RoundMessages.merged(every)
-        return Messages(found.sender, found.receiver, found.amount.astype(np.float64), self.chunks)
+            return Local(
+                float(sum(lowering_counts(self, t, result_type(self, t)).written * t.itemsize for t in operands))
+            )
+        found = RoundMessages.merge_parts(every)
+        return Messages(
+            found.sender, found.receiver, found.amount.astype(np.float64), self.chunks, self._kept_bytes(operands)
+        )
+
+    def _kept_bytes(self, operands: Sequence[TensorType]) -> float:
+        """The bytes that a device copies of what it has; of what is reduced none, which is folded where it comes."""
+        ends = [(t, result_type(self, t)) for t in operands]
+        return float(sum(own_copy_bytes(t, u) for t, u in ends if t.layout.partial == u.layout.partial))
 
     def turns(self, *operands: TensorType) -> Iterator[list[RoundMessages]]:
         """Yield the messages of every round that has any, in bytes, those of each operand."""
-        strands = [[(t.itemsize, one) for one in counted(self, t, typed(self, t)).turns] for t in operands]
+        strands = [
+            [(t.itemsize, one) for one in lowering_counts(self, t, result_type(self, t)).turns] for t in operands
+        ]
         for parts in zip_longest(*strands):
             yield [one._replace(amount=one.amount * size) for size, one in filter(None, parts)]
 
     def staging(self, *operands: TensorType) -> int:
         """Return the bytes of a chunk's send and receive buffers; a single operand that is contiguous needs none."""
-        return self.staged(*operands)(self.chunks)
+        return self.staging_by_chunks(*operands)(self.chunks)
 
-    def staged(self, *operands: TensorType, shared: bool = False) -> Callable[[int], int]:
+    def staging_by_chunks(self, *operands: TensorType, shared: bool = False) -> Callable[[int], int]:
         """Return the bytes of the buffers as a function of the number of chunks; from 2 on it never rises.
 
         `shared` says that other moves share its messages, so that nothing goes straight from or into an operand.
         """
-        pairs = [(t, typed(self, t)) for t in operands]
+        pairs = [(t, result_type(self, t)) for t in operands]
         # Thousands of a batch are of a few types.
-        known = {t: self._saying.packed(self, t, u) for t, u in dict(pairs).items()}
+        known = {t: self._saying.packing(self, t, u) for t, u in dict(pairs).items()}
         packed = [known[t] for t in operands]
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
@@ -180,7 +192,7 @@ class Collective(Op):
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """Return the largest number of parts that a device sends, and that it receives, in a round."""
-        return counted(self, t, u).pieces
+        return lowering_counts(self, t, u).pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +211,7 @@ class InPlace(Collective):
         """None."""
         return 0
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Nothing."""
         return Packed(0, 0, True, True)
 
@@ -233,7 +245,7 @@ class Grouped(Collective):
         if places.shape[1] < 2:
             return Local(0.0)
         if self.algorithm:
-            return self._composed(*operands)
+            return self._as_messages(*operands)
         held = np.zeros(len(places))
         for operand in operands:
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
@@ -254,7 +266,7 @@ class Grouped(Collective):
 
     def _everywhere(self, operands: Sequence[TensorType], places: np.ndarray) -> bool:
         """Say whether every library has it: members with equal parts, and a reduction that all have."""
-        results = [typed(self, t) for t in operands]
+        results = [result_type(self, t) for t in operands]
         folds = any(t.layout.partial != u.layout.partial for t, u in zip(operands, results, strict=True))
         if folds and not {t.layout.reduction for t in operands} <= set(LIBRARY_REDUCTIONS):
             return False
@@ -263,15 +275,18 @@ class Grouped(Collective):
         sizes = (t.elements()[places] for t in (*operands, *results) if not t.all_even)
         return all(bool((size == size[:, :1]).all()) for size in sizes)
 
-    def _composed(self, *operands: TensorType) -> Pattern:
+    def _as_messages(self, *operands: TensorType) -> Pattern:
         """Return the messages of the algorithm that is said, in their rounds."""
         times = 1 if self.algorithm in SEGMENTED else self.chunks
-        found = [RoundMessages.merged(turn) for turn in self.turns(*operands)]
-        rounds = [Messages(one.sender, one.receiver, one.amount / times) for one in found]
+        found = [RoundMessages.merge_parts(turn) for turn in self.turns(*operands)]
+        own = self._kept_bytes(operands) / times
+        rounds = [
+            Messages(one.sender, one.receiver, one.amount / times, own=own * (k == 0)) for k, one in enumerate(found)
+        ]
         if not rounds:
             return Local(0.0)
         if len(rounds) == 1:
-            return Messages(rounds[0].sender, rounds[0].receiver, rounds[0].nbytes * times, times)
+            return Messages(rounds[0].sender, rounds[0].receiver, rounds[0].nbytes * times, times, own * times)
         steps = (
             StepPattern(one, taking_part(one, operands[0].mesh.ids), (k - 1,) * (k > 0)) for k, one in enumerate(rounds)
         )
@@ -284,14 +299,14 @@ def moving(op: Op) -> Collective | None:
 
 
 @lru_cache(maxsize=256)
-def counted(op: Collective, t: TensorType, u: TensorType) -> Counted:
+def lowering_counts(op: Collective, t: TensorType, u: TensorType) -> Counted:
     """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
     one = op if op.algorithm in SEGMENTED else op.in_chunks(1)
-    return count(t, u, lambda ids: one.lowered(t, u, ids))
+    return count(t, u, lambda ids: one.lower_operand(t, u, ids))
 
 
 @lru_cache(maxsize=FIGURES)
-def typed(op: Collective, t: TensorType) -> TensorType:
+def result_type(op: Collective, t: TensorType) -> TensorType:
     """Return the type of one operand after the op; remembered, since every facet of every step asks for it."""
     return op.result(t)
 
@@ -309,7 +324,7 @@ def major(shape: tuple[int, ...], dim: int) -> bool:
     return all(n <= 1 for n in shape[:dim])
 
 
-def cut(array: Array, frm: Sequence[Sequence[int]] | np.ndarray, to: Sequence[Sequence[int]] | np.ndarray) -> Array:
+def cut_box(array: Array, frm: Sequence[Sequence[int]] | np.ndarray, to: Sequence[Sequence[int]] | np.ndarray) -> Array:
     """Return the part of `array`, which holds the box `frm`, that lies in the box `to` (inside `frm`)."""
     return array[tuple(slice(b[0] - a[0], b[1] - a[0]) for a, b in zip(frm, to, strict=True))]
 
@@ -333,7 +348,7 @@ def assemble(
         index = tuple(slice(b - a, c - a) for (a, _), (b, c) in zip(box, part, strict=True))
         if filled + out[index].size > out.size:
             raise TypingError(f"{what}: two senders deliver the same element of the box {box.tolist()}")
-        out[index] = cut(array, frm, part)
+        out[index] = cut_box(array, frm, part)
         filled += out[index].size
     if filled != out.size:
         raise TypingError(f"{what}: {out.size - filled} elements of the box {box.tolist()} have no sender")
@@ -341,7 +356,13 @@ def assemble(
 
 
 def point_to_point(
-    t: TensorType, u: TensorType, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, chunks: int
+    t: TensorType,
+    u: TensorType,
+    sender: np.ndarray,
+    receiver: np.ndarray,
+    nbytes: np.ndarray,
+    chunks: int,
+    own: float = 0.0,
 ) -> Messages:
     """Return messages by device id from places in the two meshes."""
-    return Messages(t.mesh.ids[sender], u.mesh.ids[receiver], nbytes.astype(np.float64), chunks)
+    return Messages(t.mesh.ids[sender], u.mesh.ids[receiver], nbytes.astype(np.float64), chunks, own)

@@ -15,15 +15,15 @@ from typing import ClassVar
 
 from shardplan.core.draft import Decomposition, Draft
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.homeward import homeward
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.compute import Compute, IdRange, KernelClass, LocalRun, Where, computing
 from shardplan.core.ops.indexing import Constant
+from shardplan.core.reshard_cotangent import reshard_cotangent
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
@@ -40,11 +40,11 @@ class Composed(Compute):
     def decomposition(self, *operands: TensorType) -> Decomposition:
         """Return the steps."""
         draft = Draft.of(operands)
-        return draft.done(*self.write(draft, *operands))
+        return draft.decomposition(*self.write(draft, *operands))
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Type the steps."""
-        return self._typed(operands)[1]
+        return self._typed_steps(operands)[1]
 
     def share(self, *operands: TensorType) -> float:
         """Return the part of its steps' operations that one kernel does; less than 1 where it skips what is masked."""
@@ -52,11 +52,11 @@ class Composed(Compute):
 
     def flops(self, *operands: TensorType) -> float:
         """Add up the steps."""
-        return self.share(*operands) * sum(op.flops(*types) for op, _, types in self._typed(operands)[0])
+        return self.share(*operands) * sum(op.flops(*types) for op, _, types in self._typed_steps(operands)[0])
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Bind the steps."""
-        steps = [(step, op.bind(types, where)) for op, step, types in self._typed(operands)[0]]
+        steps = [(step, op.bind(types, where)) for op, step, types in self._typed_steps(operands)[0]]
         results = self.decomposition(*operands).results
 
         def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
@@ -67,7 +67,7 @@ class Composed(Compute):
 
         return run
 
-    def _typed(
+    def _typed_steps(
         self, operands: Sequence[TensorType]
     ) -> tuple[list[tuple[Compute, Step, tuple[TensorType, ...]]], tuple[TensorType, ...]]:
         """The steps with the types of their operands, and the types of the results."""
@@ -83,7 +83,7 @@ class Composed(Compute):
     ) -> Sequence[str | None]:
         """One kernel, which computes again what it needs of the forward one."""
         needs = tuple(k for k, want in enumerate(wanted) if want)
-        found = draft.every(Backward(self, needs, len(cotangents)), *operands, *cotangents)
+        found = draft.write_step(Backward(self, needs, len(cotangents)), *operands, *cotangents)
         made = dict(zip(needs, found, strict=True))
         return [made.get(k) for k in range(len(operands))]
 
@@ -138,7 +138,7 @@ class Backward(Composed):
             )
         steps, wanted = tuple(d.steps), [str(k) for k in self.needs]
         found = {name: str(count + k) for k, name in enumerate(made)}
-        Reverse(d, d.types, lambda name: name).back(steps, found, needing(steps, d.types, wanted))
+        Reverse(d, d.types, lambda name: name).fill_cotangents(steps, found, needing(steps, d.types, wanted))
         return [found[w] if w in found else zeros(d, d.types[w], w) for w in wanted]
 
     def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
@@ -164,25 +164,25 @@ class Backward(Composed):
 class Opened(Draft):
     """A draft that opens an op whose operands do not type on it, and reduces what a step does not take partial."""
 
-    def every(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
+    def write_step(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
         """Write a step, or those that it comes to."""
         try:
-            return super().every(op, *operands, stopped=stopped)
+            return super().write_step(op, *operands, stopped=stopped)
         except LayoutError:
             if isinstance(op, Composed):
-                body = opened(op, [self.types[o] for o in operands])
+                body = decompose_sharded(op, [self.types[o] for o in operands])
                 names = self.copy(body.steps, lambda name: operands[int(name)])
                 return tuple(names[r] for r in body.results)
-            whole = [self.reduced(o, self.types[o].layout.partial) for o in operands]
+            whole = [self.reduce_axes(o, self.types[o].layout.partial) for o in operands]
             if tuple(whole) == operands:
                 raise
-            return super().every(op, *whole, stopped=stopped)
+            return super().write_step(op, *whole, stopped=stopped)
 
 
-def opened(op: Composed, types: Sequence[TensorType]) -> Decomposition:
+def decompose_sharded(op: Composed, types: Sequence[TensorType]) -> Decomposition:
     """Return the steps of an op on operands that may be sharded where the whole op does not type, with reductions."""
     draft = Opened.of(types)
-    return draft.done(*op.write(draft, *types))
+    return draft.decomposition(*op.write(draft, *types))
 
 
 def differs(t: TensorType) -> bool:
@@ -216,7 +216,8 @@ def plus(draft: Draft, x: str, y: str) -> str:
     over = [draft.types[v].mesh.expand(draft.types[v].layout.partial) for v in (x, y)]
     mesh, both = draft.types[x].mesh, set(over[0]) & set(over[1])
     found = [
-        draft.reduced(v, mesh.fold(tuple(a for a in own if a not in both))) for v, own in zip((x, y), over, strict=True)
+        draft.reduce_axes(v, mesh.fold(tuple(a for a in own if a not in both)))
+        for v, own in zip((x, y), over, strict=True)
     ]
     return draft(Elementwise("a + b"), *found)
 
@@ -232,7 +233,7 @@ class Reverse:
         """Begin."""
         self.draft, self.types, self.value = draft, types, value
 
-    def back(
+    def fill_cotangents(
         self, steps: Sequence[Step], cotangents: dict[str, str], needed: set[str], origin: int | None = None
     ) -> None:
         """Fill in the cotangents of the values `needed`, given those of what the steps make.
@@ -248,11 +249,11 @@ class Reverse:
                 continue
             draft.origin = number if origin is None else origin
             came = [
-                draft.reduced(cotangents[r], self.types[r].layout.used) if r in cotangents else None
+                draft.reduce_axes(cotangents[r], self.types[r].layout.used_axes) if r in cotangents else None
                 for r in step.results
             ]
             try:
-                found = self.one(number, step, came, wants)
+                found = self.step_gradient(number, step, came, wants)
             except ShardplanError as error:
                 raise type(error)(f"the gradient of step {number} ({step.op.name}): {error}") from None
             for o, want, new in zip(step.operands, wants, found, strict=True):
@@ -260,14 +261,16 @@ class Reverse:
                     cotangents[o] = plus(draft, cotangents[o], new) if o in cotangents else new
                     draft.alike.setdefault(cotangents[o], o)
 
-    def one(self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]) -> Sequence[str | None]:
+    def step_gradient(
+        self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]
+    ) -> Sequence[str | None]:
         """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
-        if moving(step.op) is not None and nested(step.op) is None:
+        if moving(step.op) is not None and as_nested(step.op) is None:
             pairs = zip(step.operands, came, strict=True)
-            return [c and homeward(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
-        inner = nested(step.op)
+            return [c and reshard_cotangent(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
+        inner = as_nested(step.op)
         if inner is not None and inner.overlaps:
-            return self._inside(number, inner, step, came, wants)
+            return self._body_gradient(number, inner, step, came, wants)
         op = computing(step.op)
         if op is None:
             raise TypingError(f"{step.op.name} has no gradient")
@@ -283,10 +286,10 @@ class Reverse:
             k = int(name)
             return self.value(outside[k]) if k < many + len(dy) else outside[k]
 
-        made = self.draft.copy(part.done(*filter(None, found)).steps, read)
+        made = self.draft.copy(part.decomposition(*filter(None, found)).steps, read)
         return [None if x is None else made[x] if x in made else read(x) for x in found]
 
-    def _inside(
+    def _body_gradient(
         self, number: int, op: Nested, step: Step, came: Sequence[str | None], wants: Sequence[bool]
     ) -> Sequence[str | None]:
         """Write the gradient of a body that runs once; of what it makes, what is needed is made again."""
@@ -300,12 +303,12 @@ class Reverse:
                 return self.value(outside[name])
             if name not in made:
                 maker = makers[name]
-                copies = self.draft.every(maker.op, *map(value, maker.operands))
+                copies = self.draft.write_step(maker.op, *map(value, maker.operands))
                 made.update(zip(maker.results, copies, strict=True))
             return made[name]
 
         found = {name: c for name, c in zip(body.outputs, came, strict=True) if c is not None}
         needed = needing(body.steps, body.types, [n for n, want in zip(names, wants, strict=True) if want])
-        Reverse(self.draft, dict(body.types), value).back(body.steps, found, needed, number)
+        Reverse(self.draft, dict(body.types), value).fill_cotangents(body.steps, found, needed, number)
         self.draft.alike = alike  # names of the body are not of this walk
         return [found.get(name) for name in names]

@@ -89,11 +89,11 @@ class Compute(Op):
         return {}
 
     @property
-    def pinned(self) -> Layout | None:
+    def pinned_layout(self) -> Layout | None:
         """The layout that its author wants its operand and result in, where there are these axes; else None."""
         return None
 
-    def laid(self, mesh: Mesh, over: Sequence[tuple[str, ...]] = ()) -> Self:
+    def on_mesh(self, mesh: Mesh, over: Sequence[tuple[str, ...]] = ()) -> Self:
         """Return it on a mesh, with the axes of the factors that only results have, in their order.
 
         Raises `TypingError` where axes are said and the op cannot have them.
@@ -106,7 +106,7 @@ class Compute(Op):
             raise TypingError(f"{self.name}: over={tuple(over)}; legal are no axes, as it has no such attribute")
         return replace(self, **changed) if changed else self
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """Return it with other `sizes` of its factors, as `dim_names.links` calls them, for operands of new types.
 
         What says no size is as it is. Raises `TypingError` where one that it says does not follow.
@@ -144,7 +144,7 @@ class Compute(Op):
         """Write what of the gradient is wanted."""
         return self.gradient(draft, operands, results, cotangents)
 
-    def touched(self, *operands: TensorType) -> int:
+    def touched_bytes(self, *operands: TensorType) -> int:
         """Return the bytes that the worst device reads and writes; a view touches none."""
         return 0 if self.view else sum(t.local_bytes() for t in (*operands, *self.infer(*operands)))
 
@@ -162,11 +162,11 @@ class Compute(Op):
                 shards.append(np.array(x))
         return out
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Nothing: it is local."""
         return np.zeros(self.infer(*operands)[0].mesh.size, dtype=np.int64)
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Nothing."""
         ids = self.infer(*operands)[0].mesh.ids
         return ids, np.zeros(len(ids), dtype=np.int64)
@@ -184,7 +184,7 @@ class Compute(Op):
         dtype = (operands or self.infer())[0].dtype
         kind = self.kernel_class
         sides = self.product_sides(*operands) if kind == "product" else ()
-        return Work(self.flops(*operands), dtype, float(self.touched(*operands)), kind, sides)
+        return Work(self.flops(*operands), dtype, float(self.touched_bytes(*operands)), kind, sides)
 
 
 def at_place(place: int) -> Where:
@@ -197,7 +197,7 @@ def at_place(place: int) -> Where:
     return where
 
 
-def counted(what: str, operands: Sequence[TensorType], count: int) -> Sequence[TensorType]:
+def check_arity(what: str, operands: Sequence[TensorType], count: int) -> Sequence[TensorType]:
     """Return the operands, or raise `TypingError` where they are not `count` in number."""
     if len(operands) != count:
         raise TypingError(f"{what} takes {count} operands, not {len(operands)}")

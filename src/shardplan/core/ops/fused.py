@@ -38,7 +38,7 @@ from shardplan.core.ops.movement import AllToAll
 from shardplan.core.ops.reduction import AllReduce
 from shardplan.core.pattern import Overlap, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import run_program
+from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
@@ -63,7 +63,7 @@ class Fused(Nested):
 
     def __post_init__(self) -> None:
         """Check the body."""
-        border.whole(f"{self.name}: tiles", self.tiles, 0, MOST_TILES, TypingError)
+        border.whole_number(f"{self.name}: tiles", self.tiles, 0, MOST_TILES, TypingError)
         body = self.body
         last = body.steps[-1] if body.steps else None
         if last is None or not isinstance(last.op, self.move) or body.outputs != last.results or len(last.results) != 1:
@@ -90,12 +90,12 @@ class Fused(Nested):
         return cls(body, **options), given
 
     @property
-    def kept(self) -> int:
+    def carried_count(self) -> int:
         """Its result is the body's."""
         return 1
 
     @property
-    def moved(self) -> tuple[Collective, TensorType, TensorType]:
+    def move_with_types(self) -> tuple[Collective, TensorType, TensorType]:
         """The move, and the types before and behind it."""
         last = self.body.steps[-1]
         op = moving(last.op)
@@ -104,18 +104,18 @@ class Fused(Nested):
 
     def members(self, t: TensorType) -> tuple[str, ...]:
         """The axes of the move."""
-        op, before, _ = self.moved
+        op, before, _ = self.move_with_types
         return op.members(before)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the body."""
-        return run_program(self.body, operands)
+        return run_reference(self.body, operands)
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Those of the move."""
         return books_of(self.body).received
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Those of the move."""
         return self.devices(), books_of(self.body).sent
 
@@ -130,12 +130,12 @@ class Fused(Nested):
     def staging(self, *operands: TensorType) -> int:
         """What a run of the body holds beside operands and result."""
         # The result is the body's own; types are even, so that every device is the worst.
-        return max(0, held_inside(self.body, 0) - self.moved[2].local_bytes())
+        return max(0, held_inside(self.body, 0) - self.move_with_types[2].local_bytes())
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """The kernels of the body and its move, tile by tile."""
         *before, last = step_patterns(self.body)
-        _, t, u = self.moved
+        _, t, u = self.move_with_types
         whole = u.local_bytes() if t.layout.partial else 0
         return Overlap(tuple(before), last, t.local_bytes(), whole, self.tiles, self.in_one_shot, self.kind)
 
@@ -187,7 +187,7 @@ class GemvAllReduce(Fused):
     @property
     def form(self) -> GemvForm:
         """As a matrix and a thin one."""
-        border.whole(f"{self.name}: shots", self.shots, 1, 2, TypingError)
+        border.whole_number(f"{self.name}: shots", self.shots, 1, 2, TypingError)
         return gemv_form(self.name, self.body)
 
     @property
@@ -213,9 +213,9 @@ class EmbeddingBagAllToAll(Fused):
         return bag_form(self.name, self.body)
 
 
-def fused(op: Op) -> Fused | None:
+def as_fused(op: Op) -> Fused | None:
     """Return an op where it is a fused one."""
     return op if isinstance(op, Fused) else None
 
 
-__all__ = ["EmbeddingBagAllToAll", "Fused", "GemmAllToAll", "GemvAllReduce", "fused", "unfit"]
+__all__ = ["EmbeddingBagAllToAll", "Fused", "GemmAllToAll", "GemvAllReduce", "as_fused", "unfit"]

@@ -100,7 +100,7 @@ def _product(name: str, body: Program, step: Step) -> tuple[tuple[str, str], str
     return (one, other), result, (names.index(step.operands[0]), names.index(step.operands[1]))
 
 
-def _even(name: str, *types: TensorType) -> None:
+def _check_even(name: str, *types: TensorType) -> None:
     for t in types:
         if not t.all_even:
             raise Unfit(name, "splits_unknown", f"{t} has tiles of several sizes; legal are even ones")
@@ -123,7 +123,7 @@ def gemm_form(name: str, body: Program) -> GemmForm:
         activation = known
     (one, other), result, numbers = _product(name, body, product)
     t, u = body.types[last.operands[0]], body.types[last.results[0]]
-    _even(name, *body.input_types, t, u)
+    _check_even(name, *body.input_types, t, u)
     if t.layout.partial:
         raise Unfit(name, "not_sum", f"the product {t} is not summed yet; legal is a whole one")
     if last.op.order not in ((), last.op.axes):
@@ -157,7 +157,7 @@ def gemv_form(name: str, body: Program) -> GemvForm:
         raise Unfit(name, "not_sum", f"all_reduce with {last.op.reduction}; legal is sum")
     (one, other), result, numbers = _product(name, body, product)
     t, u = body.types[last.operands[0]], body.types[last.results[0]]
-    _even(name, *body.input_types, t, u)
+    _check_even(name, *body.input_types, t, u)
     if any(x.layout.partial for x in body.input_types) or u.layout.partial:
         raise Unfit(name, "not_sum", f"{t} is summed in parts; legal is over all its axes at once")
     if any(c in one and c in other for c in result):
@@ -183,7 +183,7 @@ def bag_form(name: str, body: Program) -> BagForm:
     if not isinstance(last.op, AllToAll) or len(last.operands) != 1:
         raise Unfit(name, "", f"{last.op.name} at the end; legal is an all_to_all of one value")
     t, u = body.types[last.operands[0]], body.types[last.results[0]]
-    _even(name, *body.input_types, t, u)
+    _check_even(name, *body.input_types, t, u)
     if last.op.dst_dim != 0 or last.op.src_dim != t.ndim - 1 or last.op.order not in ((), last.op.axes):
         raise Unfit(name, "splits_unknown", "the move is not from the last dim to the batch")
     made = {r: step for step in before for r in step.results}

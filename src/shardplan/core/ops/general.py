@@ -18,19 +18,19 @@ from shardplan.core.holders import checked_near
 from shardplan.core.layout import Layout
 from shardplan.core.lowering import Boxes, Copy, Ints, Put, Region, Round, Take
 from shardplan.core.mesh import Mesh
-from shardplan.core.message_totals import message_totals
+from shardplan.core.message_totals import message_totals, own_copy_bytes
 from shardplan.core.messages import (
     Packed,
     at_root,
+    has_box_table,
     lacking,
     messages,
     most_senders,
     own_places,
     parcels,
     permutation,
-    served,
+    sent_in_general,
     stays,
-    tabled,
     traffic,
 )
 from shardplan.core.notation import axes_text
@@ -38,11 +38,11 @@ from shardplan.core.op import Array, Shards, poison
 from shardplan.core.ops.collective import (
     Collective,
     assemble,
-    cut,
+    cut_box,
     major,
     meet,
     point_to_point,
-    typed,
+    result_type,
 )
 from shardplan.core.ops.movement import check_chunks
 from shardplan.core.parcels import Parcels, Rows
@@ -77,7 +77,7 @@ def deliver(
 def deliver_parcels(found: Parcels, t: TensorType, u: TensorType, devices: Ints, chunks: int) -> Iterator[Round]:
     """Yield the rounds of a move with a table of boxes at either end: all its parcels, each a message of its own."""
     senders, receivers = found.source.ids[found.given], found.target.ids[found.taken]
-    home, away = np.flatnonzero(found.kept), np.flatnonzero(~found.kept)
+    home, away = np.flatnonzero(found.stay_mask), np.flatnonzero(~found.stay_mask)
     give = lambda k: _part("x", t, found.source, found.given[k], found.boxes[k], k >= 0)  # noqa: E731
     take = lambda k: _part("y", u, found.target, found.taken[k], found.boxes[k], k >= 0)  # noqa: E731
     peer = lambda k, ends: np.where(k >= 0, ends[k], -1)  # noqa: E731
@@ -120,7 +120,7 @@ def _nth(places: Ints, ends: Ints, others: Ints) -> Iterator[Ints]:
         yield others[np.where((first + k < last) & (places >= 0), first + k, -1)]
 
 
-def _carried(t: TensorType, u: TensorType, end: int) -> np.ndarray:
+def _permuted_bytes(t: TensorType, u: TensorType, end: int) -> np.ndarray:
     """Bytes of the pairs of a permute, for every device at end 0, that of senders, or 1: int64 [devices]."""
     out = np.zeros(t.mesh.size, dtype=counter(t))
     pairs = permutation(t, u)
@@ -152,16 +152,16 @@ class Permute(Collective):
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """The whole new tile where sender and receiver differ."""
-        return _carried(t, u, 1)
+        return _permuted_bytes(t, u, 1)
 
     def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """The receiver's tile."""
-        return _carried(t, u, 0)
+        return _permuted_bytes(t, u, 0)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver each pair's tile; the rest keep theirs."""
         source = np.arange(t.mesh.size)
-        pairs = permutation(t.whole, u.whole)
+        pairs = permutation(t.whole_type, u.whole_type)
         if pairs is not None:
             source[pairs[1]] = pairs[0]
         held = at_root(u)
@@ -175,9 +175,9 @@ class Permute(Collective):
 
     def rounds(self, *operands: TensorType) -> int:
         """One, if anything moves."""
-        return int(any(self.received_one(t, typed(self, t)).any() for t in operands))
+        return int(any(self.received_one(t, result_type(self, t)).any() for t in operands))
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """The tile is sent and received whole; a cut tile is contiguous when only its major dim is cut."""
         before, after = t.local_shape(), u.local_shape()
         cuts = [d for d in range(t.ndim) if before[d] != after[d]]
@@ -186,7 +186,7 @@ class Permute(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """One message a pair; a device that holds its own tile copies it."""
-        pairs = permutation(t.whole, u.whole)
+        pairs = permutation(t.whole_type, u.whole_type)
         assert pairs is not None  # typed so
         home = np.ones(u.mesh.size, dtype=bool)
         home[pairs[1]] = False
@@ -199,11 +199,14 @@ class Permute(Collective):
     def pattern(self, *operands: TensorType) -> Pattern:
         """One message a pair."""
         t = operands[0]
-        pairs = permutation(t, typed(self, t))
+        pairs = permutation(t, result_type(self, t))
         if pairs is None or not len(pairs[0]):
             return Local(0.0)
-        sizes = sum(typed(self, x).elements()[pairs[1]] * x.itemsize for x in operands)
-        return point_to_point(t, typed(self, t), *pairs, np.asarray(sizes), self.chunks)
+        sizes = sum(result_type(self, x).elements()[pairs[1]] * x.itemsize for x in operands)
+        home = (t.boxes() != result_type(self, t).boxes()).any(axis=(1, 2))  # what cuts its new tile out of its own
+        home[pairs[1]] = False
+        own = sum(int(result_type(self, x).elements()[home].max(initial=0)) * x.itemsize for x in operands)
+        return point_to_point(t, result_type(self, t), *pairs, np.asarray(sizes), self.chunks, float(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +235,13 @@ class General(Collective):
 
     def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Return what the device is chosen to send."""
-        return served(t, u, *self.choice).elements * t.itemsize
+        return sent_in_general(t, u, *self.choice).elements * t.itemsize
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Deliver the messages; what a device holds already it keeps."""
-        if tabled(t, u):
+        if has_box_table(t, u):
             return Collective.move(self, shards, t, u)
-        senders, receivers, _ = messages(t.whole, u.whole, *self.choice)
+        senders, receivers, _ = messages(t.whole_type, u.whole_type, *self.choice)
         before, after, dtype = t.boxes(), u.boxes(), numpy_dtype(t.dtype)
         own, held, needed = own_places(t, u), at_root(t), at_root(u)
         pieces: list[list[tuple[np.ndarray, Array]]] = [[] for _ in range(u.mesh.size)]
@@ -248,7 +251,7 @@ class General(Collective):
         for s, r in zip(senders, receivers, strict=True):
             part = meet(before[s], after[r])
             if part is not None:
-                pieces[r].append((part, cut(shards[s], before[s], part)))
+                pieces[r].append((part, cut_box(shards[s], before[s], part)))
         return [
             assemble(after[r], pieces[r], dtype, self.name) if needed[r] else poison(u.local_shape(r), dtype)
             for r in range(u.mesh.size)
@@ -256,43 +259,44 @@ class General(Collective):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """The messages, all at once."""
-        if tabled(t, u):
+        if has_box_table(t, u):
             yield from deliver_parcels(parcels(t, u, *self.choice), t, u, devices, self.chunks)
             return
-        senders, receivers, _ = messages(t.whole, u.whole, *self.choice)
+        senders, receivers, _ = messages(t.whole_type, u.whole_type, *self.choice)
         yield from deliver(t, u, devices, senders, receivers, np.ones(u.mesh.size, dtype=bool), self.chunks)
 
     def rounds(self, *operands: TensorType) -> int:
         """The largest number of non-empty peers a device hears from."""
-        return max(most_senders(t, typed(self, t)) for t in operands)
+        return max(most_senders(t, result_type(self, t)) for t in operands)
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """All that is sent, and all that is received."""
         return traffic(t, u, *self.choice)
 
     def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
         """One part a peer; with a table of boxes, one a parcel."""
-        if tabled(t, u):
+        if has_box_table(t, u):
             found = parcels(t, u, *self.choice)
-            counts = [int(np.bincount(ends[~found.kept]).max(initial=1)) for ends in found.ends]
+            counts = [int(np.bincount(ends[~found.stay_mask]).max(initial=1)) for ends in found.ends]
             return counts[0], counts[1]
-        return served(t, u, *self.choice).receivers, max(1, most_senders(t, u))
+        return sent_in_general(t, u, *self.choice).receivers, max(1, most_senders(t, u))
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """Explicit messages, those of all operands between two devices together; counted before they are listed."""
         t = operands[0]
         alike = all(x == t for x in operands)
-        totals = message_totals(t, typed(self, t), *self.choice, len(operands)) if alike else None
+        totals = message_totals(t, result_type(self, t), *self.choice, len(operands)) if alike else None
+        own = float(sum(own_copy_bytes(x, result_type(self, x)) for x in operands))
         if totals is None:
-            found = self._listed(operands)
-            return Messages(*found, self.chunks) if len(found[0]) else Local(0.0)
-        return (
-            Messages.later(totals, lambda: self._listed(operands), self.chunks) if len(totals.devices) else Local(0.0)
-        )
+            found = self._list_messages(operands)
+            return Messages(*found, self.chunks, own) if len(found[0]) else Local(0.0)
+        if not len(totals.devices):
+            return Local(0.0)
+        return Messages.from_totals(totals, lambda: self._list_messages(operands), self.chunks, own)
 
-    def _listed(self, operands: Sequence[TensorType]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        t, u = operands[0], typed(self, operands[0])
-        moves = [messages(x, typed(self, x), *self.choice) for x in operands]
+    def _list_messages(self, operands: Sequence[TensorType]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        t, u = operands[0], result_type(self, operands[0])
+        moves = [messages(x, result_type(self, x), *self.choice) for x in operands]
         width = u.mesh.size
         keys = np.concatenate([senders * width + receivers for senders, receivers, _ in moves])
         sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]

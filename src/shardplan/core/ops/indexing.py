@@ -16,7 +16,7 @@ from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import WHOLE, At, IdRange, Ruled, Size, counted
+from shardplan.core.ops.compute import WHOLE, At, IdRange, Ruled, Size, check_arity
 from shardplan.core.ops.placing import check_value
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -53,7 +53,7 @@ class Gather(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Rows are reduced with a sum."""
-        table, ids = counted(self.name, operands, 2)
+        table, ids = check_arity(self.name, operands, 2)
         _check_rows(self.name, ids, table.dtype)
         rest, many = _words("h", table.ndim - 1), _words("b", ids.ndim)
         return rule_of(self.name, f"[v {rest}] [{many}] -> [{many} {rest}] | sum: v", operands)
@@ -90,7 +90,7 @@ class Gather(Ruled):
         """None."""
         return 0.0
 
-    def touched(self, *operands: TensorType) -> int:
+    def touched_bytes(self, *operands: TensorType) -> int:
         """Ids, and each row that is gathered twice: read and written; not the table."""
         (t,) = self.infer(*operands)
         return operands[1].local_bytes() + 2 * t.local_bytes()
@@ -115,7 +115,7 @@ class ScatterAdd(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The dims of the ids are reduced with a sum."""
-        values, ids = counted(self.name, operands, 2)
+        values, ids = check_arity(self.name, operands, 2)
         _check_rows(self.name, ids, values.dtype)
         if self.rows < 1 or values.ndim < ids.ndim:
             raise TypingError(f"{self.name}: {self.rows} rows of {values} by {ids}; legal are a row and a dim for each")
@@ -166,7 +166,7 @@ class Write(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The places pass, and all other dims; the ids stay whole."""
-        target, values, ids = counted(self.name, operands, 3)
+        target, values, ids = check_arity(self.name, operands, 3)
         _check_rows(self.name, ids, "")
         if not 0 <= self.dim < target.ndim or values.dtype != target.dtype:
             raise TypingError(f"write {values} along dim {self.dim} of {target}; legal are one dtype and a dim it has")
@@ -196,7 +196,7 @@ class Write(Ruled):
         """None."""
         return 0.0
 
-    def touched(self, *operands: TensorType) -> int:
+    def touched_bytes(self, *operands: TensorType) -> int:
         """Ids, and each value twice: read and written; not the target."""
         return operands[2].local_bytes() + 2 * operands[1].local_bytes()
 
@@ -206,24 +206,24 @@ class Made(Ruled):
     """An op without operands: all factors are its results', `over` also says root axes, and it says the mesh."""
 
     @abc.abstractmethod
-    def made(self) -> TensorType:
+    def stated_type(self) -> TensorType:
         """Return the type as the fields say it, checked but for addends, which are not said."""
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """A result only."""
-        shape = self.made().shape
+        shape = self.stated_type().shape
         names = factor_names(len(shape))
         return rule_of(self.name, f"-> [{' '.join(names)}]", operands, **dict(zip(names, shape, strict=True)))
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """A shape of these sizes."""
-        said: dict[str, object] = {"shape": tuple(sizes[n] for n in factor_names(len(self.made().shape)))}
+        said: dict[str, object] = {"shape": tuple(sizes[n] for n in factor_names(len(self.stated_type().shape)))}
         return replace(self, **said)
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Refuse operands, and a value whose addends are not said."""
-        counted(self.name, operands, 0)
-        t = self.made()
+        check_arity(self.name, operands, 0)
+        t = self.stated_type()
         if t.layout.partial:
             raise TypingError(f"{self.name}: {t} is partial; legal are sharded, replicated and rooted values")
         return (t,)
@@ -253,7 +253,7 @@ class Iota(Made):
     over: Layout = field()  # without the default that it has elsewhere
     mesh: Mesh
 
-    def made(self) -> TensorType:
+    def stated_type(self) -> TensorType:
         """As the fields say."""
         t = TensorType(self.dtype, self.shape, self.over, self.mesh)
         if not 0 <= self.dim < t.ndim:
@@ -279,7 +279,7 @@ class Constant(Made):
     over: Layout = field()  # without the default that it has elsewhere
     mesh: Mesh
 
-    def made(self) -> TensorType:
+    def stated_type(self) -> TensorType:
         """As the fields say."""
         t = TensorType(self.dtype, self.shape, self.over, self.mesh)
         check_value(self.name, self.value, t.dtype)

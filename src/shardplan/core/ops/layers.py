@@ -14,11 +14,11 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, counted
+from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, check_arity
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
-from shardplan.core.ops.ring import RingAttention, masked
+from shardplan.core.ops.ring import RingAttention, mask_scores
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -39,7 +39,7 @@ class Softmax(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Less the largest."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         return [cast_to(d, _softmax(d, widened(d, "0"), self.dim), t.dtype)]
 
 
@@ -52,7 +52,7 @@ class LayerNorm(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Mean, then variance of what is left."""
-        t, _, _ = counted(self.name, operands, 3)
+        t, _, _ = check_arity(self.name, operands, 3)
         x, last = widened(d, "0"), (t.ndim - 1,)
         x = d(Elementwise("a - b"), x, d(ReduceDims(last, "mean", keep=True), x))
         variance = d(ReduceDims(last, "mean", keep=True), d(Elementwise("a * a"), x))
@@ -69,7 +69,7 @@ class RmsNorm(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """The mean of squares, and a product."""
-        t, _ = counted(self.name, operands, 2)
+        t, _ = check_arity(self.name, operands, 2)
         x = widened(d, "0")
         square = d(ReduceDims((t.ndim - 1,), "mean", keep=True), d(Elementwise("a * a"), x))
         return [cast_to(d, d(Elementwise(f"a * rsqrt(b + {self.eps}) * c"), x, square, widened(d, "1")), t.dtype)]
@@ -86,7 +86,7 @@ class OneHot(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Compare with 0, 1, 2, ..."""
-        counted(self.name, operands, 1)
+        check_arity(self.name, operands, 1)
         return [d(Cast(self.dtype), _hot(d, "0", self.classes, (*self.over.dims, ())[0]))]
 
 
@@ -123,7 +123,7 @@ class CrossEntropy(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Of classes that are sharded the maximum and both sums are partial; no logit is gathered."""
-        t, ids = counted(self.name, operands, 2)
+        t, ids = check_arity(self.name, operands, 2)
         if not t.ndim or ids.shape != t.shape[:-1]:
             raise TypingError(f"logits {t} and targets {ids}; legal are targets of the shape of all dims but the last")
         last = (t.ndim - 1,)
@@ -152,7 +152,7 @@ class TargetCount(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """One for each, summed."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         return [d(ReduceDims(tuple(range(t.ndim))), d(Cast(self.dtype), _counts(d, "0")))]
 
 
@@ -164,14 +164,14 @@ class EmbeddingBag(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Gather, and sum."""
-        counted(self.name, operands, 2)
+        check_arity(self.name, operands, 2)
         return [d(ReduceDims((1,)), d(Gather(), "0", "1"))]
 
     def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
         """Each is a row of the table."""
         return {1: IdRange(operands[0].shape[0])}
 
-    def touched(self, *operands: TensorType) -> int:
+    def touched_bytes(self, *operands: TensorType) -> int:
         """Ids, the rows that are read, and their sums; not the table."""
         table, ids = operands
         rows = math.prod(ids.local_shape(0)) * math.prod(table.local_shape(0)[1:]) * table.itemsize
@@ -199,22 +199,22 @@ class Attention(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Scores, softmax over the keys, and their mean of the values."""
-        q, k = counted(self.name, operands[:3], 3)[:2]
+        q, k = check_arity(self.name, operands[:3], 3)[:2]
         scores = d(Einsum("bsgrd,btgd->bgrst"), widened(d, "0"), widened(d, "1"))
         scores = d(Elementwise(f"a * {self.scale or q.shape[-1] ** -0.5}"), scores)
-        border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+        border.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
         if self.zigzag > 1 and (len(operands) > 3 or q.shape[1] != k.shape[1]):
             raise TypingError(f"zigzag={self.zigzag} of {q} with keys {k}; legal is 1, or a sequence and itself")
         if self.causal and self.zigzag > 1:
-            column = Zigzag(q.shape[1], self.zigzag).written(d, q.mesh)
+            column = Zigzag(q.shape[1], self.zigzag).write_positions(d, q.mesh)
             row = d(Reshape("s -> s one=1"), column)
-            scores = masked(d, row, column, scores)
+            scores = mask_scores(d, row, column, scores)
         elif self.causal:
             row = d(Iota("i32", (q.shape[1], 1), 0, Layout((q.layout.dims[1], ())), q.mesh))
             if len(operands) > 3:
                 row = d(Elementwise("a + b"), row, "3")
             column = d(Iota("i32", (k.shape[1],), 0, Layout((k.layout.dims[1],)), k.mesh))
-            scores = masked(d, row, column, scores)
+            scores = mask_scores(d, row, column, scores)
         out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), widened(d, "2"))
         return [cast_to(d, out, q.dtype)]
 
@@ -244,7 +244,7 @@ class Rotary(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """x cos + J x sin, where J turns a pair by a quarter."""
-        t, _ = counted(self.name, operands, 2)
+        t, _ = check_arity(self.name, operands, 2)
         if t.ndim < 3 or t.shape[-1] % 2:
             raise TypingError(f"{t}; legal are three dims or more, the last of an even size")
         half, pair = t.shape[-1] // 2, "h two=2" if self.interleaved else "two=2 h"
@@ -309,7 +309,7 @@ class Concat(Composed):
     ) -> Sequence[str | None]:
         """The cotangent in parts: of the operands only the sizes are read, so that none is saved for it."""
         sizes = tuple(draft.types[o].shape[self.dim] for o in operands)
-        found = draft.every(Split(self.dim, sizes), cotangents[0])
+        found = draft.write_step(Split(self.dim, sizes), cotangents[0])
         return [part if want else None for part, want in zip(found, wanted, strict=True)]
 
 
@@ -323,7 +323,7 @@ class Split(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """A part each."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         if not 0 <= self.dim < t.ndim or sum(self.sizes) != t.shape[self.dim]:
             raise TypingError(f"the sizes {self.sizes} along dim {self.dim} of {t}; legal are those that add up to its")
         at, parts = 0, list[str]()

@@ -14,15 +14,15 @@ from typing import ClassVar
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.group_rounds import Of, exchanges, gather, opened
+from shardplan.core.group_rounds import Of, exchanges, gather, prepend_actions
 from shardplan.core.layout import Layout
 from shardplan.core.lowering import Boxes, Copy, Group, Ints, Round
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     Packed,
     at_root,
-    kept,
     lacking,
+    overlap_elements,
 )
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
@@ -31,7 +31,7 @@ from shardplan.core.ops.collective import (
     Grouped,
     InPlace,
     assemble,
-    cut,
+    cut_box,
     major,
 )
 from shardplan.core.pattern import Local, Pattern
@@ -71,7 +71,7 @@ def with_dims(layout: Layout, mesh: Mesh, changed: dict[int, tuple[int, ...]]) -
     return replace(layout, dims=dims)
 
 
-def nested(op: str, t: TensorType, u: TensorType) -> TensorType:
+def check_nested(op: str, t: TensorType, u: TensorType) -> TensorType:
     """Return `u`, or raise `TypingError` where an uneven dim gains or loses less than whole axes.
 
     Nested ceilings differ from the flat one: a sub-axis that completes a run does not refine the tiles it had before.
@@ -101,10 +101,10 @@ def without_suffix(op: str, t: TensorType, dim: int, axes: tuple[str, ...]) -> t
     return held[: len(held) - len(run)]
 
 
-def unused(op: str, t: TensorType, axes: tuple[str, ...]) -> tuple[int, ...]:
+def unused_atoms(op: str, t: TensorType, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the atoms of `axes`, or raise `TypingError` when the type uses one of them."""
     atoms = t.mesh.expand(axes)
-    busy = set(t.mesh.expand(t.layout.used))
+    busy = set(t.mesh.expand(t.layout.used_axes))
     if len(set(atoms)) != len(atoms) or busy & set(atoms):
         raise TypingError(f"{op}: the axes {axes_text(axes)} are not all unused in {t}")
     return atoms
@@ -134,13 +134,13 @@ class Slice(InPlace):
     def result(self, t: TensorType) -> TensorType:
         """Append the axes; sub-axes need an even dim (the type refuses them otherwise)."""
         check_dim(self.name, t, self.dim)
-        atoms = unused(self.name, t, self.axes)
+        atoms = unused_atoms(self.name, t, self.axes)
         u = t.with_layout(with_dims(t.layout, t.mesh, {self.dim: t.atoms[self.dim] + atoms}))
-        return nested(self.name, t, u)
+        return check_nested(self.name, t, u)
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Cut every shard."""
-        return [cut(x, t.boxes()[k], u.boxes()[k]).copy() for k, x in enumerate(shards)]
+        return [cut_box(x, t.boxes()[k], u.boxes()[k]).copy() for k, x in enumerate(shards)]
 
     def pattern(self, *operands: TensorType) -> Pattern:
         """A view: no bytes."""
@@ -149,7 +149,7 @@ class Slice(InPlace):
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Copy the part."""
         before, after = Boxes.ends(t, u, devices)
-        yield Round.of((Copy(before.part("x", after), after.whole("y")),))
+        yield Round.of((Copy(before.part("x", after), after.whole_region("y")),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +177,13 @@ class AllGather(Grouped):
         """Remove the suffixes."""
         check_chunks(self.name, self.chunks)
         changed = {d: without_suffix(self.name, t, d, a) for d, a in by_dim(self.name, self.dim, self.axes).items()}
-        return nested(self.name, t, t.with_layout(with_dims(t.layout, t.mesh, changed)))
+        return check_nested(self.name, t, t.with_layout(with_dims(t.layout, t.mesh, changed)))
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Assemble within groups."""
         return group_move(self, shards, t, u)
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """The shard is sent whole; the gathered parts are contiguous when one major dim is gathered."""
         dims = list(by_dim(self.name, self.dim, self.axes))
         shape = u.local_shape()
@@ -193,8 +193,8 @@ class AllGather(Grouped):
         """Pass the shards on whole."""
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
         block: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
-        own = before.whole("x")
-        yield from opened([Copy(own, block(group.me))], gather(group, own, block, self.chunks, algorithm))
+        own = before.whole_region("x")
+        yield from prepend_actions([Copy(own, block(group.me))], gather(group, own, block, self.chunks, algorithm))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class AllToAll(Grouped):
 
     def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """Its shard without the part that stays."""
-        return np.where(at_root(t), t.elements() - kept(t, u), 0) * t.itemsize
+        return np.where(at_root(t), t.elements() - overlap_elements(t, u), 0) * t.itemsize
 
     def result(self, t: TensorType) -> TensorType:
         """Remove the suffix here, append it there."""
@@ -230,7 +230,7 @@ class AllToAll(Grouped):
         if sorted(moved) != sorted(t.mesh.expand(self.axes)):
             raise TypingError(f"{self.name}: order {axes_text(self.order)} does not permute {axes_text(self.axes)}")
         changed = {self.src_dim: left, self.dst_dim: t.atoms[self.dst_dim] + moved}
-        return nested(self.name, t, t.with_layout(with_dims(t.layout, t.mesh, changed)))
+        return check_nested(self.name, t, t.with_layout(with_dims(t.layout, t.mesh, changed)))
 
     def move(self, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
         """Assemble within groups."""
@@ -240,7 +240,7 @@ class AllToAll(Grouped):
         """One per peer: q - 1, by any algorithm."""
         return math.prod(operands[0].mesh.span(a).size for a in self.axes) - 1
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Sent pieces are contiguous when the cut dim is major, received ones when the joined dim is."""
         before, after = t.local_shape(), u.local_shape()
         natural = self.order in ((), self.axes)
@@ -252,6 +252,6 @@ class AllToAll(Grouped):
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
         given: Of = lambda k: before.part("x", Boxes(u, group.place(k)))  # noqa: E731
         taken: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
-        yield from opened(
+        yield from prepend_actions(
             [Copy(given(group.me), taken(group.me))], exchanges(group, given, taken, self.chunks, algorithm)
         )

@@ -47,7 +47,7 @@ class Opaque(Ruled):
         """Refuse."""
         raise BackendError(f"opaque {self.called!r} runs nowhere: an import kept it without knowing what it means")
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """Refuse where a size changes: what it makes then is not known."""
         if any(sizes[f.name] != f.size for f in self.rule(*before).factors):
             raise TypingError(f"opaque {self.called!r} hides how its results hang on the sizes of its operands")

@@ -13,13 +13,13 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from shardplan.core.counted import RoundMessages
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Ints, Kernel, Lowering
 from shardplan.core.op import Array, Shards, poison, results_of
 from shardplan.core.ops.compute import FactorTyped, LocalRun, Where
 from shardplan.core.pattern import AtOnce, InTurn, Messages, Pattern, StepPattern, Work, taking_part
+from shardplan.core.round_messages import RoundMessages
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
@@ -51,11 +51,11 @@ class Overlapped(FactorTyped):
         """Add up the kernels of the device that has most to do."""
         return _figures(self, operands).flops
 
-    def received(self, *operands: TensorType) -> np.ndarray:
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Add up what is taken."""
         return _figures(self, operands).received
 
-    def sent(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Add up what is put."""
         return operands[0].mesh.ids, _figures(self, operands).sent
 
@@ -106,7 +106,7 @@ def _figures(op: Overlapped, operands: tuple[TensorType, ...]) -> _Figures:
             there = np.flatnonzero(amount)
             sent += amount
             messages.append(RoundMessages(ids[there], put.peer[there], amount[there]))
-        joint = RoundMessages.merged(messages) if messages else None
+        joint = RoundMessages.merge_parts(messages) if messages else None
         works = [w for kernel in one.kernels if (w := _work(kernel, operands[0].dtype, widths, op.kernel_class))]
         if joint is not None and not joint.amount.size:
             joint = None

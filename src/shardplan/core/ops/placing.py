@@ -15,7 +15,7 @@ from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
-from shardplan.core.ops.compute import At, Ruled, Size, counted
+from shardplan.core.ops.compute import At, Ruled, Size, check_arity
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -42,7 +42,7 @@ class Reshape(Ruled):
 
     def __post_init__(self) -> None:
         """Check that nothing changes places."""
-        rule = parse_rule(bracketed(self.spec))
+        rule = parse_rule(add_brackets(self.spec))
         ones = {name for name, n in rule.sizes if n == 1}
         before, after = (
             [name for tensor in side for dim in tensor for name in dim if name not in ones]
@@ -53,7 +53,7 @@ class Reshape(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """All factors pass but those of size 1 that are dropped."""
-        return rule_of(self.name, bracketed(self.spec), operands)
+        return rule_of(self.name, add_brackets(self.spec), operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Elements are not changed."""
@@ -72,7 +72,7 @@ class Reshape(Ruled):
         back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
         return [draft(Reshape(" -> ".join(back)), cotangents[0])]
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """The same factors; sizes that the text says are the new ones."""
         return replace(self, spec=said_anew(self.spec, sizes))
 
@@ -87,7 +87,7 @@ def _word(dim: tuple[str, ...], sizes: Mapping[str, int]) -> str:
     return words[0] if len(words) == 1 else f"({' '.join(words)})"
 
 
-def bracketed(spec: str) -> str:
+def add_brackets(spec: str) -> str:
     """The rule that a spec without brackets says."""
     left, arrow, right = spec.partition("->")
     return f"[{left.strip()}]{arrow}[{right.strip()}]" if arrow else spec
@@ -98,7 +98,7 @@ def said_anew(spec: str, sizes: Mapping[str, int]) -> str:
     return _SAID.sub(lambda found: f"{found[1]}={sizes[found[1]]}", spec)
 
 
-def _resized(op: str, t: TensorType, sizes: Sequence[int]) -> FactorRule:
+def _resizing_rule(op: str, t: TensorType, sizes: Sequence[int]) -> FactorRule:
     """The rule of an op that changes the sizes of some dims: those stay whole, the others pass."""
     names, others = factor_names(t.ndim), factor_names(t.ndim, t.ndim)
     changed = [d for d in range(t.ndim) if sizes[d] != t.shape[d]]
@@ -132,13 +132,13 @@ class Pad(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Dims that grow stay whole."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         if not len(self.lo) == len(self.hi) == t.ndim or min((*self.lo, *self.hi), default=0) < 0:
             raise TypingError(
                 f"pad: lo={self.lo} and hi={self.hi} of {t}; legal are {t.ndim} numbers from 0 on in each"
             )
         check_value(self.name, self.value, t.dtype)
-        return _resized(self.name, t, [a + n + b for a, n, b in zip(self.lo, t.shape, self.hi, strict=True)])
+        return _resizing_rule(self.name, t, [a + n + b for a, n, b in zip(self.lo, t.shape, self.hi, strict=True)])
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Where the value reduced with itself is itself: 0 in a sum, any in a max."""
@@ -177,15 +177,15 @@ class Crop(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Dims that shrink stay whole."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         fits = len(self.start) == len(self.stop) == t.ndim
         if not fits or not all(0 <= a < b <= n for a, b, n in zip(self.start, self.stop, t.shape, strict=True)):
             raise TypingError(
                 f"crop: {self.start} to {self.stop} of {t}; legal are 0 <= start < stop <= size in each dim"
             )
-        return _resized(self.name, t, [b - a for a, b in zip(self.start, self.stop, strict=True)])
+        return _resizing_rule(self.name, t, [b - a for a, b in zip(self.start, self.stop, strict=True)])
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """A dim that is whole stays so; of one that is cut the start stays, where the dim itself does."""
         rule, stop = self.rule(*before), list[int]()
         whole = zip(self.start, self.stop, before[0].shape, after[0].shape, rule.results[0], strict=True)
@@ -228,10 +228,10 @@ class Cast(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """All dims pass."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         if t.dtype.startswith("c") and not self.dtype.startswith("c"):
             raise TypingError(f"cast: {t} to {self.dtype} would lose imaginary parts; legal is a complex dtype")
-        return _resized(self.name, t, t.shape)
+        return _resizing_rule(self.name, t, t.shape)
 
     def dtypes(self, *operands: TensorType) -> tuple[str, ...]:
         """Return the dtype."""
@@ -291,16 +291,16 @@ class Pin(Ruled):
     to: Layout
 
     @property
-    def pinned(self) -> Layout:
+    def pinned_layout(self) -> Layout:
         """The layout."""
         return self.to
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """All dims pass."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         if len(self.to.dims) != t.ndim or self.to.partial or self.to.root or self.to.boxes is not None:
             raise TypingError(f"pin: {self.to} of {t}; legal are axes of its {t.ndim} dims alone")
-        return _resized(self.name, t, t.shape)
+        return _resizing_rule(self.name, t, t.shape)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """What is pinned is no sum."""

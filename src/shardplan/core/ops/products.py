@@ -11,7 +11,7 @@ from typing import ClassVar
 from shardplan.core.draft import Draft
 from shardplan.core.factor_rule import FactorRule
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.arithmetic import expanded
+from shardplan.core.ops.arithmetic import expand_dims
 from shardplan.core.ops.compute import At, KernelClass, Ruled, Size, common_dtype
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -103,7 +103,7 @@ class Einsum(Ruled):
             if others or kept != out:
                 spec = f"{','.join([out, *(s for s, _ in others)])}->{kept}"
                 dx = draft(Einsum(spec), dx, *(n for _, n in others))
-            found.append(expanded(draft, dx, tuple(kept), tuple(side), draft.types[x]))
+            found.append(expand_dims(draft, dx, tuple(kept), tuple(side), draft.types[x]))
         return found
 
     def flops(self, *operands: TensorType) -> float:

@@ -19,8 +19,17 @@ from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Ro
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
-from shardplan.core.ops.collective import Grouped, InPlace, cut, major
-from shardplan.core.ops.movement import Dims, by_dim, check_chunks, check_dim, nested, unused, with_dims, without_suffix
+from shardplan.core.ops.collective import Grouped, InPlace, cut_box, major
+from shardplan.core.ops.movement import (
+    Dims,
+    by_dim,
+    check_chunks,
+    check_dim,
+    check_nested,
+    unused_atoms,
+    with_dims,
+    without_suffix,
+)
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -74,7 +83,7 @@ class ReduceScatter(Grouped):
             changed[d] = t.atoms[d] + t.mesh.expand(names)
         layout = with_dims(t.layout, t.mesh, changed)
         u = t.with_layout(replace(layout, partial=left, reduction=self.reduction if left else None))
-        return nested(self.name, t, u)
+        return check_nested(self.name, t, u)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
         """q - 1 addends of the part that a device keeps."""
@@ -91,10 +100,10 @@ class ReduceScatter(Grouped):
         for group in t.mesh.group_places(self.axes):
             total = _sum(shards, group, self.reduction)
             for m in group:
-                out[m] = cut(total, t.boxes()[m], u.boxes()[m]).copy()
+                out[m] = cut_box(total, t.boxes()[m], u.boxes()[m]).copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Parts are sent from the shard when they are contiguous in it, and received into a buffer to be added."""
         dims = list(by_dim(self.name, self.dim, self.axes))
         shape, q = t.local_shape(), math.prod(t.mesh.span(a).size for a in self.axes)
@@ -104,7 +113,7 @@ class ReduceScatter(Grouped):
     def _parts(self, t: TensorType, u: TensorType, devices: Ints) -> tuple[Group, Of, Region]:
         """The groups, what a device adds to a member's part, and the part that is its own."""
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        return group, lambda k: before.part("x", Boxes(u, group.place(k))), after.whole("y")
+        return group, lambda k: before.part("x", Boxes(u, group.place(k))), after.whole_region("y")
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Give every member its addends, and add up what comes."""
@@ -152,7 +161,7 @@ class AllReduce(Grouped):
                 out[m] = total.copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """q - 1 addends of the own part arrive in a buffer; what is sent is contiguous."""
         size, q = math.prod(t.local_shape()), math.prod(t.mesh.span(a).size for a in self.axes)
         return Packed(size, (q - 1) * -(-size // q), True, False)
@@ -160,7 +169,7 @@ class AllReduce(Grouped):
     def _parts(self, t: TensorType, devices: Ints) -> tuple[Group, Of, Of]:
         """The groups, and a member's part of the flat shard, cut by the tiling rule, before and after."""
         group = Group(t, self.axes, devices)
-        n = Boxes(t, group.places).whole("x").elements()
+        n = Boxes(t, group.places).whole_region("x").elements()
         room = -(-n // group.size)
 
         def part(buffer: str, k: Ints | int) -> Region:
@@ -174,7 +183,9 @@ class AllReduce(Grouped):
         group, given, made = self._parts(t, devices)
         if algorithm == "tree":
             held = Boxes(t, group.places)
-            rounds = double_tree(group, held.whole("x"), held.whole("y"), t.itemsize, self.chunks, self.reduction)
+            rounds = double_tree(
+                group, held.whole_region("x"), held.whole_region("y"), t.itemsize, self.chunks, self.reduction
+            )
             yield from rounds
             return
         own = made(group.me)
@@ -185,7 +196,7 @@ class AllReduce(Grouped):
         """Room for addends."""
         group, given, made = self._parts(t, devices)
         if algorithm == "tree":
-            held = Boxes(t, group.places).whole("x").elements()
+            held = Boxes(t, group.places).whole_region("x").elements()
             return {"t": Buffer(tree_room(held, t.itemsize, self.chunks), t.dtype)}
         return addends(group, given, made(group.me), t.dtype, self.chunks, algorithm)
 
@@ -226,7 +237,7 @@ class Reduce(Grouped):
             out[group[0]] = _sum(shards, group, self.reduction)
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Addends arrive in a buffer of one shard."""
         size = math.prod(t.local_shape())
         return Packed(size, size, True, False)
@@ -235,7 +246,7 @@ class Reduce(Grouped):
         """A chain, or a binomial tree, towards the first member."""
         group = Group(t, self.axes, devices)
         held = Boxes(t, group.places)  # a member away from the root takes sums in what will not be read
-        x, y = held.whole("x"), held.whole("y")
+        x, y = held.whole_region("x"), held.whole_region("y")
         if algorithm == "tree":
             yield from binomial(group, -1, x, y, self.reduction)
         else:
@@ -243,7 +254,7 @@ class Reduce(Grouped):
 
     def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
         """Room for one addend, in a tree."""
-        held = Boxes(t, places_of(t.mesh, devices)).whole("x").elements()
+        held = Boxes(t, places_of(t.mesh, devices)).whole_region("x").elements()
         return {"t": Buffer(held, t.dtype)} if algorithm == "tree" else {}
 
 
@@ -286,7 +297,7 @@ class Broadcast(Grouped):
                 out[m] = shards[group[0]].copy()
         return out
 
-    def packed(self, t: TensorType, u: TensorType) -> Packed:
+    def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Sent and received whole."""
         size = math.prod(t.local_shape())
         return Packed(size, size, True, True)
@@ -295,7 +306,7 @@ class Broadcast(Grouped):
         """A chain, or a binomial tree, from the first member on."""
         group = Group(u, self.axes, devices)
         held = Boxes(u, group.places)
-        x, y = held.whole("x"), held.whole("y")
+        x, y = held.whole_region("x"), held.whole_region("y")
         if algorithm == "tree":
             yield from binomial(group, 1, x, y, None)
         else:
@@ -329,10 +340,10 @@ class ToPartial(InPlace):
         d = self._dim(t)
         layout = t.layout
         if d is None:
-            unused(self.name, t, self.axes)
+            unused_atoms(self.name, t, self.axes)
         else:
             layout = with_dims(layout, t.mesh, {d: without_suffix(self.name, t, d, self.axes)})
-            nested(self.name, t, t.with_layout(layout))
+            check_nested(self.name, t, t.with_layout(layout))
         if self.reduction == "root":
             if d is not None:
                 raise TypingError(f"to_partial(root) over {axes_text(self.axes)}: they must be unused in {t}")
@@ -367,12 +378,12 @@ class ToPartial(InPlace):
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Keep, fill or drop."""
         before, after = Boxes.ends(t, u, devices)
-        whole = after.whole("y")
+        whole = after.whole_region("y")
         if self._dim(t) is not None:
             fill, keep = before.live, before.live
         else:
             first = t.mesh.index(self.axes)[before.places] == 0
             keep = before.live & (first | (self.reduction in IDEMPOTENT))
             fill = before.live & ~keep & (self.reduction != "root")
-        blank = Copy(None, whole.only(fill), None if self.reduction == "root" else self.reduction)
-        yield Round.of((blank, Copy(before.whole("x").only(keep), after.part("y", before).only(keep))))
+        blank = Copy(None, whole.restrict(fill), None if self.reduction == "root" else self.reduction)
+        yield Round.of((blank, Copy(before.whole_region("x").restrict(keep), after.part("y", before).restrict(keep))))

@@ -31,7 +31,7 @@ from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.reduction import ReduceScatter
-from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, own, tile_backward, tile_forward
+from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, tile_backward, tile_forward, whole_block
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -56,7 +56,7 @@ class _Rotating(Overlapped):
 
     def __post_init__(self) -> None:
         """Check the order."""
-        border.whole(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+        border.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
 
     @property
     def kernel_class(self) -> KernelClass:
@@ -79,17 +79,17 @@ class _Rotating(Overlapped):
         x = d(Elementwise(f"a * {self._scale(t)}"), d(Einsum("bsgrd,btgd->bsgrt"), q, k))
         if not self.causal:
             return x
-        column = Zigzag(u.shape[1], self.zigzag).written(d, t.mesh)
+        column = Zigzag(u.shape[1], self.zigzag).write_positions(d, t.mesh)
         axes = self.members(t)
         row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
-        return masked(d, row, column, x)
+        return mask_scores(d, row, column, x)
 
-    def _gathered(self, d: Draft, name: str) -> str:
+    def _gather_sequence(self, d: Draft, name: str) -> str:
         axes = self.members(d.types[name])
         return d(AllGather(SEQUENCE, axes), name) if axes else name
 
 
-def masked(d: Draft, row: str, column: str, scores: str) -> str:
+def mask_scores(d: Draft, row: str, column: str, scores: str) -> str:
     """Write scores of which those of a position `column` behind the position `row` do not count."""
     late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
     return d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
@@ -105,7 +105,7 @@ class RingAttention(_Rotating):
 
     >>> q, k = (TensorType.parse(f"f32[2, 12@c, 4, {dims}8]", "c=3") for dims in ("2, ", ""))
     >>> op = RingAttention()
-    >>> print(*op.infer(q, k, k), op.received(q, k, k))
+    >>> print(*op.infer(q, k, k), op.received_bytes(q, k, k))
     f32[2, 12@c, 4, 2, 8] f32[2, 12@c, 4, 2] [4096 4096 4096]
     """
 
@@ -128,13 +128,15 @@ class RingAttention(_Rotating):
         """Keys and values gathered, and attention."""
         self.infer(*operands)
         d = Draft.of(operands)
-        x = self._scores(d, widened(d, "0"), self._gathered(d, widened(d, "1")))
+        x = self._scores(d, widened(d, "0"), self._gather_sequence(d, widened(d, "1")))
         top = d(ReduceDims((4,), "max", keep=True), x)
         e = d(Elementwise("exp(a - b)"), x, top, stopped=(1,))
         total = d(ReduceDims((4,), keep=True), e)
-        out = d(Einsum("bsgrt,btge->bsgre"), d(Elementwise("a / b"), e, total), self._gathered(d, widened(d, "2")))
+        out = d(
+            Einsum("bsgrt,btge->bsgre"), d(Elementwise("a / b"), e, total), self._gather_sequence(d, widened(d, "2"))
+        )
         lse = d(Elementwise("log(a) + b"), total, top, stopped=(1,))
-        return d.done(cast_to(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
+        return d.decomposition(cast_to(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
 
     def pull(
         self,
@@ -145,10 +147,10 @@ class RingAttention(_Rotating):
         wanted: Sequence[bool],
     ) -> Sequence[str | None]:
         """One ring back; what it takes of the results is made before: their product with the cotangents."""
-        came, more = (draft.reduced(c, draft.types[c].layout.partial) for c in cotangents)
+        came, more = (draft.reduce_axes(c, draft.types[c].layout.partial) for c in cotangents)
         inner = draft(Einsum("bsgre,bsgre->bsgr"), widened(draft, came), widened(draft, results[0]))
         inner = draft(Elementwise("a - b"), inner, more)
-        return draft.every(
+        return draft.write_step(
             RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came
         )
 
@@ -156,8 +158,8 @@ class RingAttention(_Rotating):
         """As many rounds as tiles, in all but the last of which they go on."""
         ring = TileRing(self.members(operands[1]), operands, devices, self._order(operands[0]))
         kind = wide_name(operands[0].dtype)
-        out = own("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
-        state = out, own("y1", ring.queries[:, :4])
+        out = whole_block("y0" if kind == operands[0].dtype else "sum", ring.queries[:, :4], operands[2].shape[-1])
+        state = out, whole_block("y1", ring.queries[:, :4])
         buffers = {f"t{k}": Buffer(ring.most * (ring.size > 1), operands[1].dtype) for k in (0, 1)}
         if out.buffer == "sum":
             buffers["sum"] = Buffer(out.elements, kind)
@@ -165,9 +167,9 @@ class RingAttention(_Rotating):
         work = 2 * sum(t.shape[-1] for t in (operands[0], operands[2])) + _PAIRS + self.causal
 
         def rounds() -> Iterator[Round]:
-            yield from ring.loaded()
+            yield from ring.load_rounds()
             for r in range(ring.size):
-                sources = own("x0", ring.queries), *ring.at_hand(r), *(state if r else ())
+                sources = whole_block("x0", ring.queries), *ring.at_hand(r), *(state if r else ())
                 n, more = (ring.tile(r + k).elements * (r < ring.size - 1) for k in (0, 1))
                 yield Round(
                     (ring.put(f"t{r % 2}", n),),
@@ -175,7 +177,7 @@ class RingAttention(_Rotating):
                     kernels=(ring.kernel(run, sources, state, r, work),),
                 )
             if out.buffer == "sum":
-                yield ring.rounded((out,), (out._replace(buffer="y0"),))
+                yield ring.write_round((out,), (out._replace(buffer="y0"),))
 
         return Lowering(devices, buffers, rounds)
 
@@ -223,7 +225,7 @@ class RingAttentionBackward(_Rotating):
         """Keys and values gathered; their cotangents reduced and scattered."""
         self.infer(*operands)
         d, axes = Draft.of(operands), self.members(operands[1])
-        q, k, v = widened(d, "0"), self._gathered(d, widened(d, "1")), self._gathered(d, widened(d, "2"))
+        q, k, v = widened(d, "0"), self._gather_sequence(d, widened(d, "1")), self._gather_sequence(d, widened(d, "2"))
         came, of = widened(d, "5"), operands[0].dtype
         one = " ".join("bsgr")
         lse, less = (d(Reshape(f"{one} -> {one} one=1"), name) for name in ("3", "4"))
@@ -234,7 +236,7 @@ class RingAttentionBackward(_Rotating):
         for spec, x, y in (("bsgrt,bsgrd->btgd", ds, q), ("bsgrt,bsgre->btge", p, came)):
             made = d(Einsum(spec), x, y)
             found.append(d(ReduceScatter(SEQUENCE, axes), made) if axes else made)
-        return d.done(*(cast_to(d, name, of) for name in found))
+        return d.decomposition(*(cast_to(d, name, of) for name in found))
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
         """As many rounds as tiles, and one in which the last cotangents come home.
@@ -250,7 +252,7 @@ class RingAttentionBackward(_Rotating):
             buffers |= {f"d{k}": Buffer(ring.most * (k or not alone), kind) for k in (0, 1)}
             buffers["sum"] = Buffer(np.prod(ring.queries, axis=1), kind)
         buffers["part"] = Buffer(ring.most * (not alone), kind)
-        dq = own("y0" if joint else "sum", ring.queries)
+        dq = whole_block("y0" if joint else "sum", ring.queries)
         run = partial(tile_backward, scale=self._scale(operands[0]), order=self._order(operands[0]))
         work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK + self.causal
 
@@ -260,12 +262,13 @@ class RingAttentionBackward(_Rotating):
             return ring.tile(r, f"t{(r + 1) % 2}", ahead) if joint else ring.tile(r, f"d{(r + 1) % 2}")
 
         def rounds() -> Iterator[Round]:
-            yield from ring.loaded()
+            yield from ring.load_rounds()
             for r in range(ring.size):
                 made = ring.tile(r, "part") if r else sums(0)
-                sources = (own("x0", ring.queries), *ring.at_hand(r),
-                           *(own(f"x{k}", ring.queries[:, :4]) for k in (3, 4)),
-                           own("x5", ring.queries[:, :4], operands[2].shape[-1]), *([dq] if r else []))  # fmt: skip
+                sources = (whole_block("x0", ring.queries), *ring.at_hand(r),
+                           *(whole_block(f"x{k}", ring.queries[:, :4]) for k in (3, 4)),
+                           whole_block("x5", ring.queries[:, :4], operands[2].shape[-1]),
+                           *([dq] if r else []))  # fmt: skip
                 kernel = ring.kernel(run, sources, (dq, *made.blocks), r, work)
                 n, more = (ring.tile(r + k).elements * (r < ring.size - 1) for k in (0, 1))
                 puts, takes = [ring.put(f"t{r % 2}", n)], [ring.take(f"t{(r + 1) % 2}", more)]
@@ -274,16 +277,16 @@ class RingAttentionBackward(_Rotating):
                     gone, came = sums(r - 1), sums(r)
                     puts.append(ring.put(gone.buffer, gone.elements, gone.start))
                     takes.append(ring.take(came.buffer, came.elements, came.start))
-                    then = (Copy(made.region.only(kernel.live), came.region.only(kernel.live), "sum"),)
+                    then = (Copy(made.region.restrict(kernel.live), came.region.restrict(kernel.live), "sum"),)
                 yield Round(tuple(puts), (), tuple(takes), then, kernels=(kernel,))
             home, last = ring.tile(ring.size, f"{'t' if joint else 'd'}{(ring.size + 1) % 2}"), sums(ring.size - 1)
             if not alone:
                 yield Round((ring.put(last.buffer, last.elements, last.start),), (),
                             (ring.take(home.buffer, home.elements),))  # fmt: skip
             found = (last if alone else home).blocks
-            into = own("y1", found[0].shape), own("y2", found[1].shape)
-            yield ring.rounded(
-                (dq, *found) if not joint else found, (own("y0", ring.queries), *into) if not joint else into
+            into = whole_block("y1", found[0].shape), whole_block("y2", found[1].shape)
+            yield ring.write_round(
+                (dq, *found) if not joint else found, (whole_block("y0", ring.queries), *into) if not joint else into
             )
 
         return Lowering(devices, buffers, rounds)

@@ -22,7 +22,7 @@ from shardplan.core.lowering import (
     run_of,
 )
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.zigzag import Zigzag, seen
+from shardplan.core.ops.zigzag import Zigzag, count_visible
 from shardplan.core.tensor import TensorType
 
 MASKED = -1e30  # what a masked score is set to
@@ -54,7 +54,7 @@ class KeyTile(NamedTuple):
         return run_of(self.buffer, self.start, self.elements)
 
 
-def own(buffer: str, shape: Ints, *more: int) -> BufferBlock:
+def whole_block(buffer: str, shape: Ints, *more: int) -> BufferBlock:
     """Return a whole buffer of a shape, int64 [devices, ndim], with `more` dims."""
     live = (shape.sum(axis=1) > 0)[:, None] * np.array(more, dtype=np.int64)
     return BufferBlock(buffer, np.zeros(len(shape), dtype=np.int64), np.concatenate([shape, live], axis=1))
@@ -82,8 +82,8 @@ class TileRing:
         pairs = self.sizes[:, None] * self.sizes
         self.seen = pairs > 0, pairs
         if order is not None:
-            low, high = order.within(self.starts, self.starts + self.sizes)
-            self.seen = seen((low[:, None], high[:, None]), (low[None], high[None]))
+            low, high = order.position_runs(self.starts, self.starts + self.sizes)
+            self.seen = count_visible((low[:, None], high[:, None]), (low[None], high[None]))
 
     def _shape(self, t: TensorType) -> Ints:
         """The shapes of devices' own shards, 0 on idle ones."""
@@ -107,9 +107,9 @@ class TileRing:
         if r:
             return self.tile(r, f"t{r % 2}").blocks
         found = self.tile(0)
-        return own("x1", found.keys), own("x2", found.values)
+        return whole_block("x1", found.keys), whole_block("x2", found.values)
 
-    def loaded(self) -> Iterator[Round]:
+    def load_rounds(self) -> Iterator[Round]:
         """Yield what puts a device's own keys and values one behind the other, so that they go in one message."""
         if self.size > 1:
             zero = np.zeros(len(self.queries), dtype=np.int64)
@@ -135,14 +135,14 @@ class TileRing:
         numbers = np.stack([self.starts[mine], self.starts[other]], axis=1)
         return Kernel(run, sources, targets, numbers, live & self.group.live, work * heads * pairs)
 
-    def rounded(self, sources: tuple[BufferBlock, ...], targets: tuple[BufferBlock, ...]) -> Round:
+    def write_round(self, sources: tuple[BufferBlock, ...], targets: tuple[BufferBlock, ...]) -> Round:
         """Return a round that writes blocks into results."""
         none = np.zeros((len(self.queries), 0), dtype=np.int64)
         live = np.any([b.elements > 0 for b in sources], axis=0)
-        return Round(kernels=(Kernel(same, sources, targets, none, live, np.zeros(len(live))),))
+        return Round(kernels=(Kernel(return_arrays, sources, targets, none, live, np.zeros(len(live))),))
 
 
-def same(xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
+def return_arrays(xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Tensor]:
     """Return what is given, to be rounded."""
     return arrays
 

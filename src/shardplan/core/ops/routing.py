@@ -21,7 +21,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, counted
+from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, check_arity
 from shardplan.core.ops.layers import OneHot
 from shardplan.core.ops.placing import Cast
 from shardplan.core.ops.products import Einsum
@@ -41,7 +41,7 @@ class TopK(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """The last dim stays whole."""
-        (t,) = counted(self.name, operands, 1)
+        (t,) = check_arity(self.name, operands, 1)
         if not t.ndim or not 1 <= self.k <= t.shape[-1]:
             raise TypingError(f"top_k: {self.k} of {t}; legal are 1 to the size of the last dim")
         *lead, last, new = factor_names(t.ndim + 1)
@@ -127,14 +127,14 @@ class ToSlots(Ruled):
     capacity: int
     over: Layout = WHOLE
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """Refuse another number of tokens a group: the capacity is a share of it."""
         _same_tokens(self.name, self.capacity, before[0], after[0])
         return self
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Groups and features pass."""
-        _, ids = counted(self.name, operands, 2)
+        _, ids = check_arity(self.name, operands, 2)
         _ids(self.name, ids)
         text = "[g n k h] [g n k] -> [g e c h] | fixed: n k"
         return rule_of(self.name, text, operands, e=self.experts, c=self.capacity)
@@ -171,7 +171,7 @@ class FromSlots(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Experts are reduced with a sum."""
-        _, ids = counted(self.name, operands, 2)
+        _, ids = check_arity(self.name, operands, 2)
         _ids(self.name, ids)
         return rule_of(self.name, "[g e c h] [g n k] -> [g n k h] | sum: e | fixed: n k c", operands)
 
@@ -210,14 +210,14 @@ class Dispatch(Composed):
     capacity: int
     over: Layout = WHOLE
 
-    def resized(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
+    def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """Refuse another number of tokens a group: the capacity is a share of it."""
         _same_tokens(self.name, self.capacity, before[0], after[0])
         return self
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """A row for each choice; what is dropped is what is over the capacity, expert by expert."""
-        _, ids = counted(self.name, operands, 2)
+        _, ids = check_arity(self.name, operands, 2)
         _ids(self.name, ids)
         rows = d(Expand(f"g n h -> g n k={ids.shape[2]} h", Layout(ids.layout.dims[2:])), "0")
         placed = d(ToSlots(self.experts, self.capacity, self.over), rows, "1")
@@ -234,7 +234,7 @@ class Combine(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Rows, and a product."""
-        counted(self.name, operands, 3)
+        check_arity(self.name, operands, 3)
         return [d(Einsum("gnkh,gnk->gnh"), d(FromSlots(), "0", "1"), "2")]
 
 
@@ -247,7 +247,7 @@ class Dropout(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """All dims pass."""
-        t, key = counted(self.name, operands, 2)
+        t, key = check_arity(self.name, operands, 2)
         if not 0 <= self.rate < 1 or key.dtype != "i32" or numpy_dtype(t.dtype).kind not in "fV":
             raise TypingError(f"dropout({self.rate}) of {t} by {key}; legal are 0 <= rate < 1, floats and an i32 key")
         names = " ".join(factor_names(t.ndim))
@@ -261,10 +261,10 @@ class Dropout(Ruled):
         """Mix the key with the position, dim by dim."""
         x, key = arrays
         shape = size.operands[0]
-        bits = _mixed(key.reshape((1,) * len(shape)))
+        bits = _mix_bits(key.reshape((1,) * len(shape)))
         for d, n in enumerate(shape):
             here = (at.operands[0][d] + xp.arange(n)).reshape(tuple(n if j == d else 1 for j in range(len(shape))))
-            bits = _mixed(bits ^ _mixed(here + d))
+            bits = _mix_bits(bits ^ _mix_bits(here + d))
         kept = (bits & 0x3FFFFFFF) >= int(self.rate * 2**30)
         x = xp.astype(x, wide(xp.dtype(x)))
         return (xp.where(kept, x / (1 - self.rate), xp.full((), 0, xp.dtype(x))),)
@@ -280,7 +280,7 @@ class Dropout(Ruled):
         return float(math.prod(operands[0].local_shape(0)))
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """Mix 32 bits; products wrap, and shifts of negative numbers are cut to what an unsigned one would give.
 
     The finalizer of MurmurHash3, whose constants are taken as signed numbers.

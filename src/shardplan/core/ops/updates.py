@@ -10,7 +10,7 @@ from typing import ClassVar
 from shardplan.core.draft import Draft
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import counted
+from shardplan.core.ops.compute import check_arity
 from shardplan.core.ops.placing import Cast
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -26,7 +26,7 @@ class Sgd(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """One expression."""
-        _alike(self.name, operands, 2)
+        _check_operands(self.name, operands, 2)
         return [d(Elementwise(f"a - {self.lr} * b"), "0", _like(d, "1", "0"))]
 
 
@@ -47,7 +47,7 @@ class AdamW(Composed):
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Moments, their corrections by 1 - beta**step, the update."""
-        _alike(self.name, operands, 5)
+        _check_operands(self.name, operands, 5)
         g = _like(d, "1", "2")
         m = d(Elementwise(f"{self.beta1} * a + {1 - self.beta1} * b"), "2", g)
         v = d(Elementwise(f"{self.beta2} * a + {1 - self.beta2} * b * b"), "3", g)
@@ -58,9 +58,9 @@ class AdamW(Composed):
         return [w, m, v]
 
 
-def _alike(op: str, operands: Sequence[TensorType], count: int) -> None:
+def _check_operands(op: str, operands: Sequence[TensorType], count: int) -> None:
     """Refuse another number of operands, and those that are not of one shape, but for the number of the step."""
-    if len({t.shape for t in counted(op, operands, count)[:4]}) > 1:
+    if len({t.shape for t in check_arity(op, operands, count)[:4]}) > 1:
         raise TypingError(f"{op} of {', '.join(map(str, operands))}; legal are a gradient and moments of the shape")
 
 

@@ -37,7 +37,7 @@ class Zigzag(NamedTuple):
         return -(-self.n // self.tiles)
 
     @property
-    def early(self) -> int:
+    def early_size(self) -> int:
         """Those of them that are early."""
         return -(-self.tile // 2)
 
@@ -54,22 +54,22 @@ class Zigzag(NamedTuple):
         """Return the positions of elements by their indices, in any namespace."""
         if self.tiles == 1:
             return index
-        w, late = index // self.tile, self.tile - self.early
-        back = (index % self.tile >= self.early) & (w < self.full)
+        w, late = index // self.tile, self.tile - self.early_size
+        back = (index % self.tile >= self.early_size) & (w < self.full)
         return xp.where(back, self.n - (w + 1) * self.tile + index - w * late, index - w * late)
 
     def runs(self) -> Ints:
         """Return the runs of positions that follow each other: first index, the one behind the last, first position."""
         found: list[tuple[int, int, int]] = []
-        late = self.tile - self.early
+        late = self.tile - self.early_size
         for w in range(self.full):
             first = w * self.tile
-            found.append((first, first + self.early, w * self.early))
-            found.append((first + self.early, first + self.tile, self.n - (w + 1) * late))
-        found.append((self.full * self.tile, self.n, self.full * self.early))
+            found.append((first, first + self.early_size, w * self.early_size))
+            found.append((first + self.early_size, first + self.tile, self.n - (w + 1) * late))
+        found.append((self.full * self.tile, self.n, self.full * self.early_size))
         return np.array([run for run in found if run[0] < run[1]])
 
-    def within(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    def position_runs(self, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
         """Return the runs of tiles, indices int64 [tiles]: first positions and those behind the last, [tiles, runs]."""
         first, last, position = self.runs().T
         low, high = np.maximum(start[:, None], first), np.minimum(stop[:, None], last)
@@ -79,22 +79,22 @@ class Zigzag(NamedTuple):
         begin, size = (np.take_along_axis(x, few, axis=1) for x in (begin, size))
         return begin, begin + size
 
-    def written(self, write: Callable[..., str], mesh: Mesh) -> str:
+    def write_positions(self, write: Callable[..., str], mesh: Mesh) -> str:
         """Write the positions of all elements, i32 [n] on every device; `write` takes an op and names."""
         if self.tiles == 1:
             return write(Iota("i32", (self.n,), 0, Layout(((),)), mesh))
-        count, late = -(-self.n // self.tile), self.tile - self.early
+        count, late = -(-self.n // self.tile), self.tile - self.early_size
         row, column = (
             write(Iota("i32", shape, d, Layout(((), ())), mesh)) for d, shape in enumerate(((count, 1), (1, self.tile)))
         )
-        early = f"a * {self.early} + b"
-        turned = f"{self.n} - (a + 1) * {late} + b - {self.early}"
-        expression = f"where(b < {self.early}, {early}, where(a < {self.full}, {turned}, {early}))"
+        early = f"a * {self.early_size} + b"
+        turned = f"{self.n} - (a + 1) * {late} + b - {self.early_size}"
+        expression = f"where(b < {self.early_size}, {early}, where(a < {self.full}, {turned}, {early}))"
         found = write(Reshape("tile of -> (tile of)"), write(Elementwise(expression), row, column))
         return write(Crop((0,), (self.n,)), found) if count * self.tile > self.n else found
 
 
-def seen(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+def count_visible(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """Return whether any query of runs sees any key of others, and how many pairs: half of those on the diagonal.
 
     Runs are their first positions, and those behind the last: int64 [..., runs].

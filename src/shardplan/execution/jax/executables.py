@@ -18,11 +18,11 @@ import numpy as np
 
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
-from shardplan.core.walk import opened, programs
+from shardplan.core.walk import open_together, programs
 from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import processes_of
 from shardplan.execution.jax.bits import from_bits, is_narrow, to_bits
@@ -153,7 +153,7 @@ def compile_program(program: Program, stepwise: bool = False, kinds: Kinds | Non
 
 
 def _compile_parts(program: Program, stepwise: bool, given: Kinds) -> tuple[tuple[CompiledPart, ...], int]:
-    program, _ = opened(program)
+    program, _ = open_together(program)
     runs: list[list[int]] = []
     for number, step in enumerate(program.steps):
         mesh = _mesh_of(program, step)
@@ -302,7 +302,7 @@ def _trace(program: Program, steps: Sequence[Step], values: dict[str, Any], wire
     """Add to `values`, this device's shards by name, what the steps of a program make of them."""
     for step in steps:
         types, _ = program.step_types(step)
-        arrays, inner = [values[o] for o in step.operands], nested(step.op)
+        arrays, inner = [values[o] for o in step.operands], as_nested(step.op)
         found = lower(step.op, arrays, types, wire) if inner is None else _trace_loop(inner, arrays, wire)
         values.update(zip(step.results, found, strict=True))
 
@@ -318,15 +318,15 @@ def _trace_loop(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
     whole = len(names) - op.cut
 
     def run(state: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        values = dict(zip(names, (*state, *arrays[op.kept : whole], *rows), strict=True))
+        values = dict(zip(names, (*state, *arrays[op.carried_count : whole], *rows), strict=True))
         _trace(op.body, op.body.steps, values, wire)
         found = [wire.varying(values[n]) for n in op.body.outputs]
-        return found[: op.kept], found[op.kept :]
+        return found[: op.carried_count], found[op.carried_count :]
 
     if op.at_once:
         return run((), ())[1]
     if op.overlaps:
-        return run(arrays[: op.kept], ())[0]
-    state = [wire.varying(x) for x in arrays[: op.kept]]
+        return run(arrays[: op.carried_count], ())[0]
+    state = [wire.varying(x) for x in arrays[: op.carried_count]]
     state, stacks = lax.scan(run, state, arrays[whole:], length=op.times, reverse=op.backwards)
     return [*state, *stacks]

@@ -52,9 +52,9 @@ def _group_size(op: Collective, types: Sequence[TensorType]) -> int:
 def moved_bytes(op: Op, *operands: TensorType) -> dict[int, int]:
     """Return the bytes that each device receives when JAX runs an op on even types, by id.
 
-    It differs from `op.received` where XLA has no such collective: Reduce and Broadcast are all-reduces, an Exchange or
-    a Send is padded permutes; where the last part of a chunked all-reduce overlaps the one before; and away from the
-    root, where groups move their bytes as all others do.
+    It differs from `op.received_bytes` where XLA has no such collective: Reduce and Broadcast are all-reduces, an
+    Exchange or a Send is padded permutes; where the last part of a chunked all-reduce overlaps the one before; and away
+    from the root, where groups move their bytes as all others do.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.core.ops import Broadcast

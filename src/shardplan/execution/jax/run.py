@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.core.walk import leaves, opened, programs
+from shardplan.core.walk import leaves, open_together, programs
 from shardplan.errors import BackendError, LayoutError, optional
 from shardplan.execution.drive import Running
 from shardplan.execution.hand import Hand, Offer, Shards
@@ -104,7 +104,7 @@ def check(program: Program, placed: bool = True) -> None:
     for number, step in enumerate(program.steps):
         inside = list(leaves(step.op, program.step_types(step)[0]))
         found = [refusal(op, types) for _, op, types in inside]
-        body = nested(step.op)
+        body = as_nested(step.op)
         if body is not None and not body.at_once and len(body.meshes) > 1:
             found.append("its body sends between meshes; legal is a body on one, which JAX compiles as a whole")
         if reason := next(filter(None, found), None):
@@ -158,7 +158,7 @@ def run_placed(
 
 
 def _note(record: Record, program: Program, part: CompiledPart, start: float, end: float) -> None:
-    steps, numbers = opened(program)
+    steps, numbers = open_together(program)
     for k in part.steps:
         got: Counter[int] = Counter()
         for times, op, operands in leaves(steps.steps[k].op, steps.step_types(steps.steps[k])[0]):

@@ -111,14 +111,14 @@ def competitors(experiment: Experiment) -> Iterator[tuple[Placement, Reduction, 
     unknown = [a for a in experiment.axes if a not in mesh.axes]
     if unknown or not experiment.axes:
         raise LayoutError(f"{experiment.name}: axes to reduce over are of {', '.join(mesh.axes)}, got {unknown}")
-    for slow in placements(mesh, emulated(cluster.topology)):
+    for slow in placements(mesh, emulated_topology(cluster.topology)):
         where = Placement(mesh, cluster.topology, slow.matrix)
         for one in reductions(slow, experiment.axes, experiment.nbytes, experiment.limit, algorithm="ring"):
             if one.program is not None and one.program.steps:
                 yield where, one, one.program
 
 
-def emulated(topology: Topology) -> Topology:
+def emulated_topology(topology: Topology) -> Topology:
     """Return a topology with what the emulation adds: of bandwidth the payload's share, and latency."""
     levels = tuple(
         replace(level, bandwidth=level.bandwidth * CONSTANTS.payload_share, latency=CONSTANTS.latency or 0.0)

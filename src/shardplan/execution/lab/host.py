@@ -22,7 +22,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.messages import at_root
 from shardplan.core.program import Program
-from shardplan.core.reference import distribute, run_program
+from shardplan.core.reference import distribute, run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
 from shardplan.execution.lab import network
@@ -113,7 +113,7 @@ class Host:
             return [Order("prepare", (key, None, None)) for _ in item.ranks]
         program = Program.parse(item.program)
         shards = [distribute(integers(t, k), t) for k, t in enumerate(program.input_types)]
-        wanted = run_program(program, shards)
+        wanted = run_reference(program, shards)
         orders: list[Order] = []
         for device in item.ranks:
             data = {

@@ -27,16 +27,16 @@ from shardplan.execution.drive import finish
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
-from shardplan.execution.lab.packed import unpack_job
+from shardplan.execution.lab.job_bytes import unpack_job
 from shardplan.execution.lab.replay import Replay
 from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.lower import place_of, shape_of
 from shardplan.execution.record import Record
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
+from shardplan.execution.torch.emulated_compute import SleptStep
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import TorchExecutable, Values
-from shardplan.execution.torch.slept import SleptStep
-from shardplan.execution.torch.steps import bind
+from shardplan.execution.torch.steps import bind_step
 from shardplan.simulation.scripts import algorithm_of
 
 STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic off the links
@@ -104,7 +104,7 @@ class Worker:
         else:
             program = Program.parse(item.program)
             if device is not None and device in program.devices:
-                found.bound = TorchExecutable(program, device, partial(bind, algorithm=algorithm_of(item.engine)))
+                found.bound = TorchExecutable(program, device, partial(bind_step, algorithm=algorithm_of(item.engine)))
         self.items[key] = found
 
     def forget(self, key: int) -> None:

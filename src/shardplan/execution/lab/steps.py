@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from shardplan.errors import BackendError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab.item import Item, Run
+from shardplan.execution.lab.job_bytes import pack_job
 from shardplan.execution.lab.measurement import Repetition, repetition_of, variation
-from shardplan.execution.lab.packed import pack_job
 from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Job

@@ -26,7 +26,7 @@ TRIES = 2  # of an experiment, before it is kept with its error
 Progress = Callable[[float, float, str], None]  # seconds of work done, of all, and what is being done
 
 
-def sweep(
+def measure_experiments(
     experiments: Sequence[Experiment],
     *,
     engine: Engine = "ring",

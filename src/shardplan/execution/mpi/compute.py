@@ -42,6 +42,6 @@ def compute(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType
 def work(held: Mapping[str, np.ndarray], kernel: RankKernel) -> None:
     """Run what is computed between messages, on buffers."""
     with np.errstate(all="ignore"):
-        found = kernel.found(NUMPY, [block.flat(held) for block in kernel.sources])
+        found = kernel.target_elements(NUMPY, [block.flat(held) for block in kernel.sources])
     for block, y in zip(kernel.targets, found, strict=True):
         block.flat(held)[...] = y

@@ -32,7 +32,7 @@ from shardplan.execution.mpi.agreed_programs import agreed_programs
 from shardplan.execution.mpi.binding import Binding, maker
 from shardplan.execution.mpi.faults import MpiWatch, abort
 from shardplan.execution.mpi.mail import mail
-from shardplan.execution.mpi.steps import bind
+from shardplan.execution.mpi.steps import bind_step
 from shardplan.execution.mpi.wire import DATA, TAGS, MpiWire
 from shardplan.execution.mpi.world import start
 from shardplan.execution.record import Record, StepSpan
@@ -60,7 +60,7 @@ class MpiExecutable:
             make = maker(t, device)
             return lambda wire: make()
 
-        hands = Hands(device, lambda op, operands, results: bind(op, operands, results, self.binding), made)
+        hands = Hands(device, lambda op, operands, results: bind_step(op, operands, results, self.binding), made)
         try:
             self.steps = hands.steps(program)
         except ShardplanError:

@@ -2,7 +2,7 @@
 
 A movement op is its lowering (`execution.rank_rounds`), interpreted: rounds of messages straight from and into the
 rank's buffers, with copies while the messages travel and folds after them. Everything that follows from types is worked
-out once, in `bind`, datatypes included. A round is one `Ialltoallw` where `native` says so, else point-to-point
+out once, in `bind_step`, datatypes included. A round is one `Ialltoallw` where `native` says so, else point-to-point
 messages. They meet in the order in which they are posted, under one tag on the program's communicator: all ranks go
 through rounds in one order, which follows from the types. What is counted is what is moved, and sums come out in the
 order of the lowering: MPI's own reductions know neither bf16 nor parts of a dim that is not major, do not fix the order
@@ -43,7 +43,9 @@ class MpiRound(NamedTuple):
     kernels: tuple[RankKernel, ...]
 
 
-def bind(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding) -> Bound[MpiWire]:
+def bind_step(
+    op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding
+) -> Bound[MpiWire]:
     """Return the step of the device of `binding`; raises `BackendError` for an op that MPI cannot run."""
     found = rank_rounds(op, operands, results, binding.device)
     if found is None:

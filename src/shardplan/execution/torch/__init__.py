@@ -5,7 +5,7 @@ Reading order:
 - `run`         `run_program`; `TorchExecutable`, a program bound to one rank, and `launch`, which runs it
 - `steps`       `bind`: an op bound to a rank; the interpreter of lowerings
 - `compute`     the ops that compute
-- `slept`       `SleptStep`: a step of a job whose compute is slept, for devices that are not there
+- `emulated_compute` `SleptStep`: a step of a job whose compute is slept, for devices that are not there
 - `pack`        rounds as messages and copies of parts of arrays, and the staging buffers that they lie in
 - `dtypes`      element types between numpy and torch, and reductions that torch lacks
 - `libraries`   which library of a process group carries what, by the device of the tensors

@@ -59,9 +59,9 @@ def work(held: Mapping[str, torch.Tensor], kernel: RankKernel, device: torch.dev
     arrays = [block.flat(held) for block in kernel.sources]
     targets = [block.flat(held) for block in kernel.targets]
     if any(x.dtype in FOREIGN for x in (*arrays, *targets)):
-        found = on_host(kernel.found, arrays)
+        found = on_host(kernel.target_elements, arrays)
     else:
-        found = kernel.found(torch_namespace(device), arrays)
+        found = kernel.target_elements(torch_namespace(device), arrays)
     for x, y in zip(targets, found, strict=True):
         x.copy_(y)
 

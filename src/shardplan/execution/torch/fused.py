@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardplan.core.nested import Nested
-from shardplan.core.ops.fused import fused
+from shardplan.core.ops.fused import as_fused
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
 from shardplan.execution.drive import Bound, wrap_blocking
@@ -45,7 +45,7 @@ def bind_fused(
     op: Nested, operands: Sequence[TensorType], results: Sequence[TensorType], device: int
 ) -> Bound[TorchWire] | None:
     """Return the step of the device of that id as one kernel; None where there is nobody to send to."""
-    one = fused(op)
+    one = as_fused(op)
     ranks = members_of(op, operands[0], device) if one is not None else ()
     if one is None or len(ranks) < 2:
         return None

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from shardplan.errors import BackendError, shown
+from shardplan.errors import BackendError, excerpt
 from shardplan.execution.torch.libraries import libraries_of
 
 GRACE = 0.5  # seconds that a wait may last before the store is asked why
@@ -158,7 +158,7 @@ def process_group(group: Any = None) -> Generator[Any]:
     if group is None:
         group = dist.new_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise BackendError(f"process_group: {shown(group)}; legal is a process group that this rank is in")
+        raise BackendError(f"process_group: {excerpt(group)}; legal is a process group that this rank is in")
     token = _chosen.set(group)
     try:
         yield group

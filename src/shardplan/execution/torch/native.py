@@ -22,7 +22,7 @@ from shardplan.execution.drive import Bound, Running
 from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, group_of, place_of, view_of
 from shardplan.execution.record import NativeCall
 from shardplan.execution.torch.dtypes import torch_dtype
-from shardplan.execution.torch.pack import Spot, SpotCopy, copy, cut, flat, maker, merge_copies, spot_view
+from shardplan.execution.torch.pack import Spot, SpotCopy, copy, cut_spot, flat, maker, merge_copies, spot_view
 from shardplan.execution.torch.wire import TorchWire
 
 Call = Callable[[torch.Tensor, torch.Tensor, Any, Any], Any]  # of output, input, reduction and group; returns the work
@@ -83,7 +83,7 @@ def bind_native(
             starts.append(SpotCopy(whole, whole._replace(buffer=f"y{k}")))
     call = NATIVE[native.kind]
     reduction = getattr(dist.ReduceOp, (operands[0].layout.reduction or "sum").upper())
-    received, sent = (int(x[place]) for x in (op.received(*operands), op.sent(*operands)[1]))
+    received, sent = (int(x[place]) for x in (op.received_bytes(*operands), op.sent_bytes(*operands)[1]))
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
         out = [make(wire) for make in makers]
@@ -175,5 +175,5 @@ def _run(name: str, parts: Sequence[Spot], *, back: bool = False) -> tuple[Spot,
         return flat(parts[0], at - parts[0].view.offset), ()
     n = sum(part.view.elements for part in parts)
     run = Spot(f"{name} {parts[0].dtype}", parts[0].dtype, View((n,), (1,), 0))
-    ends = (cut(run, parts), parts) if back else (parts, cut(run, parts))
+    ends = (cut_spot(run, parts), parts) if back else (parts, cut_spot(run, parts))
     return run, merge_copies(map(SpotCopy, *ends))

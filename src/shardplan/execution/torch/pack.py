@@ -134,7 +134,7 @@ class Packing:
                 yield Message(peer, packed[parts], ())
             else:
                 run = packed[parts] = self._reserve_staging("sent", parts)
-                yield Message(peer, run, tuple(map(SpotCopy, parts, cut(run, parts))))
+                yield Message(peer, run, tuple(map(SpotCopy, parts, cut_spot(run, parts))))
 
     def _takes(self, takes: Iterable[PeerPiece]) -> Iterator[Message]:
         for peer, pieces in self._by_peer(takes):
@@ -144,7 +144,7 @@ class Packing:
                 yield Message(peer, flat(parts[0]), ())
                 continue
             run = self._reserve_staging("taken", parts)
-            places = iter(cut(run, parts))
+            places = iter(cut_spot(run, parts))
             copies: list[SpotCopy] = []
             for piece, landed in zip(pieces, lands, strict=True):
                 for part in self._spots(piece):
@@ -164,13 +164,13 @@ class Packing:
             frm: Sequence[Spot] = self._spots(source)
             if [spot.view.size for spot in frm] != [spot.view.size for spot in into]:
                 if is_run(into):
-                    into = cut(into[0], frm)
+                    into = cut_spot(into[0], frm)
                 else:
                     if not is_run(frm):
                         run = self._reserve_staging("between", frm)
-                        yield from map(SpotCopy, frm, cut(run, frm))
+                        yield from map(SpotCopy, frm, cut_spot(run, frm))
                         frm = [run]
-                    frm = cut(frm[0], into)
+                    frm = cut_spot(frm[0], into)
             yield from map(SpotCopy, frm, into, repeat(reduction))
 
 
@@ -226,7 +226,7 @@ def _stack_spots(first: SpotCopy, second: SpotCopy, count: int) -> SpotCopy:
     return SpotCopy(ends[0], ends[1], first.fold)
 
 
-def cut(run: Spot, like: Sequence[Spot]) -> list[Spot]:
+def cut_spot(run: Spot, like: Sequence[Spot]) -> list[Spot]:
     """Return the consecutive parts of a contiguous spot that have the sizes and dtypes of others."""
     found: list[Spot] = []
     start = run.view.offset

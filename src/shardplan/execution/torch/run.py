@@ -34,7 +34,7 @@ from shardplan.execution.torch.group_state import GroupState, group_state
 from shardplan.execution.torch.libraries import device_among
 from shardplan.execution.torch.pack import maker
 from shardplan.execution.torch.refusal import refuse, refusing
-from shardplan.execution.torch.steps import bind as own_bind
+from shardplan.execution.torch.steps import bind_step as own_bind
 from shardplan.execution.torch.wire import TorchWire
 
 MOST_BOUND = 256  # programs bound to a rank that are remembered: views and messages of their steps, no tensors

@@ -1,9 +1,9 @@
 """The ops of a program bound to one rank of torch.distributed: the interpreter of lowerings, and compute ops.
 
-Everything about a step that follows from types is worked out once, in `bind`; a run only makes views, posts messages
-and waits. A bound step is a generator: it yields nothing, once its first messages are under way, so that a caller may
-do something else before it goes on; whoever resumes it is then blocked in its waits. Collectives are composed from
-point-to-point messages, so every rank receives what the op says.
+Everything about a step that follows from types is worked out once, in `bind_step`; a run only makes views, posts
+messages and waits. A bound step is a generator: it yields nothing, once its first messages are under way, so that a
+caller may do something else before it goes on; whoever resumes it is then blocked in its waits. Collectives are
+composed from point-to-point messages, so every rank receives what the op says.
 
 Messages between two ranks meet in the order in which they are posted: there is one tag for a run. So all ranks go
 through the rounds and element widths of a step in one order, which follows from its lowering. Entering a stage, the
@@ -35,7 +35,7 @@ KernelRun = Callable[[Mapping[str, torch.Tensor], RankKernel, torch.device], Non
 MOST_KEPT = 256  # stages of a step that are worked out in advance; of more, each is made when its turn comes
 
 
-def bind(
+def bind_step(
     op: Op,
     operands: Sequence[TensorType],
     results: Sequence[TensorType],

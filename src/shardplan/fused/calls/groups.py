@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.errors import BackendError, shown
+from shardplan.errors import BackendError, excerpt
 from shardplan.fused.heap.symmetric import SymmetricHeap
 
 _HEAPS: dict[str, SymmetricHeap] = {}
@@ -23,7 +23,7 @@ def bound(group: str) -> SymmetricHeap:
     found = _HEAPS.get(group)
     if found is None or found.closed:
         legal = ", ".join(g for g, heap in _HEAPS.items() if not heap.closed) or "none yet: bind(group, heap)"
-        raise BackendError(f"group {shown(group)} has no open symmetric heap; bound are {legal}")
+        raise BackendError(f"group {excerpt(group)} has no open symmetric heap; bound are {legal}")
     return found
 
 

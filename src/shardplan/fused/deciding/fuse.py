@@ -9,15 +9,15 @@ from typing import TypeVar, cast
 
 from shardplan.core.accounting import books_of
 from shardplan.core.fusing import FusionPlace, Place, fusable, fused_with
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.fused import Fused
 from shardplan.core.pattern import Overlap
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
-from shardplan.errors import ShardplanError, TopologyError, line, shown
+from shardplan.errors import ShardplanError, TopologyError, excerpt, line
 from shardplan.fused.deciding.rows import Fusion, FusionRow, seconds_of
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.cost import overlapped
+from shardplan.hardware.prices.cost import price_overlap
 from shardplan.hardware.prices.fused import UNFUSED, FusedConstants, FusedVariant, decide
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.strategy.partition.job import Job
@@ -64,7 +64,7 @@ def fuse(program: Runs, placement: Where | str, calibration: FusedConstants | st
     if isinstance(program, Job):
         return cast("Fusion[Runs]", _job(program, where, measured))
     if not isinstance(program, Program):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardplanError(f"fuse of {shown(program)}; legal is a Program, such as plan.program, or a Job")
+        raise ShardplanError(f"fuse of {excerpt(program)}; legal is a Program, such as plan.program, or a Job")
     found, rows = _program(program, where, measured, "")
     return cast("Fusion[Runs]", Fusion(found, rows, _source(where, measured)))
 
@@ -75,7 +75,7 @@ def constants_of(calibration: object) -> FusedConstants | None:
         return calibration
     if isinstance(calibration, str | Path):
         return FusedConstants.load(calibration)
-    raise TopologyError(f"calibration is {shown(calibration)}; legal are FusedConstants, the path of a file, or None")
+    raise TopologyError(f"calibration is {excerpt(calibration)}; legal are FusedConstants, the path of a file, or None")
 
 
 def _source(where: Where, measured: FusedConstants | None) -> str:
@@ -115,7 +115,7 @@ def _program(
 def _enclosing_program(program: Program, place: Place) -> Program:
     """The program, or the body, that the last number of a place is a step of."""
     for number in place[:-1]:
-        op = nested(program.steps[number].op)
+        op = as_nested(program.steps[number].op)
         assert op is not None  # places are those of `fusable`
         program = op.body
     return program
@@ -132,7 +132,7 @@ def _row(
         ".".join(map(str, one.place)),
         one.kind.name,
         tuple(str(program.types[name]) for name in (*given, *move.results)),
-        int(move.op.sent(*operands)[1].max(initial=0)),
+        int(move.op.sent_bytes(*operands)[1].max(initial=0)),
         {},
         str(UNFUSED),
         one.reason,
@@ -152,7 +152,7 @@ def _row(
         return blocked(one.place[-1], "unknown_group", line(str(error))), None
     pattern = one.op.pattern(*(program.types[name] for name in one.operands))
     assert isinstance(pattern, Overlap)
-    work, constants, moved = overlapped(pattern, fabric, measured=measured)
+    work, constants, moved = price_overlap(pattern, fabric, measured=measured)
     if work is None or constants is None:
         return blocked(one.place[-1], "not_faster", "its groups have one device; nothing is sent"), None
     decision = decide(work, constants)
@@ -165,7 +165,7 @@ def _row(
     if held + need > memory:
         text = f"{need} B for {SLOTS} slots beside {held} B of the program; the device has {memory:.0f} B"
         return blocked(one.place[-1], "memory", text), None
-    best = decision.chosen
+    best = decision.best_variant
     if best == UNFUSED:
         return replace(row, reason="not_faster"), None
     return replace(row, reason="fused", choice=str(best)), apply_variant(one.op, best)

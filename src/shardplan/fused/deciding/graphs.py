@@ -139,10 +139,10 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
         return refused("memory", move, f"{need} B for {SLOTS} slots; the heap of {group_name!r} has {group.room} B")
     decision = decide(_work(match, group.ranks, constants), constants)
     row = replace(row, seconds=seconds_of(decision))
-    if decision.chosen == UNFUSED:
+    if decision.best_variant == UNFUSED:
         return replace(row, reason="not_faster")
-    match.write(graph, decision.chosen)
-    return replace(row, reason="fused", choice=str(decision.chosen))
+    match.write(graph, decision.best_variant)
+    return replace(row, reason="fused", choice=str(decision.best_variant))
 
 
 def _work(match: GraphMatch, ranks: int, constants: FusedConstants) -> FusedWork:

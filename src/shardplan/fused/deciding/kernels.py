@@ -44,7 +44,7 @@ class FusedCall:
 
 def fused_call(op: Fused, ranks: int) -> FusedCall:
     """Return a fused op, on even types, for a group of so many ranks."""
-    after = op.moved[2]
+    after = op.move_with_types[2]
     result = after.local_bytes()
     form = op.form
     match form:
@@ -89,7 +89,7 @@ def _gemm(
     labels = f"{form.batch}@{form.rows}{form.columns}"  # @: whose block it is
     shape = [ranks if c == "@" else sizes[c] for c in labels]
     order = [labels.index(c) for c in form.result.replace(form.gathered, f"@{form.gathered}")]
-    after = op.moved[2].local_shape(0)
+    after = op.move_with_types[2].local_shape(0)
 
     def run(heap: SymmetricHeap, seconds: float, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         torch = optional("torch", "torch")
@@ -107,7 +107,7 @@ def _gemv(op: Fused, form: GemvForm) -> Callable[[SymmetricHeap, float, Sequence
     sizes = _sizes(op)
     labels = form.rows + form.columns
     shape, order = [sizes[c] for c in labels], [labels.index(c) for c in form.result]
-    after = op.moved[2].local_shape(0)
+    after = op.move_with_types[2].local_shape(0)
     algorithm = "one_shot" if op.in_one_shot else "two_shot"
 
     def run(heap: SymmetricHeap, seconds: float, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _gemv_bytes_received(op: Fused, form: GemvForm, ranks: int) -> tuple[int, ..
     rows, columns = (math.prod(sizes[c] for c in letters) for letters in (form.rows, form.columns))
     if op.in_one_shot:
         return ((ranks - 1) * rows * columns * WIDE,) * ranks
-    size = numpy_dtype(op.moved[2].dtype).itemsize
+    size = numpy_dtype(op.move_with_types[2].dtype).itemsize
     tiles = RowShape(rows).tiles(ranks, gemv_tiles(op.tiles, rows, ranks))
     own = [sum(last - first for first, last in each) for each in tiles]
     return tuple(columns * ((ranks - 1) * n * WIDE + (rows - n) * size) for n in own)
@@ -139,7 +139,7 @@ def gemv_tiles(asked: int, rows: int, ranks: int) -> int:
 def _bags(
     op: Fused, form: BagForm, ranks: int
 ) -> Callable[[SymmetricHeap, float, Sequence[torch.Tensor]], torch.Tensor]:
-    _, before, after = op.moved
+    _, before, after = op.move_with_types
     batch, shape, count = before.local_shape(0)[0], after.local_shape(0), len(form.tables)
 
     def run(heap: SymmetricHeap, seconds: float, arrays: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.errors import BackendError, shown
+from shardplan.errors import BackendError, excerpt
 from shardplan.fused.heap.handshake import Listener, connect, new_secret, note_of
 from shardplan.fused.heap.peers import Peer
 from shardplan.fused.heap.segments import Bytes, ShmSegment
@@ -111,7 +111,7 @@ class NetSegment:
         except OSError as error:
             why = error.strerror or error
             raise BackendError(
-                f"symmetric heap {job}: backend {shown(backend)}; legal is net:ADDRESS of this rank: {why}"
+                f"symmetric heap {job}: backend {excerpt(backend)}; legal is net:ADDRESS of this rank: {why}"
             ) from None
         try:
             self.own = ShmSegment(nbytes, job)

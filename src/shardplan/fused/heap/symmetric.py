@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardplan.errors import BackendError, optional, shown
+from shardplan.errors import BackendError, excerpt, optional
 from shardplan.fused.heap.devices import DEVICES, DeviceSegment, device_parts
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.header import LINE, HeapHeader, HeapPeer, Words
@@ -140,9 +140,9 @@ class SymmetricHeap:
         kind = backend.partition(":")[0]
         if kind != "net" and backend not in SEGMENTS and backend not in DEVICES:
             legal = ", ".join((*SEGMENTS, *DEVICES, "net", "net:ADDRESS", "net:ADDRESS@NODE"))
-            raise BackendError(f"symmetric heap {name}: backend {shown(backend)}; legal are {legal}")
+            raise BackendError(f"symmetric heap {name}: backend {excerpt(backend)}; legal are {legal}")
         if type(nbytes) is not int or nbytes <= 0:
-            raise BackendError(f"symmetric heap {name}: {shown(nbytes)} bytes; legal is a positive integer")
+            raise BackendError(f"symmetric heap {name}: {excerpt(nbytes)} bytes; legal is a positive integer")
         if kind != "virtual":
             sweep()
         peer, asked, wrong = Peer.me(), f"{kind} {nbytes} {name}", None
@@ -256,7 +256,7 @@ class SymmetricHeap:
         """
         shape = tuple(int(n) for n in shape)
         if dtype not in _BYTES or any(n < 0 for n in shape):
-            raise BackendError(f"alloc {label}: {shown(dtype)}{list(shape)}; legal dtypes are {', '.join(_BYTES)}")
+            raise BackendError(f"alloc {label}: {excerpt(dtype)}{list(shape)}; legal dtypes are {', '.join(_BYTES)}")
         made = SymmetricTensor(self, shape, dtype, 0, label)
         offset, size, left = self._room(made.nbytes)
         made = replace(made, offset=offset)

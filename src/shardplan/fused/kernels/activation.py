@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def apply_activation(z: torch.Tensor, name: str) -> torch.Tensor:
         case "silu":
             return functional.silu(z)
         case _:
-            raise TypingError(f"activation {shown(name)}; legal are {', '.join(ACTIVATIONS)}")
+            raise TypingError(f"activation {excerpt(name)}; legal are {', '.join(ACTIVATIONS)}")
 
 
 def activation_gradient(g: torch.Tensor, z: torch.Tensor, name: str) -> torch.Tensor:
@@ -44,4 +44,4 @@ def activation_gradient(g: torch.Tensor, z: torch.Tensor, name: str) -> torch.Te
         case "silu":
             return torch.ops.aten.silu_backward(g, z)
         case _:
-            raise TypingError(f"activation {shown(name)}; legal are {', '.join(ACTIVATIONS)}")
+            raise TypingError(f"activation {excerpt(name)}; legal are {', '.join(ACTIVATIONS)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.kernels.native import Kinds, native
 from shardplan.fused.kernels.vectors import dtype_name
 
@@ -41,7 +41,7 @@ class BagCall:
         self.indices, self.offsets = indices.to(torch.int64).contiguous(), offsets.to(torch.int64).contiguous()
         self.weights = None if weights is None else weights.float().contiguous()
         if mode not in MODES:
-            raise TypingError(f"{asking}: mode {shown(mode)}; legal are {', '.join(MODES)}")
+            raise TypingError(f"{asking}: mode {excerpt(mode)}; legal are {', '.join(MODES)}")
         self.count, n = len(self.tables) * batch, self.indices.numel()
         if self.offsets.numel() != self.count + 1:
             self._refuse_offsets(asking)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
-from shardplan.errors import TypingError, shown
+from shardplan.errors import TypingError, excerpt
 from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.bags import BagCall
 from shardplan.fused.tiles.shapes import BlockCuts, cut
@@ -140,5 +140,5 @@ def splits(name: str, sizes: Sequence[int] | None, parts: int, whole: int | None
     found = [int(n) for n in sizes]
     if len(found) != parts or min(found, default=0) < 0 or (whole is not None and sum(found) != whole):
         legal = f"{parts} integers from 0" + ("" if whole is None else f" that sum to {whole}")
-        raise TypingError(f"{name} {shown(found)}; legal are {legal}")
+        raise TypingError(f"{name} {excerpt(found)}; legal are {legal}")
     return found

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.calls.agreement import ALL_BACK, SAME, CallKind, Facts, agree_on_call, check_alike
 from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
 from shardplan.fused.heap.failures import HeapMismatch
@@ -92,7 +92,7 @@ def check_operands(
     if bias is not None and (bias.shape != b.shape[1:] or bias.dtype != a.dtype):
         raise TypingError(f"{NAME}: bias {list(bias.shape)}; legal is [{b.shape[1]}] of the dtype of the operands")
     if scatter not in (0, 1):
-        raise TypingError(f"{NAME}: scatter {shown(scatter)}; legal are 0, blocks of rows, and 1, blocks of columns")
+        raise TypingError(f"{NAME}: scatter {excerpt(scatter)}; legal are 0, blocks of rows, and 1, blocks of columns")
     asked.check_operands(NAME, a, b, bias)
     n = asked.heap.ranks
     sent = splits(f"{NAME}: send_splits", send, n, a.shape[0] if scatter == 0 else b.shape[1])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.calls.agreement import CallKind, Facts, agree_on_call
 from shardplan.fused.calls.instance import (
     SPIN,
@@ -56,7 +56,7 @@ def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "au
     if x.ndim == 2 and not 1 <= x.shape[1] <= MOST:
         raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {MOST}")
     if algorithm not in ALGORITHMS:
-        raise TypingError(f"{NAME}: algorithm {shown(algorithm)}; legal are {', '.join(ALGORITHMS)}")
+        raise TypingError(f"{NAME}: algorithm {excerpt(algorithm)}; legal are {', '.join(ALGORITHMS)}")
     asked.check_operands(NAME, a, x)
     m, columns = a.shape[0], 1 if x.ndim == 1 else x.shape[1]
     one = algorithm == "one_shot" or (algorithm == "auto" and m * columns * 4 * (heap.ranks - 1) < ONE_SHOT)

@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
-from shardplan.errors import shown
+from shardplan.errors import excerpt
 from shardplan.fused.tiles.events import (
     TileBox,
     TileBuffer,
@@ -48,7 +48,9 @@ def check(protocol: TileProtocol, modes: Sequence[TileMode] = ("ranks", "residen
     `TileScheduleError` with the circle of waits, the two writers, or the put and the read that nothing orders.
     """
     if not modes or set(modes) - set(get_args(TileMode)):
-        raise TileScheduleError(f"tile modes {shown(tuple(modes))}; legal are some of {', '.join(get_args(TileMode))}")
+        raise TileScheduleError(
+            f"tile modes {excerpt(tuple(modes))}; legal are some of {', '.join(get_args(TileMode))}"
+        )
     _counters(protocol)
     _check_coverage(protocol)
     for mode in modes:

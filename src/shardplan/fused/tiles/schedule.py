@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from shardplan.errors import ParseError, shown
+from shardplan.errors import ParseError, excerpt
 from shardplan.fused.tiles.checker import TileMode, check
 from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
 from shardplan.fused.tiles.generate import Plainly, block_protocol, two_shot_protocol
@@ -52,10 +52,10 @@ class TileSchedule:
         named = isinstance(self.order, str)
         if (named and self.order not in get_args(TileOrder)) or (not named and not _permutes(self.order)):
             legal = f"{', '.join(get_args(TileOrder))} or every offset below the number of ranks once"
-            raise TileScheduleError(f"tile schedule: order {shown(self.order)}; legal are {legal}")
+            raise TileScheduleError(f"tile schedule: order {excerpt(self.order)}; legal are {legal}")
         if self.waits not in get_args(TileWaits):
             legal = ", ".join(get_args(TileWaits))
-            raise TileScheduleError(f"tile schedule: waits {shown(self.waits)}; legal are {legal}")
+            raise TileScheduleError(f"tile schedule: waits {excerpt(self.waits)}; legal are {legal}")
         for field, least, most in (
             ("tiles", 1, 4096),
             ("slice", 1, 4096),
@@ -65,7 +65,9 @@ class TileSchedule:
         ):
             value = getattr(self, field)
             if type(value) is not int or not least <= value <= most:
-                raise TileScheduleError(f"tile schedule: {field} {shown(value)}; legal are integers {least} to {most}")
+                raise TileScheduleError(
+                    f"tile schedule: {field} {excerpt(value)}; legal are integers {least} to {most}"
+                )
 
     def __str__(self) -> str:
         """Return the fields by name."""
@@ -85,7 +87,7 @@ class TileSchedule:
             key, _, value = word.partition("=")
             if key not in names or not value or key in found:
                 raise ParseError(
-                    f"tile schedule: {shown(word)}; legal is each of {', '.join(names)} once, as name=value"
+                    f"tile schedule: {excerpt(word)}; legal is each of {', '.join(names)} once, as name=value"
                 )
             try:
                 if key == "order":
@@ -93,7 +95,7 @@ class TileSchedule:
                 else:
                     found[key] = value if key == "waits" else bool(int(value)) if key == "acks" else int(value)
             except ValueError:
-                raise ParseError(f"tile schedule: {shown(word)}; legal are integers") from None
+                raise ParseError(f"tile schedule: {excerpt(word)}; legal are integers") from None
         return cls(**found)  # type: ignore[arg-type]
 
     def destinations(self, rank: int, ranks: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.blocks import BlockKernel, block_kernel
@@ -113,7 +113,7 @@ def _check_bags(
     torch = optional("torch", "torch")
     mine = sum(held[r] for r in here)
     if len(held) != memory.ranks or len(tables) != mine or mode not in ("sum", "mean"):
-        said = f"{len(tables)} tables, held {shown(list(held))}, mode {shown(mode)}"
+        said = f"{len(tables)} tables, held {excerpt(list(held))}, mode {excerpt(mode)}"
         raise TypingError(f"{NAME}: {said}; legal are {mine} tables, {memory.ranks} counts, sum or mean")
     if any(t.ndim != 2 or t.shape[1] != dim or t.dtype != tables[0].dtype or not t.is_contiguous() for t in tables):
         raise TypingError(f"{NAME}: tables {[list(t.shape) for t in tables]}; legal are [R, {dim}] of one dtype")

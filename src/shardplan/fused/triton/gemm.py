@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.operators.asked import splits, tile_sizes
 from shardplan.fused.tiles.shapes import BlockCuts
@@ -89,7 +89,7 @@ def _cuts_of(
     memory: TileMemory, b: torch.Tensor, counts: Sequence[Sequence[int]], scatter: int, parts: Sequence[int] | None
 ) -> BlockCuts:
     if len(counts) != memory.ranks or scatter not in (0, 1):
-        said = f"counts of {len(counts)} ranks, scatter {shown(scatter)}"
+        said = f"counts of {len(counts)} ranks, scatter {excerpt(scatter)}"
         raise TypingError(f"{NAME}: {said}; legal are {memory.ranks}, 0 or 1")
     if scatter == 0:
         if parts is not None:
@@ -106,4 +106,4 @@ def _check_gemm(memory: TileMemory, a: torch.Tensor, b: torch.Tensor, cuts: Bloc
         said = f"{list(a.shape)} and {list(b.shape)} for {rows} rows of {memory.here} ranks"
         raise TypingError(f"{NAME}: {said}; legal are [rows, K] and [ranks, K, N] of one dtype, contiguous")
     if activation not in ACTIVATIONS:
-        raise TypingError(f"{NAME}: activation {shown(activation)}; legal are {', '.join(ACTIVATIONS)}")
+        raise TypingError(f"{NAME}: activation {excerpt(activation)}; legal are {', '.join(ACTIVATIONS)}")

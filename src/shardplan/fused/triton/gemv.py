@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.operators.asked import starts
 from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.shapes import RowShape
@@ -141,7 +141,7 @@ def two_shot(memory: TileMemory, operands: Sequence[Operand], height: int, wide:
 
 def _check_gemv(memory: TileMemory, a: Sequence[torch.Tensor], x: Sequence[torch.Tensor], shots: int) -> None:
     if len(a) != memory.here or len(x) != memory.here or shots not in (1, 2):
-        said = f"{len(a)} and {len(x)} operands, {shown(shots)} shots"
+        said = f"{len(a)} and {len(x)} operands, {excerpt(shots)} shots"
         raise TypingError(f"{NAME}: {said}; legal are {memory.here} of each, 1 or 2 shots")
     for y, z in zip(a, x, strict=True):
         fits = y.ndim == z.ndim == 2 and y.shape[1] == z.shape[0] and y.shape[0] == a[0].shape[0]

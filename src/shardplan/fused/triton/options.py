@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.errors import TypingError, shown
+from shardplan.errors import TypingError, excerpt
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.triton.launches import FusedKernel
 from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
@@ -27,7 +27,7 @@ class KernelOptions:
     def check_order(self, op: str, *legal: str) -> None:
         """Raise `TypingError` where a kernel has not this order."""
         if self.order not in legal:
-            raise TypingError(f"{op}: order {shown(self.order)} of kernels of Triton; legal are {', '.join(legal)}")
+            raise TypingError(f"{op}: order {excerpt(self.order)} of kernels of Triton; legal are {', '.join(legal)}")
 
     def schedule(self, memory: TileMemory, kernel: Any, **fields: Any) -> TileSchedule:
         """Return the schedule.

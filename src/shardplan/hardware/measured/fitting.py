@@ -79,7 +79,7 @@ def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
         for at in (start, rest)
     )
     kept = tuple(name for name, moved in zip(constants.names, moves, strict=True) if not moved)
-    fitted, fabrics = constants.filled(table, values), constants.fabrics(values)
+    fitted, fabrics = constants.fill_table(table, values), constants.fabrics(values)
     return Fitted(fitted, len(samples), int(moves.sum()), int(held.sum()) * judged, before, after, kept, fabrics)
 
 
@@ -127,11 +127,11 @@ class _Constants:
         pairs = values[len(values) - 2 * len(self.systems) :].reshape(-1, 2).tolist()
         return tuple((name, System(a, min(b, 1.0))) for name, (a, b) in zip(self.systems, pairs, strict=True))
 
-    def at(self, logs: Floats) -> Floats:
+    def row_numbers(self, logs: Floats) -> Floats:
         """Return every row's numbers under constants given as logarithms, [rows, keys]."""
         return np.where(self.slot < 0, self.given, np.exp(np.append(logs, 0.0))[self.slot])
 
-    def filled(self, table: Library, values: Floats) -> Library:
+    def fill_table(self, table: Library, values: Floats) -> Library:
         """Return a table with other values of the constants."""
         rows: list[LibraryRow] = []
         for row, slots in zip(table.rows, self.slot.tolist(), strict=True):
@@ -177,7 +177,7 @@ class _Terms:
 
     def prices(self, constants: _Constants, logs: Floats) -> tuple[Floats, Floats]:
         """Return the price of every sample, and how its logarithm grows with each constant's, [samples, constants]."""
-        base, base_far, near, far, near_share, far_share = constants.at(logs).T
+        base, base_far, near, far, near_share, far_share = constants.row_numbers(logs).T
         own_copy = float(np.exp(logs[constants.own_copy])) if constants.own_copy >= 0 else 0.0
         once, own = np.where(self.far > 0, base_far, base), self.own * own_copy / near_share
         # A fabric of its own takes the default's place.
@@ -213,7 +213,7 @@ def _coefficients(table: Library, pattern: Pattern, fabric: Fabric) -> tuple[flo
     found: list[Price] = []
     for near, far, near_share, far_share in ((0.0, 0.0, 1.0, _OFF), (1.0, 0.0, _OFF, 1.0), (0.0, 1.0, 1.0, 1.0)):
         numbers = {"near": near, "far": far, "near_share": near_share, "far_share": far_share}
-        found.append(price(pattern, fabric.under(replace(table, rows=(replace(row, **served, **numbers),)))))
+        found.append(price(pattern, fabric.with_library(replace(table, rows=(replace(row, **served, **numbers),)))))
     bare, over_near, over_far = found
     hops = over_near.alpha - bare.alpha, over_far.alpha - bare.alpha
     loads = bare.transfer - bare.own, over_near.transfer - over_near.own

@@ -63,7 +63,7 @@ def parse_log(text: str, facts: LogFacts, what: str = "the log") -> list[Sample]
         if (found := _TEST.search(line)) and not facts.op:
             op = found[1]
         if found := _VERSION.search(line):
-            version = "-" + (found["dotted"] or _dotted(int(found["code"])))
+            version = "-" + (found["dotted"] or _version_text(int(found["code"])))
         if _START.search(line):
             ranks = []
         elif found := _RANK.search(line):
@@ -95,7 +95,7 @@ def parse_log(text: str, facts: LogFacts, what: str = "the log") -> list[Sample]
     return samples
 
 
-def _dotted(code: int) -> str:
+def _version_text(code: int) -> str:
     """A version of NCCL as it prints one, of its number: 22907 is 2.29.7."""
     return f"{code // 10000}.{code % 10000 // 100}.{code % 100}"
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.pattern import Groups, Messages, Pattern
-from shardplan.errors import TopologyError, shown
+from shardplan.errors import TopologyError, excerpt
 from shardplan.hardware.measured.samples import Sample
 from shardplan.hardware.prices.library import libraries
 from shardplan.hardware.topology import Topology
@@ -80,9 +80,9 @@ def topology_of_sample(sample: Sample) -> Topology:
     'node=2 x gpu=8'
     """
     if sample.gpu not in GPUS:
-        raise TopologyError(f"GPU {shown(sample.gpu)} is unknown; legal: {', '.join(GPUS)}")
+        raise TopologyError(f"GPU {excerpt(sample.gpu)} is unknown; legal: {', '.join(GPUS)}")
     if sample.library_name not in libraries():
-        raise TopologyError(f"library {shown(sample.library_name)} is unknown; legal: {', '.join(libraries())}")
+        raise TopologyError(f"library {excerpt(sample.library_name)} is unknown; legal: {', '.join(libraries())}")
     preset = Topology.load(GPUS[sample.gpu])
     j = preset.index("node")
     room, wanted = preset.strides[j], sample.groups * sample.gpus_per_node
@@ -107,7 +107,7 @@ def pattern_of_sample(sample: Sample, topology: Topology) -> Pattern:
     Source: nccl-tests: `bytes` are those of the larger buffer, and sendrecv is a ring of messages.
     """
     if sample.op not in OPS:
-        raise TopologyError(f"op {shown(sample.op)} is unknown; legal: {', '.join(OPS)}")
+        raise TopologyError(f"op {excerpt(sample.op)} is unknown; legal: {', '.join(OPS)}")
     if sample.members == 1:
         raise TopologyError("a group of one GPU sends nothing")
     first = np.arange(sample.nodes) * topology.strides[0]

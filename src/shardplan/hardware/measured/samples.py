@@ -49,7 +49,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"nbytes": "bytes
         return self.library.partition("-")[0]
 
     @property
-    def where(self) -> str:
+    def node_scope(self) -> str:
         """Whether it ran on `one` node or on `several`."""
         return "one" if self.nodes == 1 else "several"
 
@@ -61,7 +61,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, rename={"nbytes": "bytes
     @property
     def curve(self) -> tuple[str, ...]:
         """What names the curve that this is a point of."""
-        return self.gpu, self.op, self.where, self.system
+        return self.gpu, self.op, self.node_scope, self.system
 
     @property
     def held_out(self) -> bool:

@@ -1,7 +1,7 @@
 """Collectives whose load follows from how many members each unit holds, without listing flows.
 
-All-to-all; reductions inside switches; and rings and trees of a library that orders members itself (`spread`). Groups,
-members and bytes are as in `traffic`; in order of ids, the members in one unit are neighbours at every level.
+All-to-all; reductions inside switches; and rings and trees of a library that orders members itself (`unit_load`).
+Groups, members and bytes are as in `traffic`; in order of ids, the members in one unit are neighbours at every level.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Laid:
         return self.spanned[self.fabric.far - 1] if self.fabric.far else np.ones(len(self.members), dtype=np.int64)
 
     @cached_property
-    def inside(self) -> tuple[Ints, Ints]:
+    def members_per_node(self) -> tuple[Ints, Ints]:
         """The least and the most members that every group has in a node, [G]."""
         if not self.fabric.far:
             whole = np.full(len(self.members), self.k)
@@ -92,7 +92,7 @@ class Laid:
     @cached_property
     def walk(self) -> Crossings:
         """The walk of every group through its nodes."""
-        return walked(self)
+        return ring_crossings(self)
 
 
 def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
@@ -113,7 +113,7 @@ def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
             load.append(fabric.port_load(j, (device, out), (device, out)) if bool((inside < k).any()) else None)
         elif bool(hops[j].any()):
             heads = np.flatnonzero(np.diff(run, prepend=-1))
-            load.append(_linked(j, heads // k, unit[heads], size, part[heads], fabric))
+            load.append(_link_load(j, heads // k, unit[heads], size, part[heads], fabric))
         else:
             load.append(None)
         together = inside
@@ -163,7 +163,7 @@ def _siblings(group: Ints, parent: Ints) -> Ints:
     return np.cumsum(np.concatenate([[True], (group[1:] != group[:-1]) | (parent[1:] != parent[:-1])])) - 1
 
 
-def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric: Fabric) -> Floats:
+def _link_load(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric: Fabric) -> Floats:
     """The load of the traffic of (group, unit) pairs, in order, between the children of one parent.
 
     `members` are the members of the group in the unit, `part` is what one of them sends another; all [pairs].
@@ -176,10 +176,10 @@ def _linked(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric
         return fabric.link_load(j, unit[first], unit[second], part[first] * members[first] * members[second])
     child, parents = unit % level.size, parent[np.flatnonzero(np.diff(row, prepend=-1))]
     dims = range(len(level.extents))
-    return np.concatenate([_summed(j, dim, row, parents, child, members, part, fabric) for dim in dims])
+    return np.concatenate([_all_to_all_load(j, dim, row, parents, child, members, part, fabric) for dim in dims])
 
 
-def _summed(
+def _all_to_all_load(
     j: int, dim: int, row: Ints, parents: Ints, child: Ints, members: Ints, part: Floats, fabric: Fabric
 ) -> Floats:
     """The load of one dim in an all-to-all, the dims being crossed in order.
@@ -255,7 +255,7 @@ class Crossings:
         return np.diff(self.edges @ volume, prepend=0.0)
 
 
-def walked(laid: Laid) -> Crossings:
+def ring_crossings(laid: Laid) -> Crossings:
     """Walk every group's nodes in the order of their first members, and inside a node and further in without detour.
 
     Source: NCCL orders a communicator's nodes by their first rank (`src/init.cc`), and joins them in that order.
@@ -279,7 +279,7 @@ def walked(laid: Laid) -> Crossings:
     return Crossings(edges, tuple(times))
 
 
-def spread(laid: Laid, near: Floats, far: Floats) -> Load:
+def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
     """Return the load when every unit that a group crosses gives out and takes in some bytes: `near` or `far`, [G].
 
     Over ports they are dealt out to the members in the unit, each on its rail, and count as often as the group's walk

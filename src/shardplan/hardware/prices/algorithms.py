@@ -87,7 +87,7 @@ def tree(kind: str, members: Ints, nbytes: Floats, fabric: Fabric) -> Rounds:
         pair = (upper, lower) if kind == "broadcast" else (lower, upper)
         # Towards the root from neighbours to far members, from it the other way: a member has all before it passes on.
         flows = _flows(*pair, nbytes)
-        crossed = fabric.crossed(flows.sender, flows.receiver)
+        crossed = fabric.outermost_level(flows.sender, flows.receiver)
         yield FlowRound(flows, (crossed == np.arange(len(fabric.wires))[:, None]).astype(np.float64))
 
 

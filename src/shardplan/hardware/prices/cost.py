@@ -8,7 +8,7 @@ certificate, placement, audit and simulation, asks `price`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import assert_never
 
@@ -26,10 +26,10 @@ from shardplan.core.pattern import (
     Work,
     computes,
 )
-from shardplan.errors import TopologyError, shown
+from shardplan.errors import TopologyError, excerpt
 from shardplan.hardware.prices.aggregate import Laid
 from shardplan.hardware.prices.critical_path import critical, windows
-from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load, added, busiest, scaled
+from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load, add_loads, busiest, scale_load
 from shardplan.hardware.prices.fused import FusedConstants, FusedVariant, FusedWork, variant_seconds, variants
 from shardplan.hardware.prices.kernels import kernel_seconds
 from shardplan.hardware.prices.library import KINDS, Library, LibraryRow
@@ -74,16 +74,16 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
     6e-05
     """
     checked_algorithm(algorithm, fabric.library)
-    pattern = ran(pattern, fabric.library)
+    pattern = as_messages(pattern, fabric.library)
     match pattern:
         case Local():
             # A copy reads and writes.
             device = fabric.topology.device
             copied = 2 * pattern.nbytes / (device.memory_bandwidth * device.kernels.stream)
-            return Price("copy", 0.0, copied, _none(fabric), own=copied)
+            return Price("copy", 0.0, copied, _no_bytes(fabric), own=copied)
         case Work():
             busy = float(kernel_seconds(pattern, fabric.topology.device))
-            return Price("kernel", 0.0, busy, _none(fabric), own=busy)
+            return Price("kernel", 0.0, busy, _no_bytes(fabric), own=busy)
         case Messages():
             return _messages(pattern, fabric, algorithm)
         case Groups():
@@ -98,7 +98,7 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
             assert_never(pattern)
 
 
-def ran(pattern: Pattern, library: Library) -> Pattern:
+def as_messages(pattern: Pattern, library: Library) -> Pattern:
     """Return what runs: of a collective that the library does not have its messages, else the pattern itself."""
     if isinstance(pattern, Groups) and pattern.composed is not None and library.even_only:
         return pattern.composed()
@@ -116,7 +116,7 @@ def checked_algorithm(algorithm: object, library: Library) -> str:
     legal = ("auto", *library.algorithms())
     if not isinstance(algorithm, str) or algorithm not in legal:
         raise TopologyError(
-            f"algorithm {shown(algorithm)} is unknown to library {library.name}; legal: {', '.join(legal)}"
+            f"algorithm {excerpt(algorithm)} is unknown to library {library.name}; legal: {', '.join(legal)}"
         )
     return algorithm
 
@@ -131,7 +131,7 @@ def level_bytes(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> tu
     return price(pattern, fabric, algorithm).level_bytes
 
 
-def chosen(pattern: Pattern, fabric: Fabric) -> str:
+def cheapest_algorithm(pattern: Pattern, fabric: Fabric) -> str:
     """Return the name of the cheapest algorithm for a pattern; arguments and errors as for `price`."""
     return price(pattern, fabric).algorithm
 
@@ -155,7 +155,7 @@ def offers_of(
     kinds: Sequence[str], members: Ints, fabric: Fabric, algorithm: str = "auto"
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """Return `offers` of several collectives over the same groups, which are laid on the topology once."""
-    laid, byte = _laid(members, fabric), np.ones(len(members))
+    laid, byte = _lay_groups(members, fabric), np.ones(len(members))
     return tuple(_lines(_rows(Groups(kind, members, byte), laid, byte, algorithm)) for kind in kinds)
 
 
@@ -206,11 +206,14 @@ def affine(kinds: tuple[str, ...], members: Ints, fabric: Fabric) -> tuple[tuple
 def _affine(
     kinds: tuple[str, ...], ids: bytes, shape: tuple[int, int], topology: Topology, library: Library, launch: float
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    members, fabric = np.frombuffer(ids, dtype=np.int64).reshape(shape), Fabric(topology, launch=launch).under(library)
+    members, fabric = (
+        np.frombuffer(ids, dtype=np.int64).reshape(shape),
+        Fabric(topology, launch=launch).with_library(library),
+    )
     return offers_of(kinds, members, fabric)
 
 
-def _none(fabric: Fabric) -> tuple[float, ...]:
+def _no_bytes(fabric: Fabric) -> tuple[float, ...]:
     return (0.0,) * len(fabric.wires)
 
 
@@ -218,20 +221,20 @@ def _in_turn(pattern: InTurn, fabric: Fabric, algorithm: str) -> Price:
     """The longest path through the parts, `times` times; all of them load the resources."""
     times, parts = pattern.times, prices(pattern.steps, fabric, algorithm)
     path = [parts[k] for k in critical(windows(pattern.steps, [p.seconds for p in parts], [p.load for p in parts]))]
-    moved = times * np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
+    moved = times * np.sum([_no_bytes(fabric), *(part.level_bytes for part in parts)], axis=0)
     names = [part.algorithm for part in parts if part.row is not None]
     return Price(
         " and ".join(dict.fromkeys(names)) if parts and len(names) == len(parts) else "in turn",
         times * sum(part.alpha for part in path),
         times * sum(part.transfer for part in path),
         tuple(moved.tolist()),
-        scaled(_all(parts, fabric), [times] * len(fabric.wires)),
+        scale_load(_total_load(parts, fabric), [times] * len(fabric.wires)),
         times * sum(part.own for part in path),
     )
 
 
-def _all(parts: Sequence[Price], fabric: Fabric) -> Load:
-    return added([(None,) * len(fabric.wires), *(part.load for part in parts)])
+def _total_load(parts: Sequence[Price], fabric: Fabric) -> Load:
+    return add_loads([(None,) * len(fabric.wires), *(part.load for part in parts)])
 
 
 def _at_once(pattern: AtOnce, fabric: Fabric, algorithm: str) -> Price:
@@ -243,8 +246,8 @@ def _at_once(pattern: AtOnce, fabric: Fabric, algorithm: str) -> Price:
     kernels = [computes(step.pattern) for step in pattern.steps]
     parts = [part for part, alone in zip(found, kernels, strict=True) if not alone]
     busy = max((part.seconds for part, alone in zip(found, kernels, strict=True) if alone), default=0.0)
-    moved = np.sum([_none(fabric), *(part.level_bytes for part in parts)], axis=0)
-    load = _all(parts, fabric)
+    moved = np.sum([_no_bytes(fabric), *(part.level_bytes for part in parts)], axis=0)
+    load = _total_load(parts, fabric)
     own = max((part.own for part in parts), default=0.0)
     transfer = max([busiest(load) + own, *(part.transfer for part in parts)])
     alpha = max((p.alpha for p in parts), default=0.0)
@@ -255,7 +258,7 @@ def _at_once(pattern: AtOnce, fabric: Fabric, algorithm: str) -> Price:
 
 def _overlap(pattern: Overlap, fabric: Fabric, algorithm: str) -> Price:
     """Kernels whose result goes out tile by tile; where it does not say in how many, in the number that is fastest."""
-    work, constants, moved = overlapped(pattern, fabric, algorithm)
+    work, constants, moved = price_overlap(pattern, fabric, algorithm)
     if work is None:
         return moved
     assert constants is not None
@@ -266,7 +269,7 @@ def _overlap(pattern: Overlap, fabric: Fabric, algorithm: str) -> Price:
     return Price(str(best), 0.0, found[best], moved.level_bytes, moved.load, found[best])
 
 
-def overlapped(
+def price_overlap(
     pattern: Overlap, fabric: Fabric, algorithm: str = "auto", measured: FusedConstants | None = None
 ) -> tuple[FusedWork | None, FusedConstants | None, Price]:
     """Return the work of kernels and their move, what the transport takes, and the price of the move, or of all of it.
@@ -308,20 +311,21 @@ def _busy(pattern: Overlap, fabric: Fabric, algorithm: str, measured: FusedConst
 
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
     if pattern.totals is not None and (found := message_totals(pattern.totals, fabric)) is not None:
+        found = replace(found, own=pattern.own)
         return min(_message_rows(found, pattern.chunks, fabric, algorithm), key=lambda one: one.seconds)
     keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
     if not bool(keep.any()):
-        return Price("none", 0.0, 0.0, _none(fabric))
+        return Price("none", 0.0, 0.0, _no_bytes(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
     flows = Flows(sender, receiver, pattern.nbytes[keep])
-    rows = _message_rows(messages(flows, fabric), pattern.chunks, fabric, algorithm)
+    rows = _message_rows(replace(messages(flows, fabric), own=pattern.own), pattern.chunks, fabric, algorithm)
     return min(rows, key=lambda one: one.seconds)
 
 
 def _message_rows(found: Traffic, chunks: int, fabric: Fabric, algorithm: str) -> list[Price]:
     """The price of messages under each row that serves them."""
     for asked in (algorithm, "auto"):
-        priced = [_priced(row, [found], chunks, fabric) for row in fabric.library.serving("messages", asked)]
+        priced = [_price_row(row, [found], chunks, fabric) for row in fabric.library.serving("messages", asked)]
         if served := [one for one in priced if one is not None]:
             return served
     raise TopologyError(f"library {fabric.library.name} has no row for these messages")
@@ -338,11 +342,11 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
             "members are [groups, k], nbytes [groups]"
         )
     if members.size == 0 or members.shape[1] == 1 or not bool((nbytes > 0).any()):
-        return Price("none", 0.0, 0.0, _none(fabric))
-    return min(_rows(pattern, _laid(members, fabric), nbytes, algorithm), key=lambda one: one.seconds)
+        return Price("none", 0.0, 0.0, _no_bytes(fabric))
+    return min(_rows(pattern, _lay_groups(members, fabric), nbytes, algorithm), key=lambda one: one.seconds)
 
 
-def _laid(members: Ints, fabric: Fabric) -> tuple[Laid, Ints]:
+def _lay_groups(members: Ints, fabric: Fabric) -> tuple[Laid, Ints]:
     """Lay groups on a topology, in the order of the numbers returned.
 
     The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
@@ -364,14 +368,14 @@ def _rows(pattern: Groups, placed: tuple[Laid, Ints], nbytes: Floats, algorithm:
                 found[key] = ALGORITHMS[row.algorithm](pattern.kind, laid, nbytes, row)
             rounds = found[key]
             if rounds is not None:
-                priced = _priced(row, rounds, pattern.chunks, fabric)
+                priced = _price_row(row, rounds, pattern.chunks, fabric)
                 made += [] if priced is None else [priced]
         if made:
             return made
     raise TopologyError(f"library {fabric.library.name} has no row for {pattern.kind} over these groups")
 
 
-def _priced(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Price | None:
+def _price_row(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric) -> Price | None:
     far = fabric.far
     # Levels that no group of a round spans have no hops.
     base = row.base_far if any(bool(one.hops[:far].any()) for one in rounds) else row.base
@@ -381,12 +385,12 @@ def _priced(row: LibraryRow, rounds: list[Traffic], chunks: int, fabric: Fabric)
     latency[:far] += row.far
     latency[far:] *= row.near
     alpha = fabric.launch + base + sum(float((latency @ one.hops).max()) for one in rounds)
-    loads = [scaled(one.load, row_shares(row, fabric)) for one in rounds]
+    loads = [scale_load(one.load, row_shares(row, fabric)) for one in rounds]
     copied = sum(one.own for one in rounds) / (fabric.near_rate * row.near_share)
     own = fabric.library.own_copy * copied
     moved = np.sum([one.moved for one in rounds], axis=0)
     transfer = sum(map(busiest, loads)) + own
-    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), added(loads), own, row)
+    return Price(row.name, chunks * alpha, transfer, tuple(moved.tolist()), add_loads(loads), own, row)
 
 
 def row_shares(row: LibraryRow, fabric: Fabric) -> list[float]:

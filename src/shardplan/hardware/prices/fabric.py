@@ -41,7 +41,7 @@ def busiest(load: Load) -> float:
     return max((float(seconds.max()) for seconds in load if seconds is not None and seconds.size), default=0.0)
 
 
-def added(loads: Iterable[Load]) -> Load:
+def add_loads(loads: Iterable[Load]) -> Load:
     """Return the load of what runs at once; of nothing an empty one."""
     total: list[Floats | None] = []
     for load in loads:
@@ -52,7 +52,7 @@ def added(loads: Iterable[Load]) -> Load:
     return tuple(total)
 
 
-def scaled(load: Load, factors: Sequence[float]) -> Load:
+def scale_load(load: Load, factors: Sequence[float]) -> Load:
     """Return a load with every level's seconds times a factor."""
     return tuple(None if s is None else s * f for s, f in zip(load, factors, strict=True))
 
@@ -111,7 +111,7 @@ class Fabric:
         self.far = names.index("node") + 1 if "node" in names else len(names) - 1
         self.position = None if position is None else np.asarray(position, dtype=np.int64)
         if self.position is not None:
-            topology.checked(self.position[self.position >= 0])
+            topology.check_ids(self.position[self.position >= 0])
         wires: list[_Wires] = []
         units = 1
         for level, stride in zip(topology.levels, topology.strides, strict=True):
@@ -122,11 +122,11 @@ class Fabric:
                 cast(Floats, factors)[unit] = factor
             parallel = level.uplinks / ways
             ports = _port_factors(level, units, ways)
-            rates = level.delivered * parallel * _slowed(level, ports, factors)
+            rates = level.delivered_rate * parallel * _rate_factors(level, ports, factors)
             wires.append(_Wires(level, stride, units, ways, parallel, factors, ports, rates))
         self.wires = tuple(wires)
 
-    def under(self, library: Library) -> Fabric:
+    def with_library(self, library: Library) -> Fabric:
         """Return the same fabric under another library model."""
         other = copy(self)
         other.library = library
@@ -136,7 +136,7 @@ class Fabric:
         """Return the topology ids of device ids, in the same shape; raises `TopologyError` for an id that has none."""
         array = np.asarray(ids, dtype=np.int64)
         if self.position is None or array.size == 0:
-            return self.topology.checked(array)
+            return self.topology.check_ids(array)
         if int(array.min()) < 0 or int(array.max()) >= len(self.position) or int(self.position[array].min()) < 0:
             known = set(np.flatnonzero(self.position >= 0).tolist())
             bad = next(int(i) for i in array.reshape(-1) if int(i) not in known)
@@ -158,7 +158,7 @@ class Fabric:
                 found.append(wires.stride)
         return tuple(found)
 
-    def crossed(self, sender: Ints, receiver: Ints) -> Ints:
+    def outermost_level(self, sender: Ints, receiver: Ints) -> Ints:
         """Return the outermost level at which senders and receivers differ, L where they are equal: [n]."""
         level = np.full(sender.shape, len(self.wires), dtype=np.int64)
         for j in range(len(self.wires) - 1, -1, -1):  # outwards, so that the outermost difference is written last
@@ -168,7 +168,7 @@ class Fabric:
     def level_bytes(self, flows: Flows) -> Floats:
         """Return the bytes whose outermost level crossed is each of the levels: [L]."""
         depth = len(self.wires)
-        load = np.bincount(self.crossed(flows.sender, flows.receiver), flows.nbytes, depth + 1)
+        load = np.bincount(self.outermost_level(flows.sender, flows.receiver), flows.nbytes, depth + 1)
         return load[:depth].astype(np.float64)
 
     def load(self, flows: Flows) -> Load:
@@ -196,7 +196,7 @@ class Fabric:
         """The bytes a second that leave a device over the innermost level."""
         level = self.wires[-1].level
         ways = level.size - 1 if level.link == "full" else sum(1 if n == 2 else 2 for n in level.extents if n > 1)
-        return level.delivered * level.uplinks * max(1, 1 if level.link == "switch" else ways)
+        return level.delivered_rate * level.uplinks * max(1, 1 if level.link == "switch" else ways)
 
     def port_load(self, j: int, leaving: tuple[Ints, Floats], entering: tuple[Ints, Floats]) -> Floats:
         """Return the seconds of all ports of switch level j, first those out: [2 * units * ways].
@@ -264,7 +264,7 @@ class Fabric:
         rates = wires.rates[own] if isinstance(wires.rates, np.ndarray) else wires.rates
         return np.concatenate([there.reshape(-1), back.reshape(-1)]) / rates
 
-    def sent(self, j: int, seconds: Floats) -> Floats:
+    def unit_bytes(self, j: int, seconds: Floats) -> Floats:
         """Return the bytes that leave every unit of level j, [units, its ways or links], from a load of the level.
 
         What a unit of a ring, torus or mesh passes on counts as well.
@@ -289,7 +289,9 @@ class Fabric:
         of the ports.
         """
         wires = self.wires[j]
-        own = np.full(wires.units, wires.level.delivered * wires.level.uplinks * self.library.best_share(j < self.far))
+        own = np.full(
+            wires.units, wires.level.delivered_rate * wires.level.uplinks * self.library.best_share(j < self.far)
+        )
         if wires.port_factors is not None and wires.level.link == "switch":
             return own * wires.port_factors.reshape(wires.units, -1).mean(axis=1)
         if wires.factors is not None:
@@ -330,7 +332,7 @@ def _port_factors(level: Level, units: int, ways: int) -> Floats | None:
     return cast(Floats, fine.mean(axis=2).reshape(-1))
 
 
-def _slowed(level: Level, ports: Floats | None, factors: Floats | None) -> Floats | float:
+def _rate_factors(level: Level, ports: Floats | None, factors: Floats | None) -> Floats | float:
     """The factors on the rate of every resource of a level, 1 where none is slow; `ports` of ways, `factors` of units.
 
     A link is as fast as the slower of its two ends.

@@ -22,8 +22,8 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.core.decoding import decode_toml
-from shardplan.errors import ParseError, TopologyError, shown
-from shardplan.hardware.toml_fields import basic_string, known, parsed
+from shardplan.errors import ParseError, TopologyError, excerpt
+from shardplan.hardware.toml_fields import basic_string, check_keys, parse_quantity
 from shardplan.hardware.units import exact, parse_rate, parse_seconds
 
 Floats = np.ndarray
@@ -74,7 +74,7 @@ class FusedConstants:
         counts = [count for count, _ in self.tile_tax]
         if not counts or counts[0] != 1 or counts != sorted(set(counts)) or min(t for _, t in self.tile_tax) <= 0:
             text = "rising numbers of tiles from 1, each with a tax above 0"
-            raise TopologyError(f"{what}: tile_tax {shown(self.tile_tax)}; legal are {text}")
+            raise TopologyError(f"{what}: tile_tax {excerpt(self.tile_tax)}; legal are {text}")
 
     def tax(self, tiles: Numbers) -> Floats:
         """Return how many times longer a computation takes in so many tiles.
@@ -113,21 +113,23 @@ class FusedConstants:
             data = decode_toml(text)
         except ParseError as error:
             raise ParseError(f"{what} is no TOML: {error}") from None
-        known(what, data, ("backend", "source", *_LENGTHS, *_SPEEDS, "tile_tax", "rates"))
+        check_keys(what, data, ("backend", "source", *_LENGTHS, *_SPEEDS, "tile_tax", "rates"))
         found: dict[str, float] = {}
         for names, parser, like in ((_LENGTHS, parse_seconds, "2 us"), (_SPEEDS, parse_rate, "10 GB/s")):
             for name in names:
                 value = data.get(name, None if name in _LENGTHS else np.inf)
                 if isinstance(value, str):
-                    value = parsed(f"{what}: {name}", value, parser)
+                    value = parse_quantity(f"{what}: {name}", value, parser)
                 elif value is not np.inf:
-                    raise TopologyError(f"{what}: {name} is {shown(value)}; legal is a string with a unit, as {like!r}")
+                    raise TopologyError(
+                        f"{what}: {name} is {excerpt(value)}; legal is a string with a unit, as {like!r}"
+                    )
                 found[name] = value
         taxes = _numbers(f"{what}: tile_tax", data.get("tile_tax", {"1": 1.0}))
         if strange := [count for count in taxes if not count.isdecimal()]:
-            raise TopologyError(f"{what}: tile_tax of {shown(strange[0])}; legal are numbers of tiles")
+            raise TopologyError(f"{what}: tile_tax of {excerpt(strange[0])}; legal are numbers of tiles")
         rates = _numbers(f"{what}: rates", data.get("rates", {}))
-        known(f"{what}: rates", rates, RATES)
+        check_keys(f"{what}: rates", rates, RATES)
         return cls(
             border.text(f"{what}: backend", data.get("backend", ""), TopologyError),
             **found,
@@ -157,7 +159,7 @@ def _finite(value: float) -> bool:
 
 def _numbers(what: str, data: Any) -> dict[str, float]:
     if not isinstance(data, Mapping):
-        raise TopologyError(f"{what} is {shown(data)}; legal is a table of numbers")
+        raise TopologyError(f"{what} is {excerpt(data)}; legal is a table of numbers")
     return {str(key): border.number(f"{what}: {key}", value, TopologyError) for key, value in data.items()}
 
 
@@ -229,7 +231,7 @@ def fused_seconds(work: FusedWork, tiles: int, constants: FusedConstants) -> Flo
     1.126
     """
     wire = work.nbytes * work.remote / constants.bandwidth
-    return np.asarray(_overlapped(work, wire, tiles, constants) + work.gather(constants))
+    return np.asarray(_overlap_seconds(work, wire, tiles, constants) + work.gather(constants))
 
 
 def one_shot_seconds(work: FusedWork, constants: FusedConstants) -> Floats:
@@ -240,7 +242,7 @@ def one_shot_seconds(work: FusedWork, constants: FusedConstants) -> Floats:
     return np.asarray(work.seconds + wire + sent)
 
 
-def _overlapped(work: FusedWork, wire: Numbers, tiles: int, constants: FusedConstants) -> Floats:
+def _overlap_seconds(work: FusedWork, wire: Numbers, tiles: int, constants: FusedConstants) -> Floats:
     w, n = work.ranks, tiles
     busy = constants.tax(n * w) * work.seconds
     last = work.remote * busy + wire / (n * (w - 1))
@@ -275,7 +277,7 @@ class FusedDecision:
     index: Floats
 
     @property
-    def chosen(self) -> FusedVariant:
+    def best_variant(self) -> FusedVariant:
         """The variant that is chosen for one piece of work."""
         return self.variants[int(self.index)]
 
@@ -284,9 +286,9 @@ def decide(work: FusedWork, constants: FusedConstants, least_gain: float = LEAST
     """Return the fastest variant; a fused one only where it saves `least_gain` of the unfused seconds or more.
 
     >>> one = FusedConstants("x", latency=1e-6, bandwidth=1e9, copy_bandwidth=4e9, signal=1e-6)
-    >>> print(decide(FusedWork(1e-3, 2e6, 2), one).chosen)
+    >>> print(decide(FusedWork(1e-3, 2e6, 2), one).best_variant)
     fused n=16
-    >>> print(decide(FusedWork(1e-3, 2e3, 2), one).chosen)
+    >>> print(decide(FusedWork(1e-3, 2e3, 2), one).best_variant)
     unfused
     """
     ways = variants(work.reduces)

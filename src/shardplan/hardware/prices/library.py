@@ -13,18 +13,19 @@ TOML files in `libraries/`, and every number in them is cited there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from shardplan.core import border
 from shardplan.core.decoding import decode_toml
-from shardplan.errors import ParseError, TopologyError, shown
-from shardplan.hardware.toml_fields import basic_string, known, parsed
+from shardplan.errors import ParseError, TopologyError, excerpt
+from shardplan.hardware.toml_fields import basic_string, check_keys, parse_quantity
 from shardplan.hardware.units import exact, parse_seconds
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast", "all_to_all")  # as `Groups.kind`
+REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 SERVED = (*KINDS, "messages")
 # What `traffic` knows: an algorithm's hops and loads.
 ALGORITHM_NAMES = ("ring", "tree", "nvls", "nvls_tree", "collnet", "network", "p2p")
@@ -54,10 +55,10 @@ class LibraryRow:
         """Refuse an algorithm that nothing is known of, and an op that is none."""
         if self.algorithm not in ALGORITHM_NAMES:
             legal = ", ".join(ALGORITHM_NAMES)
-            raise TopologyError(f"library row: algorithm {shown(self.algorithm)} is unknown; legal: {legal}")
+            raise TopologyError(f"library row: algorithm {excerpt(self.algorithm)} is unknown; legal: {legal}")
         for op in self.ops:
             if op not in SERVED:
-                raise TopologyError(f"library row {self.name}: op {shown(op)} is unknown; legal: {', '.join(SERVED)}")
+                raise TopologyError(f"library row {self.name}: op {excerpt(op)} is unknown; legal: {', '.join(SERVED)}")
 
     def share(self, far: bool) -> float:
         """Return the share of a far, or a near, rate that it reaches."""
@@ -101,6 +102,13 @@ class Library:
         return named or tuple(row for row in rows if not row.asked)
 
 
+@lru_cache(maxsize=32)
+def without_reductions(table: Library) -> Library:
+    """Return a library without the rows that only reduce, by which nothing goes where there are no addends."""
+    rows = tuple(row for row in table.rows if not set(row.ops) <= set(REDUCING))
+    return replace(table, rows=rows or table.rows)
+
+
 @cache
 def libraries() -> tuple[str, ...]:
     """Return the names of the library models that ship with shardplan, sorted."""
@@ -115,7 +123,9 @@ def library(name: str) -> Library:
     'ring'
     """
     if not name.endswith(".toml") and name not in libraries():
-        raise TopologyError(f"library {shown(name)} is unknown; legal: {', '.join(libraries())}, or a path to a .toml")
+        raise TopologyError(
+            f"library {excerpt(name)} is unknown; legal: {', '.join(libraries())}, or a path to a .toml"
+        )
     path = Path(name) if name.endswith(".toml") else _TABLES / f"{name}.toml"
     try:
         return parse_library(path.read_text(encoding="utf-8"), str(name))
@@ -136,7 +146,7 @@ def parse_library(text: str, what: str = "library table") -> Library:
         data = decode_toml(text)
     except ParseError as error:
         raise ParseError(f"{what} is no TOML: {error}") from error
-    known(what, data, ("name", "measured", "own_copy", "member_order", "even_only", "rows"))
+    check_keys(what, data, ("name", "measured", "own_copy", "member_order", "even_only", "rows"))
     rows = data.get("rows")
     if not isinstance(rows, list) or not rows:
         raise TopologyError(f"{what}: at least one [[rows]] table is needed")
@@ -152,16 +162,18 @@ def parse_library(text: str, what: str = "library table") -> Library:
 
 def _row(what: str, data: Any) -> LibraryRow:
     if not isinstance(data, dict):
-        raise TopologyError(f"{what} is {shown(data)}; legal is a table")
-    known(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_NUMBERS, "members", "asked"))
+        raise TopologyError(f"{what} is {excerpt(data)}; legal is a table")
+    check_keys(what, data, ("algorithm", "protocol", "ops", *_LENGTHS, *_NUMBERS, "members", "asked"))
     numbers: dict[str, float | None] = {"base": None, "base_far": None}
     if not {"base", "base_far"} & set(data):
         raise TopologyError(f"{what}: neither base nor base_far is given; legal are '0 us' and more for what it serves")
     for key in _LENGTHS:
         if key in data:
             if not isinstance(data[key], str):
-                raise TopologyError(f"{what}: {key} is {shown(data[key])}; legal is a string with a unit, like '2 us'")
-            numbers[key] = parsed(f"{what}: {key}", data[key], parse_seconds)
+                raise TopologyError(
+                    f"{what}: {key} is {excerpt(data[key])}; legal is a string with a unit, like '2 us'"
+                )
+            numbers[key] = parse_quantity(f"{what}: {key}", data[key], parse_seconds)
     for key in _NUMBERS:
         if key in data:
             numbers[key] = _number(f"{what}: {key}", data[key], *((1e-9, 2) if key.endswith("share") else (0, 1e3)))
@@ -178,7 +190,7 @@ def _row(what: str, data: Any) -> LibraryRow:
 
 def _number(what: str, value: object, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise TopologyError(f"{what} is {shown(value)}; legal is a number of at least {least:g} and at most {most:g}")
+        raise TopologyError(f"{what} is {excerpt(value)}; legal is a number of at least {least:g} and at most {most:g}")
     return float(value)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
 from shardplan.core.pattern import MessageTotals
-from shardplan.hardware.prices.aggregate import Laid, all_to_all, in_network, other_nodes, spread
+from shardplan.hardware.prices.aggregate import Laid, all_to_all, in_network, other_nodes, unit_load
 from shardplan.hardware.prices.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Load
 from shardplan.hardware.prices.library import LibraryRow
@@ -57,10 +57,10 @@ def _ring(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffi
         return _flows(list(ring(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
     volume = edge_volume(kind, laid.k) * nbytes
     hops = passes(kind) * laid.fresh.astype(np.float64)
-    return [Traffic(hops, spread(laid, volume, volume), laid.walk.sum_edges(volume), _own(kind, laid, nbytes))]
+    return [Traffic(hops, unit_load(laid, volume, volume), laid.walk.sum_edges(volume), _own_bytes(kind, laid, nbytes))]
 
 
-def _own(kind: str, laid: Laid, nbytes: Floats) -> float:
+def _own_bytes(kind: str, laid: Laid, nbytes: Floats) -> float:
     """The bytes of a member's own part of the result."""
     return float(nbytes.max()) * own_share(kind, laid.k)
 
@@ -68,26 +68,26 @@ def _own(kind: str, laid: Laid, nbytes: Floats) -> float:
 def _tree(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     if laid.fabric.library.member_order:
         return _flows(list(tree(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
-    most = laid.inside[1]
+    most = laid.members_per_node[1]
     # No less than the bound of any all-reduce, also where a node holds one member.
     near = np.maximum(np.minimum(2.0, most - 1), 2 * (laid.k - 1) / laid.k)
     return _in_nodes(laid, nbytes, near, 2, _double)
 
 
 def _nvls(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
-    return _switched(laid, nbytes, row, _double)
+    return _in_switches(laid, nbytes, row, _double)
 
 
 def _collnet(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     if laid.nodes.max() == 1 or not all(laid.reduces[0]):
         return None
-    return _switched(laid, nbytes, row, lambda n: 1.0)
+    return _in_switches(laid, nbytes, row, lambda n: 1.0)
 
 
-def _switched(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]) -> list[Traffic] | None:
+def _in_switches(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]) -> list[Traffic] | None:
     """Nodes whose switches reduce; None where they do not, or are too small."""
     inner = laid.reduces[1]
-    least, most = laid.inside
+    least, most = laid.members_per_node
     if not inner or not all(inner) or least.min() < row.members:
         return None
     return _in_nodes(laid, nbytes, 1 + 1 / least + row.per_member * most, 1, far)
@@ -104,7 +104,7 @@ def _in_nodes(laid: Laid, nbytes: Floats, near: Floats, passes: int, far: Callab
     hops[top[over], np.flatnonzero(over)] = 2 * np.ceil(np.log2(nodes[over]))  # a tree is as slow as it is deep
     factor = np.array([far(int(n)) for n in nodes])
     moved = (laid.fresh * 2 * nbytes).sum(axis=1)
-    return [Traffic(hops, spread(laid, near * nbytes, factor * nbytes), moved)]
+    return [Traffic(hops, unit_load(laid, near * nbytes, factor * nbytes), moved)]
 
 
 @lru_cache(maxsize=1024)
@@ -132,7 +132,7 @@ def _p2p(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic
     if _starts_inside(laid.fabric):
         hops[-1] += hops[:far].sum(axis=0)
         hops[:far] = other_nodes(laid)
-    return [Traffic(hops, load, moved, _own(kind, laid, nbytes))]
+    return [Traffic(hops, load, moved, _own_bytes(kind, laid, nbytes))]
 
 
 def messages(flows: Flows, fabric: Fabric) -> Traffic:
@@ -142,7 +142,7 @@ def messages(flows: Flows, fabric: Fabric) -> Traffic:
     for end, other in ((flows.sender, flows.receiver), (flows.receiver, flows.sender)):
         device, at = np.unique(end, return_inverse=True)
         at, width = at.reshape(-1), len(device)
-        level = fabric.crossed(end, other)
+        level = fabric.outermost_level(end, other)
         inner = np.zeros(width, dtype=np.int64)
         keep = np.ones(len(level), dtype=bool)
         if far and _starts_inside(fabric):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.errors import Infeasible, LayoutError, line, shown
+from shardplan.errors import Infeasible, LayoutError, excerpt, line
 from shardplan.hardware.units import format_bytes, limit_of
 from shardplan.interop.checkpoint.filling import fill_part, names_of
 from shardplan.interop.checkpoint.gather import WindowGather
@@ -127,7 +127,7 @@ def diff(
     if all(live):
         raise LayoutError("diff of two live models; legal is a checkpoint on one side, or both")
     if rank is not None and not live[0]:
-        raise LayoutError(f"rank = {shown(rank)} with two checkpoints; legal with a live model")
+        raise LayoutError(f"rank = {excerpt(rank)} with two checkpoints; legal with a live model")
     second = _resolve_weights(Path(b), other)
     if live[0]:
         first, own = live_rank(weights, rank)

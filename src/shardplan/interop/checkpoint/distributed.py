@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
-from shardplan.errors import LayoutError, ParseError, line, optional, shown
+from shardplan.errors import LayoutError, ParseError, excerpt, line, optional
 from shardplan.interop.checkpoint.folders import ADMITTED, SavedPlace, saved_tensors
 from shardplan.interop.checkpoint.pickled import PickledCall, read_pickle
 
@@ -177,12 +177,12 @@ def opened_distributed(path: Path, ignored: Sequence[str] = ()) -> tuple[dict[st
         try:
             dtype = short_name(found.dtype)
         except LayoutError as error:
-            raise ParseError(f"{line(path)}: tensor {shown(name)}: {line(error)}") from None
+            raise ParseError(f"{line(path)}: tensor {excerpt(name)}: {line(error)}") from None
         chunks: list[DistributedChunk] = []
         for offsets, sizes in found.chunks:
             place = places.get((name, offsets)) or places.get((name, ()))
             if place is None:
-                raise ParseError(f"{line(path)}: tensor {shown(name)} has no bytes for its chunk at {list(offsets)}")
+                raise ParseError(f"{line(path)}: tensor {excerpt(name)} has no bytes for its chunk at {list(offsets)}")
             file = _file_of(path, place, name)
             files[file] = None
             nbytes = math.prod(sizes) * numpy_dtype(dtype).itemsize
@@ -197,16 +197,17 @@ def _file_of(folder: Path, place: SavedPlace, name: str) -> Path:
     parts = Path(place.file).parts
     if "\0" in place.file or not parts or ".." in parts or Path(place.file).is_absolute():
         raise ParseError(
-            f"{line(folder)}: tensor {shown(name)} lies in {shown(place.file)}; legal is a file of the folder"
+            f"{line(folder)}: tensor {excerpt(name)} lies in {excerpt(place.file)}; legal is a file of the folder"
         )
     if place.transforms:
         raise ParseError(
-            f"{line(folder)}: tensor {shown(name)} is stored through {shown(place.transforms)}; legal are plain bytes"
+            f"{line(folder)}: tensor {excerpt(name)} is stored through {excerpt(place.transforms)}; legal are plain "
+            "bytes"
         )
     if not (folder / place.file).is_file():
         raise ParseError(
-            f"{line(folder)}: tensor {shown(name)} lies in {shown(place.file)}, which is no file; legal are all files "
-            "that .metadata names"
+            f"{line(folder)}: tensor {excerpt(name)} lies in {excerpt(place.file)}, which is no file; legal are all "
+            "files that .metadata names"
         )
     return folder / place.file
 
@@ -259,7 +260,7 @@ def _data_begin(path: Path, offset: int, length: int, sizes: tuple[int, ...], nb
     except ParseError:
         raise
     except _UNSAID as error:
-        raise ParseError(f"{where}: {shown(error)}; legal is a tensor as torch.save writes it") from None
+        raise ParseError(f"{where}: {excerpt(error)}; legal is a tensor as torch.save writes it") from None
 
 
 def _contiguous(archive: zipfile.ZipFile, sizes: tuple[int, ...], where: str) -> None:
@@ -282,7 +283,9 @@ def _contiguous(archive: zipfile.ZipFile, sizes: tuple[int, ...], where: str) ->
     wanted = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     straight = all(n <= 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True))
     if start != 0 or tuple(shape) != tuple(sizes) or not straight:
-        raise ParseError(f"{where} has shape {shown(shape)} and strides {shown(strides)}; legal is a contiguous chunk")
+        raise ParseError(
+            f"{where} has shape {excerpt(shape)} and strides {excerpt(strides)}; legal is a contiguous chunk"
+        )
 
 
 def _are_whole(value: Any) -> bool:

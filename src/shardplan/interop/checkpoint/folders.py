@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardplan.errors import ParseError, line, optional, shown
+from shardplan.errors import ParseError, excerpt, line, optional
 from shardplan.interop.checkpoint.pickled import PickledCall, PickledName, PickledRows, read_pickle
 
 METADATA = ".metadata"
@@ -91,9 +91,9 @@ def _parse_metadata(said: Any) -> Saved:
         properties = _call(own.get("properties"), *_PROPERTIES).state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
         if not isinstance(dtype, PickledName) or dtype.module != "torch" or dtype.name not in _DTYPES:
-            raise ParseError(f"no dtype for the tensor {shown(name)}")
+            raise ParseError(f"no dtype for the tensor {excerpt(name)}")
         if not isinstance(chunks := own.get("chunks"), list):
-            raise ParseError(f"no list of chunks for the tensor {shown(name)}")
+            raise ParseError(f"no list of chunks for the tensor {excerpt(name)}")
         boxes = [_fields(c, (_OF, "ChunkStorageMetadata")) for c in chunks]
         every = tuple((_sizes(b.get("offsets")), _sizes(b.get("sizes"))) for b in boxes)
         tensors[name] = SavedTensor(dtype.name, _sizes(own.get("size")), every)
@@ -103,7 +103,7 @@ def _parse_metadata(said: Any) -> Saved:
         file, offset, transforms = info.get("relative_path"), index.get("offset"), info.get("transform_descriptors")
         fqn = index.get("fqn")
         if not isinstance(file, str) or not isinstance(fqn, str):
-            raise ParseError(f"no file for {shown(fqn) if isinstance(fqn, str) else 'a tensor without a name'}")
+            raise ParseError(f"no file for {excerpt(fqn) if isinstance(fqn, str) else 'a tensor without a name'}")
         done = tuple(t for t in transforms if isinstance(t, str)) if isinstance(transforms, list | tuple) else ()
         place = SavedPlace(file, _parse_size(info.get("offset")), _parse_size(info.get("length")), done)
         places[fqn, () if offset is None else _sizes(offset)] = place
@@ -136,7 +136,7 @@ def _rows(value: Any, texts: bool = True) -> Iterator[tuple[Any, Any]]:
 
 def _parse_size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MOST:
-        raise ParseError(f"a size or a place of {shown(value) if type(value) is int else type(value).__name__}")
+        raise ParseError(f"a size or a place of {excerpt(value) if type(value) is int else type(value).__name__}")
     return value
 
 

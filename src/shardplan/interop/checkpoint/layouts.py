@@ -18,7 +18,7 @@ from shardplan.core.decoding import decode_toml, read_text
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.errors import LayoutError, ParseError, excerpt, line
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, make_weights
 
@@ -64,7 +64,7 @@ def layout_weights(path: Path | None, tensors: Tensors) -> Weights:
         text = next((t for pattern, t in patterns.items() if fnmatchcase(name, pattern)), None)
         cuts = _cuts(name, shape, dtype, text, mesh, path)
         if "{" in name:
-            raise LayoutError(f"tensor {shown(name)}: a layout for a name with braces; legal are names without")
+            raise LayoutError(f"tensor {excerpt(name)}: a layout for a name with braces; legal are names without")
         logical[f"t{k}"] = ", ".join(f"d{d}_{n}" for d, n in enumerate(shape))
         dims = [f"d{d}_{n}{''.join(f'@{a}.ceil' for a in cuts[d])}" for d, n in enumerate(shape)]
         parameters.append({"name": name, "is": f"t{k} = {', '.join(dims)}", "dtype": dtype})
@@ -85,10 +85,10 @@ def _read(path: Path) -> tuple[dict[str, int], dict[str, str]]:
     unknown = [key for key in data if key not in ("version", "mesh", "layouts")]
     axes, layouts = data.get("mesh"), data.get("layouts")
     if unknown or not isinstance(axes, dict) or not all(type(n) is int and n > 0 for n in axes.values()):
-        what = f"unknown key {unknown[0]!r}" if unknown else f"mesh = {shown(axes)}"
+        what = f"unknown key {unknown[0]!r}" if unknown else f"mesh = {excerpt(axes)}"
         raise ParseError(f"{line(path)}: {what}; legal are mesh = a table of sizes, and [layouts]")
     if not isinstance(layouts, dict) or not all(isinstance(t, str) for t in layouts.values()):
-        raise ParseError(f"{line(path)}: layouts = {shown(layouts)}; legal is a table of texts by pattern")
+        raise ParseError(f"{line(path)}: layouts = {excerpt(layouts)}; legal is a table of texts by pattern")
     return axes, layouts
 
 

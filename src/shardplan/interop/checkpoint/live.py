@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.errors import LayoutError, optional, shown
+from shardplan.errors import LayoutError, excerpt, optional
 from shardplan.interop.checkpoint.gather import StoredTensor
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
 from shardplan.movement.weights.binding import check_named
@@ -99,5 +99,5 @@ def live_rank(weights: Weights | None, rank: int | None) -> tuple[Weights, int]:
             raise LayoutError(f"a live model of {len(weights.devices)} devices without rank=; legal is one of them")
         return weights, min(weights.devices)
     if rank not in weights.devices:
-        raise LayoutError(f"rank = {shown(rank)} is not one of the live side; legal are its devices")
+        raise LayoutError(f"rank = {excerpt(rank)} is not one of the live side; legal are its devices")
     return weights, rank

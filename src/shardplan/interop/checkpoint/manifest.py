@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from shardplan.core.decoding import decode_json, read_bytes
-from shardplan.errors import LayoutError, ParseError, ShardplanError, line, shown
+from shardplan.errors import LayoutError, ParseError, ShardplanError, excerpt, line
 from shardplan.interop.checkpoint.output import checksum_of
 from shardplan.interop.checkpoint.sharing import ProcessShare, assign_by_size, notes_of
 from shardplan.plans.plan_file import write_atomic
@@ -55,11 +55,13 @@ class CheckpointManifest:
         except ParseError as error:
             raise ParseError(f"{line(path)}: {line(error)}; legal is what reshard wrote") from None
         if data.format != _FORMAT:
-            raise ParseError(f"{line(path)}: format {shown(data.format)}; this version reads format {_FORMAT}")
+            raise ParseError(f"{line(path)}: format {excerpt(data.format)}; this version reads format {_FORMAT}")
         for name, said in data.files.items():
             count = said.get("bytes")
             if type(count) is not int or count < 0 or not isinstance(said.get("sha256"), str) or "\0" in name:
-                raise ParseError(f"{line(path)}: the file {shown(name)} is {shown(said)}; legal is what reshard wrote")
+                raise ParseError(
+                    f"{line(path)}: the file {excerpt(name)} is {excerpt(said)}; legal is what reshard wrote"
+                )
         return CheckpointManifest(folder, data.request, data.form, data.weights, data.complete, data.files)
 
     def save(self) -> None:
@@ -115,7 +117,7 @@ def resume_manifest(folder: Path, request: str, form: str, weights: str) -> Chec
     found = CheckpointManifest.of(folder)  # after the notes, which are gone once it is there
     if found is None and not notes and present:
         raise LayoutError(
-            f"the destination {line(folder)} holds {shown(present[0])}; legal is a new folder, or one that a "
+            f"the destination {line(folder)} holds {excerpt(present[0])}; legal is a new folder, or one that a "
             "killed run of the same request left"
         )
     for other in [n.request for n in notes.values()] + ([] if found is None else [found.request]):

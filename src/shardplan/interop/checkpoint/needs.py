@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from shardplan.movement.weights.family import StoredFamily
-from shardplan.movement.weights.lowered import DimRuns
+from shardplan.movement.weights.lowering import DimRuns
 from shardplan.movement.weights.weights import Weights
 
 _SHOWN = 3  # intervals of a dim

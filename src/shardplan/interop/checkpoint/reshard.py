@@ -13,11 +13,10 @@ import numpy as np
 
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line
 from shardplan.hardware.units import format_bytes, limit_of
-from shardplan.interop.checkpoint.asked import AskedConfig, recorded_weights, source_weights, target_weights
-from shardplan.interop.checkpoint.beside import files_beside, write_beside, write_megatron
+from shardplan.interop.checkpoint.companion_files import files_beside, write_beside, write_megatron
+from shardplan.interop.checkpoint.conversion_sides import AskedConfig, recorded_weights, source_weights, target_weights
 from shardplan.interop.checkpoint.filling import fill_file
 from shardplan.interop.checkpoint.folders import METADATA, metadata_bytes
-from shardplan.interop.checkpoint.found import whole_weights
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.jobs import CheckpointJob, Progress, Reshared, ResharedFile, job_of
 from shardplan.interop.checkpoint.layouts import layout_weights
@@ -26,6 +25,7 @@ from shardplan.interop.checkpoint.output import OutputFile, sync_folder
 from shardplan.interop.checkpoint.replicas import compare_copies
 from shardplan.interop.checkpoint.sharing import ProcessMeeting, ProcessShare, launched_share, note_path, notes_of
 from shardplan.interop.checkpoint.sources import INDEX, open_checkpoint
+from shardplan.interop.checkpoint.storage_detection import whole_weights
 from shardplan.interop.checkpoint.targets import DISTRIBUTED_FORMS, LARGEST_FILE, index_bytes
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights

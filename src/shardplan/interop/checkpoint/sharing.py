@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.core.decoding import decode_json
-from shardplan.errors import BackendError, LayoutError, ParseError, ShardplanError, TimedOut, line, shown
+from shardplan.errors import BackendError, LayoutError, ParseError, ShardplanError, TimedOut, excerpt, line
 from shardplan.plans.plan_file import write_atomic
 
 NOTE = re.compile(r"shardplan-process-(\d{5})\.json\Z")
@@ -54,7 +54,7 @@ def launched_share(environment: Mapping[str, str]) -> ProcessShare:
         if all(key in environment for key in keys):
             texts = [environment[key] for key in keys]
             if not all(t.isdecimal() for t in texts):
-                said = ", ".join(f"{k} = {shown(t)}" for k, t in zip(keys, texts, strict=True))
+                said = ", ".join(f"{k} = {excerpt(t)}" for k, t in zip(keys, texts, strict=True))
                 raise ParseError(f"the launcher's variables {said}; legal are whole numbers")
             return ProcessShare(int(texts[0]), int(texts[1]))
     return ProcessShare()

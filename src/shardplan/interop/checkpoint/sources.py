@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from shardplan.core.decoding import decode_json, read_bytes
-from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.errors import LayoutError, ParseError, excerpt, line
 from shardplan.interop.checkpoint.boxes import whole_of
 from shardplan.interop.checkpoint.folders import METADATA
 from shardplan.interop.checkpoint.gather import StoredTensor
@@ -179,7 +179,7 @@ def _newest_folder(path: Path) -> Path:
         return path
     said = read_bytes(path / TRACKER)[:64].decode("ascii", "replace").strip()
     if said != "release" and not said.isdigit():
-        raise ParseError(f"{line(path / TRACKER)} says {shown(said)}; legal is a number, or release")
+        raise ParseError(f"{line(path / TRACKER)} says {excerpt(said)}; legal is a number, or release")
     found = path / (said if said == "release" else f"iter_{int(said):07d}")
     if not found.is_dir():
         raise ParseError(f"{line(path / TRACKER)} says {said}, and {line(found)} is not there; legal is its folder")
@@ -210,7 +210,7 @@ def _indexed_files(path: Path) -> list[Path]:
     names = dict.fromkeys(where.values())
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or len(name.encode()) > _LONGEST_NAME:
-            raise ParseError(f"{line(path / INDEX)} names {shown(name)}; legal are files within its folder")
+            raise ParseError(f"{line(path / INDEX)} names {excerpt(name)}; legal are files within its folder")
     files = [path / name for name in names]
     if absent := [f for f in files if not f.is_file()]:
         raise ParseError(f"{line(path / INDEX)} names {absent[0].name}, which is not there; legal are all files of it")

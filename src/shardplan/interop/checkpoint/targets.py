@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from shardplan.core.dtypes import itemsize, numpy_dtype
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.interop.checkpoint.boxes import ShardBox, held_boxes
 from shardplan.interop.safetensors_header import encode
 from shardplan.movement.weights.weights import Weights
@@ -55,7 +55,7 @@ class TargetFile:
 def form_of(form: str, weights: Weights) -> str:
     """Return the form that `auto` is: plain for one device, a file a device for several; raises `LayoutError`."""
     if form not in FORMS:
-        raise LayoutError(f"form = {shown(form)}; legal are {', '.join(FORMS)}")
+        raise LayoutError(f"form = {excerpt(form)}; legal are {', '.join(FORMS)}")
     several = len(weights.devices) > 1
     if form == "auto":
         return "devices" if several else "plain"

@@ -107,7 +107,7 @@ class JaxReduction:
         return self.mapped(rows)
 
 
-def bind(program: Program) -> JaxReduction:
+def bind_reduction(program: Program) -> JaxReduction:
     """Return a reduction program for JAX, on a mesh of its own: see `JaxReduction`."""
     return JaxReduction(program)
 

@@ -100,7 +100,7 @@ class MpiReduction:
         self.groups = {}
 
 
-def bind(program: Program, world: Any = None) -> MpiReduction:
+def bind_reduction(program: Program, world: Any = None) -> MpiReduction:
     """Return a reduction program on communicators, to be called with each rank's payload: see `MpiReduction`."""
     return MpiReduction(program, world)
 

@@ -54,12 +54,12 @@ class _Step:
     kind: str
     source: tuple[str, int] | None
     target: tuple[str, int] | None
-    waits: list[tuple[_Block, int]]  # steps of other blocks, by their index there
+    waits: list[tuple[_ThreadBlock, int]]  # steps of other blocks, by their index there
     awaited: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _ThreadBlock:
     """A thread block, whose steps are still being added."""
 
     send: int  # the GPUs that it sends to and receives from; -1 for none
@@ -73,10 +73,10 @@ class _Block:
 class _Gpu:
     """A GPU and the state of its chunks, as far as steps have been added."""
 
-    blocks: dict[int, _Block]  # by channel
+    blocks: dict[int, _ThreadBlock]  # by channel
     buffer: list[str]  # where every chunk's value is: i or o
-    wrote: dict[int, tuple[_Block, int]]  # the last step that wrote a chunk
-    read: dict[int, list[tuple[_Block, int]]]  # the steps that have read it since
+    wrote: dict[int, tuple[_ThreadBlock, int]]  # the last step that wrote a chunk
+    read: dict[int, list[tuple[_ThreadBlock, int]]]  # the steps that have read it since
 
 
 def msccl_text(
@@ -120,7 +120,7 @@ def msccl_text(
     """
     r = recipe(program, placement)
     mesh = program.output_types[0].mesh
-    if mesh.expand(r.program.output_types[0].layout.used):
+    if mesh.expand(r.program.output_types[0].layout.used_axes):
         raise BackendError(
             f"msccl: the program ends in {program.output_types[0]}; legal is the whole payload on every device, since "
             f"the export is an all-reduce"
@@ -253,16 +253,16 @@ def _add(gpus: list[_Gpu], ring: list[int], member: int, kind: str, chunk: int, 
     """Append a step to the thread block of a ring's member, waiting for what other blocks did to the chunk."""
     gpu = gpus[ring[member]]
     send, recv = ring[(member + 1) % len(ring)], ring[member - 1]
-    block = gpu.blocks.setdefault(channel, _Block(send, recv, channel))
+    block = gpu.blocks.setdefault(channel, _ThreadBlock(send, recv, channel))
     _append(gpu, block, kind, chunk, reads=kind in ("s", "rrs", "rrc", "rrcs"), writes=kind not in ("s", "rrs"))
 
 
-def _append(gpu: _Gpu, block: _Block, kind: str, chunk: int, *, reads: bool, writes: bool) -> None:
+def _append(gpu: _Gpu, block: _ThreadBlock, kind: str, chunk: int, *, reads: bool, writes: bool) -> None:
     """Add a step to a block, with the steps of other blocks that it must wait for and does not know to be done."""
     before = [gpu.wrote[chunk]] if chunk in gpu.wrote else []
     if writes:  # the input and the output may be one: a write waits for reads of either
         before += gpu.read.get(chunk, [])
-    latest: dict[int, tuple[_Block, int]] = {}
+    latest: dict[int, tuple[_ThreadBlock, int]] = {}
     for other, number in before:
         if other is not block and number > max(block.known.get(id(other), -1), latest.get(id(other), (other, -1))[1]):
             latest[id(other)] = (other, number)
@@ -284,7 +284,7 @@ def _finish(gpu: _Gpu) -> None:
     """Copy what never left the input: the chunks of a group of one."""
     left = [chunk for chunk, buffer in enumerate(gpu.buffer) if buffer == "i"]
     if left:
-        block = gpu.blocks.setdefault(max(gpu.blocks, default=-1) + 1, _Block(-1, -1, 0))
+        block = gpu.blocks.setdefault(max(gpu.blocks, default=-1) + 1, _ThreadBlock(-1, -1, 0))
         for chunk in left:
             _append(gpu, block, "cpy", chunk, reads=True, writes=True)
 

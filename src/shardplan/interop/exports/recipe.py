@@ -156,7 +156,7 @@ def recipe(program: Program, placement: Placement | None = None) -> Recipe:
         raise BackendError(f"export: the output is %{program.outputs[0]}; legal is the last value, %{value}")
     mesh = program.input_types[0].mesh
     reduced = _factor_names(factors, mesh.expand(program.input_types[0].layout.partial))
-    used = _factor_names(factors, mesh.expand(program.output_types[0].layout.used))
+    used = _factor_names(factors, mesh.expand(program.output_types[0].layout.used_axes))
     return Recipe(
         program,
         tuple((name, math.prod(mesh.atoms[a].size for a in atoms)) for name, atoms in factors.items()),
@@ -206,7 +206,7 @@ def _factors(program: Program) -> Factors:
         for name in ([part for part, _ in split] or [axis])
     }
     parts = {name: atoms for name, atoms in parts.items() if atoms}
-    names = {n for t in program.types.values() for n in t.layout.used}
+    names = {n for t in program.types.values() for n in t.layout.used_axes}
     names |= {n for step in program.steps for n in step.op.members(program.types[step.operands[0]])}
     whole = set(parts.values())
     for name in names:

@@ -98,7 +98,7 @@ class TorchReduction:
         return self.reduce_payload(payload, self.groups)
 
 
-def bind(program: Program, groups: dict[tuple[int, ...], Any] | None = None) -> TorchReduction:
+def bind_reduction(program: Program, groups: dict[tuple[int, ...], Any] | None = None) -> TorchReduction:
     """Return a reduction program on process groups, to be called with each rank's payload: see `TorchReduction`."""
     return TorchReduction(program, groups)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from shardplan.core import border
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.interop.hlo_trace import HloTrace
 from shardplan.interop.importers import jaxpr, onnx, torch_export
 from shardplan.interop.importers.flat import Flattened, Names, model_of, write_until_stable
@@ -94,11 +94,11 @@ def load(
             return HloTrace.read(path)
         read = _READERS.get(path.suffix)
         if read is None:
-            raise ShardplanError(f"load: {shown(str(source))}; legal are {_ENDINGS}")
+            raise ShardplanError(f"load: {excerpt(str(source))}; legal are {_ENDINGS}")
         name, source = path.stem, read(str(path))
     for _, fits, write in _SOURCES:
         if fits(source):
             found = write_until_stable(partial(write, source, tuple(names or ())), opaque, training)
             return model_of(name, found, names, training, optimizer, settings)
     legal = ", ".join(kind for kind, _, _ in _SOURCES)
-    raise ShardplanError(f"load: {shown(source)}; legal are {legal}, and {_ENDINGS}")
+    raise ShardplanError(f"load: {excerpt(source)}; legal are {legal}, and {_ENDINGS}")

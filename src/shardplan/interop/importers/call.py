@@ -154,7 +154,7 @@ def handle_operation(
         names = [call.w.materialize_view(v).name for v in views]
         rest = "".join(f" {x}" for x in flat([args, list(kwargs.values())]) if isinstance(x, bool | int | float | str))
         op = Opaque(call.name + rest, call.kinds, call.shapes)
-        made = [call.w.view_value(n) for n in call.w.draft.every(op, *names)]
+        made = [call.w.view_value(n) for n in call.w.draft.write_step(op, *names)]
     return made[0] if len(made) == 1 else tuple(made)
 
 

@@ -15,22 +15,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.core.closing import closed
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
 from shardplan.core.step import Step
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter, Stored
-from shardplan.strategy.model import Model, modelled
+from shardplan.strategy.model import Model, assemble_model
 from shardplan.strategy.parameter import Parameter
-from shardplan.strategy.repeats import recovered
-from shardplan.strategy.training import renamed
+from shardplan.strategy.repeats import recover_repeats
+from shardplan.strategy.training import rename_values
 
 Names = Mapping[str, Sequence[str | None]]
 _FREE = re.compile(r"d\d+")
@@ -64,10 +64,10 @@ def model_of(
         warnings.warn(f"{name}: {w.opaques} operations are opaque: they run nowhere, and stay whole", stacklevel=3)
     program, results = _program(flat, training)
     rule = AttentionRule()
-    program = _stopping(counted_means(closed(program, rule)))
+    program = _stopping(counted_means(close_composites(program, rule)))
     w.meanings += [*rule.said, *_tables(flat)]
-    made = recovered(program, _stack_name)
-    program = renamed(made.program, dict(zip(made.program.outputs, results, strict=True)))
+    made = recover_repeats(program, _stack_name)
+    program = rename_values(made.program, dict(zip(made.program.outputs, results, strict=True)))
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
     dims = _dims(program, w, dict(names or {}))
     parameters: dict[str, Parameter] = {}
@@ -81,8 +81,8 @@ def model_of(
                  if made.stacks.get(key, (key,))[0] in flat.constants}  # fmt: skip
     kinds = [program.types[key].dtype for key in parameters] or ["f32"]
     fields = {"training": training, "optimizer": optimizer, "dtype": max(kinds, key=kinds.count), **settings}
-    found = modelled(name, program, dims, parameters, {}, fields, settings)
-    pins = ((step.results[0], op.pinned) for level in _programs(program) for step in level.steps
+    found = assemble_model(name, program, dims, parameters, {}, fields, settings)
+    pins = ((step.results[0], op.pinned_layout) for level in _programs(program) for step in level.steps
             if (op := computing(step.op)) is not None)  # fmt: skip
     said = {value: layout.dims for value, layout in pins if layout is not None}
     return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said))
@@ -118,7 +118,7 @@ def _stopping(program: Program) -> Program:
     held: dict[str, str] = {}
     steps = list[Step]()
     for step in program.steps:
-        inner = nested(step.op)
+        inner = as_nested(step.op)
         if step.stopped and step.results[0] not in program.outputs:
             held[step.results[0]] = held.get(step.operands[0], step.operands[0])
             continue
@@ -172,7 +172,7 @@ def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, t
     for key in names:
         if key not in w.inputs:
             raise ShardplanError(
-                f"load: names of {shown(key)}, which is no input; inputs are {', '.join(w.inputs)}"[:400]
+                f"load: names of {excerpt(key)}, which is no input; inputs are {', '.join(w.inputs)}"[:400]
             )
     given = {key: tuple(said) for key, said in names.items()}
     found = dim_names(program, given)
@@ -195,7 +195,7 @@ def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, t
 
 def _programs(program: Program) -> Iterator[Program]:
     yield program
-    for op in (nested(step.op) for step in program.steps):
+    for op in (as_nested(step.op) for step in program.steps):
         yield from _programs(op.body) if op else ()
 
 

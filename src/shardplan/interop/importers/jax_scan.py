@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core.closing import closed
-from shardplan.core.closing_attention import AttentionRule
+from shardplan.core.attention_pattern import AttentionRule
+from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dtypes import short_name
 from shardplan.core.nested import row
 from shardplan.core.ops import Repeat
@@ -56,7 +56,7 @@ def write_scan(
     w.opaques += inner.opaques
     body = _body(w, inner, [pair for side in given for pair in side], outputs, tag)
     op = Repeat(params["length"], body, len(outer[0]), len(outer[2]), bool(params["reverse"]))
-    return [w.view_value(r) for r in w.draft.every(op, *(n for side in outer for n in side))]
+    return [w.view_value(r) for r in w.draft.write_step(op, *(n for side in outer for n in side))]
 
 
 def _rows(w: FlatWriter, v: Seen) -> tuple[str, tuple[Group, ...]]:
@@ -83,7 +83,7 @@ def _body(
 ) -> Program:
     """The program of a body, with composites as one step and names that no other value has."""
     rule, steps = AttentionRule(), [inner.draft.steps[k] for k in inner.draft.live(outputs)]
-    program = closed(Program(given, steps, outputs), rule)
+    program = close_composites(Program(given, steps, outputs), rule)
     own = {r: f"{tag}.{r}" for s in program.steps for r in s.results}
     w.meanings += [(own.get(v, v), said) for v, said in (*inner.meanings, *rule.said)]
     new = [Step(s.op, tuple(own.get(o, o) for o in s.operands), tuple(own[r] for r in s.results), s.stopped)

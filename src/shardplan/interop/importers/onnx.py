@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.core.decoding import read_bytes
 from shardplan.core.dtypes import numpy_dtype, short_name
-from shardplan.errors import LayoutError, ParseError, ShardplanError, line, optional, shown
+from shardplan.errors import LayoutError, ParseError, ShardplanError, excerpt, line, optional
 from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.onnx_table import TABLE, array_of
@@ -88,19 +88,19 @@ def _kind(onnx: Any, number: Any) -> str:
         return short_name(onnx.helper.tensor_dtype_to_np_dtype(number))
     except (KeyError, TypeError, LayoutError):
         raise ParseError(
-            f"load: a tensor of the ONNX dtype {shown(number)}; legal are those with a numpy dtype"
+            f"load: a tensor of the ONNX dtype {excerpt(number)}; legal are those with a numpy dtype"
         ) from None
 
 
 def _array(onnx: Any, x: Any) -> np.ndarray:
     """The values of a tensor that the model holds."""
     if x.data_location == onnx.TensorProto.EXTERNAL:
-        raise ParseError(f"load: {shown(x.name)} has data outside the ONNX model; legal are weights of floats there")
+        raise ParseError(f"load: {excerpt(x.name)} has data outside the ONNX model; legal are weights of floats there")
     try:
         return onnx.numpy_helper.to_array(x)
     except (KeyError, TypeError, ValueError) as error:
         raise ParseError(
-            f"load: the ONNX tensor {shown(x.name)} of shape {shown(list(x.dims))}: {line(error)}"
+            f"load: the ONNX tensor {excerpt(x.name)} of shape {excerpt(list(x.dims))}: {line(error)}"
         ) from None
 
 
@@ -112,20 +112,20 @@ def _attribute(onnx: Any, a: Any, place: str) -> Any:
             return _array(onnx, value)
         return value.decode() if isinstance(value, bytes) else value
     except ValueError as error:  # what is no UTF-8, too
-        raise ParseError(f"load: {line(place)}: the attribute {shown(a.name)}: {line(error)}") from None
+        raise ParseError(f"load: {line(place)}: the attribute {excerpt(a.name)}: {line(error)}") from None
 
 
 def _operand_value(values: dict[str, Any], name: str, place: str) -> Any:
     """What a node takes by name."""
     if name not in values:
-        raise ParseError(f"load: {line(place)} takes {shown(name)}, which no input and no node before it gives")
+        raise ParseError(f"load: {line(place)} takes {excerpt(name)}, which no input and no node before it gives")
     return values[name]
 
 
 def _legal(name: str | bytes, w: FlatWriter) -> str:
     """A name as values have it, which no other input has."""
     if isinstance(name, bytes):  # so are names that are no UTF-8
-        raise ParseError(f"load: a value is called {shown(name)}; legal are names in UTF-8")
+        raise ParseError(f"load: a value is called {excerpt(name)}; legal are names in UTF-8")
     found = "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "_" for c in name).strip(".") or "value"
     while found in w.inputs:
         found += "_"

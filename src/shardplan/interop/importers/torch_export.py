@@ -11,7 +11,7 @@ from operator import getitem
 from typing import Any
 
 from shardplan.core.dtypes import short_name
-from shardplan.errors import TypingError, optional, shown
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.torch_table import TABLE
@@ -51,7 +51,7 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
     results = [v for v, spec in zip(outputs, specs, strict=True) if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT")]
     for number, v in enumerate(results):
         if v is not None and not isinstance(v, Seen):
-            raise TypingError(f"load: result {number} is {shown(v)}; legal are tensors, and None, which is left out")
+            raise TypingError(f"load: result {number} is {excerpt(v)}; legal are tensors, and None, which is left out")
     chosen = [v for v in results if v is not None]
     users = [s.arg.name for s in source.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
     return Flattened(w, [n for n in users if n in w.inputs], chosen, constants)

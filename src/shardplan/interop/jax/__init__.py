@@ -4,8 +4,8 @@ Reading order:
 
 - `types`      `PartitionSpec`s of types; types of shardings are `core.shardings`
 - `plans`      the plans of moves, kept; how many bytes devices hold during them
-- `outside`    a move outside `jit`, on any meshes and devices
-- `inside`     a move inside `jit`: one `shard_map`
+- `eager_move` a move outside `jit`, on any meshes and devices
+- `traced_move` a move inside `jit`: one `shard_map`
 - `primitive`  the primitive that carries a move through gradients, `vmap` and `jit`
 - `leaves`     pytrees of arrays and shardings, and their moves under one limit
 - `device_put` `reshard`, which calls them

@@ -1,8 +1,8 @@
 """`reshard`: JAX arrays to other shardings, by plans within a memory limit; a drop-in for `jax.device_put`.
 
 Outside `jit` the source is the array's own sharding, and the meshes may differ in shape, order and devices
-(`outside`). Inside `jit` a move becomes one `shard_map`, over a mesh with one axis per prime sub-axis, whose result
-is constrained to the caller's sharding (`inside`). In explicit-sharding mode, and under a mesh set by
+(`eager_move`). Inside `jit` a move becomes one `shard_map`, over a mesh with one axis per prime sub-axis, whose result
+is constrained to the caller's sharding (`traced_move`). In explicit-sharding mode, and under a mesh set by
 `jax.set_mesh`, JAX takes a `shard_map` over that very mesh only; sub-axes are then groups of it.
 
 Plans are portable where a portable one exists: `ragged_all_to_all` does not run on every backend (XLA:CPU has none), so
@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 from shardplan.hardware.units import limit_of
+from shardplan.interop.jax.eager_move import reshard_array
 from shardplan.interop.jax.leaves import leaves_of, move_all
-from shardplan.interop.jax.outside import reshard_array
 
 
 def reshard(

@@ -9,7 +9,7 @@ from typing import Any
 from shardplan.core.shardings import type_of
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
-from shardplan.interop.jax.outside import JaxMove, move_together, reshard_array
+from shardplan.interop.jax.eager_move import JaxMove, move_together, reshard_array
 from shardplan.interop.jax.primitive import bind_reshard
 
 

@@ -2,7 +2,7 @@
 
 Its tangent is moved as the array is, its gradient is moved back, and under `vmap` the new dim is left whole (cut over
 `spmd_axis_name`, where that is given). Outside `jit` a transformed array is moved by the plan that its own sharding
-asks for, inside `jit` as `inside` does.
+asks for, inside `jit` as `traced_move` does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from shardplan.interop.jax.inside import check_source, is_fully_explicit, own_mesh, part_of, reshard_traced, unsaid
+from shardplan.interop.jax.traced_move import check_source, is_fully_explicit, own_mesh, part_of, reshard_traced, unsaid
 
 
 def bind_reshard(x: Any, sharding: Any, source: Any, memory_limit: int | None) -> Any:
@@ -96,7 +96,7 @@ def primitive() -> Any:
 
     @p.def_impl
     def _run(x: Any, *, source: Any, sharding: Any, memory_limit: int | None) -> Any:
-        from shardplan.interop.jax.outside import reshard_array
+        from shardplan.interop.jax.eager_move import reshard_array
 
         if getattr(sharding, "mesh", None) is not None:  # said by a type, which names no devices
             sharding = _on_devices(sharding, x)

@@ -20,7 +20,7 @@ def spec_of(t: TensorType) -> Any:
     """
     from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
 
-    parts = [a for a in t.layout.used if not t.mesh.span(a).whole]
+    parts = [a for a in t.layout.used_axes if not t.mesh.span(a).whole]
     if parts or t.layout.root or not t.all_even or t.layout.reduction not in (None, "sum"):
         what = f"the sub-axis {parts[0]!r}" if parts else "an uneven dim" if not t.all_even else t.layout.suffix()
         raise LayoutError(f"{t}: a PartitionSpec cannot say {what}; legal are whole axes of even dims, and {{+axis}}")

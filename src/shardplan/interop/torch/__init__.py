@@ -12,7 +12,7 @@ Reading order:
 - `layout`     placements and shard orders as layouts and types, and back
 - `bound_move` a move planned within the memory limit and bound to this rank
 - `boxes`      strided shards on uneven dims, which no layout says
-- `under_way`  moves that were started and not waited for
+- `pending_moves` moves that were started and not waited for
 - `compile`    the call under `torch.compile`
 - `state`      a folder: `redistribute_state`, for a whole model
 - `refit`      a folder: `Refit`

@@ -19,7 +19,7 @@ from shardplan.execution.torch.run import has_agreed, launch
 from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends, ranks_of
 from shardplan.interop.torch.layout import normal, parse_shard_order, respec
-from shardplan.interop.torch.under_way import settle, start_move, under_way, wait_for_tensor
+from shardplan.interop.torch.pending_moves import settle, start_move, under_way, wait_for_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

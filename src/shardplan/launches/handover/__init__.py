@@ -11,4 +11,6 @@ Reading order:
 - `specs`        how the tensors of a checkpoint are cut: torch's mesh and plan, JAX's mesh and specs
 - `scripts`      `torchrun.sh` and `slurm.sh`: nodes, tasks, binding, the order of ranks
 - `folder`       all of it in a folder
+- `scaled`       a plan on small sizes, to be run here
+- `handed_job`   its job, and the machine as it delivers
 """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardplan.core import border
 from shardplan.core.decoding import decode_json, read_text
-from shardplan.errors import ParseError, ShardplanError, line, shown
+from shardplan.errors import ParseError, ShardplanError, excerpt, line
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules.schedule import Schedule
@@ -67,14 +68,14 @@ class HandedPlan:
         """Return what a file says; raises `ParseError` where it is none, and as strategies and topologies do."""
         data = decode_json(text, dict[str, Any])
         if data.get("format") != FORMAT:
-            raise ParseError(f"{what}: format {shown(data.get('format'))}; legal is {FORMAT!r}")
+            raise ParseError(f"{what}: format {excerpt(data.get('format'))}; legal is {FORMAT!r}")
         kinds = {"title": str, "model": str, "fields": dict, "topology": str, "strategy": dict, "order": list,
                  "predicted": dict}  # fmt: skip
         for name, kind in kinds.items():
             if not isinstance(data.get(name), kind):
-                raise ParseError(f"{what}: {name} is {shown(data.get(name))}; legal is a {kind.__name__}")
+                raise ParseError(f"{what}: {name} is {excerpt(data.get(name))}; legal is a {kind.__name__}")
         if sorted(map(str, data["order"])) != sorted(ORDER):
-            raise ParseError(f"{what}: order is {shown(data['order'])}; legal are {', '.join(ORDER)} in any order")
+            raise ParseError(f"{what}: order is {excerpt(data['order'])}; legal are {', '.join(ORDER)} in any order")
         said: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data["strategy"].items()
         }  # JSON has no tuples
@@ -93,4 +94,14 @@ class HandedPlan:
         """Read a file, or the one of a folder; raises `ParseError` as `parse` does."""
         where = Path(path)
         where = where / "plan.json" if where.is_dir() else where
-        return HandedPlan.parse(read_text(where), line(where))
+        return HandedPlan.parse(read_text(where, legal="a folder that plan --out wrote"), line(where))
+
+
+def find_handed(path: str | Path) -> HandedPlan | None:
+    """Return the plan of a folder that `plan --out` wrote, or of its file; None for a path that is none of both."""
+    where = Path(path)
+    if where.is_dir():
+        return HandedPlan.load(where)
+    with suppress(OSError, UnicodeDecodeError), where.open() as file:
+        return HandedPlan.load(where) if FORMAT.rpartition(" ")[0] in file.read(200) else None
+    return None

@@ -21,14 +21,14 @@ from shardplan.core.ops import Op, Send
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.movement.batches.packing import BatchItem, Group, grouped, packed, shard_bytes
-from shardplan.movement.batches.schedules import FEW_PACKS, assembled, schedules, sharing, side_by_side, waves
+from shardplan.movement.batches.packing import BatchItem, Group, group_packs, pack_tensors, shard_bytes
+from shardplan.movement.batches.schedules import FEW_PACKS, assemble_program, schedules, sharing, side_by_side, waves
 from shardplan.movement.batches.tiles import tiles
 from shardplan.movement.order import OrderedMove, least_order
 from shardplan.movement.redistribution.choice import TIE, Rules, chain, price, too_little
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.emit import direct, retyping
-from shardplan.movement.redistribution.single import best_program, narrowest
+from shardplan.movement.redistribution.single_move import best_program, narrowest
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import Where, occupied_fabric
@@ -65,7 +65,7 @@ class _Batch:
         return [i for i in self.items if i.ops]
 
     @property
-    def ordered(self) -> list[BatchItem]:
+    def items_in_order(self) -> list[BatchItem]:
         """Shrinking tensors first, large ones before small ones, then growing ones, small before large.
 
         So that live bytes fall as early and rise as late as they can.
@@ -94,7 +94,7 @@ def plan_batch(
         items.append(BatchItem(k, s, t, ops, kept))
     fabric = None if where is None else occupied_fabric(where, _meshes(sources, destinations))
     batch = _Batch(tuple(items), Rules(bound_bytes(sources, destinations), portable, even, fabric), where)
-    program, books = _unlimited(batch) if limit is None else _within(batch, limit)
+    program, books = _plan_unlimited(batch) if limit is None else _plan_within(batch, limit)
     return Plan(program, issue(program, sources, destinations, where, limit, False, books))
 
 
@@ -120,42 +120,42 @@ class _Best:
         return cost
 
 
-def _unlimited(batch: _Batch) -> Booked:
+def _plan_unlimited(batch: _Batch) -> Booked:
     """The cheapest of the programs that keep the bound, else the one with the least peak found."""
     best = _Best(batch.rules)
-    ways = [(way, packed(way.ordered, None)) for way in _tiled(batch)]
+    ways = [(way, pack_tensors(way.items_in_order, None)) for way in _tile_choices(batch)]
     packs = ways[0][1]
     if len(packs) > FEW_PACKS or (batch.rules.fabric is None and len(batch.items) > _FEW_TENSORS):
         for late in (False, True):
             slots = side_by_side(sharing(packs), late=late)
-            best.offer(assembled(slots, batch.items), priced=len(packs) <= FEW_PACKS)
+            best.offer(assemble_program(slots, batch.items), priced=len(packs) <= FEW_PACKS)
         ways = [] if best.cheapest else ways
     if len(ways) > 1:
-        costs = [best.offer(assembled(side_by_side([packs]), way.items)) for way, packs in ways]
+        costs = [best.offer(assemble_program(side_by_side([packs]), way.items)) for way, packs in ways]
         ways = [ways[k] for k in sorted(range(len(ways)), key=lambda k: costs[k])[:_MOST_WAYS]]
     for way, packs in ways:
         for slots in schedules(packs):
-            best.offer(assembled(slots, way.items))
+            best.offer(assemble_program(slots, way.items))
         last = math.inf
         for slots in waves(packs, batch.rules.fabric):
-            cost = best.offer(assembled(slots, way.items))
+            cost = best.offer(assemble_program(slots, way.items))
             if cost >= last:  # more waves mean more rounds
                 break
             last = cost
     if best.cheapest is None:
-        for way in _straightened(batch):
-            best.offer(assembled(side_by_side([packed(way.ordered, None)]), way.items))
+        for way in _direct_moves(batch):
+            best.offer(assemble_program(side_by_side([pack_tensors(way.items_in_order, None)]), way.items))
     found = best.cheapest or best.least
     assert found is not None  # the first is offered whatever there is
     return found
 
 
-def _within(batch: _Batch, limit: int) -> Booked:
+def _plan_within(batch: _Batch, limit: int) -> Booked:
     """The cheapest program that keeps the limit, with at most 64 chunks a step if that can be.
 
     That without a limit, if it keeps it; else it is one of the programs that are cut into chunks.
     """
-    free = _unlimited(batch)
+    free = _plan_unlimited(batch)
     if free[1].workspace_bytes <= limit:
         return free
     least: list[tuple[int, Program]] = []
@@ -176,13 +176,13 @@ def _within(batch: _Batch, limit: int) -> Booked:
                 break
         if best is not None:
             return best[1]
-        least.append(_least(batch, most, free))
+        least.append(_least_workspace(batch, most, free))
         if least[-1][0] <= limit:
             return least[-1][1], account(least[-1][1])
     raise too_little(f"redistribute {len(batch.items)} tensors", limit, *(low for low, _ in least))
 
 
-def _least(batch: _Batch, most: float, free: Booked) -> tuple[int, Program]:
+def _least_workspace(batch: _Batch, most: float, free: Booked) -> tuple[int, Program]:
     """The least workspace of any candidate, and its program.
 
     A limit decides how tensors are packed, so each limit found is tried again just below, until nothing is left.
@@ -207,26 +207,26 @@ def _candidates(batch: _Batch, limit: int, most: float, free: Booked) -> Iterato
     """
     yield Cuts.of(*free)
     seen = {free[0]}
-    for way, groups in _limited(batch, limit, most):
-        program = assembled(side_by_side(groups), way.items)
+    for way, groups in _groups_within(batch, limit, most):
+        program = assemble_program(side_by_side(groups), way.items)
         if program not in seen:
             seen.add(program)
             yield Cuts.of(program, account(program))
 
 
-def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, Sequence[Group]]]:
+def _groups_within(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, Sequence[Group]]]:
     """Yield groups for every room: of packs alone, of packs and of tensors as far as there is room; each in two orders.
 
     Tensors side by side need the rounds of a pack, and none of its buffers.
     """
     spare = max(0, limit - batch.rules.bound)
     rooms = (*(limit // k for k in _PARTS_OF_LIMIT), *(spare // k for k in _PARTS_OF_SPARE))
-    ordered = batch.ordered
+    ordered = batch.items_in_order
     few, known = len(ordered) <= _FEW_TENSORS, set[tuple[tuple[tuple[int, ...], ...], ...]]()
     alone, beside, single = (
-        lambda room: [[pack] for pack in packed(ordered, room)],
-        lambda room: grouped(packed(ordered, room), room),
-        lambda room: grouped([[i] for i in ordered], room),
+        lambda room: [[pack] for pack in pack_tensors(ordered, room)],
+        lambda room: group_packs(pack_tensors(ordered, room), room),
+        lambda room: group_packs([[i] for i in ordered], room),
     )
     for way, room in itertools.product((alone, beside, single) if few else (beside, alone), (None, *rooms, 0)):
         groups = way(room)
@@ -236,11 +236,11 @@ def _limited(batch: _Batch, limit: int, most: float) -> Iterator[tuple[_Batch, S
             yield batch, groups
             if few:
                 yield from ((batch, _least_first(batch, chunks, groups)) for chunks in (1, most))
-    for way in itertools.chain(_straightened(batch), _narrowed(batch)):
+    for way in itertools.chain(_direct_moves(batch), _narrowest_moves(batch)):
         yield way, _least_first(way, most, [[[i]] for i in way.moving])
 
 
-def _straightened(batch: _Batch) -> Iterator[_Batch]:
+def _direct_moves(batch: _Batch) -> Iterator[_Batch]:
     """The batch as planned, and then, where that is allowed, with one direct move for every tensor.
 
     A plan of several steps is cheapest for its tensor alone; one step holds least beside the other tensors.
@@ -250,7 +250,7 @@ def _straightened(batch: _Batch) -> Iterator[_Batch]:
         yield from _otherwise(batch, (replace(i, ops=_straight(i)) for i in batch.items))
 
 
-def _narrowed(batch: _Batch) -> Iterator[_Batch]:
+def _narrowest_moves(batch: _Batch) -> Iterator[_Batch]:
     """The batch with the moves of every tensor that need the least by themselves, where these are others."""
     given = batch.where, batch.rules.portable
     kinds = dict.fromkeys((i.source, i.target, i.keep) for i in batch.moving)
@@ -265,7 +265,7 @@ def _otherwise(batch: _Batch, items: Iterable[BatchItem]) -> Iterator[_Batch]:
         yield replace(batch, items=found)
 
 
-def _tiled(batch: _Batch) -> Iterator[_Batch]:
+def _tile_choices(batch: _Batch) -> Iterator[_Batch]:
     """The batch as planned, then with the best tiles of every tensor that changes its mesh, with the second best, ...
 
     What is cheapest for a tensor alone spares its senders, and where several meshes send to one, receivers wait.
@@ -308,7 +308,7 @@ def _least_first(batch: _Batch, most: float, groups: Sequence[Group]) -> list[Gr
     base = np.zeros(len(devices), dtype=np.int64)
     for item in batch.items:
         if not item.ops:
-            base = base + holds(assembled([], [item]), devices)[0]
+            base = base + holds(assemble_program([], [item]), devices)[0]
     known: dict[Hashable, OrderedMove] = {}
     moves: list[OrderedMove] = []
     for group in groups:
@@ -321,7 +321,7 @@ def _least_first(batch: _Batch, most: float, groups: Sequence[Group]) -> list[Gr
 
 def _move(group: Group, devices: tuple[int, ...], most: float) -> OrderedMove:
     """What the move of a group holds on each device, with the staging of its steps."""
-    program = assembled(side_by_side([group]), [i for pack in group for i in pack])
+    program = assemble_program(side_by_side([group]), [i for pack in group for i in pack])
     start, found = holds(program, devices)
     cuts = Cuts.of(program, account(program))
     staged = (x.staged(k) for x, k in zip(cuts.stages, cuts.chunks(0, most), strict=True))

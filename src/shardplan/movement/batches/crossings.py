@@ -14,12 +14,16 @@ from dataclasses import replace
 
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.ops import AllReduce, Broadcast, Op, ReduceScatter, Send, ToPartial
+from shardplan.core.messages import message_count
+from shardplan.core.ops import AllReduce, Broadcast, Exchange, Op, ReduceScatter, Send, ToPartial
 from shardplan.core.tensor import TensorType, same
 from shardplan.hardware.prices.cost import Fabric
+from shardplan.movement.batches.idle_peers import relayed_ops
 from shardplan.movement.batches.tiles import digits_by_id, tiles
 from shardplan.movement.redistribution.candidates import Candidate
 
+# Messages of a move on one mesh for which tiles and relays are sought.
+MOST_NEAR = 1 << 14
 # Dims into which a partial source is scattered, beside the all-reduce: the tiles are tried for each.
 _MOST_SCATTERED = 2
 Planner = Callable[[TensorType, TensorType], Iterator[Candidate]]
@@ -39,7 +43,7 @@ def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
     return s.with_layout(Layout(tuple(mesh.fold(tuple(theirs[ours[a]] for a in run)) for run in s.atoms)), mesh)
 
 
-def settled(s: TensorType) -> list[tuple[list[Op], TensorType]]:
+def reduce_fully(s: TensorType) -> list[tuple[list[Op], TensorType]]:
     """Ways to make `s` neither partial nor rooted: reduce-scatter into any dim that divides, or all-reduce."""
     ops: list[Op] = []
     current = s
@@ -78,8 +82,20 @@ def crossings(
     if back is not None:
         for candidate in first(s, back):
             yield Candidate((*candidate.ops, Send(plain.layout, t.mesh)))
-    for head, ready in settled(s):
+    for head, ready in reduce_fully(s):
         if same(ready, plain):
             yield Candidate((*head, *tail))
         for tile in tiles(ready, plain, fabric):
-            yield Candidate((*head, Send(tile.type.layout, t.mesh), *tile.gathers, *tail))
+            for ops in ((Send(tile.type.layout, t.mesh),), relayed_ops(ready, tile.type, fabric)):
+                if ops:
+                    yield Candidate((*head, *ops, *tile.gathers, *tail))
+
+
+def near_moves(s: TensorType, t: TensorType, fabric: Fabric) -> Iterator[Candidate]:
+    """Yield exchanges on one mesh from near holders, to smaller tiles with gathers behind, and over idle peers."""
+    if any(x.layout.partial or x.layout.root for x in (s, t)) or message_count(s, t) > MOST_NEAR:
+        return
+    for tile in tiles(s, t, fabric):
+        for ops in ((Exchange(tile.type.layout),), relayed_ops(s, tile.type, fabric)):
+            if ops:
+                yield Candidate((*ops, *tile.gathers))

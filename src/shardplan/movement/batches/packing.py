@@ -51,7 +51,7 @@ Group = Sequence[Pack]  # packs that run side by side
 Slot = Sequence[tuple[Pack, int]]  # steps that are posted together: of which packs, and their numbers there
 
 
-def packed(ordered: Sequence[BatchItem], room: int | None) -> list[list[BatchItem]]:
+def pack_tensors(ordered: Sequence[BatchItem], room: int | None) -> list[list[BatchItem]]:
     """Group tensors that can share collectives, for their largest shards; shrinking and growing ones apart."""
 
     def key(i: BatchItem) -> Hashable:
@@ -60,7 +60,7 @@ def packed(ordered: Sequence[BatchItem], room: int | None) -> list[list[BatchIte
     return first_fit(ordered, room, key, lambda i: i.size)
 
 
-def grouped(packs: Sequence[Pack], room: int | None) -> list[Group]:
+def group_packs(packs: Sequence[Pack], room: int | None) -> list[Group]:
     """Group packs that may run side by side: shrinking ones, and growing ones behind them."""
     return [*first_fit(packs, room, lambda pack: pack[0].growth > 0, lambda pack: sum(i.size for i in pack))]
 

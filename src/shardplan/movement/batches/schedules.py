@@ -86,7 +86,7 @@ def _in_waves(packs: Sequence[Pack], count: int) -> list[Slot]:
     return [slot for slot in slots if slot]
 
 
-def assembled(slots: Iterable[Slot], items: Sequence[BatchItem]) -> Program:
+def assemble_program(slots: Iterable[Slot], items: Sequence[BatchItem]) -> Program:
     """One program: in every slot each pack runs one of its ops on all of its tensors.
 
     What computes takes a tensor each; it sends nothing, so that it stands before what the slot sends.
@@ -107,13 +107,13 @@ def assembled(slots: Iterable[Slot], items: Sequence[BatchItem]) -> Program:
                 if several:
                     types |= zip(results, op.infer(*(types[o] for o in step.operands)), strict=True)
                 current |= zip((i.index for i in part), results, strict=True)
-        steps += found if len(found) == 1 else _together(found, types)
+        steps += found if len(found) == 1 else _merge_sends(found, types)
     order = sorted(items, key=lambda i: i.index)
     program = Program([(f"in{i.index}", i.source) for i in order], steps, [current[i.index] for i in order])
     return keeping(program, (f"in{i.index}" for i in order if i.keep))
 
 
-def _together(steps: list[Step], types: dict[str, TensorType]) -> list[Step]:
+def _merge_sends(steps: list[Step], types: dict[str, TensorType]) -> list[Step]:
     """Steps that do not depend on each other, those that send in one."""
     sending = [s for s in steps if moving(s.op) is not None and s.op.rounds(*(types[o] for o in s.operands))]
     if len(sending) < 2:

@@ -51,11 +51,11 @@ def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
         for first in range(t.ndim):
             for tile in _cut(t, pieces, first, levels):
                 try:
-                    ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _met(s, tile.type)
+                    ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _tiles_met(s, tile.type)
                 except (LayoutError, TypingError):  # on the way a dim is uneven over a part of an axis
                     continue
     found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
-    listed = itertools.accumulate(_met(s, tile.type) * t.mesh.size for tile in found)
+    listed = itertools.accumulate(_tiles_met(s, tile.type) * t.mesh.size for tile in found)
     return [tile for k, (tile, n) in enumerate(zip(found, listed, strict=True)) if n <= MOST_LISTED or not k]
 
 
@@ -65,7 +65,7 @@ def _levels(mesh: Mesh, fabric: Fabric | None) -> list[int]:
         return [0] * len(mesh.atoms)
     ids = fabric.topology_ids(mesh.ids)
     groups = [ids[mesh.group_places((atom.name,))] for atom in mesh.atoms]
-    return [int(fabric.crossed(np.broadcast_to(g[:, :1], g.shape), g).min()) for g in groups]
+    return [int(fabric.outermost_level(np.broadcast_to(g[:, :1], g.shape), g).min()) for g in groups]
 
 
 def _rate(s: TensorType, t: TensorType, fabric: Fabric | None) -> float:
@@ -73,7 +73,7 @@ def _rate(s: TensorType, t: TensorType, fabric: Fabric | None) -> float:
     if fabric is None:
         return 1.0
     ids = fabric.topology_ids(np.concatenate([s.mesh.ids, t.mesh.ids]))
-    outer = min(int(fabric.crossed(np.broadcast_to(ids[:1], ids.shape), ids).min()), len(fabric.wires) - 1)
+    outer = min(int(fabric.outermost_level(np.broadcast_to(ids[:1], ids.shape), ids).min()), len(fabric.wires) - 1)
     return min(float(fabric.capacity(j).max()) / w.stride for j, w in enumerate(fabric.wires) if j >= outer)
 
 
@@ -89,7 +89,7 @@ def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]
     So there are as many as products of primes at every level, and, where a dim may be uneven, as sets of axes. Alike
     are taken in the order of ids, however the mesh is written.
     """
-    mesh, busy = t.mesh, set(t.mesh.expand(t.layout.used))
+    mesh, busy = t.mesh, set(t.mesh.expand(t.layout.used_axes))
     digits = digits_by_id(mesh)
     alike: dict[tuple[int, int], list[Atoms]] = {}
     for a in sorted(range(len(mesh.atoms)), key=digits.__getitem__):
@@ -167,7 +167,7 @@ def _seconds(
     return total
 
 
-def _met(s: TensorType, u: TensorType) -> int:
+def _tiles_met(s: TensorType, u: TensorType) -> int:
     """How many tiles of `s` a tile of `u` meets, if they nest."""
     cuts = lambda x, d: math.prod(x.mesh.span(a).size for a in x.layout.dims[d])  # noqa: E731
     return math.prod(max(1, -(-cuts(s, d) // cuts(u, d))) for d in range(s.ndim))

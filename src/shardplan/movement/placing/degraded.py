@@ -16,8 +16,8 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.demand import demand_plan
-from shardplan.movement.placing.placed import Placed, ranked
-from shardplan.plans.pricing import priced
+from shardplan.movement.placing.placed import Placed, rank_placements
+from shardplan.plans.pricing import price_program
 
 # Devices up to which renamings around a degraded unit are tried: each prices all programs again, without the price's
 # shortcuts for regular placements, and there are as many as siblings.
@@ -36,7 +36,7 @@ class Degraded:
     gain: float  # seconds of the best placement over those after the renaming
 
 
-def degraded(rows: Sequence[Placed]) -> Degraded | None:
+def degradation(rows: Sequence[Placed]) -> Degraded | None:
     """Return what degraded units cost, and a renaming of devices where one helps; None where there are none.
 
     The rows are placements of one mesh, priced with the degradation, best first.
@@ -49,7 +49,7 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
     sound = replace(topology, levels=tuple(level.sound() for level in topology.levels))
     demands = [share.demand for share in best.shares]
     without = [replace(row.placement, topology=sound) for row in rows]
-    first = ranked(without, demands, best.programs, best.algorithm)[0].placement.matrix
+    first = rank_placements(without, demands, best.programs, best.algorithm)[0].placement.matrix
     healthy = next(row for row in rows if row.placement.matrix == first)
     renaming, saved = None, 0.0
     if topology.size <= MOST_RENAMED:
@@ -59,7 +59,7 @@ def degraded(rows: Sequence[Placed]) -> Degraded | None:
             """Seconds of the programs after a renaming; what has no program is left out."""
             fabric = Fabric(topology, ids[best.placement.position()])
             return sum(
-                d.exposed(d.count * priced(plan.program, fabric, best.algorithm).seconds)
+                d.exposed_seconds(d.count * price_program(plan.program, fabric, best.algorithm).seconds)
                 for plan, d in plans
                 if plan is not None
             )

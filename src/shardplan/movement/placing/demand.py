@@ -79,7 +79,7 @@ def demand_plan(
         ops = [AllToAll(0, 1, axes)] if members > 1 else []
         program = chain(ops, source)
         ends = (source,), program.output_types
-        return Plan.later(program, lambda: issue(program, *ends, placement, None, False, None, algorithm))
+        return Plan.from_issuer(program, lambda: issue(program, *ends, placement, None, False, None, algorithm))
     view = payload(placement, demand.axes, demand.payload(members))
     before, after = letters(demand.op, len(view.factors))
     if programs == "stock":
@@ -90,7 +90,7 @@ def demand_plan(
         ops, exact = view.path_ops(before, after, found), found.whole
     program = chain(ops, view.type(before))
     ends = (view.type(before),), (view.type(after),)
-    return Plan.later(program, lambda: issue(program, *ends, placement, None, exact, None, algorithm))
+    return Plan.from_issuer(program, lambda: issue(program, *ends, placement, None, exact, None, algorithm))
 
 
 def demand_bound(placement: Placement, demand: Demand) -> float:

@@ -12,14 +12,14 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
 from shardplan.core.tensor import mesh_of
-from shardplan.errors import LayoutError, TopologyError, shown
+from shardplan.errors import LayoutError, TopologyError, excerpt
 from shardplan.hardware.placement import Placement, orders, placements
 from shardplan.hardware.prices.cost import checked_algorithm
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.movement.placing.degraded import Degraded, degraded
+from shardplan.movement.placing.degraded import Degraded, degradation
 from shardplan.movement.placing.demand import Programs
-from shardplan.movement.placing.placed import Placed, in_best_order, ranked
+from shardplan.movement.placing.placed import Placed, in_best_order, rank_placements
 from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
 
 
@@ -54,7 +54,7 @@ class Ranking(Sequence[Placed]):
     @cached_property
     def degraded(self) -> Degraded | None:
         """What degraded units cost, or None where there are none."""
-        return degraded(self.rows)
+        return degradation(self.rows)
 
 
 def outermost(inside: Mapping[str, str] | None, mesh: Mesh, topology: Topology) -> dict[str, int]:
@@ -66,7 +66,7 @@ def outermost(inside: Mapping[str, str] | None, mesh: Mesh, topology: Topology) 
     pairs = {} if inside is None else border.table("inside", inside, "an axis to a level", TopologyError)
     for axis, name in pairs.items():
         if axis not in mesh.axes:
-            raise TopologyError(f"inside: axis {shown(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
+            raise TopologyError(f"inside: axis {excerpt(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
         j = min(topology.index(name) + 1, len(topology.levels) - 1)
         room = topology.strides[j - 1] if j else topology.size
         if room % mesh.shape[axis]:
@@ -146,6 +146,6 @@ def place(
         if not found:
             raise LayoutError("there is no traffic to place: give bytes above 0 for at least one tuple of axes")
     if not isinstance(programs, str) or programs not in ("best", "stock"):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"programs={shown(programs)} is unknown; legal are 'best' and 'stock'")
+        raise LayoutError(f"programs={excerpt(programs)} is unknown; legal are 'best' and 'stock'")
     ordered = [one for placement in candidates(mesh, topology, inside, bounds) for one in orders(placement)]
-    return Ranking(tuple(in_best_order(ranked(ordered, found, programs, algorithm, others))))
+    return Ranking(tuple(in_best_order(rank_placements(ordered, found, programs, algorithm, others))))

@@ -72,7 +72,7 @@ class Placed:
     def lower_bound_seconds(self) -> float:
         """What no point-to-point algorithm can beat on this placement: the sum over the demands."""
         demands = [share.demand for share in self.shares]
-        return sum(d.exposed(d.count * demand_bound(self.placement, d)) for d in demands)
+        return sum(d.exposed_seconds(d.count * demand_bound(self.placement, d)) for d in demands)
 
     @property
     def crossing_bytes(self) -> tuple[float, ...]:
@@ -94,7 +94,7 @@ class Placed:
         return tuple(found)
 
 
-def ranked(
+def rank_placements(
     candidates: Sequence[Placement],
     demands: Sequence[Demand],
     programs: Programs = "best",
@@ -143,7 +143,7 @@ def _prices(
     """Seconds of a demand on every placement: as the program taken, and stock."""
     topology = candidates[0].topology
     found = [factors(p, demand.axes) for p in candidates]
-    stock = [demand.exposed(demand.count * stock_seconds(f, topology, demand, algorithm)) for f in found]
+    stock = [demand.exposed_seconds(demand.count * stock_seconds(f, topology, demand, algorithm)) for f in found]
     if programs == "stock" or not all(demand.letters):
         return stock, stock
     amount = demand.payload(math.prod(f.size for f in found[0]))
@@ -151,4 +151,4 @@ def _prices(
         cheapest_path(tuple(f.units for f in one), amount, topology, *letters(demand.op, len(one)), algorithm).seconds
         for one in found
     ]
-    return [demand.exposed(demand.count * s) for s in best], stock
+    return [demand.exposed_seconds(demand.count * s) for s in best], stock

@@ -20,7 +20,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Groups, Pattern, communicates
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
-from shardplan.errors import LayoutError, ParseError, shown
+from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.hardware.prices.cost import PRICED
 from shardplan.hardware.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from shardplan.movement.reductions.type_graph import letters
@@ -52,19 +52,19 @@ class Demand:
     def __str__(self) -> str:
         """Say the demand in a line."""
         times = "" if self.count == 1 else f" x {self.count:g}"
-        return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}{self.behind}"
+        return f"{self.op} over {', '.join(self.axes)}: {format_bytes(self.nbytes)}{times}{self.hidden_text}"
 
     @property
-    def behind(self) -> str:
+    def hidden_text(self) -> str:
         """Behind how much compute it runs, as traffic says it; empty where behind none."""
         if self.hidden_part:
             return f" behind {100 * self.hidden_part:g}%"
         return f" behind {format_seconds(self.hidden_seconds)}" if self.hidden_seconds else ""
 
-    def exposed(self, seconds: float) -> float:
+    def exposed_seconds(self, seconds: float) -> float:
         """Return what a step waits of the seconds that the demand takes in it: what compute does not hide.
 
-        >>> Demand(("data",), "all_reduce", 2e9, hidden_seconds=0.05).exposed(0.065)
+        >>> Demand(("data",), "all_reduce", 2e9, hidden_seconds=0.05).exposed_seconds(0.065)
         0.015
         """
         return max(0.0, seconds - seconds * self.hidden_part - self.hidden_seconds)
@@ -107,26 +107,30 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
         rows = [("all_reduce", value, 1.0)] if isinstance(value, (*_NUMBERS, str)) else value
         for row in border.items(f"traffic over {axes}", rows, "rows (op, bytes, count); or it is bytes"):
             if not isinstance(row, (tuple, list)) or len(row) not in (3, 4):
-                raise LayoutError(f"traffic over {axes}: {shown(row)}; legal are bytes, or rows (op, bytes, count)")
+                raise LayoutError(f"traffic over {axes}: {excerpt(row)}; legal are bytes, or rows (op, bytes, count)")
             op, nbytes, count = row[:3]
             if not isinstance(op, str) or op not in OPS:
-                raise LayoutError(f"traffic over {axes}: op {shown(op)} is unknown; legal: {', '.join(OPS)}")
+                raise LayoutError(f"traffic over {axes}: op {excerpt(op)} is unknown; legal: {', '.join(OPS)}")
             nbytes = parse_bytes(nbytes) if isinstance(nbytes, str) else nbytes
             if not all(
                 isinstance(x, _NUMBERS) and not isinstance(x, bool) and 0 <= x < math.inf for x in (nbytes, count)
             ):
                 raise LayoutError(
-                    f"traffic over {axes}: {op} of {shown(nbytes)} bytes, {shown(count)} times; legal are finite "
+                    f"traffic over {axes}: {op} of {excerpt(nbytes)} bytes, {excerpt(count)} times; legal are finite "
                     "numbers of 0 or more"
                 )
             if any((x if isinstance(x, int) else float(x)) > MOST for x in (nbytes, count)):
-                raise LayoutError(f"traffic over {axes}: {shown(nbytes)} bytes, {shown(count)} times; at most {MOST:g}")
-            hidden = (0.0, 0.0) if len(row) == 3 else _behind(border.text(f"what hides traffic over {axes}", row[3]))
+                raise LayoutError(
+                    f"traffic over {axes}: {excerpt(nbytes)} bytes, {excerpt(count)} times; at most {MOST:g}"
+                )
+            hidden = (
+                (0.0, 0.0) if len(row) == 3 else _hidden_part(border.text(f"what hides traffic over {axes}", row[3]))
+            )
             found.append(Demand(tuple(a for a in mesh.axes if a in axes), op, float(nbytes), float(count), *hidden))
     return tuple(found)
 
 
-def _behind(text: str) -> tuple[float, float]:
+def _hidden_part(text: str) -> tuple[float, float]:
     """The part of its seconds that a demand runs behind compute, and the seconds of compute: one of them is 0."""
     if not text.rstrip().endswith("%"):
         return 0.0, parse_seconds(text)
@@ -169,7 +173,7 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[Row]]:
             nbytes = parse_bytes(match["bytes"])
             if match["behind"] is not None:
                 part = "behind"
-                _behind(match["behind"])
+                _hidden_part(match["behind"])
         except ParseError as error:
             reason = str(error).split("\n", 1)[0]
             raise ParseError(reason, text, start + match.start(part)) from None

@@ -10,11 +10,11 @@ Reading order:
 - `emit`         a path as ops, and the direct exchange
 - `closed_form`  the ops that always lead from one even type to another, without a search
 - `orders`       the same move on meshes that order the prime factors of an axis otherwise
-- `further`      what is searched beside the graph: wider pools, coarser runs, other orders
+- `fallback_candidates` what is searched beside the graph: wider pools, coarser runs, other orders
 - `cuts`         steps in chunks: what a program needs by how many
 - `limits`       paths that keep memory limits, found once for a problem
 - `candidates`   the op sequences that compete: paths under several objectives, and what needs no search
-- `reduced`      candidates that reduce, cut at the levels of the hardware
+- `reducing_candidates` candidates that reduce, cut at the levels of the hardware
 - `choice`       what candidates must satisfy, the price of a program, and the cheapest of them
-- `single`       the cheapest program of one tensor on the best placement, within a limit or without
+- `single_move`  the cheapest program of one tensor on the best placement, within a limit or without
 """

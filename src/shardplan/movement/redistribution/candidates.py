@@ -17,11 +17,11 @@ from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.counting import counted_paths
 from shardplan.movement.redistribution.emit import direct, ops_of_path
-from shardplan.movement.redistribution.further import further
+from shardplan.movement.redistribution.fallback_candidates import fallback_candidates
 from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest
-from shardplan.movement.redistribution.tiled import Graph, priced
+from shardplan.movement.redistribution.tiled import Graph, price_graph
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.
@@ -66,7 +66,7 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
     The first is the best of the graph, and the only one where that is exact and no limit is to be kept.
     """
     if p is not None:
-        graph, _, whole, countable = priced(p, request.bound)
+        graph, _, whole, countable = price_graph(p, request.bound)
         a, b = p.node(s), p.node(t)
         base = _base(p, request.bound, request.portable)
         budget = _budget(graph)
@@ -87,14 +87,14 @@ def candidates(s: TensorType, t: TensorType, request: Request, p: Problem | None
                 yield Candidate(tuple(ops_of_path(p, found.nodes, request.portable, graph)))
                 cheapest += [(objective, found)] if objective == base and graph is p.graph else []
         if not timed:
-            yield from map(Candidate, further(p, first, request.bound, path))
+            yield from map(Candidate, fallback_candidates(p, first, request.bound, path))
         if request.narrow and a != b:
             if graph is not p.graph:
                 found = shortest(p.graph, a, b, base, legal, budget=min(budget, _EXPANSIONS_VARIANT))
                 cheapest = [] if found is None else [(base, found)]
             ways = Narrowing(p, request.portable, legal, extents, request.keep, budget)
             yield from (Candidate(ops) for ops in ways.paths(cheapest))
-    yield from plain(s, t, request.portable)
+    yield from direct_candidates(s, t, request.portable)
 
 
 def _base(p: Problem, bound: int, portable: bool) -> Objective:
@@ -112,7 +112,7 @@ def _variants(p: Problem, bound: int, portable: bool, narrow: bool) -> list[tupl
 
     For limits also that without messages, of which groups stage less.
     """
-    graph, allowed, _, _ = priced(p, bound)
+    graph, allowed, _, _ = price_graph(p, bound)
     base = _base(p, bound, portable)
     found, budget = list[tuple[Objective, Path]](), min(_budget(graph), _EXPANSIONS_VARIANT)
     grouped = [replace(base, direct=False)] if narrow else []
@@ -123,7 +123,7 @@ def _variants(p: Problem, bound: int, portable: bool, narrow: bool) -> list[tupl
     return found
 
 
-def plain(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:
+def direct_candidates(s: TensorType, t: TensorType, portable: bool = False) -> Iterator[Candidate]:
     """Yield the sequences that need no search.
 
     Between equal partial and root parts: the direct exchange, the closed form, an exchange after a permute, and gather

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -12,22 +13,24 @@ import numpy as np
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
 from shardplan.core.op import Op
+from shardplan.core.pattern import Groups, communicates
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType, same
 from shardplan.core.text import op_text
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.cost import Fabric, seconds
+from shardplan.hardware.prices.cost import Fabric, as_messages, seconds
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE, Candidate, is_portable
 from shardplan.movement.redistribution.emit import retyping
-from shardplan.plans.nominal import longest_path
-from shardplan.plans.pricing import priced
+from shardplan.plans.nominal import longest_path, patterns
+from shardplan.plans.pricing import NOISE, price_program
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
+FEW_BYTES = 0.05  # relative: bytes that nobody would trade anything for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rules:
     """What a plan must satisfy and how it is priced."""
 
@@ -38,6 +41,13 @@ class Rules:
     placement: Placement | None = None  # what the fabric was made of, where it was one
     narrow: bool = False  # candidates that keep memory limits are asked for, too
     keep: bool = False  # under a limit the inputs are the caller's: live to the end
+
+    @cached_property
+    def slow_levels(self) -> list[int]:
+        """The levels, those first over which a device has the least rate; of equal ones the inner, which carry more."""
+        assert self.fabric is not None
+        rates = [float(self.fabric.capacity(j).max()) / w.stride for j, w in enumerate(self.fabric.wires)]
+        return sorted(range(len(rates)), key=lambda j: (float(f"{rates[j]:.6g}"), -j))
 
 
 class Simplicity(NamedTuple):
@@ -50,6 +60,17 @@ class Simplicity(NamedTuple):
     text: tuple[str, ...]  # says nothing of the programs, but makes plans deterministic
 
 
+class Convenience(NamedTuple):
+    """What decides between programs that predictions do not tell apart, of as few bytes on the slowest level."""
+
+    devices: int  # that are together in a step
+    messages: int  # steps that are no collective of the library
+    moving: int  # steps with communication
+    steps: int
+    memory: int  # bytes of workspace
+    price: float
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A program that satisfies the rules, and its price."""
@@ -58,6 +79,16 @@ class Chosen:
     books: Account
     exact: bool
     price: float
+    crossing: tuple[float, ...] = ()  # bytes that leave units of every level, outermost first
+    least: float | None = None  # the price of the cheapest found, where this was taken for fewer bytes or less trouble
+
+    @staticmethod
+    def of(program: Program, books: Account, exact: bool, rules: Rules) -> Chosen:
+        """Return a program with its price."""
+        if rules.fabric is None:
+            return Chosen(program, books, exact, price(program, books, rules))
+        found = price_program(program, rules.fabric)
+        return Chosen(program, books, exact, found.seconds, tuple(itertools.accumulate(found.level_bytes)))
 
     @cached_property
     def simplicity(self) -> Simplicity:
@@ -70,6 +101,86 @@ class Chosen:
             sum(s.op.peers for s in steps),
             tuple(op_text(s.op, s.operands) for s in steps),
         )
+
+    def convenience(self, rules: Rules) -> Convenience:
+        """How convenient the program is: only asked of several that predictions do not tell apart."""
+        assert rules.fabric is not None
+        steps, found = self.program.steps, patterns(self.program)
+        library = rules.fabric.library
+        grouped = [isinstance(as_messages(x.pattern, library), Groups) for x in found]
+        moving = [communicates(x.pattern) for x in found]
+        return Convenience(
+            max((self._group_size(k, len(x.devices)) for k, x in enumerate(found) if moving[k]), default=0),
+            sum(moves and not alike for moves, alike in zip(moving, grouped, strict=True)),
+            sum(moving),
+            len(steps),
+            self.books.workspace_bytes,
+            self.price,
+        )
+
+    def _group_size(self, k: int, taking_part: int) -> int:
+        """The devices of a step that hear from each other."""
+        op, (t, *_) = self.program.steps[k].op, self.program.step_types(self.program.steps[k])[0]
+        axes = op.members(t)
+        group = math.prod(t.mesh.span(a).size for a in axes) if axes else taking_part
+        return 2 if op.peers == 1 else min(taking_part, group)
+
+
+class Contest:
+    """The programs of one move that may be chosen, of all that were entered.
+
+    Without a topology that is the cheapest, and of equal prices the simplest. With one it is, of those within `NOISE`
+    of the least seconds, what puts fewest bytes on the slowest level, then what is most convenient; a program that is
+    proved to be cheapest stands.
+    """
+
+    def __init__(self, rules: Rules, below: float = math.inf) -> None:
+        """Begin; what cannot cost less than `below` is not counted."""
+        self.rules, self.below = rules, below
+        self.margin = TIE if rules.fabric is None else NOISE
+        self.entered: list[Chosen] = []
+
+    @property
+    def cheapest(self) -> Chosen | None:
+        """The cheapest so far; of equal prices the simplest, then the first."""
+        return _cheapest(self.entered)
+
+    def enter(self, found: Iterable[tuple[Program, bool]]) -> None:
+        """Price programs, which come with whether they are exact; live shards between steps keep the bound."""
+        for program, exact in found:
+            most = min([self.below, *(x.price * (1 + self.margin) for x in self.entered)])
+            if most < math.inf and least_price(program, self.rules) > most * (1 + TIE):
+                continue
+            books = account_of(program)
+            if books.peak_bytes <= self.rules.bound:
+                self.add(Chosen.of(program, books, exact, self.rules))
+
+    def add(self, new: Chosen) -> None:
+        """Let in one whose price is known."""
+        every = [*self.entered, new]
+        most = min(x.price for x in every) * (1 + self.margin)
+        self.entered = [x for x in every if x.price <= most]
+
+    @property
+    def winner(self) -> Chosen | None:
+        """The one that is taken."""
+        least = self.cheapest
+        if least is None or self.rules.fabric is None or least.exact:
+            return least
+        # The slowest level that any of them crosses.
+        slow = next((j for j in self.rules.slow_levels if any(x.crossing[j] > 0 for x in self.entered)), 0)
+        most = min(x.crossing[slow] for x in self.entered) * (1 + FEW_BYTES)
+        few = [x for x in self.entered if x.crossing[slow] <= most]
+        best = min(few, key=lambda x: (x.convenience(self.rules), x.simplicity)) if len(few) > 1 else few[0]
+        return best if best.price <= least.price * (1 + TIE) else replace(best, exact=False, least=least.price)
+
+
+def _cheapest(found: Sequence[Chosen]) -> Chosen | None:
+    """The cheapest; of equal prices the simplest, then the first."""
+    if len(found) < 2:
+        return found[0] if found else None
+    most = min(x.price for x in found) * (1 + TIE)
+    return min((x for x in found if x.price <= most), key=lambda x: x.simplicity)
 
 
 def chain(ops: Sequence[Op], source: TensorType) -> Program:
@@ -89,7 +200,7 @@ def price(program: Program, books: Account, rules: Rules) -> float:
     A chunk is a round.
     """
     if rules.fabric is not None:
-        return priced(program, rules.fabric).seconds
+        return price_program(program, rules.fabric).seconds
     turn = ROUND_CHARGE * rules.bound
     pairs = zip(books.step_moved, books.latencies, strict=True)
     return longest_path(program, [moved + turn * rounds for moved, rounds in pairs])
@@ -104,7 +215,7 @@ def least_price(program: Program, rules: Rules) -> float:
     rate = 1.0 if rules.fabric is None else 1 / float(rules.fabric.capacity(len(rules.fabric.wires) - 1).max())
     for step in program.steps:
         (t,), (u,) = program.step_types(step)
-        received = int(step.op.received(t).max(initial=0))
+        received = int(step.op.received_bytes(t).max(initial=0))
         if rules.fabric is None:
             total += received + ROUND_CHARGE * rules.bound * step.op.rounds(t) * step.op.chunks
         elif received:
@@ -124,23 +235,23 @@ def programs(
         if candidate.ops in seen:
             continue
         seen.add(candidate.ops)
-        program = _typed(candidate.ops, source, target, rules.portable, rules.even)
+        program = _type_program(candidate.ops, source, target, rules.portable, rules.even)
         if program is None:
             continue
-        yield from ((one, candidate.exact) for one in _composed(program, rules))
+        yield from ((one, candidate.exact) for one in _compose_collectives(program, rules))
         # Near holders may have more to send than all together.
         near = tuple(s.op.nearest(blocks) if has_copies(*program.step_types(s)[0]) else s.op for s in program.steps)
         if near not in seen and any(one != step.op for one, step in zip(near, program.steps, strict=True)):
             seen.add(near)
-            yield from ((one, candidate.exact) for one in _composed(chain(near, source), rules))
+            yield from ((one, candidate.exact) for one in _compose_collectives(chain(near, source), rules))
 
 
 def has_copies(t: TensorType) -> bool:
     """Say whether several devices may hold one thing, so that it matters who sends it."""
-    return t.layout.boxes is not None or len(set(t.mesh.expand(t.layout.used))) < len(t.mesh.atoms)
+    return t.layout.boxes is not None or len(set(t.mesh.expand(t.layout.used_axes))) < len(t.mesh.atoms)
 
 
-def _composed(program: Program, rules: Rules) -> Iterator[Program]:
+def _compose_collectives(program: Program, rules: Rules) -> Iterator[Program]:
     """Yield a program with an algorithm for every step that the library has no collective for: it runs as messages.
 
     First the cheapest ones, then, where candidates that keep memory limits are asked for, those that stage least.
@@ -161,7 +272,9 @@ def _composed(program: Program, rules: Rules) -> Iterator[Program]:
 
 
 @lru_cache(maxsize=64)  # asked for again on every placement
-def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool) -> Program | None:
+def _type_program(
+    ops: tuple[Op, ...], source: TensorType, target: TensorType, portable: bool, even: bool
+) -> Program | None:
     """Return the program of ops, None where it does not type, end in what `target` holds or respect the rules.
 
     It ends in the very type `target`.
@@ -185,35 +298,9 @@ def _typed(ops: tuple[Op, ...], source: TensorType, target: TensorType, portable
 
 
 @lru_cache(maxsize=64)
-def booked(program: Program) -> Account:
+def account_of(program: Program) -> Account:
     """Return the account of a program; remembered."""
     return account(program)
-
-
-def cheapest(
-    best: Chosen | None, found: Iterable[tuple[Program, bool]], rules: Rules, below: float = math.inf
-) -> Chosen | None:
-    """Return the cheapest of the best so far and of `found`; of equal prices the simplest, then the first.
-
-    What cannot cost less than `below`, or than the best, is not counted. Between steps live shards keep the bound,
-    whatever the limit is.
-    """
-    for program, exact in found:
-        most = min(below, math.inf if best is None else best.price)
-        if most < math.inf and least_price(program, rules) > most * (1 + TIE):
-            continue
-        books = booked(program)
-        if books.peak_bytes <= rules.bound:
-            best = cheaper(best, Chosen(program, books, exact, price(program, books, rules)))
-    return best
-
-
-def cheaper(best: Chosen | None, new: Chosen) -> Chosen:
-    """Return the cheaper of two; of equal prices the simpler, then the first."""
-    tie = best is not None and abs(new.price - best.price) <= TIE * best.price
-    if best is None or (new.simplicity < best.simplicity if tie else new.price < best.price):
-        return new
-    return best
 
 
 def too_little(asked: str, limit: int, least: int, absolute: int) -> Infeasible:

@@ -60,7 +60,7 @@ def closed_form(s: TensorType, t: TensorType) -> list[Op]:
     dims = [list(run) for run in s.atoms]
     layout = s.layout
     ops: list[Op] = []
-    used = set(mesh.expand((*s.layout.used,)))
+    used = set(mesh.expand((*s.layout.used_axes,)))
     free = [a for a in range(len(size)) if a not in used]
     e, f = multiplicities(s), multiplicities(t)
 
@@ -107,7 +107,7 @@ def closed_form(s: TensorType, t: TensorType) -> list[Op]:
         dims[source].remove(atom)
         dims[target].append(atom)
     # the destination's tiles, each refined by axes that it does not use and that will be gathered
-    spare = [a for a in range(len(size)) if a not in set(mesh.expand(t.layout.used))]
+    spare = [a for a in range(len(size)) if a not in set(mesh.expand(t.layout.used_axes))]
     tail: list[list[int]] = []
     for d in range(s.ndim):
         extra: list[int] = []

@@ -11,7 +11,7 @@ from shardplan.errors import LayoutError, TypingError
 from shardplan.movement.redistribution.emit import edge
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.search import Objective, Path, shortest
-from shardplan.movement.redistribution.tiled import Graph, priced
+from shardplan.movement.redistribution.tiled import Graph, price_graph
 
 # Edges whose price is counted: mostly the path stays, or the next one is right.
 _MOST_COUNTED = 24
@@ -25,7 +25,7 @@ def counted_paths(
     Beside each stands whether its cost is final: with several primes, or uneven dims, a sender may have more to do than
     the graph says. Seconds are not counted.
     """
-    graph, allowed, _, _ = priced(p, bound)
+    graph, allowed, _, _ = price_graph(p, bound)
     known: dict[tuple[int, int], float] = {}
     best: Path | None = None  # of those that were counted
     while len(known) <= _MOST_COUNTED:
@@ -38,7 +38,7 @@ def counted_paths(
         yield path, final
         if final:
             return
-        known |= {pair: _counted(p, pair, objective, graph) for pair in new}
+        known |= {pair: _edge_cost(p, pair, objective, graph) for pair in new}
         cost = sum(known[pair] for pair in pairwise(path.nodes))
         if cost < (below if best is None else best.cost):
             best = replace(path, cost=cost, exact=False)
@@ -46,7 +46,7 @@ def counted_paths(
         yield best, True
 
 
-def _counted(p: Problem, pair: tuple[int, int], objective: Objective, graph: Graph) -> float:
+def _edge_cost(p: Problem, pair: tuple[int, int], objective: Objective, graph: Graph) -> float:
     """What an edge costs by its ops; inf where they do not type."""
     t, total = p.type(pair[0]), 0.0
     for op in edge(p, *pair, objective.portable, graph):
@@ -54,7 +54,7 @@ def _counted(p: Problem, pair: tuple[int, int], objective: Objective, graph: Gra
             (u,) = op.infer(t)
         except (TypingError, LayoutError):
             return math.inf
-        moved = max(int(op.received(t).max(initial=0)), int(op.sent(t)[1].max(initial=0)))
+        moved = max(int(op.received_bytes(t).max(initial=0)), int(op.sent_bytes(t)[1].max(initial=0)))
         total += moved / p.nbytes * objective.byte + op.rounds(t) * objective.turn
         t = u
     return total + objective.step

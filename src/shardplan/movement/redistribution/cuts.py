@@ -25,7 +25,7 @@ class Staging:
         """Return the stage of an op; one that does not come in chunks has one."""
         ends = (*operands, *op.infer(*operands))
         top = max(t.local_bytes() // t.itemsize for t in ends) if op.cuttable else 1
-        return Staging(base, op.staged(*operands), top)
+        return Staging(base, op.staging_by_chunks(*operands), top)
 
     def chunks(self, limit: float, most: float) -> int:
         """Return the fewest chunks, at most `most`, that keep the limit, or that come closest to it if none do."""

@@ -128,7 +128,9 @@ def direct(source: TensorType, target: TensorType, portable: bool = False) -> li
             for ours, theirs in zip(source.layout.dims, target.layout.dims, strict=True)
             for atom in source.mesh.expand(ours[len(common(ours, theirs)) :])
         }
-        wide = moved | set(target.mesh.expand(target.layout.used)) - set(source.mesh.expand(source.layout.used))
+        wide = moved | set(target.mesh.expand(target.layout.used_axes)) - set(
+            source.mesh.expand(source.layout.used_axes)
+        )
     if portable and 2 * math.prod(source.mesh.atoms[a].size for a in wide) > source.mesh.size:
         wide = moved
     return [Exchange(target.layout, group_axes(source.mesh, tuple(sorted(wide))) if moved else ())]

@@ -67,7 +67,7 @@ class Narrowing:
             for found in self._stairs(objective, path, needs, last):
                 yield from self._ops(found)
         for most in (MANY_CHUNKS, math.inf):
-            yield self._least(a, b, most)
+            yield self._narrowest_path(a, b, most)
 
     def _stairs(self, objective: Objective, path: Path, needs: Needs, last: Path) -> Iterator[Path]:
         """Yield the cheapest of the narrowest paths, and from the cheapest of all down what lies between them."""
@@ -80,7 +80,7 @@ class Narrowing:
         yield lowest
         for _ in range(_STAIRS):
             yield path
-            most = max(needs.along(self.p.graph, path))
+            most = max(needs.path_needs(self.p.graph, path))
             found = within(float(np.nextafter(most, 0))) if most > last.cost else None
             if found is None or found.cost >= lowest.cost:
                 break
@@ -104,7 +104,7 @@ class Narrowing:
     def _narrowest(self, a: int, b: int, needs: Needs) -> Path | None:
         return narrowest(self.p.graph, a, b, needs, self.allowed, self.portable, budget=self.budget)
 
-    def _least(self, a: int, b: int, most: float) -> tuple[Op, ...]:
+    def _narrowest_path(self, a: int, b: int, most: float) -> tuple[Op, ...]:
         """The path whose steps, in at most `most` chunks, need least, counted to the byte.
 
         Steps are counted when a path takes them, and the narrowest path is sought again until it is all counted.
@@ -118,7 +118,7 @@ class Narrowing:
                 break
             pairs = list(itertools.pairwise(path.nodes))
             found = path.cost
-            for pair, need in zip(pairs, needs.along(self.p.graph, path), strict=True):
+            for pair, need in zip(pairs, needs.path_needs(self.p.graph, path), strict=True):
                 if pair not in ways and 2 * need > path.cost:
                     needs.known[pair], ways[pair] = self._least_way(*pair, most)
                 found = max(found, needs.known.get(pair, need))
@@ -132,11 +132,11 @@ class Narrowing:
     def _least_way(self, a: int, b: int, most: float = MANY_CHUNKS) -> tuple[float, tuple[Op, ...]]:
         """What an edge needs by the ops that need least, and these; inf where none types."""
         if (a, b) not in self.counted:
-            self.counted[a, b] = list(self._ways(a, b))
+            self.counted[a, b] = list(self._edge_ops(a, b))
         none = math.inf, tuple[Op, ...]()
         return min((none, *((way.need(most), way.ops) for way in self.counted[a, b])), key=lambda way: way[0])
 
-    def _ways(self, a: int, b: int) -> Iterator[_Way]:
+    def _edge_ops(self, a: int, b: int) -> Iterator[_Way]:
         """Yield the ops of one edge, and others that may stage less: the way of the graph types."""
         t, u = self.p.type(a), self.p.type(b)
         portable = self.portable

@@ -44,5 +44,5 @@ def other_orders(s: TensorType, t: TensorType) -> Iterator[tuple[TensorType, Ten
     for factors in itertools.islice(found, 1, MOST_ORDERS + 1):
         other: Mesh = mesh
         for a, order in zip(free, factors, strict=True):
-            other = other.ordered(a, *order)
+            other = other.reorder_factors(a, *order)
         yield s.with_layout(s.layout, other), t.with_layout(t.layout, other)

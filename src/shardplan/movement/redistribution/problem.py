@@ -59,7 +59,7 @@ class Problem:
             return Space(sizes, self.source.ndim, self.source.mesh.size, only=self.pool)
         return space(sizes, self.source.ndim, self.source.mesh.size, *masks)
 
-    def around(self, types: Iterable[TensorType]) -> Problem:
+    def pool_around(self, types: Iterable[TensorType]) -> Problem:
         """Return the same problem over the pool around some types of its runs."""
         return replace(self, pool=pool(map(self.lists, types), len(self.runs)))
 
@@ -180,7 +180,7 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
             run.append(a)
         if run:
             natural.append(tuple(run))
-    used = set(mesh.expand((*source.layout.used, *target.layout.used)))
+    used = set(mesh.expand((*source.layout.used_axes, *target.layout.used_axes)))
     most = MOST_RUNS.get(source.ndim, _MOST_RUNS_OF_MANY_DIMS)
     busy = [r for r in natural if set(r) & used]
     fixed: tuple[Run, ...] = ()
@@ -189,7 +189,7 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
     if len(busy) > most:  # all types are too many
-        return None if stiff else pooled(source, target, natural)
+        return None if stiff else pool_types(source, target, natural)
     # Unused runs serve a path as room to slice into, the largest best.
     idle = sorted((r for r in natural if not set(r) & used), key=lambda r: (-_product(mesh, r), _stride(mesh, r)))
     runs = busy + idle[: max(0, most - len(busy))]
@@ -210,7 +210,7 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
     return Problem(source, target, tuple(runs), rigid, fine and not fixed, fixed)
 
 
-def pooled(source: TensorType, target: TensorType, natural: Iterable[Run]) -> Problem | None:
+def pool_types(source: TensorType, target: TensorType, natural: Iterable[Run]) -> Problem | None:
     """Return a pool of types over the finest runs that there are, or None where these are too many."""
     mesh, ends = source.mesh, (source, target)
     uneven = {d for t in ends for d, even in enumerate(t.even) if not even}
@@ -220,7 +220,7 @@ def pooled(source: TensorType, target: TensorType, natural: Iterable[Run]) -> Pr
     if len(runs) > MOST_POOLED:
         return None
     rigid = tuple(any(run == mesh.span(a).atoms for a in mesh.axes) for run in runs)
-    return Problem(source, target, runs, rigid, False).around(ends)
+    return Problem(source, target, runs, rigid, False).pool_around(ends)
 
 
 def common(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:

@@ -84,7 +84,7 @@ class Objective:
         lacking = np.where(same, e.bytes, np.where(claimed & ~same, graph.size[targets], 0.0))
         rounds = np.where(e.kind == GATHER, e.rounds, doublings(e.rounds + 1))
         some = lacking > 0
-        steps = (some + 1) * (0.5 * self.step) + some * self.least
+        steps = (some + 1) * (0.5 * self.step) + some * self.step_floor
         return lacking * self.least_byte + np.where(same, rounds, some) * self.turn + steps
 
     @cached_property
@@ -96,7 +96,7 @@ class Objective:
         return self.byte * float(min(positive, default=0.0))
 
     @cached_property
-    def least(self) -> float:
+    def step_floor(self) -> float:
         """Seconds of any step at the least."""
         return 0.0 if self.rates is None else float(min(table[0, 1:].min(initial=np.inf) for table in self.rates))
 
@@ -145,7 +145,7 @@ class Needs:
     known: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     rows: dict[tuple[int, bool], np.ndarray] = field(default_factory=dict[tuple[int, bool], np.ndarray])  # of all types
 
-    def between(self, e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def edge_needs(self, e: Edges, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return what the steps of edges need, from one type to all or to one of all; inf where there is none.
 
         Of every peer an element is staged at the least. A gather may arrive in place, and what comes from one peer:
@@ -163,13 +163,13 @@ class Needs:
             need = need + np.where(a == self.kept, 0.0, local[self.kept])
         return need
 
-    def along(self, graph: Graph, path: Path) -> list[float]:
+    def path_needs(self, graph: Graph, path: Path) -> list[float]:
         """Return what every step of a path needs."""
         pairs = [(a, np.array([b])) for a, b in pairwise(path.nodes)]
-        return [float(self.between(graph.edges(a, b, out=True), np.array(a), b)[0]) for a, b in pairs]
+        return [float(self.edge_needs(graph.edges(a, b, out=True), np.array(a), b)[0]) for a, b in pairs]
 
 
-def corrected(
+def insert_known(
     found: np.ndarray, known: Mapping[tuple[int, int], float], end: int, others: np.ndarray, out: bool
 ) -> np.ndarray:
     """Put what is known exactly of some pairs of types in its place among what was found of one and others."""
@@ -209,9 +209,9 @@ def shortest(
         """The costs from or to a type, and what gives the least cost of any path."""
         e = graph.edges(end, here if len(here) < len(graph.types) else None, out=out, portable=objective.portable)
         ends = (np.array(end), here) if out else (here, np.array(end))
-        cost = corrected(objective.price(e), known, end, here, out)
+        cost = insert_known(objective.price(e), known, end, here, out)
         if within is not None:
-            cost = np.where(within[0].between(e, *ends) <= within[1], cost, np.inf)
+            cost = np.where(within[0].edge_needs(e, *ends) <= within[1], cost, np.inf)
         return cost, lambda: objective.floor(e, graph, *ends)
 
     column, behind = priced(t, out=False)
@@ -270,8 +270,8 @@ def narrowest(
         if (end, out) not in needs.rows:
             e, a, b = graph.edges(end, out=out, portable=portable), *(np.array(end), everyone)[:: 1 if out else -1]
             legal = np.isfinite(e.paid) & allowed[a] & allowed[b] & (a != b)
-            needs.rows[end, out] = np.where(legal, needs.between(e, a, b), np.inf)
-        return corrected(needs.rows[end, out].copy(), needs.known, end, everyone, out)
+            needs.rows[end, out] = np.where(legal, needs.edge_needs(e, a, b), np.inf)
+        return insert_known(needs.rows[end, out].copy(), needs.known, end, everyone, out)
 
     column, first = need(t, out=False), need(s, out=True)
     floor = max(column.min(), first.min())
@@ -286,10 +286,10 @@ def narrowest(
         better = (out < reach) & ~closed
         reach[better], parent[better] = out[better], node
         through = np.where(better, np.maximum(out, column), np.inf)
-        k = _first(through, column)
+        k = _first_least(through, column)
         if through[k] < best:
             best, last = float(through[k]), k
-        node = _first(np.where(closed, np.inf, reach), column)
+        node = _first_least(np.where(closed, np.inf, reach), column)
         if closed[node]:
             break
     nodes = [t, last]
@@ -298,7 +298,7 @@ def narrowest(
     return Path(tuple(reversed(nodes)), best, expansions < budget) if np.isfinite(best) else None
 
 
-def _first(key: np.ndarray, tie: np.ndarray) -> int:
+def _first_least(key: np.ndarray, tie: np.ndarray) -> int:
     """Where the key is least, and of these the tie."""
     least = np.flatnonzero(key == key.min())
     return int(least[np.argmin(tie[least])])

@@ -129,7 +129,7 @@ class Space:
             [math.prod(sizes[r] for r in range(count) if mask >> r & 1) for mask in range(1 << count)]
         )
 
-    def _related(self, i: int, *, first: bool) -> _Pairs:
+    def _relation(self, i: int, *, first: bool) -> _Pairs:
         """Return how list `i` stands to all, as the first or as the second of a pair."""
         found = self._pairs.get((i, first))
         if found is not None:
@@ -216,7 +216,7 @@ class Space:
         larger, count, away = np.ones(len(lists)), np.ones(len(lists)), np.zeros(len(lists))
         for d in range(self.ndim):
             ids, i = lists[:, d], int(self.types[end, d])
-            pairs = self._related(i, first=out)
+            pairs = self._relation(i, first=out)
             mine = pairs.code.take(ids)
             code |= mine
             larger *= pairs.larger.take(ids)

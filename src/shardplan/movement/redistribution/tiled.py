@@ -172,7 +172,7 @@ class Searched(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def priced(p: Problem, bound: int) -> Searched:
+def price_graph(p: Problem, bound: int) -> Searched:
     """Return the graph of a problem with the costs of its types of at most `bound` local bytes."""
     allowed, even, _ = p.legal(bound)
     graph, flat = p.graph, np.array_equal(allowed, even)

@@ -109,7 +109,7 @@ class Payload:
         path = TypedPath(self.type(before), self.type(after), tuple(atoms), tuple(edges))
         dims = [[self._atoms((d,)) for d in f.digits] for f in self.factors]
         ops = path.ops({a: k for k, units in enumerate(dims) for unit in units for a in unit})
-        ops = path.viewed([*dims, (self.whole.atoms[-1],)]) if ops is None else ops
+        ops = path.viewed_ops([*dims, (self.whole.atoms[-1],)]) if ops is None else ops
         assert ops is not None  # every unit has a dim, which it divides
         return ops
 

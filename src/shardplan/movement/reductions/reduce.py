@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from shardplan.core import border
-from shardplan.errors import CertificateError, LayoutError, TypingError, shown
+from shardplan.errors import CertificateError, LayoutError, TypingError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import checked_algorithm
 from shardplan.hardware.prices.library import library
@@ -100,7 +100,7 @@ def instructions_text(
 def stock_op(target: object) -> str:
     """Return the one collective that leads to a target; raises `LayoutError` for one that is unknown."""
     if not isinstance(target, str) or target not in TARGETS:
-        raise LayoutError(f"target {shown(target)} is unknown; legal are {', '.join(TARGETS)}")
+        raise LayoutError(f"target {excerpt(target)} is unknown; legal are {', '.join(TARGETS)}")
     return TARGETS[target]
 
 

@@ -78,10 +78,10 @@ def step(instruction: Instruction, sizes: Sequence[int], states: Bits, held: NDA
     """
     name, groups = instruction.collective, instruction.grouping.members(sizes)
     k = groups.shape[1]
-    at = np.arange(len(states))[_all(_on_rows(name, held[:, groups]), len(states))]
+    at = np.arange(len(states))[_all_rules(_on_rows(name, held[:, groups]), len(states))]
     part = states[at][:, groups]  # [n, groups, k, rows]
     union = part[:, :, 0] if name == "broadcast" else np.bitwise_or.reduce(part, axis=2)
-    legal = _all(_on_addends(name, part, union), len(at))
+    legal = _all_rules(_on_addends(name, part, union), len(at))
     at, union = at[legal], union[legal]
     after = states[at].copy()
     if name == "reduce":
@@ -98,7 +98,7 @@ def step(instruction: Instruction, sizes: Sequence[int], states: Bits, held: NDA
     return at[changed], after[changed]
 
 
-def _all(rules: dict[str, Bools], count: int) -> Bools:
+def _all_rules(rules: dict[str, Bools], count: int) -> Bools:
     return np.logical_and.reduce([np.ones(count, dtype=bool), *(rule.all(axis=1) for rule in rules.values())])
 
 

@@ -244,7 +244,7 @@ def cheapest_path(
         path = space.path(start, goal, costs)
         seconds = math.inf if path is None else float(costs[path].sum())
         if best is None or seconds < best.seconds * (1 - TIE):
-            best = CheapestPath(seconds, *joined(tuple(map(space.edge, path or ())), one), whole)
+            best = CheapestPath(seconds, *join_factors(tuple(map(space.edge, path or ())), one), whole)
     assert best is not None  # there is an order
     return best
 
@@ -255,7 +255,7 @@ def _digits(factors: Sequence[Units], part: tuple[int, int, int]) -> Digits:
     return tuple(digit for unit in factors[k][start:stop] for digit in unit)
 
 
-def joined(
+def join_factors(
     edges: tuple[TypeEdge, ...], parts: tuple[tuple[int, int, int], ...]
 ) -> tuple[tuple[TypeEdge, ...], tuple[tuple[int, int, int], ...]]:
     """Return a path and its factors with those as one that are of one factor and do the same in every step."""
@@ -304,14 +304,14 @@ Lines = tuple[tuple[float, float], ...]
 
 def instruction_lines(instruction: Instruction, factors: Sequence[Digits], topology: Topology, algorithm: str) -> Lines:
     """Return what rows of the library ask for an instruction, as `digit_lines`."""
-    varies, zero = map(merged, digits_of(instruction.grouping, factors))
+    varies, zero = map(merge_digits, digits_of(instruction.grouping, factors))
     return digit_lines(instruction.collective, varies, zero, topology, algorithm)
 
 
-def merged(digits: Digits) -> Digits:
+def merge_digits(digits: Digits) -> Digits:
     """Return digits with neighbours as one that count on from each other: they say the same, and cost the same.
 
-    >>> merged(((2, 8), (2, 4), (4, 1)))
+    >>> merge_digits(((2, 8), (2, 4), (4, 1)))
     ((16, 1),)
     """
     found: list[tuple[int, int]] = []

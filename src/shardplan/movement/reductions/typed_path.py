@@ -37,20 +37,22 @@ class TypedPath:
         every = (tuple(a for unit in atoms[k][start:stop] for a in unit) for k, start, stop in found.parts)
         return TypedPath(source, target, tuple(every), found.edges, found.whole)
 
-    def even(self) -> list[Op] | None:
+    def even_ops(self, level_major: bool = True) -> list[Op] | None:
         """Return the ops of the path: on the dims as they are if their order allows it, else on views of the shard.
 
-        A view has a dim for every scattered run of atoms. None where the factors do not divide the dims.
+        A view has a dim for every scattered run of atoms. None where the factors do not divide the dims. Unless members
+        are to be ordered `level_major`, a scatter in the target's order needs no view.
         """
         slots = self._slots()
         if slots is None:
             return None
-        ops = self.ops({a: d for d, runs in enumerate(slots) for run in runs for a in run})
-        if ops is not None:
-            return ops
-        return self.viewed([(atoms, *runs) for atoms, runs in zip(self.source.atoms, slots, strict=True)])
+        homes = {a: d for d, runs in enumerate(slots) for run in runs for a in run}
+        for level in (True, *(() if level_major else (False,))):
+            if (ops := self.ops(homes, level_major=level)) is not None:
+                return ops
+        return self.viewed_ops([(atoms, *runs) for atoms, runs in zip(self.source.atoms, slots, strict=True)])
 
-    def viewed(self, slots: Sequence[Sequence[Atoms]]) -> list[Op] | None:
+    def viewed_ops(self, slots: Sequence[Sequence[Atoms]]) -> list[Op] | None:
         """Return the ops of the path on a view of the shard that has a dim for every run of atoms of every dim."""
         mesh, sizes, homes = self.source.mesh, list[int](), dict[int, int]()
         groups: list[list[int]] = []
@@ -128,8 +130,10 @@ class TypedPath:
             rooted = [a for run, x, y in zip(self.atoms, edge.source, edge.entered, strict=True) if x != y for a in run]
             ops += [ToPartial(mesh.fold(tuple(rooted)), "root")] if rooted else []
             varied = [a for f in edge.instruction.grouping.varies for a in self.atoms[f]]
-            if not level_major and set(varied) <= set(scattered):
-                varied.sort(key=scattered.index)
+            if not level_major:
+                order = scattered if set(varied) <= set(scattered) else list(itertools.chain(*self.target.atoms))
+                if set(varied) <= set(order):
+                    varied.sort(key=order.index)
             ops.append(self._op(edge.instruction.collective, varied, homes))
             for atoms, before, after in zip(self.atoms, edge.source, edge.target, strict=True):
                 scattered += atoms if before < after == "S" else ()

@@ -8,7 +8,7 @@ Reading order:
 - `table`       a table: the parameters that a framework stores, as data; the shipped ones are in `tables`
 - `cuts`        the rules of a cut: which intervals an owner has
 - `pieces`      what a device holds of one dim: boxes of digits at consecutive positions
-- `lowered`     runs of one dim, at every coordinate
+- `lowering`    runs of one dim, at every coordinate
 - `family`      one stored parameter, lowered
 - `sizing`      sizes of degrees, meshes, atoms and tensors, and what follows for every parameter
 - `binding`     tensors by name compared with what a rank should have

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.movement.weights.arithmetic import evaluate_arithmetic, names_in
 from shardplan.movement.weights.weights import Weights
 
@@ -46,7 +46,7 @@ def check_agreement(source: Weights, target: Weights, differ: str | Iterable[str
         if name not in apart or name in shapes:
             why = "sets shapes" if name in shapes else "is no field in which the configs differ"
             some = ", ".join(f for f in apart if f not in shapes) or "those that set none, where they differ"
-            raise LayoutError(f"differ = {shown(name)} {why}; legal are {some}")
+            raise LayoutError(f"differ = {excerpt(name)} {why}; legal are {some}")
     wrong = {field: values for field, values in apart.items() if field not in given}
     if wrong:
         every = [f"{f} is {_value(a)} at the source and {_value(b)} at the target" for f, (a, b) in wrong.items()]
@@ -59,7 +59,7 @@ def check_agreement(source: Weights, target: Weights, differ: str | Iterable[str
 
 
 def _value(value: Any) -> str:
-    return "not said" if value is None else shown(value)
+    return "not said" if value is None else excerpt(value)
 
 
 def _name(side: Weights) -> str:

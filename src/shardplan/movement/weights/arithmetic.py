@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Final
 
-from shardplan.errors import LayoutError, ParseError, shown
+from shardplan.errors import LayoutError, ParseError, excerpt
 
 Lookup = Callable[[str], Any]
 _BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
@@ -56,8 +56,8 @@ def evaluate_whole_number(text: str | int, lookup: Lookup, what: str) -> int:
     """
     value = text if isinstance(text, int) else evaluate_arithmetic(text, lookup)
     if isinstance(value, bool) or not isinstance(value, int | Fraction) or value != int(value) or value < 0:
-        said = shown(float(value)) if isinstance(value, Fraction) else shown(value)
-        where = ", ".join(f"{name} = {shown(lookup(name))}" for name in names_in(str(text)))
+        said = excerpt(float(value)) if isinstance(value, Fraction) else excerpt(value)
+        where = ", ".join(f"{name} = {excerpt(lookup(name))}" for name in names_in(str(text)))
         given = f" where {where}" if where else ""
         raise LayoutError(f"{what} = {text} is {said}{given}; legal is a whole number of at least 0")
     return int(value)
@@ -78,14 +78,14 @@ def _parse_arithmetic(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ParseError(f"the size {shown(text)} is no arithmetic; legal are {_LEGAL}") from None
+        raise ParseError(f"the size {excerpt(text)} is no arithmetic; legal are {_LEGAL}") from None
 
 
 def _value(node: ast.expr, text: str, lookup: Lookup) -> Any:
     def of(inner: ast.expr) -> Any:
         found = _value(inner, text, lookup)
         if found is None:
-            raise LayoutError(f"{ast.unparse(inner)} is not known, which {shown(text)} needs; give it in the config")
+            raise LayoutError(f"{ast.unparse(inner)} is not known, which {excerpt(text)} needs; give it in the config")
         return found
 
     match node:
@@ -113,7 +113,7 @@ def _value(node: ast.expr, text: str, lookup: Lookup) -> Any:
         case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]) if function in _FUNCTIONS and arguments:
             return _numbers(_FUNCTIONS[function], text, *map(of, arguments))
         case _:
-            raise ParseError(f"{ast.unparse(node)} in the size {shown(text)} is no arithmetic; legal are {_LEGAL}")
+            raise ParseError(f"{ast.unparse(node)} in the size {excerpt(text)} is no arithmetic; legal are {_LEGAL}")
 
 
 def _numbers(function: Callable[..., Any], text: str, *values: Any) -> Any:
@@ -121,9 +121,9 @@ def _numbers(function: Callable[..., Any], text: str, *values: Any) -> Any:
     try:
         return function(*(v if isinstance(v, int | Fraction) else _exact(v) for v in values))
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
-        said = ", ".join(map(shown, values))
+        said = ", ".join(map(excerpt, values))
         raise LayoutError(
-            f"{shown(text)} cannot be worked out on {said}; legal are numbers, and no division by 0"
+            f"{excerpt(text)} cannot be worked out on {said}; legal are numbers, and no division by 0"
         ) from None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 
 _SHOWN = 3  # of each kind; the error carries all
 
@@ -46,7 +46,7 @@ def check_named(
     A name that matches a pattern in `spare` may be there beside them.
     """
     if not isinstance(named, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"{where}: the parameters are {shown(named)}; legal are tensors by name")
+        raise LayoutError(f"{where}: the parameters are {excerpt(named)}; legal are tensors by name")
     shapes = {name: shape for name, shape, _ in legal}
     missing = tuple(name for name in shapes if name not in named)
     additional = tuple(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardplan.errors import ParseError, line, shown
+from shardplan.errors import ParseError, excerpt, line
 
 PLAIN = "default"  # rotary embeddings that nothing scales
 
@@ -35,7 +35,7 @@ def model_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ParseError(f"{line(path)}: {line(error)}; legal is a model's config.json") from None
     if not isinstance(data, dict):
-        raise ParseError(f"{line(path)}: {shown(data)}; legal is a model's config.json, an object")
+        raise ParseError(f"{line(path)}: {excerpt(data)}; legal is a model's config.json, an object")
     return model_config(data)
 
 
@@ -45,7 +45,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(said, Mapping):
-        return {"rope_scaling": shown(said)}
+        return {"rope_scaling": excerpt(said)}
     base = config.get("rope_theta")
     kind = said.get("rope_type") or said.get("type") or PLAIN
     more = {k: v for k, v in said.items() if k not in ("rope_theta", "rope_type", "type") and v is not None}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.movement.weights.lowered import DimRuns
+from shardplan.movement.weights.lowering import DimRuns
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)
 

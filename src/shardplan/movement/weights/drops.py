@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.movement.weights.contents import merge_intervals
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import legal_coordinates
@@ -72,7 +72,7 @@ def check_drops(
     for pattern in patterns:
         if not isinstance(pattern, str) or not any(f.matches(pattern) for f in found):  # pyright: ignore
             legal = ", ".join(f.tensor for f in found) or "none, since the target takes all"
-            raise LayoutError(f"drop = {shown(pattern)} matches nothing that is left out; legal are {legal}")
+            raise LayoutError(f"drop = {excerpt(pattern)} matches nothing that is left out; legal are {legal}")
     lost = [f for f in found if not any(f.matches(p) for p in patterns)]
     if lost:
         some = ", ".join(map(str, lost[:_SHOWN])) + (f", and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")

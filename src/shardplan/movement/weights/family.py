@@ -21,7 +21,7 @@ from shardplan.movement.weights.form import (
     walk_factors,
 )
 from shardplan.movement.weights.logical import MOST_ELEMENTS, LogicalTensor
-from shardplan.movement.weights.lowered import (
+from shardplan.movement.weights.lowering import (
     DimDigits,
     DimRuns,
     DimSizes,

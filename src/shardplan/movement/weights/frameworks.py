@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from shardplan.errors import LayoutError, ParseError, line, near_text, shown
+from shardplan.errors import LayoutError, ParseError, excerpt, line, near_text
 from shardplan.movement.weights.cuts import UnevenCut
 
 FRAMEWORKS = ("hf", "vllm", "sglang", "megatron", "torchtitan", "fsdp2", "dcp", "peft")
@@ -103,7 +103,7 @@ def family_of(config: Mapping[str, Any]) -> str:
     if isinstance(said, str) and said in FAMILIES:
         return FAMILIES[said]
     raise LayoutError(
-        f"model_type = {shown(said)}: no table ships for it{near_text(said, FAMILIES)}; legal are "
+        f"model_type = {excerpt(said)}: no table ships for it{near_text(said, FAMILIES)}; legal are "
         f"{', '.join(FAMILIES)}, or the path of a table"
     )
 
@@ -175,7 +175,7 @@ def check_expert_degree(table: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in given.keys() - rest.keys():
         whole = rest.get("tensor", 1) * rest.get("data", 1) if table.endswith("-ep") else 1
         if given[name] not in (1, whole):
-            raise LayoutError(f"{table}: {name} = {shown(given[name])}; legal is {whole}, which is tp x dp, or none")
+            raise LayoutError(f"{table}: {name} = {excerpt(given[name])}; legal is {whole}, which is tp x dp, or none")
     return rest
 
 
@@ -188,7 +188,7 @@ def unknown_table(what: str, name: str, shipped: Iterable[str]) -> LayoutError:
     near = get_close_matches(name, [*FRAMEWORKS, *shipped], 1, 0.5)
     hint = f"; the nearest is {near[0]}" if near else ""
     return LayoutError(
-        f"{what} {shown(name)} is no file and is not shipped{hint}; legal are {', '.join(FRAMEWORKS)} with the "
+        f"{what} {excerpt(name)} is no file and is not shipped{hint}; legal are {', '.join(FRAMEWORKS)} with the "
         "model's config, a shipped table's name, or a table's path"
     )
 

@@ -18,7 +18,7 @@ from shardplan.movement.weights.contents import DimContents, merge_intervals
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import FamilyMove, OwnerGroups
 from shardplan.plans.bounds import capacity, most_over, summed_capacity
-from shardplan.plans.starts import Bound, started
+from shardplan.plans.starts import Bound, bound_with_starts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ def least_seconds(demands: Sequence[RefitDemand], fabric: Fabric) -> float:
     devices = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]))
     # By messages, as every refit moves: a collective may reach more of a rate.
     rows = fabric.library.serving("messages", "auto")
-    fabric = fabric.under(replace(fabric.library, rows=tuple(rows)))
+    fabric = fabric.with_library(replace(fabric.library, rows=tuple(rows)))
     at = fabric.topology_ids(devices)
     worst = [Bound(0.0, 0.0)]
     for j, wires in enumerate(fabric.wires):
@@ -83,7 +83,7 @@ def least_seconds(demands: Sequence[RefitDemand], fabric: Fabric) -> float:
             if wires.level.link != "switch":
                 rate = summed_capacity(fabric, j, units[None], own)[0]
             bounds.append(size / float(rate) if size else 0.0)
-        worst.append(started(fabric, j, max(bounds), at))
+        worst.append(bound_with_starts(fabric, j, max(bounds), at))
     return Bound.largest(worst).seconds
 
 

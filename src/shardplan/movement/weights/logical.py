@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from shardplan.errors import LayoutError, ParseError, shown
+from shardplan.errors import LayoutError, ParseError, excerpt
 
 _DIM = re.compile(r"\s*([A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*|1|)\s*(?:\[([^\[\]:]*):([^\[\]:]*)(?::([^\[\]:]*))?\])?\s*\Z")
 
@@ -45,7 +45,7 @@ def logical_dims(tensor: str, text: str) -> tuple[LogicalDim, ...]:
         match = _DIM.match(part)
         if match is None:
             raise ParseError(
-                f"{tensor} = {shown(text)}: the dim {shown(part.strip())} is none; legal is as 'l[3:61], g r d, e'"
+                f"{tensor} = {excerpt(text)}: the dim {excerpt(part.strip())} is none; legal is as 'l[3:61], g r d, e'"
             )
         atoms = () if match.group(1) == "1" else tuple(match.group(1).split())
         found.append(LogicalDim(atoms, *((text or "").strip() for text in match.groups()[1:])))
@@ -68,7 +68,7 @@ class LogicalTensor:
                 raise LayoutError(f"{self.name}: {d} is {r.start} to {r.stop} of {n}; legal is a range within 0 to {n}")
         if math.prod(max(1, n) for n in self.sizes) > MOST_ELEMENTS:
             raise LayoutError(
-                f"{self.name} has the sizes {shown(self.sizes)}; legal are {MOST_ELEMENTS} elements at most"
+                f"{self.name} has the sizes {excerpt(self.sizes)}; legal are {MOST_ELEMENTS} elements at most"
             )
         atoms = [a for d in self.dims for a in d.atoms]
         if len(set(atoms)) < len(atoms):

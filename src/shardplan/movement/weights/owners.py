@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.movement.weights.contents import DimCells, DimContents, cells_of, contents_of, overlap_of
 from shardplan.movement.weights.family import StoredFamily
-from shardplan.movement.weights.lowered import DimRuns
+from shardplan.movement.weights.lowering import DimRuns
 from shardplan.movement.weights.relays import fed_once
 from shardplan.movement.weights.spreading import Shares, spread
 

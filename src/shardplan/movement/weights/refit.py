@@ -16,7 +16,7 @@ import numpy as np
 
 from shardplan.core.dtypes import itemsize
 from shardplan.core.pattern import Messages
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import seconds as seconds_on
 from shardplan.hardware.topology import Topology
@@ -76,7 +76,7 @@ class RefitPlan:
         Raises `LayoutError` where the rank is on neither side.
         """
         if rank not in self.source.devices and rank not in self.target.devices:
-            raise LayoutError(f"rank {shown(rank)} is on neither side; legal are the devices of source and target")
+            raise LayoutError(f"rank {excerpt(rank)} is on neither side; legal are the devices of source and target")
         return write_regions(self._writer, self.moves, self._ids, (self.source.starts, self.target.starts), rank)
 
     def passed_on(self, rank: int) -> RefitRegions:
@@ -85,7 +85,7 @@ class RefitPlan:
         Both parameters are numbers in `target.names(rank)`; `move` is the number in `relays`. Errors as of `regions`.
         """
         if rank not in self.target.devices:
-            raise LayoutError(f"rank {shown(rank)} is not on the target; legal are its devices")
+            raise LayoutError(f"rank {excerpt(rank)} is not on the target; legal are its devices")
         writer = RegionWriter(self.target.families, self.target.families)
         ids = (self._ids[1], self._ids[1])
         return write_regions(writer, self.relays, ids, (self.target.starts, self.target.starts), rank)
@@ -158,7 +158,7 @@ class RefitPlan:
         return seconds_on(Messages(s, t, size.astype(np.float64)), fabric) if len(s) else 0.0
 
     @cached_property
-    def bound(self) -> float:
+    def bound_seconds(self) -> float:
         """The least seconds in which all elements can arrive, sent by owners; see `limits`."""
         fabric = fabric_of(self.topology, (self.source.mesh, self.target.mesh))
         families = self.source.families
@@ -242,7 +242,7 @@ def refit(
     """
     for side, value in (("source", source), ("target", target)):
         if not isinstance(value, Weights):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"the {side} of a refit is {shown(value)}; legal are Weights")
+            raise LayoutError(f"the {side} of a refit is {excerpt(value)}; legal are Weights")
     for side in (source, target):
         check_blocks(side)
     check_scaled(source, target)
@@ -279,7 +279,7 @@ def refit(
         if pattern not in matched:
             legal = ", ".join(dict.fromkeys(t for f in target.families for t in f.tensors))
             raise LayoutError(
-                f"only = {shown(pattern)} matches nothing; legal are parameters of the target, and {legal}"
+                f"only = {excerpt(pattern)} matches nothing; legal are parameters of the target, and {legal}"
             )
     dropped = check_drops(source, target, patterns, drop)
     passed = () if node is None else tuple(relays)

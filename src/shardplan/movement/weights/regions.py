@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.movement.weights.contents import meet
 from shardplan.movement.weights.family import StoredFamily
-from shardplan.movement.weights.lowered import DimRuns
+from shardplan.movement.weights.lowering import DimRuns
 from shardplan.movement.weights.owners import FamilyMove
 
 NDIM = 4

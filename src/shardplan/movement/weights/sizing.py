@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.core.dtypes import short_name
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.movement.weights.arithmetic import evaluate_arithmetic, evaluate_whole_number
 from shardplan.movement.weights.cuts import OwnerTable
 from shardplan.movement.weights.family import StoredFamily, Terms, lower
@@ -33,7 +33,7 @@ class TableSizes(Mapping[str, int]):
                 value if isinstance(value, int) else evaluate_whole_number(value, self.look, f"the degree {name}")
             )
             if not 1 <= self.degrees[name] <= MOST_DEVICES:
-                raise LayoutError(f"the degree {name} is {shown(self.degrees[name])}; legal is 1 to {MOST_DEVICES}")
+                raise LayoutError(f"the degree {name} is {excerpt(self.degrees[name])}; legal is 1 to {MOST_DEVICES}")
         self.numbers = {name: evaluate_whole_number(text, self.look, name) for name, text in table.numbers}
         self.meshes = {name: {a: self._axis(a) for a in axes} for name, axes in table.meshes}
         self.count = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.movement.weights.weights import Weights, make_weights
 
 # How names of state are made of a parameter's: `{state}` is exp_avg, exp_avg_sq or param, `{name}` the parameter's.
@@ -44,7 +44,7 @@ def optimizer_state(weights: Weights, state: str, form: str = "dtensor", dtype: 
             "legal is to save it with --dist-ckpt-optim-fully-reshardable, and fully_reshardable here"
         )
     if form not in FORMATS:
-        raise LayoutError(f"optimizer state as {shown(form)}; legal are {', '.join(FORMATS)}")
+        raise LayoutError(f"optimizer state as {excerpt(form)}; legal are {', '.join(FORMATS)}")
     table = weights.table
     named = tuple(
         replace(p, name=FORMATS[form].replace("{name}", p.name).replace("{state}", state), dtype=dtype, plus=0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.core.decoding import decode_toml, read_text
-from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.errors import LayoutError, ParseError, excerpt, line
 from shardplan.hardware.toml_fields import basic_string
 from shardplan.movement.weights.form import RULES, StoredForm, cuts_of, parse_product
 from shardplan.movement.weights.frameworks import unknown_table
@@ -163,7 +163,7 @@ def find_table_file(path_or_name: str | Path, what: str, beside: Path | None = N
     """Return the path of a table or family: as given, beside a file, or shipped; raises `LayoutError`."""
     given = Path(path_or_name)
     if not given.name or "\0" in str(given) or len(given.name.encode()) > _LONGEST_NAME:
-        raise LayoutError(f"{what} {shown(str(path_or_name))} is no path; shipped are {', '.join(shipped_tables())}")
+        raise LayoutError(f"{what} {excerpt(str(path_or_name))} is no path; shipped are {', '.join(shipped_tables())}")
     named = given if given.suffix == ".toml" else given.with_name(given.name + ".toml")
     for path in ((beside or Path()) / given, (beside or Path()) / named, SHIPPED / named.name):
         if path.is_file() and path.suffix == ".toml":
@@ -181,16 +181,16 @@ def _read_with_base(path: Path, kind: str, depth: int) -> dict[str, Any]:
         if key not in _KEYS[kind]:
             raise LayoutError(f"{line(path)}: unknown key {key!r}; legal: {', '.join(_KEYS[kind])}")
     if not isinstance(data.get("parameters", []), list):
-        raise LayoutError(f"{line(path)}: parameters = {shown(data['parameters'])}; legal are [[parameters]]")
+        raise LayoutError(f"{line(path)}: parameters = {excerpt(data['parameters'])}; legal are [[parameters]]")
     base, names = data.pop("base", None), data.pop("without", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise LayoutError(f"{line(path)}: without = {shown(names)}; legal is a list of names")
+        raise LayoutError(f"{line(path)}: without = {excerpt(names)}; legal is a list of names")
     if data.get("version", 1) != 1:
-        raise LayoutError(f"{line(path)}: version {shown(data['version'])}; legal is 1")
+        raise LayoutError(f"{line(path)}: version {excerpt(data['version'])}; legal is 1")
     if base is None:
         return data
     if depth == _MOST_BASES or not isinstance(base, str):
-        raise LayoutError(f"{line(path)}: base = {shown(base)}; legal is a file that does not stand on this one")
+        raise LayoutError(f"{line(path)}: base = {excerpt(base)}; legal is a file that does not stand on this one")
     below = _read_with_base(find_table_file(base, "a base", path.parent), kind, depth + 1)
     if names:
         below["parameters"] = _remove_parameters(below.get("parameters", []), names, f"{line(path)}: without")
@@ -212,7 +212,7 @@ def _remove_parameters(parameters: list[Any], names: list[str], where: str) -> l
     """The parameters of a base less some; raises `LayoutError` for a name that it does not have."""
     known = [p["name"] for p in parameters if isinstance(p, dict) and isinstance(p.get("name"), str)]
     if strange := next((name for name in names if name not in known), None):
-        raise LayoutError(f"{where} has {shown(strange)}; legal are parameters of the base: {', '.join(known)}")
+        raise LayoutError(f"{where} has {excerpt(strange)}; legal are parameters of the base: {', '.join(known)}")
     return [p for p in parameters if not isinstance(p, dict) or p.get("name") not in names]
 
 
@@ -220,14 +220,14 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
     def section(name: str, of: dict[str, Any]) -> dict[str, Any]:
         found = of.get(name, {})
         if not isinstance(found, dict) or not all(_NAME.match(key) for key in found):
-            raise LayoutError(f"{where}: [{name}] is {shown(found)}; legal is a table of names")
+            raise LayoutError(f"{where}: [{name}] is {excerpt(found)}; legal is a table of names")
         return found
 
     def texts(name: str, of: dict[str, Any]) -> Pairs:
         found = section(name, of)
         for key, value in found.items():
             if isinstance(value, bool) or not isinstance(value, str | int):
-                raise LayoutError(f"{where}: {name}.{key} = {shown(value)}; legal is text, or a whole number")
+                raise LayoutError(f"{where}: {name}.{key} = {excerpt(value)}; legal is text, or a whole number")
         return tuple((key, str(value)) for key, value in found.items())
 
     family = section("of", data)
@@ -239,7 +239,7 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
             or not all(isinstance(a, str) and _NAME.match(a) for a in axes)
             or len(set(axes)) < len(axes)
         ):
-            raise LayoutError(f"{where}: the mesh {name or 'mesh'} = {shown(axes)}; legal is a list of distinct axes")
+            raise LayoutError(f"{where}: the mesh {name or 'mesh'} = {excerpt(axes)}; legal is a list of distinct axes")
     if "" not in meshes:
         raise LayoutError(f"{where}: no mesh; legal is mesh = a list of axes, major first")
     same = [(k, _field(where, v, "as"), str(v.get("when", ""))) for k, v in section("same", family).items()]
@@ -248,11 +248,11 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
     ]
     recomputed = family.get("recomputed", [])
     if not isinstance(recomputed, list) or not all(isinstance(name, str) for name in recomputed):
-        raise LayoutError(f"{where}: recomputed = {shown(recomputed)}; legal is a list of names, with * for any part")
+        raise LayoutError(f"{where}: recomputed = {excerpt(recomputed)}; legal is a list of names, with * for any part")
     degrees = section("degrees", data)
     for key, value in degrees.items():
         if isinstance(value, bool) or not isinstance(value, str | int):
-            raise LayoutError(f"{where}: the degree {key} = {shown(value)}; legal is a whole number, or text of one")
+            raise LayoutError(f"{where}: the degree {key} = {excerpt(value)}; legal is a whole number, or text of one")
     return WeightTable(
         str(data.get("name", "")),
         str(data.get("source", "")),
@@ -274,23 +274,23 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
 
 def _field(where: str, value: object, key: str) -> str:
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
-        raise LayoutError(f"{where}: {shown(value)} lacks {key!r}; legal is a table with it")
+        raise LayoutError(f"{where}: {excerpt(value)} lacks {key!r}; legal is a table with it")
     return value[key]
 
 
 def _parameter(where: str, data: object) -> TableParameter:
     legal = ("name", "is", "on", "when", "unless", "mesh", "dtype", "plus")
     if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not isinstance(data.get("is"), str):
-        raise LayoutError(f"{where}: the parameter {shown(data)} lacks name or is; legal: {', '.join(legal)}")
+        raise LayoutError(f"{where}: the parameter {excerpt(data)} lacks name or is; legal: {', '.join(legal)}")
     unknown = [key for key in data if key not in legal]
     if unknown:
         raise LayoutError(f"{where}: {data['name']}: unknown key {unknown[0]!r}; legal: {', '.join(legal)}")
     on = data.get("on", {})
     if not isinstance(on, dict) or not all(isinstance(v, int) or v in ("first", "last") for v in on.values()):
-        raise LayoutError(f"{where}: {data['name']}: on = {shown(on)}; legal are axes, each first, last or a number")
+        raise LayoutError(f"{where}: {data['name']}: on = {excerpt(on)}; legal are axes, each first, last or a number")
     plus = data.get("plus", 0)
     if not isinstance(plus, int):
-        raise LayoutError(f"{where}: {data['name']}: plus = {shown(plus)}; legal is a whole number")
+        raise LayoutError(f"{where}: {data['name']}: plus = {excerpt(plus)}; legal is a whole number")
     try:
         form = StoredForm.parse(data["is"])
     except ParseError as error:

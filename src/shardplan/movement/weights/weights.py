@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.core.decoding import decode_toml, read_text
 from shardplan.core.dtypes import itemsize, short_name
 from shardplan.core.mesh import Mesh
-from shardplan.errors import LayoutError, ParseError, line, shown
+from shardplan.errors import LayoutError, ParseError, excerpt, line
 from shardplan.movement.weights.arithmetic import names_in
 from shardplan.movement.weights.binding import check_named
 from shardplan.movement.weights.configs import model_config
@@ -101,11 +101,11 @@ class Weights:
             raise ParseError("the text of weights has no [side] of version 1; legal is what str(weights) writes")
         for key, kind in (("config", dict), ("degrees", dict), ("dtype", str), ("devices", list)):
             if not isinstance(side.get(key), kind):
-                raise ParseError(f"the text of weights: side.{key} is {shown(side.get(key))}; {_WRITTEN}")
+                raise ParseError(f"the text of weights: side.{key} is {excerpt(side.get(key))}; {_WRITTEN}")
         spans: list[Any] = side["devices"]
         whole = all(isinstance(s, list) and len(s) == 2 and all(type(i) is int and i >= 0 for i in s) for s in spans)
         if not whole or sum(max(0, stop - start) for start, stop in spans) > _MOST_DEVICES:
-            raise ParseError(f"the text of weights: side.devices is {shown(spans)}; {_WRITTEN}")
+            raise ParseError(f"the text of weights: side.devices is {excerpt(spans)}; {_WRITTEN}")
         devices = [i for start, stop in spans for i in range(start, stop)]
         return make_weights(
             WeightTable.of(data, "the text of weights"), side["config"], side["degrees"], devices, side["dtype"]
@@ -164,7 +164,7 @@ class Weights:
     def place(self, rank: int) -> int:
         """Return a rank's place in mesh order; raises `LayoutError`."""
         if rank not in self._places:
-            raise LayoutError(f"rank {shown(rank)} is not one of these weights; legal are {_spans(self.devices)}")
+            raise LayoutError(f"rank {excerpt(rank)} is not one of these weights; legal are {_spans(self.devices)}")
         return self._places[rank]
 
     @cached_property
@@ -201,7 +201,7 @@ class Weights:
         for known, shape, _ in self.parameters(rank):
             if known == name:
                 return shape
-        raise LayoutError(f"rank {rank} has no parameter {shown(name)}; legal are those of names({rank})")
+        raise LayoutError(f"rank {rank} has no parameter {excerpt(name)}; legal are those of names({rank})")
 
     def check(self, named: Mapping[str, Any], rank: int) -> None:
         """Compare tensors by name (anything with a `shape`) with what a rank should have.
@@ -298,7 +298,7 @@ def make_weights(
 
 def _degree(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LayoutError(f"the degree {name} is {shown(value)}; legal is a whole number of at least 1")
+        raise LayoutError(f"the degree {name} is {excerpt(value)}; legal is a whole number of at least 1")
     return value
 
 
@@ -308,7 +308,7 @@ def _owners(name: str, value: object) -> OwnerTable:
         return tuple(entries)
     if entries and all(isinstance(v, list | tuple) and all(isinstance(i, int) for i in v) for v in entries):
         return tuple(tuple(v) for v in entries)
-    raise LayoutError(f"{name} is {shown(value)}; legal is a list of counts, or of lists of indices, one a piece")
+    raise LayoutError(f"{name} is {excerpt(value)}; legal is a list of counts, or of lists of indices, one a piece")
 
 
 def _scalars(config: Mapping[str, Any], keys: Iterable[str]) -> tuple[tuple[str, Scalar], ...]:
@@ -317,4 +317,4 @@ def _scalars(config: Mapping[str, Any], keys: Iterable[str]) -> tuple[tuple[str,
 
 def _spans(devices: tuple[int, ...]) -> str:
     low, high = min(devices), max(devices)
-    return f"{low} to {high}" if high - low + 1 == len(devices) else shown(devices)
+    return f"{low} to {high}" if high - low + 1 == len(devices) else excerpt(devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.simulation.closed.work import PARTIAL, State
 from shardplan.strategy.model import Model
@@ -21,7 +21,7 @@ def addends(model: Model, forwards: int, held: Mapping[str, State]) -> dict[str,
     found = dict(held)
     for step in reversed(model.program.steps[forwards:]):
         op, wanted = computing(step.op), found.get(step.results[0])
-        if op is not None and wanted is not None and nested(step.op) is None:
+        if op is not None and wanted is not None and as_nested(step.op) is None:
             types = [model.program.types[o] for o in step.operands]
             alike = {t.shape for t in types} == {model.program.types[step.results[0]].shape}
             if alike and op.passes(frozenset(range(len(types))), "sum", types):

@@ -290,7 +290,7 @@ class ClosedForm:
             kind = "bf16" if precision in NARROW else precision
             model = self.model
             if kind is not None and model.fields.get("precision") != kind:
-                model = model.mixed(kind)
+                model = model.with_precision(kind)
             types = model.program.types
             sizes = (zip(dims, types[v].shape, strict=True) for v, dims in model.dims.items() if v in types)
             small = any(dim == "batch" and n == 1 for pairs in sizes for dim, n in pairs)

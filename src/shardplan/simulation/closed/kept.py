@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.simulation.closed.work import Extent, HeldParameter, LocalValue
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.tables import LAYER, Layouts
@@ -12,7 +12,7 @@ from shardplan.strategy.partition.tables import LAYER, Layouts
 
 def kept_values(model: Model, layouts: Layouts, axes: Sequence[str]) -> tuple[HeldParameter, ...]:
     """Return the caches of a model's layers, each as a layer of its run has it on a device."""
-    loops = [step for step in model.program.steps if nested(step.op) is not None]
+    loops = [step for step in model.program.steps if as_nested(step.op) is not None]
     found: list[HeldParameter] = []
     for name, dims in model.dims.items():
         of = name.rpartition(".")[0]

@@ -41,12 +41,12 @@ def layer_life(block: ReadBlock, op: Nested, rows: Mapping[str, str], local: Loc
     body, types, end = op.body, op.body.types, len(op.body.steps)
     inputs = [name for name, _ in body.inputs]
     if op.backwards:
-        passing = {*body.outputs[: op.kept]}  # what leads to what is carried
+        passing = {*body.outputs[: op.carried_count]}  # what leads to what is carried
         for step in reversed(body.steps):
             passing |= {*step.operands} if passing & {*step.results} else set()
     else:
-        passing = types.keys() - {*body.outputs[op.kept :]}  # what is saved is there anyhow
-    of, ended = storages(body, {name: t.local_bytes() for name, t in types.items()}, inputs[op.kept :])
+        passing = types.keys() - {*body.outputs[op.carried_count :]}  # what is saved is there anyhow
+    of, ended = storages(body, {name: t.local_bytes() for name, t in types.items()}, inputs[op.carried_count :])
     begins = dict.fromkeys(inputs, 0)
     begins |= {r: k for k, step in enumerate(body.steps) for r in step.results}
     ends = {name: k for k, names in enumerate(ended) for name in names}
@@ -55,7 +55,7 @@ def layer_life(block: ReadBlock, op: Nested, rows: Mapping[str, str], local: Loc
     row_kinds: dict[int, str] = {}
     early: list[int] = []  # copies of rows, which are there from the start where the rows are made again
     for name in dict.fromkeys(of.values()):
-        counted = name in rows or name in inputs[: op.kept] or (name not in inputs and name in passing)
+        counted = name in rows or name in inputs[: op.carried_count] or (name not in inputs and name in passing)
         if not counted or name in block.held:
             continue
         if name in rows:
@@ -63,14 +63,14 @@ def layer_life(block: ReadBlock, op: Nested, rows: Mapping[str, str], local: Loc
         found.append(local(name, types[name], block.state.get(name, {})))
         spans.append((begins[name], ends.get(name, end)))
     for (name, state), (first, last) in block.copies.items():
-        if name not in block.held and (name in passing or name in rows or name in inputs[: op.kept]):
+        if name not in block.held and (name in passing or name in rows or name in inputs[: op.carried_count]):
             early += [len(found)] if name in rows else []
             found.append(local(name, types[name], dict(state)))
             spans.append((first, last))
     alive = np.zeros((max(end, 1), len(found)), dtype=np.int8)
     for k, (first, last) in enumerate(spans):
         alive[first : last + 1, k] = 1
-    carried = [local(name, types[name], block.state.get(name, {})) for name in body.outputs[: op.kept]]
+    carried = [local(name, types[name], block.state.get(name, {})) for name in body.outputs[: op.carried_count]]
     for value in carried:  # they are among what the op leaves
         alive = np.concatenate([alive, -np.ones((len(alive), 1), dtype=np.int8)], axis=1)
         found.append(value)
@@ -82,7 +82,7 @@ def layer_life(block: ReadBlock, op: Nested, rows: Mapping[str, str], local: Loc
         for step in body.steps
         if not passing & {*step.results}
         for o in step.operands
-        if (o in passing or o in rows or o in inputs[: op.kept]) and o not in block.held
+        if (o in passing or o in rows or o in inputs[: op.carried_count]) and o not in block.held
     }
     return LayerLife(block.run, op.backwards, tuple(found), alive, again, row_kinds, tuple(late.values()))
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.core.decoding import decode_toml
-from shardplan.errors import ParseError, ShardplanError, shown
-from shardplan.hardware.toml_fields import basic_string, known
+from shardplan.errors import ParseError, ShardplanError, excerpt
+from shardplan.hardware.toml_fields import basic_string, check_keys
 from shardplan.simulation.closed.parameters import Parameters
 
 _FILES = Path(__file__).parent / "machines"
@@ -62,27 +62,29 @@ def parse_fit(text: str, what: str = "parameters") -> MachineFit:
         data = decode_toml(text)
     except ParseError as error:
         raise ParseError(f"{what} is no TOML: {error}") from None
-    known(what, data, ("machine", "base", "source", "parameters", "fit"))
+    check_keys(what, data, ("machine", "base", "source", "parameters", "fit"))
     said = data.get("parameters")
     if not isinstance(said, dict):
         raise ShardplanError(
-            f"{what}: parameters is {shown(said)}; legal is a table of {', '.join(Parameters.names())}"
+            f"{what}: parameters is {excerpt(said)}; legal is a table of {', '.join(Parameters.names())}"
         )
-    known(f"{what}: parameters", said, Parameters.names())
+    check_keys(f"{what}: parameters", said, Parameters.names())
     values = {k: border.number(f"{what}: {k}", v, ShardplanError) for k, v in said.items()}
     fit = data.get("fit", {})
     if not isinstance(fit, dict):
-        raise ShardplanError(f"{what}: fit is {shown(fit)}; legal is a table")
+        raise ShardplanError(f"{what}: fit is {excerpt(fit)}; legal is a table")
     names, rows = fit.get("names", []), fit.get("covariance", [])
     if not isinstance(names, list) or not all(isinstance(n, str) and n in Parameters.names() for n in names):
-        raise ShardplanError(f"{what}: fit.names is {shown(names)}; legal are some of {', '.join(Parameters.names())}")
+        raise ShardplanError(
+            f"{what}: fit.names is {excerpt(names)}; legal are some of {', '.join(Parameters.names())}"
+        )
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == len(names) for row in rows):
-        raise ShardplanError(f"{what}: fit.covariance is {shown(rows)}; legal are rows of {len(names)} numbers")
+        raise ShardplanError(f"{what}: fit.covariance is {excerpt(rows)}; legal are rows of {len(names)} numbers")
     if len(rows) != len(names):
         raise ShardplanError(f"{what}: fit.covariance has {len(rows)} rows; legal are {len(names)}, one a name")
     wrong = next((x for row in rows for x in row if not _finite(x)), None)
     if wrong is not None:
-        raise ShardplanError(f"{what}: fit.covariance has {shown(wrong)}; legal are finite numbers")
+        raise ShardplanError(f"{what}: fit.covariance has {excerpt(wrong)}; legal are finite numbers")
     covariance = np.array(rows, dtype=float).reshape(len(names), len(names))
     base = border.text(f"{what}: base", data.get("base", ""), ShardplanError)
     return MachineFit(Parameters(**values), tuple(names), covariance, base)

@@ -53,7 +53,9 @@ def needed_values(program: Program, forwards: int) -> set[str]:
 
 def needed_inside(op: Nested, step: Step, block: ReadBlock) -> set[str]:
     """The values of a body that what is stacked is made of: not those that only go on to the next layer."""
-    wanted = {name for k, name in enumerate(op.body.outputs) if k >= op.kept and step.results[k] in block.needed}
+    wanted = {
+        name for k, name in enumerate(op.body.outputs) if k >= op.carried_count and step.results[k] in block.needed
+    }
     for one in reversed(op.body.steps):
         if wanted & {*one.results}:
             wanted |= {*one.operands}

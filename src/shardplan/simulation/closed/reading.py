@@ -14,7 +14,7 @@ from functools import partial
 
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -153,7 +153,7 @@ class _Reader:
         return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums, shared_dim(dims) is not None)
 
     def _step(self, block: ReadBlock, number: int, step: Step) -> None:
-        loop = nested(step.op)
+        loop = as_nested(step.op)
         if loop is not None:
             self._loop(block, number, step, loop)
             return
@@ -321,8 +321,8 @@ class _Reader:
         whole = len(op.body.inputs) - op.cut
         for k, (outside, (name, t)) in enumerate(zip(step.operands, op.body.inputs, strict=True)):
             less = 1 if k >= whole else 0
-            state = self._canonical(block, outside) if k < op.kept else block.state.get(outside, {})
-            if k < op.kept:
+            state = self._canonical(block, outside) if k < op.carried_count else block.state.get(outside, {})
+            if k < op.carried_count:
                 self._moved(block, outside, t, state, needed=True)
                 if not k and self.phase == FORWARD:
                     self.carried, self.entering[run] = self._local(inner, name, t, state), name
@@ -346,7 +346,7 @@ class _Reader:
             if outside in self.owners:
                 of, held = block.held[outside]
                 inner.held[name] = of, {a: d - 1 for a, d in held.items()}
-        inner.needed, inner.kept = needed_inside(op, step, block), {*op.body.outputs[op.kept :]}
+        inner.needed, inner.kept = needed_inside(op, step, block), {*op.body.outputs[op.carried_count :]}
         for n, one in enumerate(op.body.steps):
             inner.number = n
             self._step(inner, n, one)
@@ -355,7 +355,7 @@ class _Reader:
             self.lives.append(layer_life(inner, op, rows, partial(self._local, inner)))
         for k, (outside, name) in enumerate(zip(step.results, op.body.outputs, strict=True)):
             state = inner.state.get(name, {})
-            if k < op.kept:
+            if k < op.carried_count:
                 entered = inner.state[op.body.inputs[k][0]]
                 self._moved(inner, name, op.body.types[name], entered, needed=True)
                 state = entered

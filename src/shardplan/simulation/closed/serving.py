@@ -107,7 +107,7 @@ def _passes(op: Compute, summed: frozenset[int], types: tuple[TensorType, ...]) 
         for k, t in enumerate(types)
     ]
     try:
-        results = results_of(op.laid(_TWO), tuple(laid))
+        results = results_of(op.on_mesh(_TWO), tuple(laid))
     except ShardplanError:
         return False
     if not all(t.layout.partial for t in results):

@@ -20,7 +20,7 @@ FORWARD, BACKWARD, UPDATE = range(3)  # phases
 @lru_cache(maxsize=1 << 14)
 def work_of(op: Compute, types: tuple[TensorType, ...]) -> tuple[float, float]:
     """Return the operations of an op on whole operands, and the bytes that it touches."""
-    return op.flops(*types), op.touched(*types)
+    return op.flops(*types), op.touched_bytes(*types)
 
 
 class Extent(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.machines import of_machine
@@ -43,7 +43,7 @@ def simulate_requests(
     """
     where = topology_of("the topology", topology)
     if not isinstance(requests, Requests):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardplanError(f"simulate: requests is {shown(requests)}; legal is a Requests")
+        raise ShardplanError(f"simulate: requests is {excerpt(requests)}; legal is a Requests")
     if where.size != strategy.devices:
         raise ShardplanError(
             f"simulate: a strategy of {strategy.devices} devices on a topology of {where.size}; legal is one of "

@@ -34,7 +34,7 @@ class Requests:
     def __post_init__(self) -> None:
         """Refuse other values."""
         for name in ("prompt", "output", "concurrency"):
-            border.whole(f"requests: {name}", getattr(self, name), 1, kind=ShardplanError)
+            border.whole_number(f"requests: {name}", getattr(self, name), 1, kind=ShardplanError)
 
     @property
     def positions(self) -> int:

@@ -47,7 +47,7 @@ class ServingSpace:
 
         Raises `ShardplanError` where nothing is legal.
         """
-        border.whole("search: devices", devices, 1, kind=ShardplanError)
+        border.whole_number("search: devices", devices, 1, kind=ShardplanError)
         rows = list(_frames(ModelLimits.of(model), devices, requests.prompt))
         if not rows:
             raise ShardplanError(f"search: no strategy of {devices} devices that serves is legal")

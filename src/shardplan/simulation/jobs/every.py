@@ -19,8 +19,8 @@ import numpy as np
 
 from shardplan.core.pattern import Groups
 from shardplan.errors import ScheduleError, ShardplanError
-from shardplan.hardware.prices.apart import group_loads, resource_starts
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
+from shardplan.hardware.prices.group_loads import group_loads, resource_starts
 from shardplan.simulation.engine import Tasks, Uses, ends
 from shardplan.simulation.jobs.laid import LaidJob, way
 from shardplan.simulation.jobs.streams import OpSpan, StreamRun
@@ -203,7 +203,7 @@ class _Every:
         position = np.full(int(first.max(initial=0)) + 1, -1, dtype=np.int64)
         position[first] = self.laid.fabric.topology_ids(ids)
         made = Fabric(self.laid.fabric.topology, position, launch=self.laid.fabric.launch)
-        return made.under(self.laid.fabric.library)
+        return made.with_library(self.laid.fabric.library)
 
     def issue(self, rank: int) -> int:
         """Add what a host issues next; it waits for nothing."""

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.pattern import Work
 from shardplan.core.program import Program
 from shardplan.simulation.closed.numbers import LOSS_BYTES
@@ -98,7 +98,7 @@ class _Block:
         return node
 
     def _loop(self, loop: TimedLoop) -> TimedLoop:
-        op = nested(self.program.steps[loop.number].op)
+        op = as_nested(self.program.steps[loop.number].op)
         assert op is not None  # which it was made of
         parameters = {inside for outside, inside in loop.enters if outside in self.parameters}
         totals = {inside for outside, inside in loop.results if outside in self.totals}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.accounting import books_of
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import Holdings, optimizer_stages, rank_actions, stage_holdings
 from shardplan.strategy.partition.programs import TOTAL
@@ -71,7 +71,7 @@ def attributed(job: Job, found: Holdings, rank: int | None = None) -> HeldPeak:
             if number < 0:
                 break
             step = program.steps[number]
-            inner = nested(step.op)
+            inner = as_nested(step.op)
             if inner is None or inner.at_once or not inner.body.steps:
                 op = f"{step.op.name} %{', %'.join(step.results)}"
                 tensors |= {f"%{n}": program.types[n].local_bytes() for n in (*step.operands, *step.results)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_seconds
 from shardplan.plans.pricing import Where, fabric_of, where_of
@@ -189,7 +189,7 @@ class JobTimeline:
 
     def exposed_of(self, rank: int) -> dict[str, float]:
         """Return the same of a rank."""
-        border.whole("simulate: rank", rank, 0, len(self.swept.ranks) - 1, ShardplanError)
+        border.whole_number("simulate: rank", rank, 0, len(self.swept.ranks) - 1, ShardplanError)
         return exposed(self.opened, rank)
 
     @cached_property
@@ -288,7 +288,7 @@ class JobTimeline:
         for name in names:
             if name not in legal:
                 raise ShardplanError(
-                    f"without {shown(name)}: nothing of the step is called so; legal: {', '.join(legal)}"
+                    f"without {excerpt(name)}: nothing of the step is called so; legal: {', '.join(legal)}"
                 )
         settings = replace(self.laid.settings, free=(*self.laid.settings.free, *names))
         return _simulated(self.job, self.where, settings, self.laid.fold)
@@ -362,7 +362,7 @@ def simulate_job(
         ScheduleError: The ranks wait for each other in a circle.
     """
     if not isinstance(job, Job):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardplanError(f"simulate: the job is {shown(job)}; legal is a Job, such as partition gives")
+        raise ShardplanError(f"simulate: the job is {excerpt(job)}; legal is a Job, such as partition gives")
     found = where_of("the placement", where)
     if found is None:
         raise ShardplanError("the placement is None; legal are a placement, a topology, and a topology's text")

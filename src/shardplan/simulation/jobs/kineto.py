@@ -65,7 +65,7 @@ def read_kineto(paths: str | Path | Iterable[str | Path], step: int | None = Non
     files = [paths] if isinstance(paths, (str, Path)) else list(paths)
     found: list[tuple[int, str, float, float, str, str]] = []
     if step is not None:
-        border.whole("read_kineto: step", step, kind=ParseError)
+        border.whole_number("read_kineto: step", step, kind=ParseError)
     for number, path in enumerate(files):
         raw = read_bytes(path, f"the trace file {line(path)}")
         try:

@@ -170,7 +170,7 @@ class _Laying:
             position = np.full(int(first.max(initial=0)) + 1, -1, dtype=np.int64)
             position[first] = self.fabric.topology_ids(self.ids[stage])
             fabric = Fabric(self.fabric.topology, position, launch=self.fabric.launch)
-            self.pricing[place] = Pricing(fabric.under(self.fabric.library), self.settings, None, self._memory())
+            self.pricing[place] = Pricing(fabric.with_library(self.fabric.library), self.settings, None, self._memory())
         return self.pricing[place]
 
     def _memory(self) -> dict[Hashable, OpCost] | None:

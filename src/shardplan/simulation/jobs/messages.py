@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardplan.core.walk import opened
+from shardplan.core.walk import open_together
 from shardplan.simulation.jobs.timing import OpCost, Pricing
 from shardplan.strategy.partition.job import Transfer
 
@@ -37,7 +37,7 @@ def message(transfer: Transfer, pricing: Pricing) -> tuple[tuple[OpCost, ...], f
     source, target = transfer.types
     if source == target:
         return (), 0.0, ""
-    program, _ = opened(transfer.plan.program)
+    program, _ = open_together(transfer.plan.program)
     steps: list[OpCost] = []
     for step in program.steps:
         operands, results = program.step_types(step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.pattern import AtOnce, InTurn, Local, Overlap, Pattern, Work, communicates
 from shardplan.core.program import Program
@@ -91,7 +91,7 @@ class Pricing:
         names = {op.name}
         stream, received = COMPUTE, 0
         if communicates(pattern):
-            received = int(op.received(*operands).max(initial=0))
+            received = int(op.received_bytes(*operands).max(initial=0))
             # An axis that is split into sub-axes is one.
             axes = tuple(dict.fromkeys(a.partition(".")[0] for a in op.members(operands[0]))) if operands else ()
             level = level_of(cost, self.fabric)
@@ -112,7 +112,7 @@ class Pricing:
         return tuple(self._node(program, step, number) for number, step in enumerate(program.steps))
 
     def _node(self, program: Program, step: Step, number: int) -> Node:
-        op = nested(step.op)
+        op = as_nested(step.op)
         operands, results = program.step_types(step)
         if op is None or op.at_once or op.overlaps:
             cost = self.cost(step.op, operands, results)
@@ -121,7 +121,7 @@ class Pricing:
         body = op.body
         inner = [self._node(body, s, k) for k, s in enumerate(body.steps)]
         names = [name for name, _ in body.inputs]
-        carried = tuple(zip(names[: op.kept], body.outputs[: op.kept], strict=True))
+        carried = tuple(zip(names[: op.carried_count], body.outputs[: op.carried_count], strict=True))
         enters, results = (
             tuple(zip(step.operands, names, strict=True)),
             tuple(zip(step.results, body.outputs, strict=True)),

@@ -35,7 +35,7 @@ class DistirModel:
     def __post_init__(self) -> None:
         """Check every size."""
         for name, least in (("layers", 1), ("hidden", 1), ("heads", 0)):
-            border.whole(f"distir model: {name}", getattr(self, name), least)
+            border.whole_number(f"distir model: {name}", getattr(self, name), least)
 
 
 MODELS: Mapping[str, DistirModel] = MappingProxyType(
@@ -91,7 +91,7 @@ class DistirPoint:
         if isinstance(self.model, str):
             border.choice("distir point: model", self.model, tuple(MODELS))
         for name in ("data", "tensor", "pipeline", "microbatches", "global_batch"):
-            border.whole(f"distir point: {name}", getattr(self, name), 1)
+            border.whole_number(f"distir point: {name}", getattr(self, name), 1)
 
     @classmethod
     def of(cls, model: str | DistirModel, strategy: Strategy) -> DistirPoint:

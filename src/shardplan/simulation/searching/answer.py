@@ -8,7 +8,7 @@ bytes may be off by, then says the least, then is quickest. Strategies of the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
-from shardplan.errors import Infeasible
+from shardplan.errors import Infeasible, ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, RESIDUAL, spread
@@ -30,6 +30,7 @@ from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import SearchResult
 from shardplan.strategy.model import Model
+from shardplan.strategy.strategy import Strategy
 
 TIE = 0.05  # relative: two predicted steps that are closer are a tie
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
@@ -54,7 +55,27 @@ class JudgedPlan(NamedTuple):
         found = ranked_object(self.plan) | {"text": plan_text(self.plan), "seconds_interval": list(self.interval)}
         held = [{"what": what, "bytes": nbytes} for what, nbytes in self.held.parts]
         told = ("tokens_per_second", "mfu", "alike", "lost")
-        return found | {"causes": dict(self.causes), "held": held} | {name: getattr(self, name) for name in told}
+        causes = {"causes": dict(self.causes), "held": held, "rank": self.held.rank}
+        return found | causes | {name: getattr(self, name) for name in told}
+
+    @staticmethod
+    def from_dict(strategy: Strategy, told: Mapping[str, Any]) -> JudgedPlan:
+        """Return it of a strategy and the rest of what `to_dict` gave; raises `ParseError` where something lacks."""
+        try:
+            parts = tuple((str(one["what"]), float(one["bytes"])) for one in told["held"])
+            peak, (low, high) = float(told["peak_bytes"]), map(float, told["seconds_interval"])
+            return JudgedPlan(
+                RankedPlan(strategy, float(told["seconds"]), peak, tuple(told["order"])),
+                (low, high),
+                tuple((str(k), float(v)) for k, v in told["causes"].items()),
+                CertifiedPeak(sum(n for _, n in parts), int(told["rank"]), parts),
+                float(told["tokens_per_second"]),
+                float(told["mfu"]),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ParseError(
+                f"what is predicted of a plan lacks {line(error)}; legal is what plan --out wrote"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +128,11 @@ class Judge:
     def price(self, plan: RankedPlan) -> float:
         """Return the seconds of a step of a strategy."""
         return float(self.form.seconds(_column(plan))[0])
+
+    def prices_on(self, topology: Topology, plans: Sequence[RankedPlan]) -> list[float]:
+        """Return the seconds of a step of strategies on another topology."""
+        form = self.form.on(topology, self.machine.parameters)
+        return [float(form.seconds(_column(plan))[0]) for plan in plans]
 
     def judge_fit(self, told: Fit) -> JudgedPlan:
         """Return all of it of a strategy of which `fit` said whether it fits."""
@@ -204,23 +230,26 @@ def _words_of(plan: RankedPlan) -> int:
 def find_changes(answer: PlanAnswer, tell: Callable[[int, int], None] | None = None) -> tuple[str, ...]:
     """Return what would make the answer another: half and double of each link and of the memory, searched again each.
 
-    Where the answer still fits, and is then a tie with the best, nothing is said. `tell` is called with searches done,
-    and all.
+    Where the answer still fits, and is then a tie with the best, nothing is said. With less of anything nothing is
+    quicker than the quickest is now: where the answer is a tie with that, no search is needed. `tell` is called with
+    searches done, and all.
     """
     judge, first = answer.judge, answer.plans[0]
+    quickest = min((one.seconds for one in answer.found.candidates), default=0.0)
     asked = list(_changed_topologies(judge.topology))
     found: list[str] = []
-    for k, (text, other) in enumerate(asked):
+    for k, (times, text, other) in enumerate(asked):
         if tell is not None:
             tell(k, len(asked))
+        (still,) = judge.prices_on(other, [first.plan])
+        fits = first.held.nbytes <= other.device.memory
+        if times < 1 and fits and still <= quickest * (1 + TIE):
+            continue
         try:
             best = answer.found.again(other)
         except Infeasible:
             found.append(f"{text}: nothing fits")
             continue
-        form = judge.form.on(other, judge.machine.parameters)
-        still = float(form.seconds(_column(first.plan))[0])
-        fits = first.held.nbytes <= other.device.memory
         if not fits or still > best.seconds * (1 + TIE):
             beside = f", not {format_seconds(still)}" if fits else ""
             found.append(f"{text}: {plan_text(best)}, {format_seconds(best.seconds)}{beside}")
@@ -232,17 +261,17 @@ def _column(plan: RankedPlan) -> Configurations:
     return Configurations({**c.columns, "order": np.array([CODES["order"].index(plan.order)])})
 
 
-def _changed_topologies(topology: Topology) -> Iterable[tuple[str, Topology]]:
-    """The topology with half and double of each link, and of the memory, and what that is in words."""
+def _changed_topologies(topology: Topology) -> Iterable[tuple[float, str, Topology]]:
+    """The topology with half and double of each link, and of the memory: how much, in words, and the topology."""
     for times, word in ((0.5, "half"), (2.0, "double")):
         for k, level in enumerate(topology.levels):
             if level.size > 1:
                 levels = list(topology.levels)
                 levels[k] = replace(level, bandwidth=level.bandwidth * times)
-                yield f"{word} the bandwidth between {level.name}s", replace(topology, levels=tuple(levels))
+                yield times, f"{word} the bandwidth between {level.name}s", replace(topology, levels=tuple(levels))
         device = topology.device
         if np.isfinite(device.memory):
-            yield f"{word} the memory", replace(topology, device=replace(device, memory=device.memory * times))
+            yield times, f"{word} the memory", replace(topology, device=replace(device, memory=device.memory * times))
 
 
 def training_flops(model: Model) -> float:

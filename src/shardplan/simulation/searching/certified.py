@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.errors import ShardplanError
 from shardplan.hardware.units import format_bytes
 from shardplan.simulation.closed.chunk_kinds import layers_of
@@ -127,7 +127,7 @@ def even_cuts(model: Model, strategy: Strategy) -> tuple[int, ...] | None:
     if stages == 1:
         return None
     steps = (model.forward or model.program).steps
-    counts = layers_of(tuple(op.times for s in steps if (op := nested(s.op)) is not None), stages)[:-2].sum(axis=0)
+    counts = layers_of(tuple(op.times for s in steps if (op := as_nested(s.op)) is not None), stages)[:-2].sum(axis=0)
     return tuple(int(n) for n in np.cumsum(counts)[:-1]) if counts.all() else None
 
 

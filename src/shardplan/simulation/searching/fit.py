@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.configurations import CODES, Configurations
@@ -120,14 +120,14 @@ def fit(
     True
     """
     where = topology_of("the topology", topology)
-    border.whole("fit: top", top, 1, kind=ShardplanError)
+    border.whole_number("fit: top", top, 1, kind=ShardplanError)
     if where.size != strategy.devices:
         raise ShardplanError(
             f"fit: a strategy of {strategy.devices} devices on a topology of {where.size}; legal is one of "
             f"{strategy.devices}"
         )
     if isinstance(strategy.schedule, Schedule):
-        raise ShardplanError(f"fit: schedule {shown(strategy.schedule)}; legal is a name")
+        raise ShardplanError(f"fit: schedule {excerpt(strategy.schedule)}; legal is a name")
     check_options(model, strategy)
     form, memory = ClosedForm(model, where, params or of_machine(where.name)), where.device.memory
     asked = Configurations.of([strategy])

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import Infeasible, ShardplanError, shown
+from shardplan.errors import Infeasible, ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.machines import of_machine
@@ -223,9 +223,9 @@ def search(
     8
     """
     if not isinstance(model, Model):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardplanError(f"search: the model is {shown(model)}; legal is a Model")
+        raise ShardplanError(f"search: the model is {excerpt(model)}; legal is a Model")
     where = topology_of("the topology", topology)
-    border.whole("search: top", top, 1, kind=ShardplanError)
+    border.whole_number("search: top", top, 1, kind=ShardplanError)
     border.flag("search: prune", prune, ShardplanError)
     border.flag("search: placements", placements, ShardplanError)
     border.flag("search: certify", certify, ShardplanError)
@@ -254,7 +254,7 @@ def search(
         return ServingResult(requests, objective, *plans, _pruned(task, found), space.count, found.priced, served)
     if named := [name for name, n in said.items() if n is not None]:
         raise ShardplanError(f"search: {named[0]} with objective='step'; legal is global_batch")
-    batch = border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
+    batch = border.whole_number("search: global_batch", global_batch, 1, kind=ShardplanError)
     precision = precision or model.fields.get("precision")
     steps = StrategySpace.of(model, where.size, batch, schedules, precision, attention, placements, fixed)
     border.choice("search: fidelity", fidelity, ("closed", "events"), ShardplanError)

@@ -97,8 +97,8 @@ class StrategySpace:
         Raises `ShardplanError` for other schedules than those with a formula, other fields fixed, and where nothing is
         legal.
         """
-        border.whole("search: devices", devices, 1, kind=ShardplanError)
-        border.whole("search: global_batch", global_batch, 1, kind=ShardplanError)
+        border.whole_number("search: devices", devices, 1, kind=ShardplanError)
+        border.whole_number("search: global_batch", global_batch, 1, kind=ShardplanError)
         schedules = schedules if not fixed or "schedule" not in fixed else (str(fixed["schedule"]),)
         for name in schedules:
             border.choice("search: schedules", name, SCHEDULES, ShardplanError)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core import border
-from shardplan.errors import ScheduleError, ShardplanError, shown
+from shardplan.errors import ScheduleError, ShardplanError, excerpt
 from shardplan.simulation.sweep.graph import KINDS, ActionGraph
 from shardplan.simulation.sweep.lists import I, PassLists, of_actions
 from shardplan.simulation.sweep.periods import PeriodicLists, periodic
@@ -82,14 +82,14 @@ def compiled(
         said = (pipeline, len(schedule.ranks)), (microbatches, schedule.microbatches)
         if any(given is not None and given != own for given, own in said):
             raise ScheduleError(
-                f"{schedule.called} has {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches; "
+                f"{schedule.label} has {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches; "
                 f"{pipeline} and {microbatches} were asked for"
             )
         return _compiled_schedule(schedule, schedule.name, messages)
     made = GENERATORS[border.choice("schedule", schedule, GENERATORS, ScheduleError)]
-    p = border.whole(f"schedule {schedule}: pipeline", pipeline, 1, kind=ScheduleError)
-    m = border.whole(f"schedule {schedule}: microbatches", microbatches, 1, kind=ScheduleError)
-    v = made.chunks if interleave is None else border.whole("interleave", interleave, 1, kind=ScheduleError)
+    p = border.whole_number(f"schedule {schedule}: pipeline", pipeline, 1, kind=ScheduleError)
+    m = border.whole_number(f"schedule {schedule}: microbatches", microbatches, 1, kind=ScheduleError)
+    v = made.chunks if interleave is None else border.whole_number("interleave", interleave, 1, kind=ScheduleError)
     if v != made.chunks and not made.free:
         raise ScheduleError(f"schedule {schedule} has {made.chunks} chunks a rank; an interleave of {v} was asked for")
     return _compiled_name(schedule, p, m, v)
@@ -98,7 +98,7 @@ def compiled(
 def checked(what: str, schedule: Compiled, stages: object) -> None:
     """Raise `ShardplanError` unless the stages have as many chunks as the schedule."""
     if not isinstance(stages, StageSeconds) or stages.chunks != schedule.chunks:
-        has = f"{stages.chunks} chunks" if isinstance(stages, StageSeconds) else shown(stages)
+        has = f"{stages.chunks} chunks" if isinstance(stages, StageSeconds) else excerpt(stages)
         raise ShardplanError(
             f"{what} of {schedule.name or 'a schedule'}: the stages are {has}; legal are StageSeconds of "
             f"{schedule.chunks} chunks on {schedule.ranks} ranks"

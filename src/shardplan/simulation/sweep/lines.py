@@ -59,7 +59,7 @@ def timeline_of(
     """
     done = swept.compiled
     what = f"timeline_of {done.name or 'a schedule'}"
-    which = border.whole(f"{what}: which", which, 0, len(swept) - 1, ShardplanError)
+    which = border.whole_number(f"{what}: which", which, 0, len(swept) - 1, ShardplanError)
     words = {
         **NAMES,
         **{border.choice(f"{what}: names", k, NAMES, ShardplanError): v for k, v in (names or {}).items()},
@@ -76,7 +76,7 @@ def timeline_of(
 
 
 def _counted(what: str, given: Sequence[int] | None, count: int, default: Sequence[int], of: str) -> list[int]:
-    values = [border.whole(what, v, kind=ShardplanError) for v in (default if given is None else given)]
+    values = [border.whole_number(what, v, kind=ShardplanError) for v in (default if given is None else given)]
     if len(values) != count:
         raise ShardplanError(f"{what} has {len(values)} numbers; legal is one for each of {count} {of}")
     return values

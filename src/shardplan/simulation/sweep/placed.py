@@ -12,7 +12,7 @@ import numpy as np
 from shardplan.simulation.sweep.graph import FREE, KINDS, ActionGraph, code, levelled, message_code
 from shardplan.strategy.schedules import Action, Schedule
 from shardplan.strategy.schedules.action import RECEIVES, SENDS
-from shardplan.strategy.schedules.run import grouped
+from shardplan.strategy.schedules.run import post_groups
 
 
 def graph_of_placed(found: Schedule, messages: str) -> ActionGraph:
@@ -33,7 +33,7 @@ class _Places:
         for rank, row in enumerate(found.ranks):
             own: list[int] = []
             clock = -1
-            for group in grouped(row, messages == "batched"):
+            for group in post_groups(row, messages == "batched"):
                 clock = self._done(rank, [action for _, action in group], clock, own)
             self.ends.append(own[:1] + own[-1:] if own else [-1, -1])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardplan.errors import ShardplanError, shown
+from shardplan.errors import ShardplanError, excerpt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +56,7 @@ class StageSeconds:
             if not (np.isfinite(array) & (array >= 0)).all():
                 wrong = array[~(np.isfinite(array) & (array >= 0))][0]
                 raise ShardplanError(
-                    f"StageSeconds: {each.name} has {shown(float(wrong))}; legal are finite seconds of at least 0"
+                    f"StageSeconds: {each.name} has {excerpt(float(wrong))}; legal are finite seconds of at least 0"
                 )
             object.__setattr__(self, each.name, array)
 

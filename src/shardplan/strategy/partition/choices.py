@@ -101,7 +101,7 @@ def _typed(
         partial = tuple(axis for axis, chosen in choice.partial if k in chosen)
         layout = Layout(_axes(factors, carried), partial, "sum" if partial else None)
         operands.append(t.with_layout(layout, mesh))
-    op = op.laid(mesh, [carried.get(f, ()) for f in made])
+    op = op.on_mesh(mesh, [carried.get(f, ()) for f in made])
     return LaidLine(op, tuple(operands), results_of(op, tuple(operands)))
 
 
@@ -193,7 +193,7 @@ def options(
         offer(rest)
     if not found and bounds.pinned:
         raise LayoutError(
-            f"{line} on {line.types[0]}: it cannot lie over {axis} as the model pins it, {line.op.pinned}"
+            f"{line} on {line.types[0]}: it cannot lie over {axis} as the model pins it, {line.op.pinned_layout}"
         )
     if not found:
         types = ", ".join(map(str, line.types))

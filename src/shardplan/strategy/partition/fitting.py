@@ -10,7 +10,7 @@ from shardplan.strategy.strategy import Strategy
 def fitted(model: Model, strategy: Strategy) -> Model:
     """Return the model of one microbatch; raises `LayoutError` for an order or microbatches that it cannot have."""
     if strategy.precision is not None and model.fields.get("precision") != strategy.precision:
-        model = model.mixed(strategy.precision)
+        model = model.with_precision(strategy.precision)
     batch = strategy.data * strategy.microbatch
     kept = [name for name in model.replaced if "batch" in model.dims[name]]
     if kept and strategy.microbatches > 1:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardplan.core.dim_names import DimNames, Links, Names, links
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -81,7 +81,7 @@ def flow(program: Program, names: DimNames, path: Path = (), times: int = 1) -> 
     """Return the lines of a program."""
     lines: list[Line | Loop] = []
     for number, step in enumerate(program.steps):
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is None:
             operands = tuple(program.types[o] for o in step.operands)
             lines.append(line_of(number, step, operands, names.factors[number]))

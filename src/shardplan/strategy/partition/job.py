@@ -12,7 +12,7 @@ import numpy as np
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.program import Program
-from shardplan.core.rebase import rebased
+from shardplan.core.rebase import rebase_program
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
@@ -70,7 +70,7 @@ class Programs(Mapping[tuple[int, str], Program]):
     def __getitem__(self, key: tuple[int, str]) -> Program:
         """Return the program of a stage on its mesh."""
         if key not in self.laid:
-            self.laid[key] = rebased(self.shared[self.which[key]], {self.meshes[0]: self.meshes[key[0]]})
+            self.laid[key] = rebase_program(self.shared[self.which[key]], {self.meshes[0]: self.meshes[key[0]]})
         return self.laid[key]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:

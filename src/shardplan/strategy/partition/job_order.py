@@ -28,7 +28,8 @@ def order(job: Job) -> Iterator[Action]:
         for row in rows:
             if row:
                 a = row[0]
-                near = found.before(a.stage) if a.kind == "F" else found.after(a.stage) if a.kind in BACK else None
+                near = found.stage_before(a.stage) if a.kind == "F" else None
+                near = found.stage_after(a.stage) if a.kind in BACK else near
                 if near is not None and (near, way(a.kind), a.microbatch) not in done:
                     continue
                 if a.kind in RECEIVES and (a.peer, a.matching.kind, a.microbatch) not in done:

@@ -129,7 +129,7 @@ def _program_work(program: Program) -> _ProgramWork:
     for times, op, types in program_leaves(program):
         if (one := computing(op)) is not None:
             flops += times * one.flops(*types)
-        if got := int(op.received(*types).max(initial=0)):
+        if got := int(op.received_bytes(*types).max(initial=0)):
             received[op.members(types[0])] += times * got
     return _ProgramWork(flops, received)
 

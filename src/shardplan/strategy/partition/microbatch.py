@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 
 from shardplan.core.dim_names import dim_names
 from shardplan.core.gradients import Keep, Origin
-from shardplan.core.nested import Nested, nested
+from shardplan.core.loss_weights import weight_loss_rows
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops import Elementwise
 from shardplan.core.ops.composed import differs
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.core.target_counts import COUNT, uncounted
-from shardplan.core.weighted import weighted
+from shardplan.core.target_counts import COUNT, take_count_as_input
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.opening import Refused, in_rounds, opened
-from shardplan.strategy.training import renamed, trained
+from shardplan.strategy.training import rename_values, training_program
 
 WEIGHT = "weight"  # the input that says what every sequence counts
 Rows = tuple[int, int]  # of the layers of a loop, those of a stage
@@ -83,7 +83,7 @@ def microbatch(
     program = model.forward or model.program
     program = in_rounds(program) if rounds else program
     dims = {name: model.dims[name] for name, _ in program.inputs}
-    told = uncounted(program)
+    told = take_count_as_input(program)
     if told is not program:
         program, dims[COUNT] = told, ()
     elif not even:
@@ -100,10 +100,10 @@ def microbatch(
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
     wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
-    made = trained(program, wanted, keep=_keep(program, recompute, inside))
+    made = training_program(program, wanted, keep=_keep(program, recompute, inside))
     names = {g: f"new.{g}" for g in made.gradients.values()}  # `gradient.w` is what they are added to
     found = {w: names[g] for w, g in made.gradients.items()}
-    whole = renamed(made.program, names)
+    whole = rename_values(made.program, names)
     block = flow(whole, dim_names(whole, dims, made.origins))
     return Microbatch(block, len(program.steps), cuts, made.origins, found, copies, dims)
 
@@ -145,7 +145,7 @@ def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> S
 
 
 def _loops(program: Program) -> list[tuple[int, Nested]]:
-    return [(k, op) for k, step in enumerate(program.steps) if (op := nested(step.op)) is not None]
+    return [(k, op) for k, step in enumerate(program.steps) if (op := as_nested(step.op)) is not None]
 
 
 def _flops(program: Program) -> float:
@@ -154,7 +154,7 @@ def _flops(program: Program) -> float:
 
 def _step_flops(program: Program, number: int) -> float:
     step = program.steps[number]
-    op, inner = computing(step.op), nested(step.op)
+    op, inner = computing(step.op), as_nested(step.op)
     if inner is not None:
         return inner.times * _flops(inner.body)
     return op.flops(*program.step_types(step)[0]) if op else 0.0
@@ -164,7 +164,7 @@ def _copied(program: Program, cuts: StageCuts, parameters: Mapping[str, object])
     """A program in which a parameter that is read on several stages is an input for each; and what copies what."""
     readers: dict[str, set[int]] = {}
     for step, stage in zip(program.steps, cuts.stages, strict=True):
-        if stage is None or nested(step.op) is not None:
+        if stage is None or as_nested(step.op) is not None:
             continue
         for o in step.operands:
             if o in parameters:
@@ -187,12 +187,12 @@ def _weighted(program: Program, dims: Mapping[str, tuple[str, ...]]) -> Program:
     names = dim_names(program, dims).values[mean]
     if ("batch",) not in names:
         raise LayoutError(f"microbatches that are not even, of a model whose loss is no mean over a batch: {names}")
-    return weighted(program, "loss", names.index(("batch",)), WEIGHT)
+    return weight_loss_rows(program, "loss", names.index(("batch",)), WEIGHT)
 
 
 def _scaled(program: Program, count: int) -> Program:
     """A program whose loss is its part of the mean over so many microbatches."""
-    inner = renamed(program, {"loss": "loss.whole"})
+    inner = rename_values(program, {"loss": "loss.whole"})
     step = Step(Elementwise(f"a / {count}"), ("loss.whole",), ("loss",))
     outputs = tuple("loss" if o == "loss.whole" else o for o in inner.outputs)
     return Program(inner.inputs, (*inner.steps, step), outputs)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardplan.core.dim_names import DimNames, Names, dim_names
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.op import results_of
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
@@ -53,7 +53,7 @@ def refuses(mesh: Mesh, layouts: Layouts, step: Step, program: Program, names: M
 def _once(program: Program, names: DimNames, refused: Refused, inside: set[Step]) -> Program:
     steps: list[Step] = []
     for number, step in enumerate(program.steps):
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is not None:
             body = _once(op.body, names.bodies[number], refused, inside)
             steps.append(step if body is op.body else _with_body(step, op, body))
@@ -80,7 +80,7 @@ def in_rounds(program: Program) -> Program:
 def _in_rounds(program: Program) -> Program:
     steps: list[Step] = []
     for step in program.steps:
-        op, inner = computing(step.op), nested(step.op)
+        op, inner = computing(step.op), as_nested(step.op)
         types = program.step_types(step)[0]
         if inner is not None and (body := _in_rounds(inner.body)) is not inner.body:
             step = _with_body(step, inner, body)

@@ -6,7 +6,7 @@ from shardplan.errors import LayoutError, ScheduleError
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules import Schedule, check, schedule
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS
-from shardplan.strategy.schedules.offload import offloaded
+from shardplan.strategy.schedules.offload import add_offloads
 from shardplan.strategy.strategy import NARROW, Strategy
 from shardplan.strategy.training import PRECISIONS
 
@@ -44,21 +44,21 @@ def ordered(strategy: Strategy, model: Model) -> Schedule:
     else:
         if training and said.forward_only:
             raise ScheduleError(
-                f"{said.called} runs nothing backward, and the model trains; legal are a B, or an I and a W, for each F"
+                f"{said.label} runs nothing backward, and the model trains; legal are a B, or an I and a W, for each F"
             )
         kinds = RUN if training else FORWARD
-        found = check(said.only(lambda a: a.kind in kinds), messages="buffered")
+        found = check(said.filter_actions(lambda a: a.kind in kinds), messages="buffered")
     apart = strategy.bucket is not None or (model.replaced and not training)  # state that a copy would have alone
     if found.copies > 2 or (found.copies > 1 and apart):
         raise ScheduleError(
-            f"a job under {found.called}, which holds {found.copies} copies of the parameters; legal are two, without "
+            f"a job under {found.label}, which holds {found.copies} copies of the parameters; legal are two, without "
             "bucket, of a model without caches"
         )
     if not strategy.offload:
         return found
-    if (away := offloaded(found)) == found:
+    if (away := add_offloads(found)) == found:
         raise LayoutError(
-            f"strategy: offload with {strategy.microbatches} microbatches under {found.called}: a backward pass comes "
+            f"strategy: offload with {strategy.microbatches} microbatches under {found.label}: a backward pass comes "
             "next, or next but one; legal are schedules with more between a forward pass and its backward pass"
         )
     return away

@@ -15,7 +15,7 @@ from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
 from shardplan.core.target_counts import COUNT
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.plans.pricing import where_of
@@ -61,7 +61,7 @@ def partition(
     does nothing.
     """
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
-        given = f"{shown(model)} and {shown(strategy)}"
+        given = f"{excerpt(model)} and {excerpt(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     check_predicted(strategy)
     check_options(model, strategy, tables=layouts is None)
@@ -119,9 +119,11 @@ class _Partition:
         held = {name: dims[name] for name in self.model.parameters}
         self.layouts.check(dims | gradients, held, served | own, self.mesh.axes)
         for line in lines:
-            strange = [a for d in (line.op.pinned or Layout(())).dims for a in d if a not in AXES]
+            strange = [a for d in (line.op.pinned_layout or Layout(())).dims for a in d if a not in AXES]
             if strange:
-                what = f"the model pins %{line.results[0]} to {line.op.pinned}, of the axis {shown(strange[0])}"
+                what = (
+                    f"the model pins %{line.results[0]} to {line.op.pinned_layout}, of the axis {excerpt(strange[0])}"
+                )
                 raise LayoutError(f"{what}; legal are {', '.join(AXES)}")
 
     def _of(self, name: str) -> str:
@@ -181,7 +183,7 @@ class _Partition:
 
     def _cut(self) -> Cut:
         """Where the backward pass begins, and what it has of the forward pass."""
-        micro, keep = self.micro, self.strategy.kept
+        micro, keep = self.micro, self.strategy.kept_names
         loops = [line for line in micro.block.lines if isinstance(line, Loop) and line.number >= micro.count]
         origins = [(line.block.path, micro.origins[line.number]) for line in loops]
         twins = {path: (o.forward,) for path, o in origins if o is not None and o.forward is not None}
@@ -193,7 +195,7 @@ class _Partition:
     def _end(self, value: str, t: TensorType) -> tuple[Key, TensorType]:
         """Where a value that leaves is made, in a body that stacks it, and its type there."""
         line = next((line for line in self.micro.block.lines if value in line.results), None)
-        if isinstance(line, Loop) and (k := line.results.index(value)) >= line.op.kept:
+        if isinstance(line, Loop) and (k := line.results.index(value)) >= line.op.carried_count:
             return (line.block.path, line.block.outputs[k]), row(t)
         return ((), value), t
 
@@ -266,7 +268,7 @@ class _Partition:
         return (
             name in self.replaced
             or not any(name in line.results for later in self.stages[stage.number + 1 :] for line in later.forward)
-            or any(isinstance(line, Loop) and name in line.results[line.op.kept :] for line in stage.forward)
+            or any(isinstance(line, Loop) and name in line.results[line.op.carried_count :] for line in stage.forward)
         )
 
     def _copies(self, name: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardplan.core.nested import nested
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops.collective import moving
 from shardplan.core.program import Program
@@ -31,14 +31,14 @@ def early(
     Raises `LayoutError` where no layer does, and it was `asked` for.
     """
     found = {id(one): one._replace(program=prefetched(one.program, stacks)) for one in written.values()}
-    ops = (nested(step.op) for one in found.values() for step in one.program.steps)
+    ops = (as_nested(step.op) for one in found.values() for step in one.program.steps)
     if asked and not any(op is not None and op.ahead for op in ops):
         raise LayoutError("prefetch: no layer gathers parameters; legal is it where they are dealt out, as by fsdp")
     return {key: found[id(one)] for key, one in written.items()}
 
 
 def _prefetched(step: Step, stacks: Collection[str]) -> Step:
-    op: Any = nested(step.op)
+    op: Any = as_nested(step.op)
     if op is None or op.at_once:
         return step
     names = [name for name, _ in op.body.inputs]
@@ -56,5 +56,5 @@ def _prefetched(step: Step, stacks: Collection[str]) -> Step:
 
 def _moves(op: Op) -> bool:
     """Say whether an op moves what it reads, one value or several at once."""
-    several = nested(op)
+    several = as_nested(op)
     return moving(op) is not None or (several is not None and several.at_once)

@@ -117,7 +117,7 @@ def moved(draft: Draft, name: str, wanted: TensorType) -> str | None:
         new = after[len(before) :]
         if new and after[: len(before)] == before and set(new) <= set(mesh.expand(t.layout.partial)) - keeps:
             name = draft(ReduceScatter(d, mesh.fold(new), t.layout.reduction or "sum"), name)
-    name = draft.reduced(name, mesh.fold(tuple(sorted(set(mesh.expand(draft.types[name].layout.partial)) - keeps))))
+    name = draft.reduce_axes(name, mesh.fold(tuple(sorted(set(mesh.expand(draft.types[name].layout.partial)) - keeps))))
     t = draft.types[name]
     changed = [d for d in range(t.ndim) if t.atoms[d] != wanted.atoms[d]]
     lost = {

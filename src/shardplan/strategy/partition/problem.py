@@ -90,7 +90,7 @@ class End(NamedTuple):
 
 def pinned(line: Line, mesh: Mesh) -> HeldDims | None:
     """How the model says that the operand and the result of a line lie, over the axes that a mesh has."""
-    said = line.op.pinned
+    said = line.op.pinned_layout
     return None if said is None else HeldDims(tuple(tuple(a for a in d if a in mesh.axes) for d in said.dims))
 
 
@@ -103,7 +103,7 @@ def at_most(t: TensorType, made: TensorType) -> TensorType:
 
 def onto(t: TensorType, axes: set[str]) -> TensorType:
     """A type as it is over some axes, whole over all others."""
-    if set(t.layout.used) <= axes:
+    if set(t.layout.used_axes) <= axes:
         return t
     partial = tuple(a for a in t.layout.partial if a in axes)
     dims = tuple(tuple(a for a in dim if a in axes) for dim in t.layout.dims)
@@ -243,7 +243,7 @@ class SettleProblem:
         whole = len(names) - op.cut
         carries: list[Maker] = []
         for k, (outside, (name, _)) in enumerate(zip(loop.operands, inner.inputs, strict=True)):
-            if k < op.kept:
+            if k < op.carried_count:
                 maker = self.carries[inner.path, k] = self._keeps(inner, name)
                 carries.append(maker)
                 self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, outside]))
@@ -257,7 +257,7 @@ class SettleProblem:
         self._block(inner)
         for k, (outside, name) in enumerate(zip(loop.results, inner.outputs, strict=True)):
             source = self.sources[inner.path, name]
-            if k < op.kept:
+            if k < op.carried_count:
                 self.uses.append(Use(carries[k], 0, inner.path, inner.times, source))
                 self.sources[block.path, outside] = ValueSource(carries[k], 0)
             else:

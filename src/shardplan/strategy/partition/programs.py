@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardplan.core.layout import Layout
-from shardplan.core.nested import nested, row, rows
+from shardplan.core.nested import as_nested, row, rows
 from shardplan.core.ops import Cast, Elementwise
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
@@ -19,7 +19,7 @@ from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
-from shardplan.strategy.training import MASTER, OPTIMIZERS, renamed
+from shardplan.strategy.training import MASTER, OPTIMIZERS, rename_values
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
 Types = Mapping[str, TensorType]
@@ -227,7 +227,7 @@ def values_of(program: Program, inputs: set[str]) -> set[str]:
     """Return the values of a program that any of some inputs has a part in, and these."""
     found = {*inputs}
     for step in program.steps:
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is None:
             found |= {*step.results} if found & {*step.operands} else set()
             continue
@@ -235,7 +235,7 @@ def values_of(program: Program, inputs: set[str]) -> set[str]:
         entered = {name for o, name in zip(step.operands, names, strict=True) if o in found}
         while True:  # what is carried goes round
             inside = values_of(op.body, entered)
-            more = {names[k] for k in range(op.kept) if op.body.outputs[k] in inside} - entered
+            more = {names[k] for k in range(op.carried_count) if op.body.outputs[k] in inside} - entered
             if not more:
                 break
             entered |= more
@@ -246,4 +246,4 @@ def values_of(program: Program, inputs: set[str]) -> set[str]:
 def named(program: Program, names: Mapping[str, str]) -> Program:
     """Return a program in which some values have names, which others that had them give away."""
     moved = {name: f"{name}." for name in names.values() if name in program.types and names.get(name, "") != name}
-    return renamed(program, moved | dict(names))
+    return rename_values(program, moved | dict(names))

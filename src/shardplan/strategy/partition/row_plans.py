@@ -42,7 +42,7 @@ class RowPlans:
         fills = isinstance(self.where, Topology) and made.mesh.size == self.where.size
         if not fills and (cut := _cut(made, wanted)) is not None:
             program = Program({"0": made}, [Step(cut, ("0",), ("1",))], ("1",))
-            return Plan.later(program, lambda: issue(program, (made,), (wanted,), self.where, None, exact=True))
+            return Plan.from_issuer(program, lambda: issue(program, (made,), (wanted,), self.where, None, exact=True))
         if not self._stacked(made, wanted):
             return redistribute(made, wanted, self.where)
         key = made.dtype, made.shape[1:], made.layout, wanted.layout, made.mesh
@@ -84,4 +84,4 @@ def _again(plan: Plan, made: TensorType, wanted: TensorType) -> Plan | None:
     if program.output_types != (wanted,):
         return None
     where = plan.certificate.where
-    return Plan.later(program, lambda: issue(program, (made,), (wanted,), where, None, False))
+    return Plan.from_issuer(program, lambda: issue(program, (made,), (wanted,), where, None, False))

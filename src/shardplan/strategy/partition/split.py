@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardplan.core.nested import Nested, nested, rows
+from shardplan.core.nested import Nested, as_nested, rows
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -58,10 +58,10 @@ def _handed_on(program: Program) -> set[str]:
     """What repeats carry from run to run for more than itself: cotangents, and no sums."""
     found: set[str] = set()
     for step in program.steps:
-        op = nested(step.op)
+        op = as_nested(step.op)
         if op is not None and not op.at_once:
             reads = [_needed(op.body, o) for o in op.body.outputs]
-            for k, (name, _) in enumerate(op.body.inputs[: op.kept]):
+            for k, (name, _) in enumerate(op.body.inputs[: op.carried_count]):
                 if any(name in read for j, read in enumerate(reads) if j != k):
                     found.add(step.results[k])
     return found
@@ -98,7 +98,7 @@ class _Split:
             if not mine:
                 rest.append((number, step))
                 continue
-            op = nested(step.op)
+            op = as_nested(step.op)
             pair = _Pair(step) if op is None or op.at_once else _Loop(op, mine).pair(step, self.types)
             self.first.append(pair.first)
             self.types |= pair.stacks
@@ -158,14 +158,14 @@ class _Loop:
             leaves = [body.outputs[k] for k in chosen]
             cut = _Split(body, {*leaves} - {*names})
             read = _read(cut.first, leaves)
-            more = {k for k in range(op.kept) if names[k] in read} - chosen
+            more = {k for k in range(op.carried_count) if names[k] in read} - chosen
             if not more:
                 break
             chosen = chosen | more
         self.op, self.cut = op, cut
         self.chosen, self.left = ([k for k in range(len(body.outputs)) if (k in chosen) == early] for early in (1, 0))
         # Rows that enter a run of the first, or that it makes, are gone when the rest runs.
-        gone = {names[k] for k in self.chosen if k < op.kept} | cut.made
+        gone = {names[k] for k in self.chosen if k < op.carried_count} | cut.made
         self.rows = sorted(_read(cut.rest, (body.outputs[k] for k in self.left)) & gone)
 
     def pair(self, step: Step, taken: Mapping[str, TensorType]) -> _Pair:
@@ -193,9 +193,9 @@ class _Loop:
         whole = len(names) - op.cut
         outputs = [*(op.body.outputs[k] for k in results), *kept]
         read = _read(steps, outputs)
-        mine = [k for k in results if k < op.kept]
-        mine += [k for k, n in enumerate(names) if k >= op.kept and n in read]
+        mine = [k for k in results if k < op.carried_count]
+        mine += [k for k, n in enumerate(names) if k >= op.carried_count and n in read]
         inside = Program([(n, self.cut.types[n]) for n in (*(names[k] for k in mine), *given)], steps, outputs)
         cut = sum(k >= whole for k in mine) + len(given)
-        made = replace(op, body=inside, carried=sum(k < op.kept for k in mine), sliced=cut)
+        made = replace(op, body=inside, carried=sum(k < op.carried_count for k in mine), sliced=cut)
         return Step(made, tuple(step.operands[k] for k in mine), tuple(step.results[k] for k in results))

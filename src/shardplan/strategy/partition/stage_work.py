@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shardplan.core.accounting import books_of, held_inside
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.nested import Nested, nested
+from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -101,15 +101,15 @@ def layer_work(job: Job, program: Program) -> int:
     for op, operands in loops:
         inside = [name for name, _ in op.body.inputs]
         kept = {n for o, n in zip(operands, inside, strict=True) if o.startswith(KEPT)}  # cotangents that W reads
-        parameters = _of_parameters(op, _reads(job, op, operands), {*inside[: op.kept], *kept})
-        work.append(held_inside(op.body, op.kept, op.ahead, parameters))
+        parameters = _of_parameters(op, _reads(job, op, operands), {*inside[: op.carried_count], *kept})
+        work.append(held_inside(op.body, op.carried_count, op.ahead, parameters))
     return max(work)
 
 
 def _loops(program: Program) -> Iterator[tuple[Nested, tuple[str, ...]]]:
     """Yield the ops with layers, and what they read."""
     for step in program.steps:
-        if (op := nested(step.op)) is not None:
+        if (op := as_nested(step.op)) is not None:
             yield op, step.operands
 
 
@@ -127,13 +127,13 @@ def _of_parameters(op: Nested, parameters: frozenset[str], cotangents: set[str])
     body = op.body
     inputs = [name for name, _ in body.inputs]
     others = values_of(body, {*inputs} - parameters)
-    passing = {*body.outputs[: op.kept]}  # what leads to what is carried
+    passing = {*body.outputs[: op.carried_count]}  # what leads to what is carried
     for step in reversed(body.steps):
         if passing & {*step.results}:
             passing |= {*step.operands}
     made = {r for step in body.steps for r in step.results}
     if not op.backwards:
-        return frozenset({n for n in made if n not in others} | (made & {*body.outputs[op.kept :]}))
+        return frozenset({n for n in made if n not in others} | (made & {*body.outputs[op.carried_count :]}))
     back = values_of(body, cotangents)
     return frozenset(n for n in made if n not in others or (n in back and n not in passing))
 

@@ -114,8 +114,8 @@ def _piece(micro: Microbatch, loop: Loop, stage: int) -> Loop:
     piece = replace(loop, first=first, end=end)
     if piece.enters:
         return piece
-    carried = tuple(f"carried.{r}" for r in loop.results[: loop.op.kept])
-    return replace(piece, operands=(*carried, *loop.operands[loop.op.kept :]))
+    carried = tuple(f"carried.{r}" for r in loop.results[: loop.op.carried_count])
+    return replace(piece, operands=(*carried, *loop.operands[loop.op.carried_count :]))
 
 
 def _with_light(lines: Lines, light: Sequence[Line | Loop], inputs: set[str], outputs: Iterable[str]) -> Lines:
@@ -137,7 +137,7 @@ def _boundaries(
     found: dict[str, Boundary] = {}
     for line in lines:
         for k, o in enumerate(line.operands):
-            if isinstance(line, Loop) and k < line.op.kept and not line.enters:
+            if isinstance(line, Loop) and k < line.op.carried_count and not line.enters:
                 before = stage.number - 1 if kind == "F" else stage.number + 1
                 found.setdefault(o, Boundary(kind, (before, line.results[k]), (stage.number, o)))
             elif o not in have and o not in found:

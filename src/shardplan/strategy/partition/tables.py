@@ -25,7 +25,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import axes_text
 from shardplan.core.tensor import TensorType
-from shardplan.errors import LayoutError, ParseError, shown
+from shardplan.errors import LayoutError, ParseError, excerpt
 
 FREE, NONE, LAYER = "free", "none", "layer"
 Axes = tuple[str, ...]
@@ -126,7 +126,7 @@ class Layouts:
                 said = f"{title}, {line}"
                 for pattern in line.patterns:
                     if not any(fnmatchcase(name, pattern) for name in names):
-                        raise LayoutError(f"{said}: nothing is called {shown(pattern)}; legal are {', '.join(names)}")
+                        raise LayoutError(f"{said}: nothing is called {excerpt(pattern)}; legal are {', '.join(names)}")
                 of = dict.fromkeys(dim for name, dims in names.items() if line.matches(name) for dim in dims)
                 _known(said, "dim", (dim for dim, _ in line.dims), [*of, *([FREE] if names is stored else [])])
                 _known(said, "axis", (a for mine in (line.partial, *(cut for _, cut in line.dims)) for a in mine), axes)
@@ -150,7 +150,7 @@ class Layouts:
 def _known(line: str, what: str, said: Iterable[str], legal: Collection[str]) -> None:
     for word in said:
         if word not in legal:
-            raise LayoutError(f"{line}: there is no {what} {shown(word)}; legal are {', '.join(legal) or 'none'}")
+            raise LayoutError(f"{line}: there is no {what} {excerpt(word)}; legal are {', '.join(legal) or 'none'}")
 
 
 def _first(lines: Sequence[TableLine], name: str) -> TableLine:

@@ -56,7 +56,7 @@ def weighed(
                 number = number if origin is None or origin.forward is None else origin.forward
             found = _block(line.block, line.block.lines, settled, prices)
             if line.number < micro.count:
-                kept = {v for stage in stages for v in stage.saved} & set(line.results[line.op.kept :])
+                kept = {v for stage in stages for v in stage.saved} & set(line.results[line.op.carried_count :])
                 sliced = line.operands[len(line.operands) - line.op.cut :]
                 saved = sum(_saved(settled, v) for v in (*kept, *sliced)) / line.op.times
                 found = found._replace(saved=saved, state=sum(state(name, True) for name in sliced))

@@ -238,7 +238,7 @@ class Writer:
         sliced: dict[str, str] = {}
         extra: list[tuple[str, str, TensorType]] = []  # what is kept: a stack, its value inside, and a row's type
         for k, (outside, name) in enumerate(zip(loop.operands, names, strict=True)):
-            if k < op.kept:
+            if k < op.carried_count:
                 t = self.settled.type_of((block.path, name))
                 operands[inner.given(name, t)] = self.want(outside, t, by, self.settled.carries[block.path, k])
                 continue
@@ -254,9 +254,9 @@ class Writer:
         inner.lines(block.lines, totals, add)
         leaving = [
             inner.want(o, self.settled.type_of((block.path, n)), by, self.settled.carries[block.path, k])
-            for k, (o, n) in enumerate(zip(block.outputs[: op.kept], names, strict=False))
+            for k, (o, n) in enumerate(zip(block.outputs[: op.carried_count], names, strict=False))
         ]
-        for outside, name in zip(loop.results[op.kept :], block.outputs[op.kept :], strict=True):
+        for outside, name in zip(loop.results[op.carried_count :], block.outputs[op.carried_count :], strict=True):
             found = totals.get((block.path, name))
             if found is None:
                 key = block.path, name
@@ -272,7 +272,7 @@ class Writer:
             leaving.append(inner.accumulated(name, t, total, by))
         leaving += [inner.want(name, t, by) for _, name, t in extra]
         read = {o for step in inner.steps for o in step.operands} | {*leaving}
-        for k in [k for k in (operands | sliced) if k not in read and k not in names[: op.kept]]:
+        for k in [k for k in (operands | sliced) if k not in read and k not in names[: op.carried_count]]:
             sliced.pop(k, operands.pop(k, ""))
         inner.inputs = [(k, inner.types[k]) for k in (*operands, *sliced)]
         made = replace(op, n=count, body=inner.program(leaving), sliced=len(sliced))

@@ -14,19 +14,19 @@ Reading order:
 - `dualpipe`   DualPipe and DualPipeV: forwards overlapped with backwards
 - `table`      the generators by name: `schedule`
 - `shop`       `Shop`: stages on ranks with times and bounds of memory, for which an order is sought
-- `tree`       all orders of a shop that may be shortest
-- `listing`    the list scheduler: `listed`
+- `shop_tree`  all orders of a shop that may be shortest
+- `listing`    the list scheduler: `list_schedule`
 - `exact`      the exact solver of small shops: `solve`
-- `placing`    where sends and receives stand: `placed`
-- `picture`    a schedule in time, as text and as SVG: `drawn`, `svg`
+- `placing`    where sends and receives stand: `place_messages`
+- `picture`    a schedule in time, as text and as SVG: `schedule_picture`, `svg`
 """
 
 from shardplan.strategy.schedules.action import Action
-from shardplan.strategy.schedules.check import check, in_flight, refused
+from shardplan.strategy.schedules.check import broken_law, check, in_flight
 from shardplan.strategy.schedules.exact import Solved, solve
-from shardplan.strategy.schedules.listing import listed
-from shardplan.strategy.schedules.picture import drawn, svg
-from shardplan.strategy.schedules.placing import placed
+from shardplan.strategy.schedules.listing import list_schedule
+from shardplan.strategy.schedules.picture import schedule_picture, svg
+from shardplan.strategy.schedules.placing import place_messages
 from shardplan.strategy.schedules.refusal import CounterExample
 from shardplan.strategy.schedules.replay import Replayed, Times, replay
 from shardplan.strategy.schedules.schedule import Schedule
@@ -41,15 +41,15 @@ __all__ = [
     "CounterExample",
     "check",
     "in_flight",
-    "refused",
+    "broken_law",
     "Replayed",
     "Times",
     "replay",
     "Shop",
-    "listed",
+    "list_schedule",
     "Solved",
     "solve",
-    "placed",
-    "drawn",
+    "place_messages",
+    "schedule_picture",
     "svg",
 ]

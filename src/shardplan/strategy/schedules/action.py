@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardplan.errors import ScheduleError, shown
+from shardplan.errors import ScheduleError, excerpt
 
 COMPUTE = ("F", "B", "I", "W")
 SENDS = ("SEND_F", "SEND_B")
@@ -40,7 +40,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ScheduleError(f"a kind of action is {shown(self.kind)}; legal: {', '.join(KINDS)}")
+            raise ScheduleError(f"a kind of action is {excerpt(self.kind)}; legal: {', '.join(KINDS)}")
         if self.kind == OVERLAP:
             if not self.parts or any(part.kind not in COMPUTE for part in self.parts):
                 raise ScheduleError(f"{self} overlaps no computations; legal are parts of the kinds F, B, I and W")
@@ -88,5 +88,5 @@ def _parse(text: str) -> Action:
         stage, kind, microbatch = found.groups()
         return Action(int(stage), kind, int(microbatch) if microbatch else None)
     raise ScheduleError(
-        f"{shown(text)} is no action; legal are a stage, a kind and a microbatch, as in 0F3 or 2SEND_B1"
+        f"{excerpt(text)} is no action; legal are a stage, a kind and a microbatch, as in 0F3 or 2SEND_B1"
     )

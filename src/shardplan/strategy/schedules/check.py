@@ -18,7 +18,7 @@ from itertools import pairwise
 from shardplan.core import border
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
-from shardplan.strategy.schedules.refusal import CounterExample, Place, at, spots
+from shardplan.strategy.schedules.refusal import CounterExample, Place, action_place, spots
 from shardplan.strategy.schedules.run import MODES
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.waits import waits
@@ -38,12 +38,12 @@ def check(found: Schedule, in_flight: Sequence[int] | None = None, messages: str
         ...
     shardplan.errors.ScheduleError: schedule: 1F0 (rank 1, slot 1) stands behind 1B0 (rank 1, slot 0)
     """
-    if (refusal := refused(found, in_flight, messages)) is not None:
+    if (refusal := broken_law(found, in_flight, messages)) is not None:
         raise ScheduleError(f"schedule {found.name}".rstrip() + f": {refusal.says}")
     return found
 
 
-def refused(
+def broken_law(
     found: Schedule, in_flight: Sequence[int] | None = None, messages: str = "blocking"
 ) -> CounterExample | None:
     """Return the first law that a schedule breaks, as `check` has it, or None."""
@@ -54,7 +54,7 @@ def refused(
             raise ScheduleError(
                 f"in_flight has {len(bounds)} bounds; legal is one for each of {len(found.ranks)} ranks"
             )
-        in_flight = [border.whole("in_flight", n, kind=ScheduleError) for n in bounds]
+        in_flight = [border.whole_number("in_flight", n, kind=ScheduleError) for n in bounds]
     where = spots(found)
     laws = (_owners(found, where), _complete(found, where), _messages(found, where))
     for law in laws:
@@ -71,7 +71,9 @@ def _owners(found: Schedule, where: Spots) -> Iterator[CounterExample]:
         owner = found.owners[action.stage]
         for place in (p for p in places if p[0] != owner):
             first = min(p for a, ps in where.items() if a.stage == action.stage for p in ps if p[0] == owner)
-            says = f"{at(place, action)}, but stage {action.stage} is on rank {owner}, from slot {first[1]} on"
+            says = (
+                f"{action_place(place, action)}, but stage {action.stage} is on rank {owner}, from slot {first[1]} on"
+            )
             yield CounterExample("owner", says, (place, first))
 
 
@@ -79,32 +81,36 @@ def _complete(found: Schedule, where: Spots) -> Iterator[CounterExample]:
     for action, places in where.items():
         if action.microbatch is not None and action.microbatch >= found.microbatches:
             yield CounterExample(
-                "complete", f"{at(places[0], action)} is of none of {found.microbatches} microbatches", (places[0],)
+                "complete",
+                f"{action_place(places[0], action)} is of none of {found.microbatches} microbatches",
+                (places[0],),
             )
         if action.microbatch is not None and len(places) > 1:
             yield CounterExample(
-                "complete", f"{at(places[1], action)} stands also in slot {places[0][1]}", (places[1], places[0])
+                "complete",
+                f"{action_place(places[1], action)} stands also in slot {places[0][1]}",
+                (places[1], places[0]),
             )
     length = found.stages // found.copies
     for m in range(found.microbatches):
-        chains = [c for c in range(found.copies) if _touched(where, range(c * length, (c + 1) * length), m)]
+        chains = [c for c in range(found.copies) if _is_touched(where, range(c * length, (c + 1) * length), m)]
         if len(chains) > 1:
             other = next(a for a in where if a.microbatch == m and a.stage // length == chains[1])
             yield CounterExample(
                 "complete",
-                f"{at(where[other][0], other)}, but microbatch {m} goes through another copy",
+                f"{action_place(where[other][0], other)}, but microbatch {m} goes through another copy",
                 (where[other][0],),
             )
         first = (chains or [0])[0] * length
         for stage in range(first, first + length):
-            yield from _once(found, where, stage, m)
+            yield from _each_once(found, where, stage, m)
 
 
-def _touched(where: Spots, stages: range, m: int) -> bool:
+def _is_touched(where: Spots, stages: range, m: int) -> bool:
     return any(Action(s, kind, m) in where for s in stages for kind in "FBIW")
 
 
-def _once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[CounterExample]:
+def _each_once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[CounterExample]:
     """One F, and one B or one I and one W, in order, as each of them is there once at most."""
     run = {kind: where[a][0] for kind in "FBIW" if (a := Action(stage, kind, m)) in where}
     if "F" not in run:
@@ -113,7 +119,7 @@ def _once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[Counter
         if "B" in run and (half := "I" if "I" in run else "W" if "W" in run else ""):
             yield CounterExample(
                 "complete",
-                f"{at(run[half], f'{stage}{half}{m}')} is part of {at(run['B'], f'{stage}B{m}')}",
+                f"{action_place(run[half], f'{stage}{half}{m}')} is part of {action_place(run['B'], f'{stage}B{m}')}",
                 (run[half], run["B"]),
             )
         for kind in ("I", "W") if "I" in run or "W" in run else ("B",):
@@ -124,7 +130,9 @@ def _once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[Counter
     for first, second in pairwise(a for a in order if a in where):
         if _position(found, where, second) <= _position(found, where, first):
             early, late = where[second][0], where[first][0]
-            yield CounterExample("order", f"{at(late, first)} stands behind {at(early, second)}", (early, late))
+            yield CounterExample(
+                "order", f"{action_place(late, first)} stands behind {action_place(early, second)}", (early, late)
+            )
 
 
 def _position(found: Schedule, where: Spots, action: Action) -> tuple[int, int]:
@@ -144,42 +152,45 @@ def _messages(found: Schedule, where: Spots) -> Iterator[CounterExample]:
         for message, beside, behind in ((sent, made, True), (sent.matching, taken, False)):
             wanted.add(message)
             if message not in where:
-                says = f"{message} is missing: {at(where[made][0], made)} feeds {at(where[taken][0], taken)}"
+                ends = (action_place(where[action][0], action) for action in (made, taken))
+                says = f"{message} is missing: {' feeds '.join(ends)}"
                 yield CounterExample("messages", says, (where[taken][0],))
             elif (where[beside][0] > where[message][0]) == behind:
                 side, places = "before" if behind else "behind", (where[message][0], where[beside][0])
-                says = f"{at(places[0], message)} stands {side} {at(places[1], beside)}"
+                says = f"{action_place(places[0], message)} stands {side} {action_place(places[1], beside)}"
                 yield CounterExample("order", says, places if behind else places[::-1])
     for action in placed:
         if action not in wanted:
             yield CounterExample(
-                "messages", f"{at(where[action][0], action)} carries nothing between ranks", (where[action][0],)
+                "messages",
+                f"{action_place(where[action][0], action)} carries nothing between ranks",
+                (where[action][0],),
             )
 
 
 def crossings(found: Schedule, where: Spots) -> Iterator[tuple[Action, Action, Action]]:
     """Yield each computation, the one on another rank that takes its value, and the send that carries it."""
     for made in where:
-        for taken, way in fed(found, made):
+        for taken, way in consumers(found, made):
             if taken in where and found.owners[taken.stage] != found.owners[made.stage]:
                 yield made, taken, Action(made.stage, way, made.microbatch)
 
 
-def fed(found: Schedule, made: Action) -> Iterator[tuple[Action, str]]:
+def consumers(found: Schedule, made: Action) -> Iterator[tuple[Action, str]]:
     """Yield the computations that may take what one makes, and the kind of send that carries it."""
-    if made.kind == "F" and (to := found.after(made.stage)) is not None:
+    if made.kind == "F" and (to := found.stage_after(made.stage)) is not None:
         yield Action(to, "F", made.microbatch), "SEND_F"
-    if made.kind in ("B", "I") and (to := found.before(made.stage)) is not None:
+    if made.kind in ("B", "I") and (to := found.stage_before(made.stage)) is not None:
         yield Action(to, "B", made.microbatch), "SEND_B"
         yield Action(to, "I", made.microbatch), "SEND_B"
 
 
 def in_flight(found: Schedule) -> tuple[int, ...]:
     """Return the most forwards of each rank whose B or W is not done, in stages times microbatches."""
-    return tuple(max((n for _, _, n in _held(row)), default=0) for row in found.ranks)
+    return tuple(max((n for _, _, n in _held_counts(row)), default=0) for row in found.ranks)
 
 
-def _held(row: Sequence[Action | None]) -> Iterator[tuple[int, Action, int]]:
+def _held_counts(row: Sequence[Action | None]) -> Iterator[tuple[int, Action, int]]:
     """Yield each slot that begins or ends a microbatch of a stage, and how many are held then."""
     held = 0
     for slot, action in enumerate(row):
@@ -191,7 +202,7 @@ def _held(row: Sequence[Action | None]) -> Iterator[tuple[int, Action, int]]:
 
 def _memory(found: Schedule, bounds: Sequence[int] | None) -> Iterator[CounterExample]:
     for rank, bound in () if bounds is None or found.forward_only else enumerate(bounds):
-        for slot, leaf, held in _held(found.ranks[rank]):
+        for slot, leaf, held in _held_counts(found.ranks[rank]):
             if held > bound:
-                says = f"{at((rank, slot), leaf)} makes {held} in flight; the bound of rank {rank} is {bound}"
+                says = f"{action_place((rank, slot), leaf)} makes {held} in flight; the bound of rank {rank} is {bound}"
                 yield CounterExample("memory", says, ((rank, slot),))

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from shardplan.core import border
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.listing import listed
+from shardplan.strategy.schedules.listing import list_schedule
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import Orders, Shop
-from shardplan.strategy.schedules.tree import Key, ShopTree
+from shardplan.strategy.schedules.shop_tree import Key, ShopTree
 
 NODES = 1_000_000  # of the trees: about a minute
 
@@ -41,13 +41,13 @@ def solve(shop: Shop, nodes: int = NODES, known: Schedule | None = None) -> Solv
     `known` is a schedule of the shop to be improved on, by default the list scheduler's.
     """
     for time in (t for times in shop.times for t in times):
-        border.whole("solve: a time", time, 1, kind=ScheduleError)
-    best = known or listed(shop)
+        border.whole_number("solve: a time", time, 1, kind=ScheduleError)
+    best = known or list_schedule(shop)
     makespan = int(max(shop.ends(shop.orders(best))))
     search = Search(shop, nodes)
-    least = int(search.tree.bound(search.tree.root))
+    least = int(search.tree.lower_bound(search.tree.root))
     while least < makespan:
-        found = search.within(least)
+        found = search.order_within(least)
         if search.left <= 0:
             break
         if found is not None:
@@ -63,7 +63,7 @@ class Search:
     def __init__(self, shop: Shop, nodes: int) -> None:
         self.tree, self.left = ShopTree(shop), nodes
 
-    def within(self, makespan: int) -> Orders | None:
+    def order_within(self, makespan: int) -> Orders | None:
         """Return an order that is done by then, or None where there is none (or no nodes are left)."""
         seen: dict[Key, list[tuple[float, ...]]] = {}
         stack = [self.tree.root]
@@ -72,7 +72,7 @@ class Search:
             self.left -= 1
             if node.path and sum(map(len, node.done)) == self.tree.passes:  # its bound holds the ends of all
                 return self.tree.orders(node)
-            children = [child for child in self.tree.children(node) if self.tree.bound(child) <= makespan]
+            children = [child for child in self.tree.children(node) if self.tree.lower_bound(child) <= makespan]
             for child in reversed(children):
                 times, known = self.tree.times_of(child), seen.setdefault(child.key, [])
                 if any(all(a <= b for a, b in zip(one, times, strict=True)) for one in known):

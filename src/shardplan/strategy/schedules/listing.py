@@ -14,23 +14,23 @@ from random import Random
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.shop import F, I, Orders, Pass, Shop, W
+from shardplan.strategy.schedules.shop_tree import Key, ShopNode, ShopTree
 from shardplan.strategy.schedules.table import GENERATORS, schedule
-from shardplan.strategy.schedules.tree import Key, ShopNode, ShopTree
 
 PASSES = 2_000_000  # run by the local search: a second or two
 NODES = 15_000  # of the beam: the same
 WIDTH = 64
 
 
-def listed(shop: Shop, moves: int | None = None) -> Schedule:
+def list_schedule(shop: Shop, moves: int | None = None) -> Schedule:
     """Return a schedule of a shop within its bounds; the local search tries so many `moves`, always the same."""
     moves = PASSES // (3 * shop.microbatches * len(shop.owners)) if moves is None else moves
     moves = min(moves, 12_000)
     orders, tree = best_listed(shop), ShopTree(shop)
-    if moves and _score(shop, orders)[0] > tree.bound(tree.root):
-        found = beamed(tree, min(WIDTH, NODES // tree.passes))
+    if moves and _score(shop, orders)[0] > tree.lower_bound(tree.root):
+        found = beam_search(tree, min(WIDTH, NODES // tree.passes))
         orders = min((orders, found), key=lambda one: _score(shop, one)) if found else orders
-        orders = improved(shop, orders, moves)
+        orders = local_search(shop, orders, moves)
     return shop.schedule(orders, "listed")
 
 
@@ -51,7 +51,7 @@ def best_listed(shop: Shop) -> Orders:
     return min(tried, key=lambda orders: _score(shop, orders))
 
 
-def beamed(tree: ShopTree, width: int) -> Orders | None:
+def beam_search(tree: ShopTree, width: int) -> Orders | None:
     """Go down the tree, pass by pass, with the `width` nodes of the least bounds; of equal ones with the least idle.
 
     None where there are none left: all ended in ranks that wait for ever.
@@ -74,7 +74,7 @@ def beamed(tree: ShopTree, width: int) -> Orders | None:
     return tree.orders(level[0]) if level else None
 
 
-def improved(shop: Shop, orders: Orders, moves: int) -> Orders:
+def local_search(shop: Shop, orders: Orders, moves: int) -> Orders:
     """Move passes within their ranks at random, and keep what is worse by less and less; return the best."""
     random, least = Random(0), max(shop.busy(r) for r in range(len(shop.bounds)))
     orders = [list(order) for order in orders]

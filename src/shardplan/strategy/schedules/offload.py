@@ -1,4 +1,4 @@
-"""`offloaded`: a schedule in which what a forward pass saves is on the host until shortly before its backward pass."""
+"""`add_offloads`: a schedule in which what a forward pass saves is on the host until just before its backward pass."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.schedule import Schedule
 
 
-def offloaded(found: Schedule) -> Schedule:
+def add_offloads(found: Schedule) -> Schedule:
     r"""Return a schedule with an OFFLOAD after every F and a RELOAD one action before its B, or I.
 
     Where nothing would run between the two nothing leaves.
 
-    >>> print(offloaded(Schedule.parse("schedule gpipe, 3 microbatches\n0: 0F0 0F1 0F2 0B0 0B1 0B2")))
+    >>> print(add_offloads(Schedule.parse("schedule gpipe, 3 microbatches\n0: 0F0 0F1 0F2 0B0 0B1 0B2")))
     schedule gpipe, 3 microbatches
     0: 0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0B0 0RELOAD2 0B1 0B2
     """

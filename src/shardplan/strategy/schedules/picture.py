@@ -18,19 +18,19 @@ _MARGIN, _ROW, _WIDTH = 64, 24, 1200  # of the SVG, in its units
 _Span = tuple[Action, float, float]
 
 
-def drawn(found: Schedule, cost: Cost | None = None, columns: int = 100) -> str:
+def schedule_picture(found: Schedule, cost: Cost | None = None, columns: int = 100) -> str:
     """Return a picture in at most so many columns: a line a rank, each pass over its time, idle time as dots.
 
     A pass is written with its kind and its microbatch where that fits, else with what of it fits; of several stages a
     rank, the later ones in small letters. The last line tells both bubbles.
 
     >>> from shardplan.strategy.schedules import schedule
-    >>> print(drawn(schedule("1f1b", 2, 3), columns=32))
+    >>> print(schedule_picture(schedule("1f1b", 2, 3), columns=32))
     rank 0  F0F1....B0--F2B1--..B2--
     rank 1  ..F0B0--F1B1--F2B2--....
     bubble 3, idle 3 of 12
     """
-    whole = border.whole("columns", columns, 20, kind=ScheduleError)
+    whole = border.whole_number("columns", columns, 20, kind=ScheduleError)
     replayed = replay(found, cost or Times())
     label = len(f"rank {len(found.ranks) - 1}  ")
     scale = min(2.0 / _shortest(replayed), (whole - label) / max(replayed.makespan, 1e-300))
@@ -40,14 +40,14 @@ def drawn(found: Schedule, cost: Cost | None = None, columns: int = 100) -> str:
         cells = ["."] * width
         mine = sorted({a.stage for slot, _, _ in spans for a in _leaves(found, rank, slot)})
         for slot, begin, end in spans:
-            for action, b, e in _parts(_at(found, rank, slot), begin, end):
+            for action, b, e in _parts(_action_at(found, rank, slot), begin, end):
                 first, last = round(b * scale), round(e * scale)
                 if action.kind in COMPUTE:
                     text = f"{action.kind}{action.microbatch}"
                     text = text.lower() if mine.index(action.stage) % 2 else text
                     cells[first:last] = f"{text[: last - first]:-<{last - first}}"
         lines.append(f"{f'rank {rank}':<{label}}{''.join(cells)}".rstrip())
-    return "\n".join([*lines, _told(replayed)])
+    return "\n".join([*lines, _idle_text(replayed)])
 
 
 def svg(found: Schedule, cost: Cost | None = None) -> str:
@@ -64,10 +64,10 @@ def svg(found: Schedule, cost: Cost | None = None) -> str:
         top = 4 + _ROW * rank
         lines.append(f'<text x="4" y="{top + 15}">rank {rank}</text>')
         for slot, begin, end in spans:
-            for action, b, e in _parts(_at(found, rank, slot), begin, end):
+            for action, b, e in _parts(_action_at(found, rank, slot), begin, end):
                 if e > b:
                     lines += _box(action, _MARGIN + b * scale, (e - b) * scale, top)
-    lines.append(f'<text x="4" y="{height - 10}">{escape(_told(replayed))}</text>')
+    lines.append(f'<text x="4" y="{height - 10}">{escape(_idle_text(replayed))}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -81,18 +81,18 @@ def _box(action: Action, left: float, width: float, top: float) -> Iterator[str]
         yield f'<text x="{left + width / 2:.2f}" y="{top + 14}" text-anchor="middle">{action.microbatch}</text>'
 
 
-def _told(replayed: Replayed) -> str:
+def _idle_text(replayed: Replayed) -> str:
     return f"bubble {replayed.bubble:g}, idle {replayed.idle:g} of {replayed.makespan:g}"
 
 
-def _at(found: Schedule, rank: int, slot: int) -> Action:
+def _action_at(found: Schedule, rank: int, slot: int) -> Action:
     action = found.ranks[rank][slot]
     assert action is not None, "an idle slot is not run"
     return action
 
 
 def _leaves(found: Schedule, rank: int, slot: int) -> tuple[Action, ...]:
-    return _at(found, rank, slot).leaves
+    return _action_at(found, rank, slot).leaves
 
 
 def _parts(action: Action, begin: float, end: float) -> Iterator[_Span]:

@@ -16,7 +16,7 @@ from collections.abc import Set
 
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS, STATE, Action
-from shardplan.strategy.schedules.check import check, crossings, refused
+from shardplan.strategy.schedules.check import broken_law, check, crossings
 from shardplan.strategy.schedules.refusal import spots
 from shardplan.strategy.schedules.replay import Replayed, replay
 from shardplan.strategy.schedules.run import MESSAGES, Cost
@@ -26,7 +26,9 @@ ROUNDS = 4  # of placing by the times of what was placed
 _Row = list[Action]
 
 
-def placed(found: Schedule, cost: Cost, message: float = 0, messages: str = "buffered", sharded: int = 3) -> Schedule:
+def place_messages(
+    found: Schedule, cost: Cost, message: float = 0, messages: str = "buffered", sharded: int = 3
+) -> Schedule:
     """Return a schedule with its messages, as torch's format `compute_comms` has it; those it has are placed anew.
 
     `cost` gives what a computation takes, more than 0, and `message` what a message takes; `messages` how they are sent
@@ -35,12 +37,12 @@ def placed(found: Schedule, cost: Cost, message: float = 0, messages: str = "buf
     torch does by default.
 
     >>> from shardplan.strategy.schedules import Times, schedule
-    >>> print(placed(schedule("gpipe", 2, 1), Times(), sharded=0))
+    >>> print(place_messages(schedule("gpipe", 2, 1), Times(), sharded=0))
     schedule gpipe, 1 microbatches
     0: 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD
     1: 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD
     """
-    bare = check(found.only(lambda a: a.kind not in (*MESSAGES, *STATE)))
+    bare = check(found.filter_actions(lambda a: a.kind not in (*MESSAGES, *STATE)))
     computed = (leaf for row in bare.ranks for a in row if a is not None for leaf in a.leaves if leaf.kind in COMPUTE)
     if any(cost(leaf) <= 0 for leaf in computed):
         raise ScheduleError("placed: a computation takes no time; legal are times above 0")
@@ -55,7 +57,7 @@ def placed(found: Schedule, cost: Cost, message: float = 0, messages: str = "buf
         again = replay(tried, cost, message, messages, together)
         if again.makespan >= least:
             break
-        best, least, times = tried, again.makespan, _computed(bare, tried, again)
+        best, least, times = tried, again.makespan, _without_messages(bare, tried, again)
         if least <= ideal:
             break
     rows = tuple(
@@ -69,7 +71,7 @@ def _safe(bare: Schedule, times: Replayed, message: float) -> Schedule:
     ahead: set[Action] = set()
     while True:
         tried = _by_time(bare, times, message, ahead)
-        refusal = refused(tried)
+        refusal = broken_law(tried)
         if refusal is None:
             return tried
         more = {a for rank, slot in refusal.places if (a := tried.ranks[rank][slot]) is not None}
@@ -98,7 +100,7 @@ def _by_time(bare: Schedule, times: Replayed, message: float, ahead: Set[Action]
     return Schedule(rows, bare.microbatches, bare.copies, bare.name)
 
 
-def _computed(bare: Schedule, tried: Schedule, times: Replayed) -> Replayed:
+def _without_messages(bare: Schedule, tried: Schedule, times: Replayed) -> Replayed:
     """What a replay with messages says of the slots without."""
     rows: list[tuple[tuple[int, float, float], ...]] = []
     for row, spans in zip(tried.ranks, times.spans, strict=True):

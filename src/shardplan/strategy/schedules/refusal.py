@@ -23,7 +23,7 @@ class CounterExample:
     places: tuple[Place, ...] = ()
 
 
-def at(place: Place, action: Action | str) -> str:
+def action_place(place: Place, action: Action | str) -> str:
     """An action and where it stands, as refusals say it."""
     return f"{action} (rank {place[0]}, slot {place[1]})"
 

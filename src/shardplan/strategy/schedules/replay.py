@@ -42,12 +42,12 @@ class Replayed:
     @property
     def busy(self) -> tuple[float, ...]:
         """How long each rank computes."""
-        return tuple(sum(end - begin for _, begin, end in row) for row in self._computed())
+        return tuple(sum(end - begin for _, begin, end in row) for row in self._compute_spans())
 
     @property
     def bubble(self) -> float:
         """The most that a rank idles between its first and its last computation: the loss without a barrier."""
-        rows = zip(self._computed(), self.busy, strict=True)
+        rows = zip(self._compute_spans(), self.busy, strict=True)
         return max((row[-1][2] - row[0][1] - busy for row, busy in rows if row), default=0)
 
     @property
@@ -55,7 +55,7 @@ class Replayed:
         """The most that a rank idles from the first begin to the last end of all: the loss with a barrier."""
         return self.makespan - min(self.busy)
 
-    def _computed(self) -> list[list[tuple[int, float, float]]]:
+    def _compute_spans(self) -> list[list[tuple[int, float, float]]]:
         """The spans of computations. What they do not take is idle time, whatever stands in between."""
         rows: list[list[tuple[int, float, float]]] = []
         for row, spans in zip(self.schedule.ranks, self.spans, strict=True):

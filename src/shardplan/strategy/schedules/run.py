@@ -18,7 +18,7 @@ Cost = Callable[[Action], float]
 MESSAGES = (*SENDS, *RECEIVES)
 
 
-def grouped(row: tuple[Action | None, ...], batched: bool) -> list[list[tuple[int, Action]]]:
+def post_groups(row: tuple[Action | None, ...], batched: bool) -> list[list[tuple[int, Action]]]:
     """The slots of a rank, those of messages that are posted together in one."""
     groups: list[list[tuple[int, Action]]] = []
     talking = False
@@ -51,7 +51,7 @@ class ListRun:
     ) -> None:
         self.found, self.mode, self.cost, self.message, self.together = found, messages, cost, message, together
         self.alone = not any(a is not None and a.kind in MESSAGES for row in found.ranks for a in row)
-        self.rows = [grouped(row, messages == "batched") for row in found.ranks]
+        self.rows = [post_groups(row, messages == "batched") for row in found.ranks]
         self.heads, self.clocks = [0] * len(self.rows), [message * 0] * len(self.rows)
         self.posted: dict[Action, float] = {}
         self.done: dict[Action, float] = {}
@@ -66,26 +66,26 @@ class ListRun:
         """Whether a rank is not done."""
         return self.heads[rank] < len(self.rows[rank])
 
-    def wanted(self, rank: int) -> tuple[Place, Action, Action] | None:
+    def awaited_action(self, rank: int) -> tuple[Place, Action, Action] | None:
         """What the slot at which a rank stands waits for: its place, its action, and the other action."""
         earlier: set[Action] = set()
         for slot, action in self.rows[rank][self.heads[rank]]:
             for leaf in action.leaves:
-                for other in self.needed(leaf):
+                for other in self.prerequisites(leaf):
                     ready = self.posted if other.kind in MESSAGES else self.done
                     if other not in ready and other not in earlier:
                         return (rank, slot), leaf, other
                 earlier.add(leaf)
         return None
 
-    def needed(self, action: Action) -> list[Action]:
+    def prerequisites(self, action: Action) -> list[Action]:
         """The messages that must have been posted and the computations that must be done for an action to be done.
 
         Computations of other ranks where no messages are placed; with them, the receive stands before in the list.
         """
         if action.kind in RECEIVES or (action.kind in SENDS and self.mode != "buffered"):
             return [action.matching]
-        stage = self.found.before(action.stage) if action.kind == "F" else self.found.after(action.stage)
+        stage = self.found.stage_before(action.stage) if action.kind == "F" else self.found.stage_after(action.stage)
         if stage is None or action.kind not in ("F", "B", "I"):
             return []
         if not self.alone and self.found.owners[stage] != self.found.owners[action.stage]:
@@ -101,7 +101,7 @@ class ListRun:
     def _advance(self, rank: int) -> int:
         """Do what a rank can do; return how many slots that was."""
         count = 0
-        while self.stands(rank) and self.wanted(rank) is None:
+        while self.stands(rank) and self.awaited_action(rank) is None:
             group = self.rows[rank][self.heads[rank]]
             for slot, action in group:
                 start, end = self._span(rank, action)
@@ -121,7 +121,7 @@ class ListRun:
                 return clock, max(clock, sent)
             # Those of a group are on their way at once: each from when both of its ends are posted.
             begun = self.posted[action]
-            return begun, max([begun, *(self.posted[other] for other in self.needed(action))]) + self.message
+            return begun, max([begun, *(self.posted[other] for other in self.prerequisites(action))]) + self.message
         if self.together is not None and action.parts:
             start = max(self._ready(leaf, action, clock) for leaf in action.leaves)
             self.done.update(dict.fromkeys(action.leaves, start + self.together(action)))
@@ -134,7 +134,7 @@ class ListRun:
 
     def _ready(self, leaf: Action, whole: Action, clock: float) -> float:
         """When a computation has what it takes."""
-        for other in self.needed(leaf):
+        for other in self.prerequisites(leaf):
             if self.together is None or other not in whole.leaves:
                 far = self.found.owners[other.stage] != self.found.owners[leaf.stage]
                 clock = max(clock, self.done[other] + (self.message if far else 0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardplan.core import border
-from shardplan.errors import ScheduleError, line, shown
+from shardplan.errors import ScheduleError, excerpt, line
 from shardplan.plans.plan_file import write_atomic
 from shardplan.strategy.schedules.action import COMPUTE, OURS, OVERLAP, Action
 
@@ -50,11 +50,11 @@ class Schedule:
             for action in actions:
                 if action is not None and not isinstance(action, Action):
                     raise ScheduleError(
-                        f"Schedule: rank {i} has {shown(action)}; legal is an Action, or None for an idle slot"
+                        f"Schedule: rank {i} has {excerpt(action)}; legal is an Action, or None for an idle slot"
                     )
             rows.append(tuple(actions))
-        border.whole("Schedule: microbatches", self.microbatches, 1, kind=ScheduleError)
-        border.whole("Schedule: copies", self.copies, 1, kind=ScheduleError)
+        border.whole_number("Schedule: microbatches", self.microbatches, 1, kind=ScheduleError)
+        border.whole_number("Schedule: copies", self.copies, 1, kind=ScheduleError)
         counts: Counter[tuple[int, int]] = Counter(
             (a.stage, rank) for rank, row in enumerate(rows) for a in _leaves(row)
         )
@@ -88,21 +88,23 @@ class Schedule:
             what: int(n) for n, _, what in (size.partition(" ") for size in sizes) if n.isdecimal() and len(n) < 10
         }
         if said.split(" ", 1)[0] != "schedule" or "microbatches" not in found or len(found) != len(sizes):
-            raise ScheduleError(f"a schedule begins with {shown(head)}; legal is as in 'schedule 1f1b, 8 microbatches'")
+            raise ScheduleError(
+                f"a schedule begins with {excerpt(head)}; legal is as in 'schedule 1f1b, 8 microbatches'"
+            )
         if found.keys() - {"microbatches", "copies"}:
-            raise ScheduleError(f"a schedule has {shown(head)}; legal are microbatches and copies")
+            raise ScheduleError(f"a schedule has {excerpt(head)}; legal are microbatches and copies")
         ranks: list[list[Action | None]] = []
         for i, row in enumerate(rows):
             number, colon, actions = row.partition(":")
             if not colon or number.strip() != str(i):
                 raise ScheduleError(
-                    f"line {i + 2} of a schedule is {shown(row)}; legal is the list of rank {i}, as in '{i}: 0F0 0B0'"
+                    f"line {i + 2} of a schedule is {excerpt(row)}; legal is the list of rank {i}, as in '{i}: 0F0 0B0'"
                 )
             ranks.append([None if a == IDLE else Action.parse(a) for a in actions.split()])
         return Schedule(_tuples(ranks), found["microbatches"], found.get("copies", 1), said.partition(" ")[2])
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """What errors call it."""
         return f"the schedule {self.name}".rstrip()
 
@@ -116,19 +118,21 @@ class Schedule:
         """Whether sends and receives are placed: torch's format `compute_comms`, else `compute_only`."""
         return any(a is not None and a.kind not in (*COMPUTE, OVERLAP, *OURS) for row in self.ranks for a in row)
 
-    def only(self, keep: Callable[[Action], bool]) -> Schedule:
+    def filter_actions(self, keep: Callable[[Action], bool]) -> Schedule:
         """Return the schedule without idle slots and without what `keep` does not keep, of an overlap its parts."""
-        return Schedule(tuple(tuple(_kept(row, keep)) for row in self.ranks), self.microbatches, self.copies, self.name)
+        return Schedule(
+            tuple(tuple(_kept_actions(row, keep)) for row in self.ranks), self.microbatches, self.copies, self.name
+        )
 
     def compute_only(self) -> Schedule:
         """Return the computations alone, in their order."""
-        return self.only(lambda a: a.kind in COMPUTE)
+        return self.filter_actions(lambda a: a.kind in COMPUTE)
 
-    def before(self, stage: int) -> int | None:
+    def stage_before(self, stage: int) -> int | None:
         """The stage whose forward feeds this one's, None for the first of a chain."""
         return stage - 1 if stage % (self.stages // self.copies) else None
 
-    def after(self, stage: int) -> int | None:
+    def stage_after(self, stage: int) -> int | None:
         """The stage that this one's forward feeds, None for the last of a chain."""
         return stage + 1 if (stage + 1) % (self.stages // self.copies) else None
 
@@ -183,7 +187,7 @@ def _leaves(row: Sequence[Action | None]) -> Iterator[Action]:
     return (leaf for action in row if action is not None for leaf in action.leaves)
 
 
-def _kept(row: Sequence[Action | None], keep: Callable[[Action], bool]) -> Iterator[Action]:
+def _kept_actions(row: Sequence[Action | None], keep: Callable[[Action], bool]) -> Iterator[Action]:
     for action in row:
         parts = () if action is None else tuple(a for a in action.leaves if keep(a))
         if action is not None and parts == action.leaves:

@@ -34,7 +34,7 @@ class Shop:
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        border.whole("microbatches", self.microbatches, 1, kind=ScheduleError)
+        border.whole_number("microbatches", self.microbatches, 1, kind=ScheduleError)
         if not self.owners or set(self.owners) != set(range(len(self.bounds))):
             raise ScheduleError(
                 f"stages lie on ranks {self.owners}, with bounds for {len(self.bounds)}; legal is one a rank"
@@ -45,7 +45,7 @@ class Shop:
             )
         for rank, stages in enumerate(self.stages):
             least = min(len(stages), len(stages) * self.microbatches)
-            if border.whole("a bound", self.bounds[rank], kind=ScheduleError) < least:
+            if border.whole_number("a bound", self.bounds[rank], kind=ScheduleError) < least:
                 raise ScheduleError(
                     f"rank {rank} may hold {self.bounds[rank]} forwards; its {least} stages need as many"
                 )

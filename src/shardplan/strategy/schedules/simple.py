@@ -34,7 +34,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> list[Row]:
     return [_alternating(t := _one_stage(r, microbatches), t, ranks - 1 - r) for r in range(ranks)]
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> list[Row]:
+def interleaved_rows(ranks: int, microbatches: int, chunks: int) -> list[Row]:
     """1F1B of several stages a rank, in rounds of microbatches that go through all stages; as many rounds as fit."""
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:

@@ -10,7 +10,7 @@ from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.dualpipe import dualpipe, dualpipev
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.schedules.simple import gpipe, interleaved, looped_bfs, one_f_one_b, zb_h1, zb_h2
+from shardplan.strategy.schedules.simple import gpipe, interleaved_rows, looped_bfs, one_f_one_b, zb_h1, zb_h2
 from shardplan.strategy.schedules.vshape import v_half, v_min, zb_v
 
 Rows = list[list[Action]]
@@ -40,7 +40,7 @@ def _interleaved_in_flight(p: int, m: int, v: int, r: int) -> int:
 GENERATORS: dict[str, Generator] = {
     "gpipe": Generator(lambda p, m, v: gpipe(p, m), lambda p, m, v, r: m),
     "1f1b": Generator(lambda p, m, v: one_f_one_b(p, m), lambda p, m, v, r: min(p - r, m)),
-    "interleaved": Generator(interleaved, _interleaved_in_flight, chunks=2, free=True),
+    "interleaved": Generator(interleaved_rows, _interleaved_in_flight, chunks=2, free=True),
     "looped-bfs": Generator(looped_bfs, lambda p, m, v, r: m * v, chunks=2, free=True),
     "zb-h1": Generator(lambda p, m, v: zb_h1(p, m), lambda p, m, v, r: min(p, m)),
     "zb-h2": Generator(lambda p, m, v: zb_h2(p, m), lambda p, m, v, r: min(2 * p - 1, m)),
@@ -65,10 +65,14 @@ def schedule(
     1: 1F0 1B0 1F1 1B1
     """
     made = GENERATORS[border.choice("schedule", name, GENERATORS, ScheduleError)]
-    border.whole(f"schedule {name}: ranks", ranks, 1, kind=ScheduleError)
-    border.whole(f"schedule {name}: microbatches", microbatches, 1, kind=ScheduleError)
-    v = made.chunks if chunks is None else border.whole(f"schedule {name}: chunks", chunks, 1, kind=ScheduleError)
+    border.whole_number(f"schedule {name}: ranks", ranks, 1, kind=ScheduleError)
+    border.whole_number(f"schedule {name}: microbatches", microbatches, 1, kind=ScheduleError)
+    v = (
+        made.chunks
+        if chunks is None
+        else border.whole_number(f"schedule {name}: chunks", chunks, 1, kind=ScheduleError)
+    )
     if v != made.chunks and not made.free:
         raise ScheduleError(f"schedule {name} has {made.chunks} chunks a rank, {v} were asked for")
     found = Schedule(tuple(map(tuple, made.rows(ranks, microbatches, v))), microbatches, made.copies, name)
-    return found.only(lambda a: a.kind == "F") if forward_only else found
+    return found.filter_actions(lambda a: a.kind == "F") if forward_only else found

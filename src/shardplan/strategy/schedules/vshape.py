@@ -43,15 +43,15 @@ def _zb_v(p: int, r: int, microbatches: int) -> Row:
 
 def v_half(ranks: int, microbatches: int) -> list[Row]:
     """Half the memory of 1F1B and about half its bubble."""
-    return _woven(ranks, microbatches, (1, 2, 1, 2))
+    return _weave_blocks(ranks, microbatches, (1, 2, 1, 2))
 
 
 def v_min(ranks: int, microbatches: int) -> list[Row]:
     """A third of the memory of 1F1B and about two thirds of its bubble."""
-    return _woven(ranks, microbatches, (1, 1, 1, 1))
+    return _weave_blocks(ranks, microbatches, (1, 1, 1, 1))
 
 
-def _woven(p: int, microbatches: int, slopes: tuple[int, int, int, int]) -> list[Row]:
+def _weave_blocks(p: int, microbatches: int, slopes: tuple[int, int, int, int]) -> list[Row]:
     """Weave blocks: `slopes` are the slots from rank to rank of the four ways of a microbatch, down, up, down, up.
 
     Where a way turns it waits so long that no rank has two passes in one slot; of such blocks the one that holds the
@@ -83,12 +83,14 @@ def _block(p: int, slopes: tuple[int, int, int, int], gaps: tuple[int, ...]) -> 
             return None
         first, last = r, 2 * p - 1 - r
         passes = list(zip(slots, (first, last, last, first), "FFII", strict=True))
-        ways = [[*passes, *zip(_behind(slots[2:], w), (last, first), "WW", strict=True)] for w in (free, free[::-1])]
+        ways = [
+            [*passes, *zip(_next_slots(slots[2:], w), (last, first), "WW", strict=True)] for w in (free, free[::-1])
+        ]
         block.append(sorted(min(ways, key=_most_held)))
     return block
 
 
-def _behind(slots: list[int], free: list[int]) -> list[int]:
+def _next_slots(slots: list[int], free: list[int]) -> list[int]:
     """The first slot behind each that has a certain place in the period."""
     return [slot + (w - slot) % PERIOD for slot, w in zip(slots, free, strict=True)]
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from itertools import zip_longest
 
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
-from shardplan.strategy.schedules.refusal import CounterExample, Place, at
+from shardplan.strategy.schedules.refusal import CounterExample, Place, action_place
 from shardplan.strategy.schedules.run import ListRun
 from shardplan.strategy.schedules.schedule import Schedule
 
@@ -34,7 +34,7 @@ def _unmet_pair(found: Schedule) -> CounterExample | None:
         for k, (sent, received) in enumerate(zip_longest(sends[pair], receives[pair])):
             if sent is None or received is None or sent[1].matching != received[1]:
                 ends: list[tuple[Place, Action]] = [end for end in (sent, received) if end is not None]
-                text = " meets ".join(at(place, action) for place, action in ends)
+                text = " meets ".join(action_place(place, action) for place, action in ends)
                 says = f"message {k} from rank {pair[0]} to rank {pair[1]}: {text}"
                 return CounterExample("pair", says, tuple(place for place, _ in reversed(ends)))
     return None
@@ -46,12 +46,13 @@ def _circle(run: ListRun) -> CounterExample | None:
         return None
     seen: dict[int, tuple[Place, Action, Action]] = {}
     while stuck not in seen:
-        step = run.wanted(stuck)
+        step = run.awaited_action(stuck)
         assert step is not None, "a rank that stands waits for something"
         seen[stuck] = step
         stuck = run.placed[step[2]][0][0]
     circle = [seen[rank] for rank in list(seen)[list(seen).index(stuck) :]]
     text = "; ".join(
-        f"{at(place, action)} waits for {at(run.placed[other][0], other)}" for place, action, other in circle
+        f"{action_place(place, action)} waits for {action_place(run.placed[other][0], other)}"
+        for place, action, other in circle
     )
     return CounterExample("wait", f"a circle: {text}", tuple(place for place, _, _ in circle))

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from shardplan.errors import BackendError, LayoutError, shown
+from shardplan.errors import BackendError, LayoutError, excerpt
 from shardplan.interop.torch.refit.handle import TIMEOUT, Refit
 from shardplan.interop.torch.refit.meeting import close_store, store_of
 from shardplan.movement.weights.drops import left_out
@@ -72,7 +72,7 @@ class TransferEngine:
         """Take what `transfer_info` returned; raises `LayoutError` where that is not what it is."""
         unknown = [k for k in info if k not in INFO] or [k for k in INFO[:4] if k not in info]
         if unknown or info["version"] != 1:
-            raise LayoutError(f"init of {shown(dict(info))}; legal is what transfer_info returns")
+            raise LayoutError(f"init of {excerpt(dict(info))}; legal is what transfer_info returns")
         self.close()
         self._info = dict(info)
 

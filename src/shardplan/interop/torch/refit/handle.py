@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from shardplan.errors import BackendError, LayoutError, shown
+from shardplan.errors import BackendError, LayoutError, excerpt
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.wire import TorchWire
@@ -19,9 +19,9 @@ from shardplan.interop.torch.refit.commit import RefitCommit
 from shardplan.interop.torch.refit.deltas import HopDeltas
 from shardplan.interop.torch.refit.exchange import RefitExchange
 from shardplan.interop.torch.refit.meeting import RefitMeeting, check_same_plan, close_store, store_of
+from shardplan.interop.torch.refit.pending import RefitStarted
 from shardplan.interop.torch.refit.serving import ServedVersion, served_by
 from shardplan.interop.torch.refit.sides import join_sides
-from shardplan.interop.torch.refit.started import RefitStarted
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights
@@ -83,11 +83,11 @@ class Refit:
             BackendError: no store, or one that fails.
         """
         if not isinstance(plan, RefitPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LayoutError(f"Refit of {shown(plan)}; legal is what shardplan.refit returns")
+            raise LayoutError(f"Refit of {excerpt(plan)}; legal is what shardplan.refit returns")
         self.plan, self.finish, self.timeout, self.name = plan, finish, float(timeout), name
         place, self.rank = _meeting_place(store, group, rank, plan.ranks)
         if self.rank not in plan.ranks:
-            raise LayoutError(f"rank {shown(self.rank)} is on neither side of the plan; legal are {plan.ranks}")
+            raise LayoutError(f"rank {excerpt(self.rank)} is on neither side of the plan; legal are {plan.ranks}")
         sides = _sides(plan, self.rank, model, source, target)
         self.source = None if sides[0] is None else BoundTensors(plan.source, sides[0], self.rank, "source")
         self.target = None if sides[1] is None else BoundTensors(plan.target, sides[1], self.rank, "target")
@@ -307,7 +307,7 @@ class Refit:
         said = {
             "source": f"{self.plan.source.table.name} {self.plan.source.hash}",
             "target": f"{self.plan.target.table.name} {self.plan.target.hash}",
-            "only": shown(self.plan.only),
+            "only": excerpt(self.plan.only),
             "relays": str(bool(self.plan.relays)),
             "changed_only": str(bool(self._deltas)),
             "memory limit": str(self.plan.memory_limit),
@@ -344,7 +344,7 @@ def _meeting_place(store: Any, group: Any, rank: int | None, ranks: tuple[int, .
     known = dist.get_process_group_ranks(group)
     if strange := [r for r in ranks if r not in known]:
         raise LayoutError(
-            f"the plan has device {strange[0]}, and the group the ranks {shown(known)}; legal are ids in it"
+            f"the plan has device {strange[0]}, and the group the ranks {excerpt(known)}; legal are ids in it"
         )
     own = c10d.PrefixStore(f"shardplan {group.group_name}", c10d._get_default_store())
     return own, dist.get_rank() if rank is None else rank

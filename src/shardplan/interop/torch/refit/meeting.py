@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, line, shown
+from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, excerpt, line
 from shardplan.execution.rank_names import name_ranks
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.interop.torch.refit.store import MeetingStore
@@ -40,7 +40,7 @@ def store_of(text: Any, ranks: Sequence[int], rank: int, timeout: float) -> Any:
     secret, _, place = rest.rpartition("@")
     host, _, port = place.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    said = shown(f"tcp://...@{place}" if kind == "tcp" and secret else text)  # a secret is for nobody to read
+    said = excerpt(f"tcp://...@{place}" if kind == "tcp" and secret else text)  # a secret is for nobody to read
     try:
         if kind == "tcp" and host and port.isdecimal() and 0 < int(port) < 1 << 16:
             return MeetingStore.meet(host, int(port), secret.encode(), rank == min(ranks), timeout)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shardplan.errors import LayoutError, TimedOut, shown
+from shardplan.errors import LayoutError, TimedOut, excerpt
 from shardplan.movement.weights.refit import RefitPlan, refit
 from shardplan.movement.weights.weights import Weights
 
@@ -32,7 +32,7 @@ def join_sides(
     """Return the plan of this side and the other; see `Refit.join`, and `shardplan.refit` of what may differ."""
     sides = ("source", "target")
     if side not in sides:
-        raise LayoutError(f"side = {shown(side)}; legal are {' and '.join(sides)}")
+        raise LayoutError(f"side = {excerpt(side)}; legal are {' and '.join(sides)}")
     weights.place(rank)
     texts = PrefixStore(f"shardplan/refit/{name}/sides", store)
     if rank == min(weights.devices):

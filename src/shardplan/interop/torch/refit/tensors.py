@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardplan.errors import LayoutError, shown
+from shardplan.errors import LayoutError, excerpt
 from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.movement.weights.binding import check_named
 from shardplan.movement.weights.weights import Weights
@@ -98,7 +98,7 @@ def _tensors_by_name(model: Any, side: str) -> dict[str, tuple[MutableMapping[st
         for k, chunk in enumerate(model):
             if not isinstance(chunk, torch.nn.Module):
                 raise LayoutError(
-                    f"the {side} has {shown(chunk)} in its list; legal are modules, the chunks of a model"
+                    f"the {side} has {excerpt(chunk)} in its list; legal are modules, the chunks of a model"
                 )
             out |= _of_module(chunk, f"{k}.")
         return out
@@ -106,8 +106,8 @@ def _tensors_by_name(model: Any, side: str) -> dict[str, tuple[MutableMapping[st
         wrong = [k for k, v in model.items() if not isinstance(v, torch.Tensor)]
         if not wrong:
             return {str(k): (model, k, v, False) for k, v in model.items()}  # pyright: ignore[reportReturnType]
-        raise LayoutError(f"the {side} has {shown(model[wrong[0]])} as {wrong[0]}; legal are tensors by name")
-    raise LayoutError(f"the {side} is {shown(model)}; legal is a module, a list of chunks, or tensors by name")
+        raise LayoutError(f"the {side} has {excerpt(model[wrong[0]])} as {wrong[0]}; legal are tensors by name")
+    raise LayoutError(f"the {side} is {excerpt(model)}; legal is a module, a list of chunks, or tensors by name")
 
 
 def _of_module(model: torch.nn.Module, prefix: str) -> dict[str, tuple[Any, str, torch.Tensor, bool]]:

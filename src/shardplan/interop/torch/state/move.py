@@ -30,6 +30,7 @@ from shardplan.execution.torch.objects import all_reduce_object
 from shardplan.execution.torch.run import Need, launch, misfit
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.layout import local_shape, normal, text_of
+from shardplan.interop.torch.pending_moves import settle
 from shardplan.interop.torch.state.names import (
     Layouts,
     Path,
@@ -57,7 +58,6 @@ from shardplan.interop.torch.state.view import (
     refuse_unlike,
     same_digests,
 )
-from shardplan.interop.torch.under_way import settle
 
 T = TypeVar("T")
 Tensors = dict[Path, DTensor]

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardplan.errors import LayoutError
+from shardplan.interop.torch.pending_moves import wait_for_tensor
 from shardplan.interop.torch.state.names import Path, name_of
-from shardplan.interop.torch.under_way import wait_for_tensor
 
 
 def local_of(x: DTensor) -> torch.Tensor:

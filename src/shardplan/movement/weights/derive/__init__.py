@@ -11,7 +11,7 @@ Reading order:
 - `tables`       the table, checked on every trial
 """
 
-from shardplan.movement.weights.derive.tables import derived
+from shardplan.movement.weights.derive.tables import derive_table
 from shardplan.movement.weights.derive.trials import LoaderTrial
 
-__all__ = ["LoaderTrial", "derived"]
+__all__ = ["LoaderTrial", "derive_table"]

@@ -12,7 +12,7 @@ from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive.cuts import cuts_over
 from shardplan.movement.weights.derive.trials import SeenArray, SeenTrial
 from shardplan.movement.weights.form import FormFactor, product_text
-from shardplan.movement.weights.lowered import expand_digits
+from shardplan.movement.weights.lowering import expand_digits
 from shardplan.movement.weights.pieces import Scenery, local_pieces
 
 _NUMBER = re.compile(r"(\d+)")

@@ -1,4 +1,4 @@
-"""`derived`: a table from trials of a framework's loader. What is derived is compared with every trial, bit for bit."""
+"""`derive_table`: a table from trials of a framework's loader, which is compared with every trial, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardplan.movement.weights.table import TableParameter, WeightTable
 from shardplan.movement.weights.weights import make_weights
 
 
-def derived(trials: Sequence[LoaderTrial], name: str = "derived") -> WeightTable:
+def derive_table(trials: Sequence[LoaderTrial], name: str = "derived") -> WeightTable:
     """Derive how a framework stores a model from what its own loader makes of tensors that carry their index.
 
     Args:

@@ -1,0 +1,106 @@
+"""What `check`, `show` and `run` do with a folder that `plan --out` wrote, or its plan.json."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from shardplan.cli.statuses import FAILED, complain
+from shardplan.errors import ShardplanError, line
+
+if TYPE_CHECKING:
+    from shardplan.hardware.topology import Topology
+    from shardplan.launches.handover.handed_plan import HandedPlan
+    from shardplan.simulation.searching.answer import Judge, JudgedPlan
+
+
+def judged_plan(plan: HandedPlan) -> tuple[Judge, JudgedPlan]:
+    """Return what was predicted of a plan when it was written, and what tells of it."""
+    from shardplan.simulation.closed.machines import machine_fit
+    from shardplan.simulation.searching.answer import Judge, JudgedPlan
+    from shardplan.simulation.searching.certified import Certifier
+
+    known = machine_fit(plan.topology.name)
+    judge = Judge(
+        plan.model, plan.topology, known, Certifier(plan.model, known.parameters, plan.topology.device.memory)
+    )
+    return judge, JudgedPlan.from_dict(plan.strategy, plan.predicted)
+
+
+def check_handed(path: Path, plan: HandedPlan, devices: int | None, as_json: bool) -> None:
+    """Run a plan scaled down on the reference, and compare its step with the whole model's."""
+    from shardplan.execution.beside_whole import step_beside_whole
+    from shardplan.launches.handover.scaled import MOST, scale_plan
+    from shardplan.report.handed import beside_whole_object, beside_whole_text
+    from shardplan.report.text import json_text
+    from shardplan.strategy.partition.partition import partition
+
+    scaled = scale_plan(plan, devices or MOST)
+    found = step_beside_whole(scaled.model, partition(scaled.model, scaled.strategy))
+    told = beside_whole_object(found, scaled)
+    print(json_text({"plan": str(path), **told}) if as_json else beside_whole_text(found, scaled))
+    if not found.is_equal:
+        raise typer.Exit(complain(f"{line(path)}: its step differs from the whole model's", FAILED))
+
+
+def show_handed(path: Path, plan: HandedPlan, as_json: bool) -> None:
+    """Print a plan as it was told, and what its folder has."""
+    import json
+
+    from shardplan.report.handed import handed_text
+    from shardplan.report.text import json_text
+
+    if as_json:
+        print(json_text(json.loads(plan.to_json())))
+        return
+    judge, one = judged_plan(plan)
+    folder = path if path.is_dir() else path.parent
+    print(handed_text(plan, one, judge, folder))
+
+
+def run_handed(
+    path: Path, plan: HandedPlan, timeout: float, cluster: Topology | None, trace: Path | None, as_json: bool
+) -> None:
+    """Run a plan scaled down on the processes of torchrun, its values beside the whole model's, its times predicted."""
+    from shardplan.execution.beside_whole import draw_arrays, step_beside_whole
+    from shardplan.execution.launched import join_launcher
+    from shardplan.execution.measure import measured_links
+    from shardplan.execution.measured_step import action_times, measure_step, predict_step, seconds_to_issue
+    from shardplan.launches.handover.scaled import scale_plan
+    from shardplan.report.handed import action_times_text, beside_whole_object, beside_whole_text
+    from shardplan.report.text import json_text
+    from shardplan.simulation.trace import save_traces
+    from shardplan.strategy.partition.partition import partition
+
+    with join_launcher("torch"):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        scaled = scale_plan(plan, size)
+        if scaled.strategy.devices != size:
+            raise ShardplanError(
+                f"run {line(path)}: scaled down it has {scaled.strategy.devices} devices, and there are {size} "
+                f"processes; legal is --nproc-per-node {scaled.strategy.devices}"
+            )
+        job = partition(scaled.model, scaled.strategy)
+        found = step_beside_whole(scaled.model, job, "torch", timeout)
+        given = draw_arrays(scaled.model, scaled.strategy.sequences)
+        before, measured = (measure_step(job, given, timeout) for _ in range(2))
+        links = measured_links(range(size), "torch", timeout) if cluster is None else cluster
+    if rank:
+        return
+    told = beside_whole_object(found, scaled)
+    text = beside_whole_text(found, scaled)
+    if links is not None:
+        issue = seconds_to_issue(job, links, before)
+        predicted = predict_step(job, links, issue)
+        rows = action_times(predicted, measured)
+        if trace is not None:
+            save_traces(trace, [predicted, measured])
+        text += "\n\n" + action_times_text(rows, (predicted.seconds, measured.seconds), issue)
+        told |= {"seconds": measured.seconds, "predicted_seconds": predicted.seconds, "issue_seconds": issue,
+                 "predicted_on": str(links), "actions": [one._asdict() for one in rows]}  # fmt: skip
+    print(json_text({"plan": str(path), **told}) if as_json else text)
+    if not found.is_equal:
+        raise typer.Exit(complain(f"{line(path)}: its step differs from the whole model's", FAILED))

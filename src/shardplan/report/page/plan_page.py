@@ -1,0 +1,120 @@
+"""The report of a plan: the answer, where it lies, its step over time, its memory, its movements, its alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.launches.handover.handed_job import job_of
+from shardplan.launches.handover.handed_plan import HandedPlan
+from shardplan.report.page.figures import (
+    alternatives_figure,
+    bytes_figure,
+    held_figure,
+    memory_figure,
+    sensitivity_figure,
+    timeline_figure,
+)
+from shardplan.report.page.page import PagePart, render_page
+from shardplan.report.page.placed import placed_markup
+from shardplan.report.plan import strategy_words
+from shardplan.report.why import remedy_text
+from shardplan.simulation.searching.answer import Judge, JudgedPlan, PlanAnswer
+from shardplan.simulation.searching.plans import RankedPlan, plan_text
+from shardplan.simulation.why import WhyMovements, why
+from shardplan.strategy.partition.memory import holdings
+from shardplan.strategy.runtimes import runtime_of
+
+MOST_MOVEMENTS = 200  # in the table
+MOST_POINTS = 400  # on the plane
+
+
+def plan_page(plan: HandedPlan, judge: Judge, one: JudgedPlan, text: str, answer: PlanAnswer | None = None) -> str:
+    """Return the report of a plan.
+
+    Args:
+        plan: As it is handed over.
+        judge: What tells of strategies.
+        one: The plan, judged.
+        text: The answer as it was printed.
+        answer: Of a search, for what else there was.
+
+    Raises `MissingExtra` where plotly or jinja2 is not installed.
+    """
+    job, machine = job_of(plan)
+    found = why(job, machine)
+    parts = [*_answer_part(one, judge, text), *_placement_part(plan), *_step(found, one, judge),
+             *_alternative_parts(judge, one, answer), *_movements(found)]  # fmt: skip
+    return render_page(f"{plan.title}: {plan_text(one.plan)}", parts, strategy_words(plan.strategy))
+
+
+def _answer_part(one: JudgedPlan, judge: Judge, text: str) -> Iterator[PagePart]:
+    low, high = map(format_seconds, one.interval)
+    cards = [
+        (format_seconds(one.plan.seconds), f"a step; {low} to {high} in nine of ten"),
+        (f"{one.tokens_per_second:,.0f}", "tokens a second"),
+        (f"{one.tokens_per_second / judge.topology.size:,.0f}", "tokens a second and device"),
+        (f"{100 * one.mfu:.1f} %", "MFU"),
+        (format_bytes(one.held.nbytes), f"of {format_bytes(judge.certifier.memory)} on the worst rank"),
+    ]
+    yield PagePart("Answer", cards=cards, text=text)
+
+
+def _placement_part(plan: HandedPlan) -> Iterator[PagePart]:
+    note = ("A box is a node, a cell a device: its place along each axis, coloured by pipeline rank. Nodes that differ "
+            "in their data replica alone are one box.")  # fmt: skip
+    yield PagePart(f"Placement on {plan.topology.name or 'the topology'}", note, markup=placed_markup(plan))
+
+
+def _step(found: WhyMovements, one: JudgedPlan, judge: Judge) -> Iterator[PagePart]:
+    line = found.timeline
+    note = (f"Op by op the step takes {line.explained()}. The closed form, in which strategies are compared, says "
+            f"{format_seconds(one.plan.seconds)}. Drag to zoom, double-click to go back.")  # fmt: skip
+    yield PagePart("Timeline", note, figure=timeline_figure(line))
+    memory = judge.certifier.memory
+    held = holdings(line.job, runtime_of(one.plan.strategy))
+    note = (
+        "What a device of each pipeline rank holds, as certified; the answer has what allocator and driver hold beside."
+    )
+    yield PagePart("Memory over time", note, figure=memory_figure(line, held, memory))
+    yield PagePart("Memory at the peak", "Of what, when a rank holds most.", figure=held_figure(line, held))
+    note = "Received by a device in a step, by the outermost level that they cross, and by axes."
+    yield PagePart("Bytes by level", note, figure=bytes_figure(found))
+
+
+def _alternative_parts(judge: Judge, one: JudgedPlan, answer: PlanAnswer | None) -> Iterator[PagePart]:
+    plans: Sequence[JudgedPlan] = (one,)
+    if answer is not None and len(answer.plans) > 1:
+        plans = answer.plans
+        ours = {p.plan.strategy for p in plans}
+        front = [p for p in answer.found.front if p.strategy not in ours]
+        rest = [p for p in answer.found.candidates if p.strategy not in ours | {p.strategy for p in front}]
+        rows = chain((("priced", p) for p in rest[:MOST_POINTS]), (("nothing is better in both", p) for p in front),
+                     (("told", p.plan) for p in plans[1:]), (("the answer", p.plan) for p in plans[:1]))  # fmt: skip
+        table = [["strategy", "seconds", "memory", "why it lost"]]
+        table += [[plan_text(p.plan), format_seconds(p.plan.seconds), format_bytes(p.plan.peak_bytes), p.lost or "-"]
+                  for p in plans]  # fmt: skip
+        how = "Seconds and memory of what was priced; hover says which it is. Dashed: what a device has."
+        yield PagePart("Alternatives", how, figure=alternatives_figure(rows, judge.certifier.memory), rows=table)
+    note = "The closed form where one thing is faster or slower, and all else is as it is."
+    if answer is not None and answer.changes:
+        note += f" Another answer with {'; '.join(answer.changes)}."
+    named = [(_brief(p.plan), p.plan) for p in plans]
+    yield PagePart("Sensitivity", note, figure=sensitivity_figure(judge, named))
+
+
+def _brief(one: RankedPlan) -> str:
+    words = plan_text(one).split()
+    return " ".join(words[:5]) + (" ..." if len(words) > 5 else "")
+
+
+def _movements(found: WhyMovements) -> Iterator[PagePart]:
+    rows = [["where", "what", "who asks, and for what", "made and wanted", "a step", "exposed", "what removes it"]]
+    for m in found.movements[:MOST_MOVEMENTS]:
+        rows.append([m.location, f"{', '.join(m.ops)} of %{m.value}", f"{m.asks}: {'; '.join(m.dims)}",
+                     f"{m.made} as {m.wanted}", f"{format_bytes(m.received_bytes)}, {format_seconds(m.seconds)}",
+                     format_seconds(m.exposed_seconds), remedy_text(m)])  # fmt: skip
+    left = len(found.movements) - len(rows) + 1
+    note = "Each with who asks for it, in a step; the most exposed first."
+    yield PagePart("Movements", note + (f" {left} more are not shown." if left > 0 else ""), rows=rows)
