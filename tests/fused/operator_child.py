@@ -93,7 +93,7 @@ def core_gemv(ranks: int, a: np.ndarray, x: np.ndarray) -> np.ndarray:
     return sp.run(program, [sp.distribute(v, t) for v, t in zip((a, x), types, strict=True)])[0][0]
 
 
-def gemms(asked: Asked, excerpt: Shown) -> None:
+def gemms(asked: Asked, shown: Shown) -> None:
     """Even and short splits of both scatters against core, with three epochs; then activations and gradients."""
     n, rank = asked.heap.ranks, asked.heap.rank
     for k, (m, depth, columns) in enumerate([(12, 5, 8), (7, 3, 5), (1, 4, 3), (130, 16, 9)]):
@@ -110,12 +110,12 @@ def gemms(asked: Asked, excerpt: Shown) -> None:
                 for tiles in (1, 3):
                     more = Asked(asked.heap, tiles, ("remote_first", "natural")[epoch % 2], asked.seconds)
                     found = gemm.forward(more, *(torch.from_numpy(x.copy()) for x in local), scatter=scatter)
-                    excerpt(
+                    shown(
                         f"gemm {m} {depth} {columns} scatter {scatter} tiles {tiles} epoch {epoch}", away(found, wanted)
                     )
 
 
-def moe(asked: Asked, excerpt: Shown) -> None:
+def moe(asked: Asked, shown: Shown) -> None:
     """Splits that data decides, some empty, other rows on every rank; activations; gradients; dtypes."""
     n, rank = asked.heap.ranks, asked.heap.rank
     for k, (scatter, activation, dtype) in enumerate(
@@ -146,16 +146,16 @@ def moe(asked: Asked, excerpt: Shown) -> None:
         mine = [x.detach() for x in (a[rank], b[rank], bias[rank])]
         what = f"moe scatter {scatter} {activation} {dtype}"
         found = gemm.forward(asked, *mine, activation, scatter, send[rank], receive)
-        excerpt(what, away(found, whole[rank].detach(), dtype))
+        shown(what, away(found, whole[rank].detach(), dtype))
         up = [torch.from_numpy(rng.normal(size=x.shape)).to(dtype) for x in whole]
         own = [a[rank], bias[rank] if scatter == 0 else a[rank]] + ([b[rank]] if scatter == 0 else [])
         wanted = torch.autograd.grad(list(whole), own, [g.float() for g in up], allow_unused=True)
         da, db, dc = gemm.backward(asked, up[rank], *mine, activation, scatter, send[rank], receive)
         if dtype == torch.float32:
-            excerpt(f"{what}: da", away(da, wanted[0]))
+            shown(f"{what}: da", away(da, wanted[0]))
             if scatter == 0:
-                excerpt(f"{what}: db", away(db, wanted[2]))
-                excerpt(f"{what}: dbias", away(dc, wanted[1]))
+                shown(f"{what}: db", away(db, wanted[2]))
+                shown(f"{what}: dbias", away(dc, wanted[1]))
     text = ""
     try:
         gemm.forward(
@@ -164,10 +164,10 @@ def moe(asked: Asked, excerpt: Shown) -> None:
     except ShardplanError as error:
         text = str(error)
     wanted = "gemm_all_to_all: rank 1 wants 2 rows of rank 0, which sends 1"
-    excerpt("moe that differs", "" if text == wanted else text or "no error")
+    shown("moe that differs", "" if text == wanted else text or "no error")
 
 
-def gemvs(asked: Asked, excerpt: Shown) -> None:
+def gemvs(asked: Asked, shown: Shown) -> None:
     """Both algorithms against core and each other, bits equal on all ranks; parts of K that differ, and none."""
     n, rank = asked.heap.ranks, asked.heap.rank
     for k, (m, depth, columns) in enumerate(
@@ -185,17 +185,17 @@ def gemvs(asked: Asked, excerpt: Shown) -> None:
                 wanted = core_gemv(n, *rounded)
                 for algorithm in ("one_shot", "two_shot", "auto"):
                     found = gemv.forward(Asked(asked.heap, 2, asked.order, asked.seconds), la, lx, algorithm)
-                    excerpt(f"gemv {m} {depth} {columns} {algorithm} {dtype}", away(found, wanted, dtype))
+                    shown(f"gemv {m} {depth} {columns} {algorithm} {dtype}", away(found, wanted, dtype))
                     bits = asked.heap.gather(found.contiguous().view(torch.uint8).numpy().tobytes()[:4000])
-                    excerpt(f"gemv {algorithm} bits", "" if len(set(bits)) == 1 else "other bits on other ranks")
+                    shown(f"gemv {algorithm} bits", "" if len(set(bits)) == 1 else "other bits on other ranks")
     a, x, g = torch.randn(6, 4), torch.randn(4), torch.randn(6)
-    excerpt("gemv vector", away(gemv.forward(asked, torch.ones(6, 4), torch.ones(4)), torch.full((6,), 4.0 * n)))
+    shown("gemv vector", away(gemv.forward(asked, torch.ones(6, 4), torch.ones(4)), torch.full((6,), 4.0 * n)))
     la, lx = a.clone().requires_grad_(), x.clone().requires_grad_()
     for found, wanted in zip(gemv.backward(g, a, x), torch.autograd.grad(la @ lx, (la, lx), g), strict=True):
-        excerpt("gemv gradient", away(found, wanted))
+        shown("gemv gradient", away(found, wanted))
 
 
-def embeddings(asked: Asked, excerpt: Shown) -> None:
+def embeddings(asked: Asked, shown: Shown) -> None:
     """Odd sizes, empty bags, ranks without tables, weights, means, NaN; gradients."""
     n, rank = asked.heap.ranks, asked.heap.rank
     cases = [(m, w, dtype) for m in ("sum", "mean") for w in (False, True) for dtype in (torch.float32, torch.bfloat16)]
@@ -244,7 +244,7 @@ def embeddings(asked: Asked, excerpt: Shown) -> None:
             more = Asked(asked.heap, tiles, asked.order, asked.seconds)
             for _ in range(EPOCHS):
                 found = embedding.forward(more, *data[rank], mode, batch, held.tolist() if k % 3 == 0 else None, given)
-                excerpt(what, away(found, wanted.detach(), dtype))
+                shown(what, away(found, wanted.detach(), dtype))
         if dtype != torch.float32 or k == 0 or not batch:
             continue
         g = torch.from_numpy(rng.normal(size=whole.shape)).float()
@@ -254,17 +254,17 @@ def embeddings(asked: Asked, excerpt: Shown) -> None:
         )
         found, each = embedding.backward(asked, g[at[rank] : at[rank + 1]], *data[rank], mode, batch, None, given)
         for x, want in zip([*found, *([each] if each is not None and mine else [])], wants, strict=True):
-            excerpt(f"{what}: gradient", away(x, torch.zeros_like(x) if want is None else want))
+            shown(f"{what}: gradient", away(x, torch.zeros_like(x) if want is None else want))
 
 
 def values(rank: int, exchange: Exchange) -> Any:
-    excerpt = Shown()
+    shown = Shown()
     with SymmetricHeap.create(1 << 23, backend(rank), exchange, "operators") as heap:
         asked = Asked(heap, seconds=20.0)
         for work in (gemms, moe, gemvs, embeddings):
-            work(asked, excerpt)
+            work(asked, shown)
             heap.barrier()
-    return {"count": excerpt.count, "wrong": excerpt.wrong[:20]}
+    return {"count": shown.count, "wrong": shown.wrong[:20]}
 
 
 def told(call: Any) -> tuple[str, float]:
