@@ -22,7 +22,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.prices.library import library
 from shardplan.movement.redistribution.choice import chain
-from shardplan.plans.pricing import fabric_of, priced, step_prices
+from shardplan.plans.pricing import fabric_of, price_program, step_prices
 
 DEVICE = DeviceSpec(flops=(("*", 1e12),), memory_bandwidth=1e11, launch=3e-6)
 TOPOLOGIES = [  # slow, so that few bytes weigh as many do elsewhere
@@ -115,7 +115,7 @@ def test_an_exchange_to_even_parts_makes_a_gather_the_librarys() -> None:
     assert [step.op.name for step in plan.program.steps] == ["exchange", "all_gather"]
     for algorithm in ("ring", "direct"):
         alone = chain([AllGather(0, ("x",), algorithm=algorithm)], ends[0])
-        assert 1.15 * plan.seconds < priced(alone, Fabric(CLUSTERS[0])).seconds
+        assert 1.15 * plan.seconds < price_program(alone, Fabric(CLUSTERS[0])).seconds
 
 
 def test_a_limit_is_kept_by_an_algorithm_that_stages_less() -> None:

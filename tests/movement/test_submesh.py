@@ -32,7 +32,7 @@ def moved(pattern: Pattern, where: dict[int, int]) -> Pattern:
     look = np.vectorize(where.__getitem__, otypes=[np.int64])
     match pattern:
         case Messages():
-            return Messages(look(pattern.sender), look(pattern.receiver), pattern.nbytes, pattern.chunks)
+            return Messages(look(pattern.sender), look(pattern.receiver), pattern.nbytes, pattern.chunks, pattern.own)
         case Groups():
             return replace(pattern, members=look(pattern.members))
         case Local():
