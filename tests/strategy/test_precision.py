@@ -106,6 +106,22 @@ def test_sums_in_f32_keep_what_sums_in_bf16_lose() -> None:
     assert found["f32"] < 0.01 < found["bf16"]
 
 
+@pytest.mark.parametrize(("said", "dtype"), [({}, "f32"), ({"reduce_dtype": "bf16"}, "bf16"),
+                                             ({"gradient_dtype": "bf16"}, "bf16")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dealt", [{"fsdp": True}, {"zero": 1}], ids=str)
+def test_gradients_are_summed_over_devices_in_the_dtype_that_is_said(
+    said: dict[str, Any], dtype: str, dealt: dict[str, Any]
+) -> None:
+    """By default that in which they are accumulated; what is summed in bf16 loses what f32 keeps."""
+    job = partition(Model.load("mlp", layers=2, hidden=8), Strategy(data=4, precision="bf16", **dealt, **said))
+    programs = [one.plan.program for found in job.movements.values() for one in found]
+    summed = [t for program in programs for t in program.input_types if t.layout.partial and t.shape]
+    assert summed and {t.dtype for t in summed} == {dtype}
+    assert {t.dtype for name, t in job.state.items() if name.startswith("gradient.")} == {
+        said.get("gradient_dtype", "f32")
+    }
+
+
 def test_the_job_is_its_model_on_one_device() -> None:
     """Every loaded model has the recipe; of a program of one's own it is that of its dtype."""
     model = Model.load("llama", **SIZES, optimizer="adamw")

@@ -179,6 +179,11 @@ class Together(Nested):
         if not made or sorted(made) != sorted(body.outputs):
             raise TypingError("together: the outputs are not what the moves make; legal is each of them once")
 
+    def members(self, t: TensorType) -> tuple[str, ...]:
+        """The axes of all moves."""
+        types = self.body.types
+        return tuple(dict.fromkeys(a for step in self.body.steps for a in step.op.members(types[step.operands[0]])))
+
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
         """The rounds of all moves side by side."""
         given = {name: k for k, (name, _) in enumerate(self.body.inputs)}

@@ -1,0 +1,111 @@
+"""Ops as frameworks run them, beside the program's order: streams, kernels that are one, and the bytes of a loss."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+import shardplan as sp
+from shardplan.core.nested import as_nested
+from shardplan.core.pattern import Work
+from shardplan.plans.pricing import fabric_of
+from shardplan.simulation.closed.numbers import LOSS_BYTES
+from shardplan.simulation.jobs.job_timeline import simulate_job
+from shardplan.simulation.jobs.laid import LaidJob, laid
+from shardplan.simulation.jobs.settings import Fold, JobSettings
+from shardplan.simulation.jobs.timing import COMPUTE, Node, TimedLoop, TimedOp
+from shardplan.strategy.partition.job import Job
+from simulation.jobs.job_cases import CLUSTER
+
+HIDDEN, LAYERS, SEQ, VOCAB = 64, 4, 32, 96
+
+
+@cache
+def job(kind: str = "gpt", **said: Any) -> Job:
+    sizes = {} if kind == "mlp" else {"heads": 8, "seq": SEQ, "vocab": VOCAB}
+    return sp.partition(
+        sp.Model.load(kind, layers=LAYERS, hidden=HIDDEN, precision="bf16", **sizes), sp.Strategy(**said)
+    )
+
+
+def on_streams(one: Job, *, frameworks: bool) -> LaidJob:
+    return laid(one, fabric_of(CLUSTER, one.programs.meshes), JobSettings(frameworks=frameworks), Fold())
+
+
+def leaves(nodes: Sequence[Node]) -> Iterator[TimedOp]:
+    for node in nodes:
+        if isinstance(node, TimedLoop):
+            yield from leaves((*node.early, *node.late))
+        else:
+            yield node
+
+
+def loop_of(one: LaidJob, kind: str) -> list[TimedOp]:
+    """The ops of a layer."""
+    (loop,) = (node for node in one.maps[0, kind].nodes if isinstance(node, TimedLoop))
+    return list(leaves([loop]))
+
+
+def work_bytes(op: TimedOp) -> float:
+    return float(op.cost.pattern.nbytes) if isinstance(op.cost.pattern, Work) else 0.0
+
+
+def test_gathers_of_parameters_and_sums_of_gradients_have_a_stream_of_their_own() -> None:
+    one = job(data=4, tensor=2, fsdp=True, global_batch=8)
+    for frameworks, own in ((False, ""), (True, ".parameters")):
+        found = on_streams(one, frameworks=frameworks)
+        moving = {op.cost.stream.split(", ")[0] for k in "FB" for op in loop_of(found, k) if op.cost.stream != COMPUTE}
+        assert moving == {"tensor", f"data{own}", f"data.tensor{own}"}  # activations; weights; gradients of norms
+
+
+def test_what_is_added_behind_a_reduction_is_one_kernel_on_its_stream() -> None:
+    """Of gradients summed in bf16: cast to f32 and added to the sum, which reads 2 + 4 bytes and writes 4."""
+    one = job("mlp", data=4, zero=2, global_batch=8, precision="bf16", reduce_dtype="bf16")
+    plain, ours = (on_streams(one, frameworks=f) for f in (False, True))
+    (reduced,) = (op for op in loop_of(ours, "B") if op.cost.kind in ("reduce_scatter", "together"))
+    behind = [
+        op for op in loop_of(ours, "B") if op.issued and op.cost.stream == reduced.cost.stream and op is not reduced
+    ]
+    elements = one.programs[0, "B"].types["next.gradient.layers.weight"].local_bytes() / 4 / LAYERS
+    assert [work_bytes(op) for op in behind] == [10 * elements]
+    before = [op for op in loop_of(plain, "B") if op.issued and op.cost.stream == COMPUTE]
+    after = [op for op in loop_of(ours, "B") if op.issued and op.cost.stream == COMPUTE]
+    assert len(before) - len(after) == 2  # the cast, and the addition
+
+
+def test_a_bias_is_added_in_its_product() -> None:
+    one = job(tensor=2)
+    plain, ours = (loop_of(on_streams(one, frameworks=f), "F") for f in (False, True))
+    (loop,) = (op for step in one.programs[0, "F"].steps if (op := as_nested(step.op)) is not None)
+    biases = [s for s in loop.body.steps if s.operands[-1].endswith("_bias") and len(s.operands) == 2]
+    alone = {s.results for s in biases if "a + b" in str(s.op)} - {s.results for s in biases if "gelu" in str(s.op)}
+    quiet = {op.results for op in ours if not op.issued} - {op.results for op in plain if not op.issued}
+    assert quiet == alone and len(alone) == 3  # of queries, keys and values; gelu(a + b) does more
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_a_loss_moves_what_that_of_a_framework_does(tensor: int, kind: str) -> None:
+    one = job(tensor=tensor, microbatch=2)
+    found = on_streams(one, frameworks=True)
+    program = one.programs[0, kind]
+    logits = (2, SEQ, VOCAB // tensor)
+    ops = [op for op in found.maps[0, kind].nodes if isinstance(op, TimedOp) and op.issued]
+    on_logits = [op for op in ops if logits in {program.types[n].local_shape(0) for n in (*op.reads, *op.results)}]
+    moved = sum(work_bytes(op) for op in on_logits if getattr(op.cost.pattern, "kind", "") != "product")
+    assert moved == pytest.approx(LOSS_BYTES[""][kind == "B"] * math.prod(logits))
+
+
+def test_our_own_executors_are_simulated_in_the_order_of_programs() -> None:
+    one = job(data=4, fsdp=True, global_batch=8)
+    assert not simulate_job(one, CLUSTER, rendezvous=True).laid.settings.frameworks
+    assert simulate_job(one, CLUSTER).seconds < simulate_job(one, CLUSTER, rendezvous=True).seconds
+
+
+def test_folding_changes_nothing_of_it() -> None:
+    one = job(data=4, fsdp=True, global_batch=8)
+    folded, whole = (simulate_job(one, CLUSTER, fold=f).seconds for f in (True, replace(Fold.nothing(), ranks=True)))
+    assert folded == pytest.approx(whole, rel=1e-12)
