@@ -123,7 +123,7 @@ def test_what_else_there_would_be_is_certified_for_its_own_memory() -> None:
     assert less.peak_bytes <= 0.94 * BOX.device.memory and more.seconds <= less.seconds
     with pytest.raises(Infeasible, match="quickest strategies fits"):
         assert SearchResult((), (), 1, None, (), 0, 0, lambda where: less).best
-    with pytest.raises(ShardplanError, match="certify with objective='tokens'; legal is 'step'"):
+    with pytest.raises(ShardplanError, match="certify, precision, fixed with objective='tokens'; legal is 'step'"):
         sp.search(LLAMA, BOX, objective="tokens", prompt=8, output=8, concurrency=1, certify=False)
 
 
@@ -134,6 +134,6 @@ def test_runtimes_follow_from_strategies() -> None:
     assert runtime_of(sp.Strategy(**said, fsdp=True, attention="flash1")) is MEGATRON
     assert runtime_of(sp.Strategy(**said, attention="unfused")) is MEGATRON_2021
     # Per logit, beside the logits: f32 softmax in Megatron, f32 logits and softmax in PyTorch.
-    work = {"layer": 1, "unit": 0, "weight": 2, "gradient": 4, "embedding": 0}
+    work = {"layer": 1, "unit": 0, "weight": 2, "summed": 4, "embedding": 0}
     assert MEGATRON.work_bytes(logits=1000, **work) == 4000 and TORCHTITAN.work_bytes(logits=1000, **work) == 8000
     assert MEGATRON.work_bytes(logits=0, **(work | {"unit": 10})) == 10 * (2 * 2 + 4)

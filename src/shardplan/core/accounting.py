@@ -234,7 +234,7 @@ def held_inside(body: Program, carried: int, ahead: int = 0, uncounted: frozense
     """Return what a run of a body holds, on the worst device, beside the storage of its op's operands and results.
 
     That is also what the steps that are run `ahead` have made of the next row. Values that are `uncounted` weigh
-    nothing.
+    nothing, nor does what is staged to make them.
 
     Operands are its invariants and slices; what it carries is its own from the second run on. Of the results, those
     carried do not exist before the last run makes them; what is stacked exists beside the stack until it is copied,
@@ -248,7 +248,8 @@ def held_inside(body: Program, carried: int, ahead: int = 0, uncounted: frozense
     made = {of[r] for step in body.steps[:ahead] for r in step.results} - dict(body.inputs).keys()
     read = {of[o] for o in (*body.outputs, *(o for step in body.steps[ahead:] for o in step.operands))}
     early = sum((sizes[name] for name in made & read), 0)
-    staged = [step.op.staging(*body.step_types(step)[0]) for step in body.steps]
+    weigh = [not uncounted.issuperset(step.results) for step in body.steps]
+    staged = [k and step.op.staging(*body.step_types(step)[0]) for k, step in zip(weigh, body.steps, strict=True)]
     results = sum((ledger.size(t) for t in body.output_types[:carried]), 0)
     moments = [start, *(hold.during + early + n for hold, n in zip(found, staged, strict=True))]
     return max(0, *(_worst(moment - results) for moment in moments))

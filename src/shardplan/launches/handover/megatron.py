@@ -59,7 +59,8 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
         lines.append(f"the order {', '.join(plan.order)} of axes; shardplan audit --fix megatron writes a rankfile")
     if s.expert > 1 and s.tensor > 1:
         lines.append("experts over devices of data first: set --expert-tensor-parallel-size 1, whose groups are others")
-    for name, plain in (("offload", False), ("keep", ()), ("offload_layers", 0), ("prefetch", None)):
+    for name, plain in (("offload", False), ("keep", ()), ("offload_layers", 0), ("prefetch", None),
+                        ("reduce_dtype", None)):  # fmt: skip
         if getattr(s, name) != plain:
             lines.append(f"{name}={getattr(s, name)}")
             s = replace(s, **{name: plain})

@@ -162,7 +162,7 @@ def write_torch(plan: HandedPlan) -> WrittenFiles:
     text = _TORCH.format(
         title=plan.title, lines=comment_lines(tuple(lines)), rows=rows, grid=grid, axes=axes, tensor=s.tensor,
         shards=s.data * s.context > 1, again=not (s.fsdp and s.zero == 2), half=s.precision in ("bf16", "fp16"),
-        dtype={"fp16": "torch.float16"}.get(s.precision or "", "torch.bfloat16"),
+        dtype={"fp16": "torch.float16"}.get(s.precision or "", "torch.bfloat16"), reduce=_DTYPES[s.sum_dtype or "f32"],
     )  # fmt: skip
     return WrittenFiles("torch", {"plan.py": text}, tuple(lines), s)
 
@@ -179,6 +179,7 @@ def _kind(name: str, held: Spec) -> str:
     return "ColwiseParallel()" if cut[0] else "RowwiseParallel()"
 
 
+_DTYPES = {"f16": "torch.float16", "bf16": "torch.bfloat16", "f32": "torch.float32", "f64": "torch.float64"}
 _TORCH = '''"""{title}: `make_mesh(device)`, and `apply_plan(module, mesh)` of a module called as the checkpoint is."""
 
 {lines}import torch
@@ -203,7 +204,7 @@ def apply_plan(module, mesh, layers="model.layers", dtype={dtype} if {half} else
         axes = [a for a in ("data", "context") if mesh[a].size() > 1]
         inner = mesh[axes[0]] if len(axes) == 1 else mesh[tuple(axes)]._flatten("shard")
         over = mesh["replica", axes[0]] if "replica" in AXES else inner
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype={reduce} if dtype else None)
         for layer in module.get_submodule(layers):
             fully_shard(layer, mesh=over, reshard_after_forward={again}, mp_policy=policy)
         fully_shard(module, mesh=over, mp_policy=policy)

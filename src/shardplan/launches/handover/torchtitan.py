@@ -83,7 +83,8 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
     if plan.order != ORDER and len([n for n in ORDER if getattr(s, n) > 1]) > 1:
         lines.append(f"the order {', '.join(plan.order)} of axes; the mesh is pp, dp, cp, tp, outermost first")
     for name, plain in (("bucket", None), ("offload", False), ("tensor_overlap", False), ("offload_layers", 0),
-                        ("keep", ()), ("gradient_dtype", None)):  # fmt: skip
+                        ("keep", ()), ("gradient_dtype", None), ("reduce_dtype", None),
+                        ("prefetch", None)):  # fmt: skip
         if getattr(s, name) != plain:
             lines.append(f"{name}={getattr(s, name)}")
             s = replace(s, **{name: plain})
