@@ -31,6 +31,7 @@ READERS = {
     "plans/bounds.py": "a lower bound",
     "plans/nominal.py": "a lower bound",
     "report/measured.py": "prints it",
+    "report/page/figures.py": "prints it",
     "report/timeline.py": "prints it",
     "simulation/replay.py": "message by message, as the lab's engine runs",
     "simulation/searching/answer.py": "another topology, to see what it changes",

@@ -120,10 +120,10 @@ class _Block:
                     continue
                 if name in self.behind and _streams(before) and before.cost.stream != COMPUTE:
                     found[k] = self._with(node, before, name)
-                    found[makers[name]] = replace(before, issued=False)
+                    found[makers[name]] = _as_part(before)
                     break
                 if _is_product(before) and self._adds_parameter(node, name):
-                    found[k] = replace(node, issued=False)
+                    found[k] = _as_part(node)
             makers |= dict.fromkeys(node.results, k)
         return found
 
@@ -159,6 +159,11 @@ class _Block:
         nbytes = first.nbytes + second.nbytes - 2 * self.program.types[name].local_bytes()
         cost = self.pricing.kernel(Work(first.flops + second.flops, second.dtype, nbytes), op.cost)
         return replace(op, cost=cost, reads=(*before.reads, *(r for r in op.reads if r != name)))
+
+
+def _as_part(op: TimedOp) -> TimedOp:
+    """Return an op that another kernel does: it takes no time of its own, and no host issues it."""
+    return replace(op, issued=False, cost=replace(op.cost, seconds=0.0))
 
 
 def _reads(node: Node) -> Sequence[str]:

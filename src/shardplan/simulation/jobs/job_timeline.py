@@ -345,15 +345,15 @@ def simulate_job(
         where: A topology whose ids are the device ids, its text, or a placement.
         fold: What is worked out once for all that is alike, all of it by default; no result changes.
         extrapolate: Whether microbatches that say nothing new are left out: `fold.microbatches`.
-        overlap: Whether collectives have streams of their own; else each rank does one op after another.
+        overlap: Whether collectives have streams of their own, and ops go as training frameworks run them (see
+            `framework_ops`); else each rank does one op after another, as our executors do.
         launch: Seconds in which a host issues an op; by default the device's.
         contention: Whether stages and streams share links fairly; then every device and op is followed, and the time
             that takes grows with their number. Without, groups of one collective share them, and nothing else does;
             `shared` says which levels that leaves out.
         rendezvous: Whether a message between stages goes once its receiver waits for it, as gloo and NCCL send; every
             device and op is followed then, in the order of the programs, as our executors run them. Else it goes as
-            soon as it is made, into a buffer of the receiver, and ops go as training frameworks run them (see
-            `framework_ops`).
+            soon as it is made, into a buffer of the receiver.
         algorithm: `auto` for the library's cheapest row of every collective, or an algorithm of the library.
 
     Raises:
@@ -376,7 +376,7 @@ def simulate_job(
         algorithm=algorithm,
         contention=border.flag("simulate: contention", contention),
         rendezvous=border.flag("simulate: rendezvous", rendezvous),
-        frameworks=not rendezvous,
+        frameworks=overlap and not rendezvous,
     )
     return _simulated(job, found, settings, fold)
 
