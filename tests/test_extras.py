@@ -42,9 +42,9 @@ PYTHON = [
     ("mpi4py", "mpi", "sp.run(plan, [], backend='mpi')"),
     ("torch", "torch", "import shardplan.interop.torch"),
     ("jax", "jax", "import shardplan.interop.jax"),
-    ("torch", "torch", "from shardplan.interop.exports.torch import bind; bind(plan.program)"),
-    ("jax", "jax", "from shardplan.interop.exports.jax import bind; bind(plan.program)"),
-    ("mpi4py", "mpi", "from shardplan.interop.exports.mpi import bind; bind(plan.program)"),
+    ("torch", "torch", "from shardplan.interop.exports.torch import bind_reduction; bind_reduction(plan.program)"),
+    ("jax", "jax", "from shardplan.interop.exports.jax import bind_reduction; bind_reduction(plan.program)"),
+    ("mpi4py", "mpi", "from shardplan.interop.exports.mpi import bind_reduction; bind_reduction(plan.program)"),
     ("triton", "triton", "from shardplan.fused.triton import put"),
     ("matplotlib", "report", "from shardplan.report.lab_picture import save_points; save_points('a.png', [])"),
 ]

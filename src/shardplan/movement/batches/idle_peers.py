@@ -74,7 +74,7 @@ def _table(
     peers = {n: np.flatnonzero(node == n).tolist() for n in mean}
     over: list[tuple[int, np.ndarray]] = []
     for sender, box in crossing:  # a device sends what it holds itself, up to its share
-        mine, rest = _taken(box, room[sender])
+        mine, rest = _split_box(box, room[sender])
         _hold(held[ids[sender]], mine)
         room[sender] -= _volume(mine)
         over += [(sender, rest)] if _volume(rest) else []
@@ -83,7 +83,7 @@ def _table(
         for n, k in enumerate(others):
             if not _volume(rest):
                 break
-            part, rest = _taken(rest, room[k] if n + 1 < len(others) else math.inf)
+            part, rest = _split_box(rest, room[k] if n + 1 < len(others) else math.inf)
             _hold(held[ids[k]], part)
             room[k] -= _volume(part)
     most = max(int(x.elements().max()) for x in (s, t))
@@ -109,7 +109,7 @@ def _volume(box: np.ndarray) -> int:
     return int(np.maximum(box[:, 1] - box[:, 0], 0).prod())
 
 
-def _taken(box: np.ndarray, room: float) -> tuple[np.ndarray, np.ndarray]:
+def _split_box(box: np.ndarray, room: float) -> tuple[np.ndarray, np.ndarray]:
     """A box of at most about `room` elements, and what is left: cut along the longest dim, to the nearest index."""
     whole = _volume(box)
     dim = int(np.argmax(box[:, 1] - box[:, 0]))
