@@ -144,6 +144,16 @@ def test_what_would_change_the_answer_changes_it() -> None:
     assert any("half the memory: " in text for text in find_changes(answered(GPT, tiny, 16)))
 
 
+def test_more_of_anything_is_searched_for() -> None:
+    """What is quicker with more than there is, no search of what there is can know."""
+    answer, asked = answered(GPT, TWO, 16), list[Topology]()
+    again = answer.found.again
+    watched = replace(answer.found, again=lambda other: asked.append(other) or again(other))
+    find_changes(replace(answer, found=watched))
+    more = [other for times, _, other in _changed_topologies(TWO) if times > 1]
+    assert more and all(other in asked for other in more)
+
+
 def test_what_is_not_searched_again_would_not_be_another() -> None:
     """With half of a link or of the memory fewer searches find the same changes as one for each."""
     asked: list[str] = []
