@@ -31,10 +31,8 @@ READERS = {
     "plans/bounds.py": "a lower bound",
     "plans/nominal.py": "a lower bound",
     "report/measured.py": "prints it",
-    "report/page/figures.py": "prints it",
     "report/timeline.py": "prints it",
     "simulation/replay.py": "message by message, as the lab's engine runs",
-    "simulation/searching/answer.py": "another topology, to see what it changes",
     "simulation/searching/varied.py": "another topology, to see what it changes",
     "simulation/tree.py": "message by message, as the lab's engine runs",
 }

@@ -19,7 +19,7 @@ from shardplan.errors import LayoutError, ShardplanError, excerpt
 from shardplan.plans.pricing import Where
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.jobs.messages import MESSAGES
-from shardplan.simulation.jobs.spans import joined, length
+from shardplan.simulation.jobs.spans import joined, length, uncovered_stretches
 from shardplan.simulation.jobs.streams import OpSpan
 from shardplan.simulation.jobs.timing import COMPUTE
 from shardplan.strategy.partition.alternatives import Alternative
@@ -171,8 +171,7 @@ class _Actions:
         """Return the seconds of an op beside which nothing is computed."""
         if op.op.cost.stream == COMPUTE:
             return 0.0
-        near = [s for s in self.computed if s[1] > op.start and s[0] < op.end]
-        return length(joined([*near, (op.start, op.end)])) - length(near)
+        return length(uncovered_stretches([(op.start, op.end)], self.computed))
 
 
 def _steps(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +13,11 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.report.page.page import Figure
 from shardplan.simulation.jobs.holdings import attributed
 from shardplan.simulation.jobs.job_timeline import JobTimeline
-from shardplan.simulation.jobs.spans import Stretches, joined
+from shardplan.simulation.jobs.spans import joined, uncovered_stretches
 from shardplan.simulation.jobs.timing import COMPUTE, issued_of
 from shardplan.simulation.searching.answer import Judge
 from shardplan.simulation.searching.plans import RankedPlan, plan_text
+from shardplan.simulation.searching.varied import scalable_parts
 from shardplan.simulation.why import WhyMovements
 from shardplan.strategy.partition.memory import Holdings
 
@@ -97,24 +97,6 @@ def exposed_shares(line: JobTimeline, rank: int) -> list[tuple[float, float, flo
     shares = np.round(np.diff(np.interp(edges, ends, reached)) / (line.seconds / STEPS), 1)
     cuts = [0, *(np.flatnonzero(np.diff(shares)) + 1).tolist(), STEPS]
     return [(float(edges[a]), float(edges[b]), float(shares[a])) for a, b in pairwise(cuts) if shares[a] > 0]
-
-
-def uncovered_stretches(spans: Stretches, others: Stretches) -> Stretches:
-    """What of some stretches others do not cover."""
-    out: list[tuple[float, float]] = []
-    k = 0
-    for start, end in spans:
-        while k < len(others) and others[k][1] <= start:
-            k += 1
-        at, j = start, k
-        while j < len(others) and others[j][0] < end:
-            if others[j][0] > at:
-                out.append((at, others[j][0]))
-            at = max(at, others[j][1])
-            j += 1
-        if at < end:
-            out.append((at, end))
-    return out
 
 
 def _bars(name: str, colour: str, rows: Sequence[tuple[str, float, float, str]], width: float) -> dict[str, Any]:
@@ -231,21 +213,10 @@ def sensitivity_figure(judge: Judge, plans: Sequence[tuple[str, RankedPlan]]) ->
                    yaxis={"title": {"text": "seconds a step"}, "rangemode": "tozero"})  # fmt: skip
 
 
-def _topology_changes(topology: Topology) -> Iterable[tuple[str, Any]]:
+def _topology_changes(topology: Topology) -> Iterable[tuple[str, Callable[[float], Topology]]]:
     """What may be faster: each link, and the device's kernels."""
-    for k, level in enumerate(topology.levels):
+    parts = scalable_parts(topology)
+    for level in topology.levels:
         if level.size > 1:
-
-            def link(f: float, k: int = k) -> Topology:
-                levels = list(topology.levels)
-                levels[k] = replace(levels[k], bandwidth=levels[k].bandwidth * f)
-                return replace(topology, levels=tuple(levels))
-
-            yield f"links between {level.name}s", link
-
-    def device(f: float) -> Topology:
-        d = topology.device
-        flops = tuple((name, n * f) for name, n in d.flops)
-        return replace(topology, device=replace(d, flops=flops, memory_bandwidth=d.memory_bandwidth * f))
-
-    yield "kernels of the device", device
+            yield f"links between {level.name}s", parts[level.name]
+    yield "kernels of the device", lambda f: scalable_parts(parts["flops"](f))["memory_bandwidth"](f)

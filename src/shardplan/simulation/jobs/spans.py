@@ -31,6 +31,28 @@ def joined(found: Iterable[tuple[float, float]]) -> Stretches:
     return out
 
 
+def uncovered_stretches(spans: Stretches, others: Stretches) -> Stretches:
+    """Return what of some stretches others do not cover.
+
+    >>> uncovered_stretches([(0.0, 4.0)], [(1.0, 2.0), (3.0, 5.0)])
+    [(0.0, 1.0), (2.0, 3.0)]
+    """
+    out: Stretches = []
+    k = 0
+    for start, end in spans:
+        while k < len(others) and others[k][1] <= start:
+            k += 1
+        at, j = start, k
+        while j < len(others) and others[j][0] < end:
+            if others[j][0] > at:
+                out.append((at, others[j][0]))
+            at = max(at, others[j][1])
+            j += 1
+        if at < end:
+            out.append((at, end))
+    return out
+
+
 def length(found: Stretches) -> float:
     """Return how long stretches are together."""
     return math.fsum(end - start for start, end in found)
@@ -87,7 +109,7 @@ def exposed(opened: OpenedOps, rank: int) -> dict[str, float]:
         for op in opened.ops(rank, i):
             streams.setdefault(op.op.cost.stream, []).append((op.start, op.end))
     computed = joined(streams.pop(COMPUTE, []))
-    out = {name: length(joined([*computed, *spans])) - length(computed) for name, spans in streams.items()}
+    out = {name: length(uncovered_stretches(joined(spans), computed)) for name, spans in streams.items()}
     working = joined([*computed, *(span for spans in streams.values() for span in spans)])
     owners = opened.laid.job.schedule.owners
     coming = [
@@ -96,5 +118,5 @@ def exposed(opened: OpenedOps, rank: int) -> dict[str, float]:
         if owners[opened.laid.messages[place.number].transfer.target[0]] == rank
     ]
     if coming:
-        out[MESSAGES] = length(joined([*working, *coming])) - length(working)
+        out[MESSAGES] = length(uncovered_stretches(joined(coming), working))
     return dict(sorted(out.items(), key=lambda each: (-each[1], each[0])))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from shardplan.simulation.searching.certified import CertifiedPeak, Certifier
 from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import SearchResult
+from shardplan.simulation.searching.varied import scalable_parts
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
 
@@ -263,15 +264,13 @@ def _column(plan: RankedPlan) -> Configurations:
 
 def _changed_topologies(topology: Topology) -> Iterable[tuple[float, str, Topology]]:
     """The topology with half and double of each link, and of the memory: how much, in words, and the topology."""
+    parts = scalable_parts(topology)
+    called = {one.name: f"the bandwidth between {one.name}s" for one in topology.levels if one.size > 1}
+    called["memory"] = "the memory"
     for times, word in ((0.5, "half"), (2.0, "double")):
-        for k, level in enumerate(topology.levels):
-            if level.size > 1:
-                levels = list(topology.levels)
-                levels[k] = replace(level, bandwidth=level.bandwidth * times)
-                yield times, f"{word} the bandwidth between {level.name}s", replace(topology, levels=tuple(levels))
-        device = topology.device
-        if np.isfinite(device.memory):
-            yield times, f"{word} the memory", replace(topology, device=replace(device, memory=device.memory * times))
+        for name, text in called.items():
+            if name in parts:
+                yield times, f"{word} {text}", parts[name](times)
 
 
 def training_flops(model: Model) -> float:

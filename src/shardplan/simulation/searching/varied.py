@@ -1,4 +1,4 @@
-"""A search repeated on topologies of which a part is slower, or faster."""
+"""Topologies of which a part is slower, or faster, and a search repeated on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ Best = TypeVar("Best")
 
 def varied(topology: Topology, again: Callable[[Topology], Best], share: float) -> dict[str, tuple[Best, Best]]:
     """Return by part of a topology what is found with it slower, and faster, by a share."""
-    return {name: (again(change(1 - share)), again(change(1 + share))) for name, change in _parts(topology).items()}
+    return {
+        name: (again(change(1 - share)), again(change(1 + share))) for name, change in scalable_parts(topology).items()
+    }
 
 
-def _parts(topology: Topology) -> dict[str, Callable[[float], Topology]]:
-    """What of a topology may be slower or faster."""
+def scalable_parts(topology: Topology) -> dict[str, Callable[[float], Topology]]:
+    """Return by part of a topology what makes it so many times as fast: levels by name, `flops`, `memory_bandwidth`.
+
+    `memory` becomes so many times as large, where it is known.
+    """
     device = topology.device
 
     def level(k: int) -> Callable[[float], Topology]:
