@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from execution.torch_launch import torchrun
-from shardplan import LayoutError, Schedule, ShardplanError, Strategy, Topology, partition
+from shardplan import LayoutError, Model, Schedule, ShardplanError, Strategy, Topology, partition
 from shardplan.cli import app
+from shardplan.execution import beside_whole
 from shardplan.execution.beside_whole import step_beside_whole
 from shardplan.launches.handover.folder import write_folder
 from shardplan.launches.handover.handed_plan import HandedPlan
@@ -59,6 +60,28 @@ def test_another_model_is_seen() -> None:
     job = partition(found.model, found.strategy)
     assert step_beside_whole(other, job).is_equal
     assert not step_beside_whole(job.model, job).is_equal  # its positions are in the order of the job
+
+
+@pytest.mark.parametrize("name", ["gradient.layers.weight", "layers.weight"])
+def test_a_value_that_one_side_lacks_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model.load("mlp", layers=2, hidden=4, dtype="f64", optimizer="sgd")
+    job = partition(model, Strategy(tensor=2))
+    whole = beside_whole.run_recorded
+
+    def lacking(*asked: Any) -> dict[str, Any]:
+        return {key: value for key, value in whole(*asked).items() if key != name}
+
+    monkeypatch.setattr(beside_whole, "run_recorded", lacking)
+    found = step_beside_whole(model, job)
+    assert not found.is_equal and [who for *_, apart, who in found.kinds if apart == float("inf")] == [name]
+
+
+def test_what_is_otherwise_than_in_the_plan_is_said() -> None:
+    plan = handed("llama3-8b", "dp=4 tp=8 precision=bf16 reduce_dtype=bf16 gradient_dtype=bf16 attention=cudnn")
+    lines = scale_plan(plan, 8).lines
+    assert {"reduce_dtype=bf16 as None", "gradient_dtype=bf16 as None", "attention=cudnn as None"} <= {*lines}
+    cut = HandedPlan("", "llama3-8b", {}, BOX, Strategy(pipeline=2, data=2, global_batch=4, cuts=(20,)))
+    assert "cuts=(20,) as None" in scale_plan(cut, 8).lines
 
 
 @settings(max_examples=60, deadline=None)

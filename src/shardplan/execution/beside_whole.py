@@ -71,8 +71,8 @@ def step_beside_whole(
 ) -> StepComparison:
     """Run a step of a job on random arrays, and compare every value with the whole model's.
 
-    `model` is what the job was made of. Under a launcher every process compares, and takes part in the step. Raises as
-    `run` does.
+    A value that one side lacks differs. `model` is what the job was made of. Under a launcher every process compares,
+    and takes part in the step. Raises as `run` does.
 
     >>> from shardplan import Strategy, partition
     >>> model = Model.load("mlp", layers=2, hidden=4, dtype="f64", optimizer="sgd")
@@ -84,9 +84,10 @@ def step_beside_whole(
     found = run_recorded(job, given, backend, timeout, record)
     want = step_of_whole(model, given, batch)
     worst: dict[str, tuple[int, float, str]] = {}
-    for name in sorted(found.keys() & want.keys()):
+    for name in sorted(found.keys() | want.keys()):
         kind = "loss" if name == "loss" else "gradients" if name.startswith(TOTAL) else _kind(model, name)
-        apart = _largest_difference(found[name], want[name])
+        both = name in found and name in want
+        apart = _largest_difference(found[name], want[name]) if both else float("inf")
         count, most, who = worst.get(kind, (0, -1.0, ""))
         worst[kind] = (count + 1, max(most, apart), name if apart > most else who)
     kinds = tuple((kind, *worst[kind]) for kind in sorted(worst, key=lambda k: (k != "loss", k)))

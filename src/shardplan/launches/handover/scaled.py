@@ -175,9 +175,8 @@ def _small_strategy(s: Strategy, degrees: Mapping[str, int], model: Model) -> tu
     limits = ModelLimits.of(model)
     for one in idle(limits, found):
         found = replace(found, **{one.name: one.runs_as})
-        changes[one.name] = one.runs_as
-    for name in ("tensor_overlap", "offload_layers", "expert", "shard", "zero", "fsdp", "schedule",
-                 "sequence_parallel"):  # fmt: skip
+    for name in ("tensor_overlap", "offload_layers", "attention", "cuts", "gradient_dtype", "reduce_dtype", "expert",
+                 "shard", "zero", "fsdp", "schedule", "sequence_parallel"):  # fmt: skip
         before, after = getattr(s, name), getattr(found, name)
         if before != after and not isinstance(before, Schedule):
             lines.append(f"{name}={before} as {after}")

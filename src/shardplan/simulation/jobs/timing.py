@@ -104,7 +104,7 @@ class Pricing:
     def kernel(self, work: Work, like: OpCost) -> OpCost:
         """Return what a kernel takes that does the work of several, on the stream and called as one of them."""
         cost = price(work, self.fabric, self.settings.algorithm)
-        seconds = 0.0 if {like.kind, like.stream}.intersection(self.settings.free) else cost.seconds
+        seconds = 0.0 if like.kind in self.settings.free else cost.seconds
         return replace(like, seconds=seconds, pattern=work, price=cost)
 
     def nodes(self, program: Program) -> tuple[Node, ...]:
