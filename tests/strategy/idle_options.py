@@ -101,8 +101,6 @@ SPELLED: dict[str, Callable[[sp.Model, sp.Strategy], bool]] = {
     "attention": lambda m, s: s.attention == "flash2",
     "gradient_dtype": lambda m, s: s.gradient_dtype == replace(s, gradient_dtype=None).total_dtype,
     "reduce_dtype": lambda m, s: s.reduce_dtype == s.total_dtype,
-    # Where passes are split, what waits at the peak may be what W reads, which stays.
-    "offload_layers": lambda m, s: s.schedule in ("zb-h1", "dualpipev"),
     "prefetch": lambda m, s: s.prefetch == replace(s, prefetch=None).gathers_ahead,
     "schedule": lambda m, s: not m.fields["training"],
     "interleave": lambda m, s: s.interleave == replace(s, interleave=None).interleave,
@@ -137,7 +135,11 @@ def idle_fields(name: str, strategy: sp.Strategy) -> list[str]:
         predicted = field in PREDICTED or (field == "precision" and strategy.precision in NARROW)
         made, unknown = (account, PARTITIONED) if predicted else (job, PREDICTED)
         asked = [made(name, without(one, unknown)) for one in (strategy, less)]
-        if not any(isinstance(answer, ShardplanError) for answer in asked) and repr(asked[0]) == repr(asked[1]):
+        if any(isinstance(answer, ShardplanError) for answer in asked) or repr(asked[0]) != repr(asked[1]):
+            continue
+        # Where passes are split, what waits at the peak may be what W reads, which stays: it does something under 1F1B.
+        split = field == "offload_layers" and strategy.schedule in ("zb-h1", "dualpipev")
+        if not split or field in idle_fields(name, replace(strategy, schedule="1f1b", interleave=None)):
             found.append(field)
     return found
 
