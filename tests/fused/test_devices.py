@@ -60,7 +60,7 @@ def test_a_mistake_of_one_rank_ends_the_others(said: list[dict[str, Any]]) -> No
         )
         own = f"TypingError: {name}: {index}" if rank == 1 else ""  # of its own record, where that is looked at first
         assert each["after"] in (f"PeerLost: gemv_all_reduce: {why}", own)
-        assert each["told"] and each["again"]
+        assert each["told"] and each["cleared"] and each["again"]
 
 
 def test_a_rank_without_memory_leaves_none_waiting(said: list[dict[str, Any]]) -> None:
