@@ -220,7 +220,7 @@ class ClosedForm:
             ):  # the first receives none forward, the last none back
                 there = send * (kinds.counts[end] == 0)
                 seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
-        return StageTimes(made[0], made[1], made[2], send, dealt.once(kinds, self.topology.device, made[1].max(axis=0)))
+        return StageTimes(made[0], made[1], made[2], send, dealt.once(kinds, self.topology.device, made[0], made[1]))
 
     def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
         """Yield readings, the places of the configurations that each serves, and what their layers cost."""

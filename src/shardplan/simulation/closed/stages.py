@@ -159,21 +159,37 @@ class Dealt:
         reduced = self._collective(True, False, rows, size.summed) + stream_seconds(added, with_kernels(device, self.p))
         return gather * ~kept + reduced * (dealt | (col["zero"] == 2))
 
-    def once(self, kinds: ChunkKinds, device: DeviceSpec, backward: Floats) -> Floats:
-        """Return the seconds of what comes once a step: gradients that are reduced and not hidden, and the update."""
+    def _on_ranks(self, kinds: ChunkKinds, values: Floats) -> Floats:
+        """Sums over the chunks that a rank computes, [combinations, n] of [kinds, n]."""
+        return np.einsum("pkn,kn->pn", kinds.ranks, values)
+
+    def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
+        """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
+
+        `forward` and `backward` are of a microbatch in each kind of chunk, [kinds, n].
+        """
         col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
-        owned = {
-            k: np.einsum("pkn,kn->pn", kinds.ranks, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows
-        }
-        alone = ~(col["fsdp"] | (col["zero"] >= 2))
-        whole = self._collective(True, True, owned, size.summed)
-        # Software that has fused attention also deals out gradients as it sums them, and does so while the last
-        # backward pass goes on; before, with state alone dealt out, they were summed whole.
+        owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
+        # Software that has fused attention reduces gradients while the last backward pass goes on, and gathers what it
+        # has dealt out the update of in the first forward pass; before, both came behind, and gradients whole.
         early = col["attention"] != CODES["attention"].index("unfused")
-        summed = np.where(early, self._collective(True, False, owned, size.summed), whole)
-        dealt = summed + self._collective(False, True, owned, size.parameter)
-        reduced = np.where(col["zero"] == 0, whole, dealt).max(axis=0) * alone
-        reduced = np.maximum(0.0, reduced - early * backward)
+        dealt, layered = col["zero"] > 0, col["fsdp"] | (col["zero"] == 3)
+        # What is before the layers, and one of them, has nothing to be beside.
+        ends = {k: self._on_ranks(kinds, kinds.counts[-2] * rows[k][-2]) + rows[k][:-2].max(axis=0) for k in owned}
+
+        def summed(elements: Mapping[str, Floats]) -> Floats:
+            whole, part = (self._collective(True, x, elements, size.summed) for x in (True, False))
+            return np.where(dealt & early, part, whole)
+
+        def gathered(elements: Mapping[str, Floats]) -> Floats:
+            return self._collective(False, True, elements, size.parameter) * (dealt | layered)
+
+        exposed: Floats = np.zeros_like(owned["parameters"])
+        for moved, beside, by_pass in ((summed, backward, layered | (col["zero"] == 2)), (gathered, forward, layered)):
+            whole, bare = moved(owned), moved(ends)
+            hidden = np.minimum(self._on_ranks(kinds, beside), np.maximum(0.0, whole - bare))
+            exposed = exposed + np.where(by_pass, bare, whole - early * hidden)
+        reduced = exposed.max(axis=0)
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
         elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few
