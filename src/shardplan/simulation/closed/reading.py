@@ -15,6 +15,7 @@ from functools import partial
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, as_nested
+from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -238,6 +239,7 @@ class _Reader:
                 weighs,
                 self.phase == BACKWARD and any(r in block.held for r in step.results),
                 joins_product(block, step, op, types, results),
+                op.share(*types) if isinstance(op, Composed) else 1.0,
             )
         )
 
@@ -289,8 +291,11 @@ class _Reader:
                 for d, n in enumerate(t.shape)
             )
             run = block.run if self.phase == FORWARD or block.run >= 0 else (-1 if self._behind else -2)
+            beside = "gradients" if summed else "inputs" if name in block.saved else ""
+            inside = self.phase == BACKWARD and block.run >= 0
+            value = LocalValue(t.itemsize, extents)
             self.moves.append(
-                LocalMove(self.phase, run, summed, whole, tuple(axes), LocalValue(t.itemsize, extents), needed)
+                LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside if inside else "")
             )
         if dict(now) != dict(wanted):
             known.append(dict(wanted))

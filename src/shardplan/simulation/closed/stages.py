@@ -16,6 +16,7 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import BACKWARD
+from shardplan.strategy.schedules.table import GENERATORS, Generator
 from shardplan.strategy.strategy import NARROW, SHARING
 
 Floats = np.ndarray
@@ -33,6 +34,15 @@ _SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32":
 _PASSES = 2.0
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
+
+
+def _halves(made: Generator) -> bool:
+    kinds = {leaf.kind for row in made.rows(2, 4, made.chunks) for action in row for leaf in action.leaves}
+    return "B" not in kinds
+
+
+# Schedules in which every backward pass is in two halves.
+HALVED = tuple(code for code, name in enumerate(CODES["schedule"]) if _halves(GENERATORS[name]))
 
 
 def recipe(name: str | None) -> tuple[float, float, float, str]:
@@ -69,6 +79,16 @@ def overlapped(c: Configurations) -> Floats:
     return c.columns["tensor_overlap"] | (narrow & ~c.columns["fsdp"])
 
 
+def runs_beside(c: Configurations) -> Floats:
+    """Return whether movements run beside what does not wait for them, bool [n]: in software with fused attention."""
+    return c.columns["attention"] != CODES["attention"].index("unfused")
+
+
+def halved(c: Configurations) -> Floats:
+    """Return where schedules make gradients of parameters apart from the rest of a backward pass, bool [n]."""
+    return np.isin(c.columns["schedule"], HALVED)
+
+
 def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
     """Return the part of a backward pass that makes gradients of parameters, and may come later: [runs + 2, n]."""
     made, busy = cost.rows.get("gradients"), cost.rows.get("compute backward")
@@ -96,6 +116,11 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         whole = needed + rest * ~col["fsdp"]
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
+        # What a product sums is on its way while gradients of parameters are made, unless those come later.
+        made, back = rows.get("gradients", zero), rows.get("compute backward", zero)
+        hidden = np.minimum(rows.get("beside gradients", zero), made) * ~halved(c)
+        hidden = hidden + np.minimum(rows.get("beside inputs", zero), back - made)
+        busy = busy - moves * hidden * runs_beside(c)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
         size, several = element_bytes(c), c.microbatches > 1
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
@@ -172,7 +197,7 @@ class Dealt:
         owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
         # Software that has fused attention reduces gradients while the last backward pass goes on, and gathers what it
         # has dealt out the update of in the first forward pass; before, both came behind, and gradients whole.
-        early = col["attention"] != CODES["attention"].index("unfused")
+        early = runs_beside(self.c)
         dealt, layered = col["zero"] > 0, col["fsdp"] | (col["zero"] == 3)
         # What is before the layers, and one of them, has nothing to be beside.
         ends = {k: self._on_ranks(kinds, kinds.counts[-2] * rows[k][-2]) + rows[k][:-2].max(axis=0) for k in owned}

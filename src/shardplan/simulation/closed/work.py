@@ -54,12 +54,15 @@ class LocalKernel(NamedTuple):
     weighs: bool  # whether it reads a parameter, or makes the gradient of one
     gradient: bool  # whether it makes the gradient of a parameter
     joined: bool  # whether a product does it to its result before that is written: a bias that is added
+    seen: float = 1.0  # of attention what part of the keys a query sees
 
 
 class LocalMove(NamedTuple):
     """A movement of a value over axes, by the collective that does so.
 
     Summed and made whole it is all-reduced, only summed reduce-scattered, only made whole all-gathered, else exchanged.
+    `beside` says what of a backward pass it may run beside: `gradients` of parameters, which are made while what a
+    product sums is on its way; `inputs`, what is before it, where it moves what the forward pass has kept.
     """
 
     phase: int
@@ -69,6 +72,7 @@ class LocalMove(NamedTuple):
     axes: tuple[str, ...]
     value: LocalValue  # whole over these axes
     needed: bool
+    beside: str = ""
 
 
 class Saved(NamedTuple):

@@ -151,7 +151,7 @@ class _Block:
                     found[k] = self._with(node, before, name)
                     found[makers[name]] = as_part(before)
                     break
-                if _is_product(before) and self._adds_parameter(node, name):
+                if is_product(before) and self._adds_parameter(node, name):
                     found[k] = as_part(node)
             makers |= dict.fromkeys(node.results, k)
         return found
@@ -222,5 +222,6 @@ def _streams(op: TimedOp) -> bool:
     return not op.issued or (isinstance(op.cost.pattern, Work) and op.cost.pattern.kind == "streamed")
 
 
-def _is_product(op: TimedOp) -> bool:
+def is_product(op: TimedOp) -> bool:
+    """Say whether an op is a product."""
     return isinstance(op.cost.pattern, Work) and op.cost.pattern.kind == "product"

@@ -19,6 +19,7 @@ from shardplan.simulation.jobs.messages import StageMessage, message
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.step_traffic import StepTraffic, with_gathers, with_reductions
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, Node, OpCost, Pricing, TimedOp, copying, streams_of
+from shardplan.simulation.jobs.whole_layers import with_whole_layers
 from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import OFFLOADS, rank_actions
@@ -225,7 +226,11 @@ class _Laying:
         parameters = {n for n, _ in program.inputs if job.key(stage, n) in job.state} - {*job.batch}
         totals = {o for o in program.outputs if o.startswith(NEXT + TOTAL)}
         last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs
-        return as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())
+        found = as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())
+        if kind in ("B", "I") and job.strategy.recompute == "full" and not job.strategy.fsdp:
+            source = job.programs.shared[job.programs.which[stage, "F"]]
+            found = with_whole_layers(found, program, self._nodes(stage, "F", source), source)
+        return found
 
     def _names(
         self, stage: int, kind: str, program: Program
