@@ -209,18 +209,19 @@ class MovePrices:
     def seconds(self, move: LocalMove) -> Floats:
         """Return the seconds of a movement, [n].
 
-        An exchange of what tensor axes do not cut is of a part for each of them, which they gather after it, where that
-        takes less time: all of them have the same.
+        What tensor axes do not cut all of them have alike: each moves a part of it, which they gather after that, where
+        it takes less time.
         """
         nbytes = self.sizes.bytes(move.value)
         found = self._lines(move.summed, move.whole, move.axes).seconds(nbytes)
         used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
         alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
-        if move.summed or move.whole or not alike:
+        if not alike:
             return found
         parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
-        apart = self._lines(False, False, move.axes).seconds(nbytes / parts)
-        return np.minimum(found, apart + self._lines(False, True, alike).seconds(nbytes / group))
+        apart = self._lines(move.summed, move.whole, move.axes).seconds(nbytes / parts)
+        after = nbytes if move.whole else nbytes / group
+        return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
 
     def _lines(self, summed: bool, whole: bool, axes: tuple[str, ...]) -> AffineCosts:
         key = summed, whole, axes
