@@ -203,12 +203,14 @@ class ClosedForm:
         p, interleaved = self.parameters, c.columns["interleave"] > 1
         dealt = Dealt.of(c, cost, self.collectives(), p)
         made: list[Floats] = []
+        idle: list[Floats] = []
         for phase in (FORWARD, BACKWARD):
             rows = layer_rows(c, cost, p, phase, self.topology.device)
             busy = kinds.sums(rows)
             # A chunk's parameters are gathered, and its gradients reduced, beside its layers, one after another.
             taken = busy if bare else np.maximum(busy, kinds.sums(dealt.gathered(phase, self.topology.device)))
             made.append(taken)
+            idle.append(taken - busy)
             if phase == BACKWARD:
                 part = np.divide(kinds.sums(rows * weight_parts(c, cost)), busy, out=0 * busy, where=busy > 0)
                 made.append(taken * part)
@@ -220,13 +222,9 @@ class ClosedForm:
             ):  # the first receives none forward, the last none back
                 there = send * (kinds.counts[end] == 0)
                 seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
-        return StageTimes(
-            made[0],
-            made[1],
-            made[2],
-            send,
-            dealt.once(kinds, self.topology.device, made[0], np.where(halved(c), made[2], made[1])),
-        )
+        backward = np.where(halved(c), made[2], made[1])
+        after = dealt.once(kinds, self.topology.device, (made[0], idle[0]), (backward, idle[1]))
+        return StageTimes(made[0], made[1], made[2], send, after)
 
     def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
         """Yield readings, the places of the configurations that each serves, and what their layers cost."""

@@ -248,8 +248,9 @@ def layer_costs(
             rows[name] = np.zeros((runs + 2, n))
         rows[name][run if run >= 0 else runs - 1 - run] += x
 
-    for k in reading.kernels:
-        seconds, phase = seconds_of(k, sizes, asked), PHASES[k.phase]
+    each = [seconds_of(k, sizes, asked) for k in reading.kernels]
+    for k, seconds in zip(reading.kernels, each, strict=True):
+        phase = PHASES[k.phase]
         if not k.joined:
             add(f"compute {phase}", k.run, seconds)
             add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
@@ -268,7 +269,9 @@ def layer_costs(
         seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
         if m.beside:
-            add(f"beside {m.beside}", m.run, seconds)
+            add("beside gradients", m.run, np.minimum(seconds, sum(each[k] for k in m.beside)))
+        if m.early:
+            add("early", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:
             add("again moves needed" if m.needed else "again moves rest", m.run, seconds)

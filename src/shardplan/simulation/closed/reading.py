@@ -193,6 +193,7 @@ class _Reader:
             block.made[r] = [block.state[r]]
             block.maker[r] = op.kernel_class
         self._kernel(block, step, op, types, results, link, extents)
+        block.made_at |= dict.fromkeys(step.results, len(self.kernels))
 
     def _kernel(
         self,
@@ -291,12 +292,11 @@ class _Reader:
                 for d, n in enumerate(t.shape)
             )
             run = block.run if self.phase == FORWARD or block.run >= 0 else (-1 if self._behind else -2)
-            beside = "gradients" if summed else "inputs" if name in block.saved else ""
             inside = self.phase == BACKWARD and block.run >= 0
-            value = LocalValue(t.itemsize, extents)
-            self.moves.append(
-                LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside if inside else "")
-            )
+            since = range(block.made_at.get(name, len(self.kernels)), len(self.kernels)) if inside and summed else ()
+            beside = tuple(k for k in since if self.kernels[k].gradient)
+            value, early = LocalValue(t.itemsize, extents), inside and not summed and name in block.saved
+            self.moves.append(LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early))
         if dict(now) != dict(wanted):
             known.append(dict(wanted))
 

@@ -118,8 +118,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         launches = launches + layers * full * rows.get("again launches", zero)
         # What a product sums is on its way while gradients of parameters are made, unless those come later.
         made, back = rows.get("gradients", zero), rows.get("compute backward", zero)
-        hidden = np.minimum(rows.get("beside gradients", zero), made) * ~halved(c)
-        hidden = hidden + np.minimum(rows.get("beside inputs", zero), back - made)
+        hidden = rows.get("beside gradients", zero) * ~halved(c) + np.minimum(rows.get("early", zero), back - made)
         busy = busy - moves * hidden * runs_beside(c)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
         size, several = element_bytes(c), c.microbatches > 1
@@ -188,10 +187,13 @@ class Dealt:
         """Sums over the chunks that a rank computes, [combinations, n] of [kinds, n]."""
         return np.einsum("pkn,kn->pn", kinds.ranks, values)
 
-    def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
+    def once(
+        self, kinds: ChunkKinds, device: DeviceSpec, forward: tuple[Floats, Floats], backward: tuple[Floats, Floats]
+    ) -> Floats:
         """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
 
-        `forward` and `backward` are of a microbatch in each kind of chunk, [kinds, n].
+        `forward` and `backward` are of a microbatch in each kind of chunk, [kinds, n]: what may hide what moves
+        once, and how much longer what moves in every microbatch takes than it computes.
         """
         col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
         owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
@@ -210,10 +212,12 @@ class Dealt:
             return self._collective(False, True, elements, size.parameter) * (dealt | layered)
 
         exposed: Floats = np.zeros_like(owned["parameters"])
-        for moved, beside, by_pass in ((summed, backward, layered | (col["zero"] == 2)), (gathered, forward, layered)):
+        passes = ((summed, backward, layered | (col["zero"] == 2)), (gathered, forward, layered))
+        for moved, (beside, idle), by_pass in passes:
             whole, bare = moved(owned), moved(ends)
             hidden = np.minimum(self._on_ranks(kinds, beside), np.maximum(0.0, whole - bare))
-            exposed = exposed + np.where(by_pass, bare, whole - early * hidden)
+            waited = np.maximum(0.0, bare - self._on_ranks(kinds, idle) / col["interleave"])
+            exposed = exposed + np.where(by_pass, waited, whole - early * hidden)
         reduced = exposed.max(axis=0)
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)

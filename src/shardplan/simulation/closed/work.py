@@ -61,8 +61,8 @@ class LocalMove(NamedTuple):
     """A movement of a value over axes, by the collective that does so.
 
     Summed and made whole it is all-reduced, only summed reduce-scattered, only made whole all-gathered, else exchanged.
-    `beside` says what of a backward pass it may run beside: `gradients` of parameters, which are made while what a
-    product sums is on its way; `inputs`, what is before it, where it moves what the forward pass has kept.
+    Of a backward pass `beside` are numbers of kernels that make gradients of parameters while what a product sums is on
+    its way; and `early` says that it moves what the forward pass has kept, and waits for nothing.
     """
 
     phase: int
@@ -72,7 +72,8 @@ class LocalMove(NamedTuple):
     axes: tuple[str, ...]
     value: LocalValue  # whole over these axes
     needed: bool
-    beside: str = ""
+    beside: tuple[int, ...] = ()
+    early: bool = False
 
 
 class Saved(NamedTuple):
