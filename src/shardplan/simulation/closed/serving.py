@@ -105,7 +105,7 @@ def _swelling(
     op: Compute, types: Sequence[TensorType], link: Links, gradients: Sequence[State | None]
 ) -> frozenset[str]:
     """Factors over which an op would make sums larger than what it reads: it is cheaper to have that whole."""
-    if op.kernel_class == "product" or any(one is not None for one in gradients):
+    if op.kernel_class != "streamed" or any(one is not None for one in gradients):
         return frozenset()
     made = {f for dims in link.results for fs in dims for f in fs}
     read: dict[str, int] = {}

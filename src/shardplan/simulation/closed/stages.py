@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import BACKWARD
-from shardplan.strategy.schedules.table import GENERATORS, Generator
+from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
 
 Floats = np.ndarray
@@ -34,15 +35,6 @@ _SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32":
 _PASSES = 2.0
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
-
-
-def _halves(made: Generator) -> bool:
-    kinds = {leaf.kind for row in made.rows(2, 4, made.chunks) for action in row for leaf in action.leaves}
-    return "B" not in kinds
-
-
-# Schedules in which every backward pass is in two halves.
-HALVED = tuple(code for code, name in enumerate(CODES["schedule"]) if _halves(GENERATORS[name]))
 
 
 def recipe(name: str | None) -> tuple[float, float, float, str]:
@@ -86,7 +78,18 @@ def runs_beside(c: Configurations) -> Floats:
 
 def halved(c: Configurations) -> Floats:
     """Return where schedules make gradients of parameters apart from the rest of a backward pass, bool [n]."""
-    return np.isin(c.columns["schedule"], HALVED)
+    return np.isin(c.columns["schedule"], _halved_codes())
+
+
+@lru_cache(maxsize=1)
+def _halved_codes() -> tuple[int, ...]:
+    found: list[int] = []
+    for code, name in enumerate(CODES["schedule"]):
+        made = GENERATORS[name]
+        rows = made.rows(2, 4, made.chunks)
+        kinds = {leaf.kind for row in rows for action in row for leaf in action.leaves}
+        found += [] if "B" in kinds else [code]
+    return tuple(found)
 
 
 def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
