@@ -141,8 +141,7 @@ def trained(kind: str, named: Named, rank: int) -> Named:
 
 @pytest.mark.parametrize("kind", READ["models"])
 def test_names_and_shapes_are_those_of_transformers(kind: str) -> None:
-    name = "hf5-gpt-oss" if kind == "gpt_oss" else "hf"  # hf-gpt-oss is MXFP4, as published
-    side = load_weights(SideRequest(name, {}), config(kind), disk=True)
+    side = load_weights(SideRequest("hf", {}), config(kind), disk=True)
     found = {name: list(shape) for name, shape, _ in side.parameters(0)}
     want = READ["models"][kind]
     prefix = "transformer." if kind == "gpt2" else ""

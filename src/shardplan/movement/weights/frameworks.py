@@ -24,7 +24,7 @@ _SPELLINGS = {
 }  # fmt: skip
 # A word's heads, in memory and on disk; the first of which a model has a table is meant.
 _HEADS = {
-    "hf": (("hf5", "hf"), ("hf",)),
+    "hf": (("hf5", "hf"), ("hf", "hf5")),
     "vllm": (("vllm",), ("vllm",)),
     "sglang": (("sglang",), ("sglang",)),
     "megatron": (("megatron",), ("megatron-dist",)),
