@@ -12,7 +12,7 @@ from benchmarks.step_numbers import number_table, unlisted
 from shardplan import Model, Strategy, Topology
 from shardplan.simulation.accuracy.calibration import fit_machines
 from shardplan.simulation.accuracy.forecast import OPEN, spread
-from shardplan.simulation.accuracy.step_fitting import Bench, minimized
+from shardplan.simulation.accuracy.step_fitting import PRIOR, Bench, minimized
 from shardplan.simulation.accuracy.step_rows import read_steps
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
@@ -88,7 +88,7 @@ def test_a_fit_stays_within_bounds_and_goes_on_along_them() -> None:
         return np.array([x[0] + x[1] - 3, x[1] - 2 * x[0]]) * 1e-3
 
     low, high = np.array([-5.0, -5.0]), np.array([0.5, 5.0])
-    x, _ = minimized(residuals, np.ones(2) * 1e6, np.zeros(2), np.zeros(2), low, high)
+    x, _ = minimized(residuals, np.ones(2) * 1e6, np.zeros(2), np.zeros(2), low, high, np.full(2, PRIOR))
     assert x[0] == 0.5 and x[1] == pytest.approx(1.75, abs=1e-3)
 
 

@@ -315,7 +315,9 @@ class ClosedForm:
         precision = CODES["precision"][int(c.columns["precision"][0])]
         dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
         device = with_kernels(self.topology.device, self.parameters, attention)
-        return layer_costs(reading, KernelsAsked(device, dtype, attention), self.collectives(), sizes, strides).at(back)
+        copies = int(self.model.fields.get("experts_per_token") or 0)
+        asked = KernelsAsked(device, dtype, attention, copies)
+        return layer_costs(reading, asked, self.collectives(), sizes, strides).at(back)
 
     def collectives(self) -> CollectivePrices:
         """Return what collectives are priced by."""

@@ -15,7 +15,7 @@ from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.work import BACKWARD
+from shardplan.simulation.closed.work import BACKWARD, FORWARD
 from shardplan.strategy.strategy import NARROW, SHARING
 
 Floats = np.ndarray
@@ -31,6 +31,7 @@ _RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
 _SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}  # None: not said
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
 _PASSES = 2.0
+ROUND = ("ring", "zigzag")  # kinds of context in which devices hand keys and values on beside attention
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
 
@@ -77,12 +78,25 @@ def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
     return np.divide(made, busy, out=np.zeros_like(made), where=busy > 0)
 
 
+def hidden_rounds(c: Configurations, cost: LayerCost, phase: int) -> Floats:
+    """Return the seconds in which a ring sends keys and values beside attention of those that it has, [runs + 2, n].
+
+    The first of as many rounds as there are devices has nothing to wait for (Liu et al., arXiv 2310.01889, section 3).
+    """
+    zero: Floats = np.zeros((len(next(iter(cost.rows.values()))), len(c)))
+    ring = np.isin(c.columns["context_kind"], [CODES["context_kind"].index(kind) for kind in ROUND])
+    rounds = 1 - 1 / c.columns["context"]
+    beside = rounds * cost.rows.get(f"attention {PHASES[phase]}", zero)
+    return ring * np.minimum(cost.rows.get(f"around {PHASES[phase]}", zero), beside)
+
+
 def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, device: DeviceSpec) -> Floats:
     """Return the seconds of a microbatch in each part, [runs + 2, n]: of `device`, or of its host."""
     col, rows, name = c.columns, cost.rows, PHASES[phase]
     zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
     moves = 1 - (1 - EXPOSED) * overlapped(c)
     busy = rows.get(f"compute {name}", zero) + rows.get(f"moves {name}", zero) * moves
+    busy = busy - hidden_rounds(c, cost, phase)
     launches = rows.get(f"launches {name}", zero)
     if phase == BACKWARD:
         layers = np.ones((len(zero), 1))
@@ -94,6 +108,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
         # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
         whole = needed + rest * ~col["fsdp"]
+        whole = whole - hidden_rounds(c, cost, FORWARD)
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
