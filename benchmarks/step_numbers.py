@@ -57,7 +57,7 @@ WRITTEN_OUT = (
     ("efficiency", "hardware presets, levels", "0.88 to 0.93", "part of a link's bandwidth that arrives",
      "fitted to collectives, not to steps"),
 )  # fmt: skip
-FITTED = ("product", "stream", "launch", "network", "attention")
+FITTED = ("product", "stream", "launch", "eager", "network", "attention")
 BY_HAND = {
     "half": "one for all machines, by hand; products alone say 86 to 150",
     "order": "one for all machines, chosen with rows in view",

@@ -13,13 +13,21 @@ from typer.testing import CliRunner
 from shardplan.cli import app
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.calibration import fit_machine
-from shardplan.simulation.accuracy.forecast import forecast
+from shardplan.simulation.accuracy.forecast import OPEN, RESIDUAL, SOURCE, forecast
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.subject import context_kind_of
 from shardplan.simulation.closed.chips import CHIPS, FREE, chip_of, common
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
-from shardplan.simulation.closed.machines import like_fit, machine_fit, machine_of, parse_fit, shipped, shipped_fit
+from shardplan.simulation.closed.machines import (
+    MachineFit,
+    like_fit,
+    machine_fit,
+    machine_of,
+    parse_fit,
+    shipped,
+    shipped_fit,
+)
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
@@ -91,6 +99,16 @@ def test_what_a_source_leaves_open_widens_an_interval() -> None:
     assert widths[0] < widths[1]
 
 
+def test_the_host_is_that_of_the_software() -> None:
+    """Attention in steps is of software that issues kernels more slowly: each has its own seconds of a kernel."""
+    model = Model.load("gpt", layers=2, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
+    columns = Configurations.of([Strategy(global_batch=2, attention=kind) for kind in ("unfused", "flash2")])  # pyright: ignore[reportArgumentType]
+    usual = ClosedForm(model, TWO, Parameters()).seconds(columns)
+    for name, slower in (("eager", 0), ("launch", 1)):
+        found = ClosedForm(model, TWO, dataclasses.replace(Parameters(), **{name: 1e-3})).seconds(columns)
+        assert found[slower] > 2 * usual[slower] and found[1 - slower] == usual[1 - slower]
+
+
 def test_keys_and_values_go_round_beside_attention() -> None:
     model = Model.load("llama", layers=4, hidden=1024, heads=8, kv_heads=8, ffn=2816, seq=65536, vocab=32000, batch=1)
     form = ClosedForm(model, TWO, Parameters(network=0.2))
@@ -153,3 +171,14 @@ def test_two_commands_calibrate_a_cluster_of_ones_own(tmp_path: Path) -> None:
     assert set(FREE) <= set(parse_fit(out.read_text()).names)
     refused = CliRunner().invoke(app, ["calibrate", "--on", str(mine)])
     assert refused.exit_code and "no file of measurements" in str(refused.exception or refused.output)
+
+
+def test_an_interval_is_no_narrower_than_a_source_is_off() -> None:
+    """Of parameters that are known exactly: rows differ by 5 %, and sources from one another by 10."""
+    fit = shipped_fit("dgx-a100-80g")
+    names = (*FREE, *OPEN)
+    known = MachineFit(fit.parameters, names, np.zeros((len(names), len(names))))
+    (one,), _ = forecast([vtrain()[0]], lambda preset: known)
+    half = np.log(one.seconds_interval[1] / one.seconds_interval[0]) / 2
+    assert half == pytest.approx(1.645 * np.hypot(RESIDUAL, SOURCE))
+    assert RESIDUAL < SOURCE

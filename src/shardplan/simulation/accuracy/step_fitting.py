@@ -24,6 +24,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "product": (0.2, 0.95),
     "stream": (0.2, 1.0),
     "launch": (1e-7, 3e-4),
+    "eager": (1e-7, 3e-4),
     "network": (0.05, 1.0),
     "attention": (0.05, 0.95),
 }

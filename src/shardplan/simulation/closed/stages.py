@@ -118,7 +118,8 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         cast = (size.parameter + size.summed) * (size.parameter != size.summed)
         nbytes = np.where(col["fsdp"] | (col["zero"] >= 2), cast, own)
         busy = busy + stream_seconds(elements * nbytes, with_kernels(device, p))
-    return (busy**p.order + (launches * p.launch) ** p.order) ** (1 / p.order)
+    issue = np.where(col["attention"] == CODES["attention"].index("unfused"), p.eager, p.launch)
+    return (busy**p.order + (launches * issue) ** p.order) ** (1 / p.order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
