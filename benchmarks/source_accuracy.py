@@ -21,7 +21,7 @@ from benchmarks.common import RESULTS, record, table, write
 from benchmarks.step_accuracy import hashed
 
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.accuracy.calibration import base_name, fit_machine, fit_machines, presets
+from shardplan.simulation.accuracy.calibration import base_name, fit_machine, presets
 from shardplan.simulation.accuracy.forecast import Forecast, forecast
 from shardplan.simulation.accuracy.metrics import ranks
 from shardplan.simulation.accuracy.step_fitting import usable
@@ -205,11 +205,13 @@ def show(title: str, told: Mapping[str, Mapping[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.source_accuracy", description=__doc__)
-    parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="files of measured steps, JSON lines")
+    parser.add_argument("rows", type=Path, nargs="*", metavar="ROWS", help="files of measured steps, JSON lines")
     parser.add_argument("--open", action="store_true", help="read the measurements of the locked rows, and say so")
-    parser.add_argument("--openings", type=int, default=0, help="how many times they were read before")
     parser.add_argument("--out", type=Path, default=RESULTS / "source_accuracy.json", help="the result file")
     options = parser.parse_args()
+    if options.open:
+        write(options.out, _with_opened(json.loads(options.out.read_text())))
+        return
     rows = [row for path in (*options.rows, ROWS / "open.jsonl") for row in read_steps(path)]
     sources, every = left_out(rows)
     chips = without_chips(rows)
@@ -226,20 +228,24 @@ def main() -> None:
     }
     show("sources left out, percent", sources)
     show("chips left out, percent", chips)
-    print(result["over sources"], result["all of them"])
-    if options.open:
-        locked = opened(ROWS / "locked.jsonl", ROWS / "locked_measured.jsonl")
-        fits = fit_machines(fewer(rows))
-        pairs = predicted(locked, fits)
-        by = {s: [p for p in pairs if author(p[0]) == s] for s in sorted({author(row) for row, _ in pairs})}
-        found, _ = forecast(locked, lambda preset: fits.get(preset) or like_fit(Topology.load(preset), fits, preset))
-        result["locked sources"] = {s: scores(mine) | {"parts": parts(mine)} for s, mine in by.items()}
-        result["locked rows"] = together(pairs) | {"parts": parts(pairs)} | {"memory": memory(locked, found)}
-        result["openings"] = options.openings + 1
-        show("locked sources, percent", result["locked sources"])
-        print(result["locked rows"])
+    print(result["over sources"], result["all of them"], result["parts"])
     parameters = {"files": [path.name for path in options.rows], "rows of a table fitted to": MOST}
     write(options.out, record(parameters, result))
+
+
+def _with_opened(result: dict[str, Any]) -> dict[str, Any]:
+    """A result with the locked rows, predicted by the parameters that ship; it counts how often that was done."""
+    locked = opened(ROWS / "locked.jsonl", ROWS / "locked_measured.jsonl")
+    found, _ = forecast(locked)
+    by_id = {f.id: f for f in found}
+    pairs = [(row, by_id[row.id]) for row in locked if row.id in by_id and row.measured.seconds_per_step]
+    by = {s: [p for p in pairs if author(p[0]) == s] for s in sorted({author(row) for row, _ in pairs})}
+    told = {s: scores(mine) | {"parts": parts(mine)} for s, mine in by.items()}
+    rows = together(pairs) | {"parts": parts(pairs), "memory": memory(locked, found)}
+    show("locked sources, percent", told)
+    print(rows)
+    count = result.get("openings", 0) + 1
+    return result | {"locked sources": told, "locked rows": rows, "openings": count}
 
 
 if __name__ == "__main__":

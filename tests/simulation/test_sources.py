@@ -74,9 +74,9 @@ def test_what_machines_have_in_common_is_the_mean_of_two_levels() -> None:
     chip = CHIPS[0]
     mate = dataclasses.replace(chip.kernels, product=chip.kernels.product / 2)
     found, variances = common(chip, {"one": (mate, np.zeros(len(FREE)))})
-    a, b = 1 / 0.12**2, 1 / 0.12**2
+    a, b = 1 / 0.1**2, 1 / 0.1**2
     assert np.log(found.product) == pytest.approx(np.log(chip.kernels.product) - b / (a + b) * np.log(2))
-    assert variances[0] == pytest.approx(1 / (a + b) + 0.12**2)
+    assert variances[0] == pytest.approx(1 / (a + b) + 0.1**2)
 
 
 def test_rows_that_say_nothing_leave_what_the_chip_says() -> None:

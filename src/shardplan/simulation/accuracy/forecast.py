@@ -22,8 +22,8 @@ RESIDUAL = 0.05
 SOURCE = 0.10
 # What is open beside that, for a mixture of experts, where products are narrow, and where a source leaves fields open.
 MIXTURE = 0.2
-NARROW_OPEN = 0.08
-ASSUMED = 0.08
+NARROW_OPEN = 0.06
+ASSUMED = 0.06
 # Deviations of the logarithms of parameters that all machines have alike: products alone say 86 to 150 of `half`.
 OPEN = {"half": 0.7, "order": 0.35}
 MEMORY_RESIDUAL = 0.1  # nine predictions in ten of bytes are off by less: what is not, does not fit

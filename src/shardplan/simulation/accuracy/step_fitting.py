@@ -30,6 +30,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 WIDTH = 0.05  # of a residual in logarithms, beyond which it counts less
 PRIOR = 3.0  # how many times e a parameter may be away from what is usual, at one width of a residual
+FAR = 2.5  # times the width that a parameter may be from what is usual
 MOST = 40  # rows of a table that count whole; those of a larger one share their weight
 ROUNDS = 40
 ENOUGH = 1e-5  # part of a sum of squares, less than which a round may win at the end
@@ -75,8 +76,9 @@ def held_out(row: StepRow, seed: int, share: int = 5) -> bool:
 
 
 def usable(row: StepRow) -> bool:
-    """Say whether a row may be fitted to: read in its source, with seconds, of a strategy that is known."""
-    return row.status in ("verified", "derived") and bool(row.measured.seconds_per_step) and not row.unknown
+    """Say whether a row may be fitted to: read in its source, with seconds in a unit it says, its strategy known."""
+    told = row.status in ("verified", "derived") and "measured" not in row.assumed
+    return told and bool(row.measured.seconds_per_step) and not row.unknown
 
 
 def fit_steps(
@@ -112,6 +114,8 @@ def fit_steps(
         return np.log(bench.seconds(made(x)) / bench.measured)
 
     width = np.array([widths[name] for name in free])
+    # What is known of a parameter bounds it, too: it is no place for what else a source differs in.
+    low, high = np.maximum(low, usual - FAR * width), np.minimum(high, usual + FAR * width)
     x, normal = minimized(residuals, weights, np.clip(usual, low, high), usual, low, high, width)
     r = residuals(x)
     residual = math.sqrt(float((weights * r**2).sum() / weights.sum()))

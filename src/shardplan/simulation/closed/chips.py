@@ -17,21 +17,21 @@ from shardplan.simulation.closed.parameters import Parameters
 FREE = ("product", "stream", "launch", "eager", "network", "attention")
 # Deviations of logarithms: of what tables of kernels and of collectives say of a chip, from what its steps do.
 KNOWN: Mapping[str, float] = {
-    "product": 0.12,
-    "stream": 0.3,
+    "product": 0.1,
+    "stream": 0.25,
     "launch": 0.5,
-    "eager": 1.0,
-    "network": 0.4,
-    "attention": 0.25,
+    "eager": 0.5,
+    "network": 0.3,
+    "attention": 0.2,
 }
 # Of one machine, in its years and with its software, from another with the same chip.
 APART: Mapping[str, float] = {
-    "product": 0.12,
+    "product": 0.1,
     "stream": 0.2,
     "launch": 0.5,
-    "eager": 0.7,
-    "network": 0.35,
-    "attention": 0.2,
+    "eager": 0.3,
+    "network": 0.25,
+    "attention": 0.15,
 }
 UNKNOWN = 2.0  # times `KNOWN`, of a chip of which there are no tables
 NEAR = 1.15  # times a peak, within which it is the same chip's
@@ -51,9 +51,9 @@ class Chip:
 # on B200; attention counted causal, over what is faster than `flash1`), H100 of benchmarks/results/gpu.json (products
 # 0.65 to 0.79, `flash2` 0.27 to 0.33, copies 0.85, norms 0.5, softmax 0.25 to 0.4 of the bandwidth).
 CHIPS = (
-    Chip("A100", "nccl", 312e12, Parameters(product=0.76, stream=0.7, launch=1e-5, eager=3e-5, attention=0.3)),
-    Chip("H100", "nccl", 989.4e12, Parameters(product=0.68, stream=0.6, launch=1e-5, eager=3e-5, attention=0.19)),
-    Chip("B200", "nccl", 2350e12, Parameters(product=0.58, stream=0.55, launch=1e-5, eager=3e-5, attention=0.2)),
+    Chip("A100", "nccl", 312e12, Parameters(product=0.76, stream=0.7, launch=1e-5, eager=4e-5, attention=0.3)),
+    Chip("H100", "nccl", 989.4e12, Parameters(product=0.68, stream=0.6, launch=1e-5, eager=4e-5, attention=0.19)),
+    Chip("B200", "nccl", 2350e12, Parameters(product=0.58, stream=0.55, launch=1e-5, eager=4e-5, attention=0.2)),
 )
 
 

@@ -14,7 +14,7 @@ from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, ShardplanError, excerpt
 from shardplan.hardware.toml_fields import basic_string, check_keys
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.closed.chips import FREE, KNOWN, chip_of, common
+from shardplan.simulation.closed.chips import FREE, chip_of, common
 from shardplan.simulation.closed.parameters import Parameters
 
 _FILES = Path(__file__).parent / "machines"
@@ -82,9 +82,9 @@ def like_fit(topology: Topology, fits: Mapping[str, MachineFit], but: str = "") 
 
 
 def _variances(fit: MachineFit) -> np.ndarray:
-    """Of each parameter that may be fitted: of one that was not, what is open of it."""
+    """Of each parameter that may be fitted; one that was not says nothing."""
     own = dict(zip(fit.names, np.diag(fit.covariance), strict=True))
-    return np.array([own.get(name, KNOWN[name] ** 2) for name in FREE])
+    return np.array([own.get(name, np.inf) for name in FREE])
 
 
 def of_machine(topology: Topology) -> Parameters:
