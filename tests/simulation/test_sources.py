@@ -70,7 +70,7 @@ def test_a_topology_of_ones_own_is_known_by_its_chip() -> None:
 
 
 def test_what_machines_have_in_common_is_the_mean_of_two_levels() -> None:
-    """One mate with nothing open of it, by hand: precisions of the chip's table and of the mate weigh the logarithms."""
+    """One mate with nothing open of it, by hand: the precisions of the table and of the mate weigh the logarithms."""
     chip = CHIPS[0]
     mate = dataclasses.replace(chip.kernels, product=chip.kernels.product / 2)
     found, variances = common(chip, {"one": (mate, np.zeros(len(FREE)))})
@@ -116,7 +116,9 @@ def test_keys_and_values_go_round_beside_attention() -> None:
     many = [Strategy(context=16, context_kind=kind, global_batch=1) for kind in kinds]  # pyright: ignore[reportArgumentType]
     gather, ring, zigzag = form.seconds(Configurations.of(many))
     assert ring == zigzag < gather
-    slow, slower = (ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many)) for n in (0.01, 0.005))
+    slow, slower = (
+        ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many)) for n in (0.01, 0.005)
+    )
     hidden = slow[0] - slow[1]
     assert hidden > gather - ring  # all of what is sent at first; then what attention takes, and no more
     assert slower[0] - slower[1] == pytest.approx(hidden, rel=1e-6) and slow[1] > 1.2 * ring
@@ -136,7 +138,16 @@ def test_sequences_above_32k_go_round_where_a_row_does_not_say() -> None:
 
 def test_tokens_go_once_to_each_node() -> None:
     """Over nodes a token goes to those that have experts of its: as many as 8 draws of 4 hit, by trial."""
-    fields = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 512, "seq": 2048, "vocab": 1000, "experts": 32}
+    fields = {
+        "layers": 2,
+        "hidden": 512,
+        "heads": 8,
+        "kv_heads": 8,
+        "ffn": 512,
+        "seq": 2048,
+        "vocab": 1000,
+        "experts": 32,
+    }
     four = Topology.load("dgx-h100", nodes=4)
     seconds: dict[int, float] = {}
     for copies in (1, 8):

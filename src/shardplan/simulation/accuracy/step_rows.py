@@ -127,9 +127,7 @@ class StepRow(_Struct, frozen=True):
 
 def rows_on(rows: Sequence[StepRow], topology: str) -> list[StepRow]:
     """Return rows as of one machine, a preset or a file, whatever they call it."""
-    return [
-        msgspec.structs.replace(row, cluster=msgspec.structs.replace(row.cluster, preset=topology)) for row in rows
-    ]
+    return [msgspec.structs.replace(row, cluster=msgspec.structs.replace(row.cluster, preset=topology)) for row in rows]
 
 
 def is_steps(path: Path) -> bool:

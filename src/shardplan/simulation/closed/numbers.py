@@ -209,7 +209,7 @@ class MovePrices:
         """
         nbytes = self.sizes.bytes(move.value)
         found = self._lines(move.summed, move.whole, move.axes).seconds(nbytes)
-        if not move.summed and not move.whole and self.copies > 1 and EXPERTS >= {*move.axes}:
+        if not move.summed and not move.whole and self.copies > 1 and {*move.axes} <= EXPERTS:
             found = np.minimum(found, self._over_levels(move.axes, nbytes))
         used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
         alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
@@ -286,7 +286,7 @@ def layer_costs(
     for m in reading.moves:
         seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
-        if AROUND >= {*m.axes}:
+        if {*m.axes} <= AROUND:
             add(f"around {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:

@@ -20,7 +20,6 @@ from shardplan.errors import Infeasible, ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, deviation
-from shardplan.simulation.accuracy.step_fitting import FREE
 from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
