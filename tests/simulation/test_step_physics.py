@@ -53,7 +53,7 @@ def test_a_step_is_longer_where_a_heads_size_is_no_multiple_of_8() -> None:
 
 def test_a_softmax_in_steps_costs_the_host_more_kernels() -> None:
     """On eight devices a microbatch of one has two heads, no block of the fused softmax; two of them have."""
-    slow = Parameters(launch=1e-3, stream=1.0)
+    slow = Parameters(eager=1e-3, stream=1.0)
     apart, fused = (
         seconds(gpt(), slow, tensor=8, microbatch=m, global_batch=16) * m for m in (1, 2)
     )  # as many kernels each, twice as many microbatches
