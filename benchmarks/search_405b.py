@@ -88,11 +88,11 @@ def again(count: int) -> float:
     drawn = random.Random(SEED).sample(range(space.count), count)
     some = [space.one(k) for k in drawn]
     together = Configurations({name: np.concatenate([c.columns[name] for c in some]) for name in some[0].columns})
-    form = ClosedForm(model, topology, of_machine(topology.name))
+    form = ClosedForm(model, topology, of_machine(topology))
     priced = form(together)
     far = 0.0
     for k, one in enumerate(some):
-        alone = ClosedForm(model, topology, of_machine(topology.name)) if k < 5 else form
+        alone = ClosedForm(model, topology, of_machine(topology)) if k < 5 else form
         out = alone(one)
         far = max(far, abs(out.seconds[0] / priced.seconds[k] - 1), abs(out.peak_bytes[0] / priced.peak_bytes[k] - 1))
     return float(far)
@@ -106,7 +106,7 @@ def rate(count: int) -> dict[str, float]:
     which, orders, _ = space.pairs(frames)
     keep = np.random.default_rng(SEED).permutation(len(which))[: count // 18]
     where = np.repeat(frames[which[keep]], 18), np.repeat(orders[keep], 18), np.tile(np.arange(18), len(keep))
-    form = ClosedForm(model, topology, of_machine(topology.name))
+    form = ClosedForm(model, topology, of_machine(topology))
     c = space.columns(*where)
     started = process_time()
     for at in range(0, len(c), 73728):

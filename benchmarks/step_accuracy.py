@@ -17,12 +17,13 @@ import numpy as np
 from benchmarks.common import RESULTS, record, table, write
 from benchmarks.step_numbers import number_table, unlisted
 
+from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.calibration import fit_machines
 from shardplan.simulation.accuracy.forecast import Forecast, forecast
 from shardplan.simulation.accuracy.metrics import errors, kendall_tau, regret
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.step_validation import BYTES, SECONDS, TOLD
-from shardplan.simulation.closed.machines import MachineFit, machine_fit
+from shardplan.simulation.closed.machines import MachineFit, like_fit
 
 SHARE = 5  # one row of so many is held out
 FOLDS = 4  # of groups
@@ -75,7 +76,7 @@ def comparable(row: StepRow) -> bool:
 
 def predicted(rows: Sequence[StepRow], fits: Mapping[str, MachineFit]) -> list[tuple[StepRow, Forecast]]:
     """Rows with their predictions; those that have none are left out."""
-    found, _ = forecast(rows, lambda preset: fits.get(preset) or machine_fit(""))
+    found, _ = forecast(rows, lambda preset: fits.get(preset) or like_fit(Topology.load(preset), fits, preset))
     by_id = {f.id: f for f in found}
     return [(row, by_id[row.id]) for row in rows if row.id in by_id]
 

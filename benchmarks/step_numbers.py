@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from shardplan.simulation.accuracy import forecast
-from shardplan.simulation.closed import memory, numbers, stages
+from shardplan.simulation.closed import chips, memory, numbers, stages
 from shardplan.simulation.closed.machines import machine_fit, shipped
 from shardplan.simulation.closed.parameters import Parameters
 
@@ -29,9 +29,19 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
     },
     memory: {},
+    chips: {
+        "KNOWN": ("deviations of what kernels say of a chip", "by hand: spread of kernels, and of fits beside them"),
+        "APART": ("deviations of machines with one chip", "by hand: spread of the fits"),
+        "UNKNOWN": ("times KNOWN, of a chip without tables", "by hand"),
+        "NEAR": ("times a peak that is the same chip's", "definition"),
+    },
     forecast: {
         "OPEN": ("deviations of the logarithms of `half` and `order`", "by hand, with held-out coverage in view"),
         "RESIDUAL": ("spread of the logarithm of seconds that no parameter explains", "residuals of the fits"),
+        "SOURCE": ("deviation of a source from all others", "sources left out, one after another"),
+        "MIXTURE": ("the same, of mixtures of experts", "sources left out, one after another"),
+        "NARROW_OPEN": ("the same, of narrow products", "sources left out, one after another"),
+        "ASSUMED": ("the same, where a row's source leaves fields open", "sources left out, one after another"),
         "MEMORY_RESIDUAL": ("part by which bytes may be below what was predicted", "residuals of bytes"),
     },
 }
@@ -47,7 +57,7 @@ WRITTEN_OUT = (
     ("efficiency", "hardware presets, levels", "0.88 to 0.93", "part of a link's bandwidth that arrives",
      "fitted to collectives, not to steps"),
 )  # fmt: skip
-FITTED = ("product", "stream", "launch", "network", "attention")
+FITTED = ("product", "stream", "launch", "eager", "network", "attention")
 BY_HAND = {
     "half": "one for all machines, by hand; products alone say 86 to 150",
     "order": "one for all machines, chosen with rows in view",

@@ -140,5 +140,5 @@ def drawn_times(seed: int, count: int, schedules: Sequence[str] = ALL) -> Iterat
             continue
         closed, events = (simulate_step(model, strategy, where, fidelity).seconds for fidelity in ("closed", "events"))
         left -= 1
-        ops = simulate_job(job, delivered(where), launch=of_machine(where.name).launch).seconds
+        ops = simulate_job(job, delivered(where), launch=of_machine(where).launch).seconds
         yield DrawnTime(kind, fields, strategy, closed, events, ops)

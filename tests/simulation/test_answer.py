@@ -22,7 +22,7 @@ from shardplan.report.plan import answer_text, strategy_words
 from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
-from shardplan.simulation.closed.machines import MachineFit, machine_fit
+from shardplan.simulation.closed.machines import like_fit, machine_fit, machine_of, shipped, shipped_fit
 from shardplan.simulation.searching.answer import (
     DEGREES,
     TIE,
@@ -46,7 +46,7 @@ FORM = ClosedForm(GPT, TWO, machine_fit("dgx-h100").parameters)
 def answered(model: Model, topology: Topology, batch: int, top: int = 5, goal: str = "step", **more: Any) -> PlanAnswer:
     found = search(model, topology, batch, top=60, **more)
     assert found.certifier is not None
-    return answer_plan(found, Judge(model, topology, machine_fit(topology.name), found.certifier), top, goal)
+    return answer_plan(found, Judge(model, topology, machine_of(topology), found.certifier), top, goal)
 
 
 @functools.cache
@@ -178,11 +178,13 @@ def test_what_is_not_searched_again_would_not_be_another() -> None:
 
 def test_a_machine_that_nobody_measured_is_known_less() -> None:
     answer = small()
-    judge = Judge(GPT, BOX, MachineFit(machine_fit(BOX.name).parameters), answer.judge.certifier)
+    unknown = like_fit(BOX, {name: shipped_fit(name) for name in shipped()}, BOX.name)
+    judge = Judge(GPT, BOX, unknown, answer.judge.certifier)
     mine, its = (x.judge(answer.plans[0].plan).interval for x in (answer.judge, judge))
     assert math.log(its[1] / its[0]) > math.log(mine[1] / mine[0])
     assert answer.judge.has_measurements and not judge.has_measurements
-    assert "no step was measured" in answer_text(replace(answer, judge=judge))
+    told = " ".join(answer_text(replace(answer, judge=judge)).split())
+    assert f"no step was measured on such a machine, which is taken to be as {', '.join(unknown.taken)}" in told
 
 
 def test_nothing_that_fits_is_said() -> None:

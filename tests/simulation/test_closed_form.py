@@ -112,8 +112,8 @@ def test_machines_have_at_most_six_numbers_of_their_steps() -> None:
     """`half` is from products and the same everywhere; `context` and `fragmentation` are of memory alone."""
     assert len(shipped()) >= 8
     for name in shipped():
-        assert Topology.load(name).name == name and of_machine(name).half == 60.0
-        found = dataclasses.asdict(of_machine(name))
+        assert Topology.load(name).name == name and of_machine(Topology.load(name)).half == 60.0
+        found = dataclasses.asdict(of_machine(Topology.load(name)))
         assert 0 < found["product"] < 1 and 0 < found["stream"] <= 1 and 0 < found["attention"] < 1
     for text, legal in (
         ("x = 1", "x"),

@@ -53,7 +53,7 @@ def test_the_changes_are_what_looking_at_all_finds(model: Model) -> None:
     found = fit(model, ASKED, small(memory), top=2)
     assert not found.fits and found.changes
     space = StrategySpace.of(model, 8, 16, precision="bf16")
-    form = ClosedForm(model, BOX, of_machine(BOX.name))
+    form = ClosedForm(model, BOX, of_machine(BOX))
     every = [space.one(k).strategy(0) for k in range(len(space.frames) * len(INSIDE))]
     out = form(Configurations.of(every))
     for count in (1, 2):

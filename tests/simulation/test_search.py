@@ -178,7 +178,7 @@ def test_pruning_changes_nothing(
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
 def test_no_strategy_is_below_its_frames_floors(model: Model) -> None:
     space = StrategySpace.of(model, 8, 16)
-    form = ClosedForm(model, BOX, of_machine(BOX.name))
+    form = ClosedForm(model, BOX, of_machine(BOX))
     frames = np.arange(len(space.frames))
     out = form(everything(space))
     seconds, nbytes = frame_floors(form, space, frames)
@@ -196,7 +196,7 @@ def test_no_order_is_below_all_blocks_inside(model: Model) -> None:
     space = StrategySpace.of(model, 16, 16, placements=True)
     topology = replace(BOX, levels=(replace(BOX.levels[0], size=4), replace(BOX.levels[1], size=4)))
     # Nothing is waited for but bytes and operations: launches would hide the others at this size.
-    form = ClosedForm(model, topology, replace(of_machine(BOX.name), launch=0.0))
+    form = ClosedForm(model, topology, replace(of_machine(BOX), launch=0.0))
     frames = np.arange(len(space.frames))
     which, n = space.pairs(frames)[0], len(INSIDE)
     out, least = form(everything(space)), form(everything(space, space.floor_order))
@@ -245,7 +245,7 @@ def test_all_are_ranked_as_each_is_priced(fidelity: str) -> None:
     )
     topology = replace(BOX, levels=levels)
     space = StrategySpace.of(GPT, 8, 8, precision="bf16", placements=True)
-    form: Any = ClosedForm(GPT, topology, of_machine(BOX.name))
+    form: Any = ClosedForm(GPT, topology, of_machine(BOX))
     live = space.live(space.pairs(np.arange(len(space.frames)))[0])
     out = (StepEvents(form) if fidelity == "events" else form)(everything(space)[live.reshape(-1)])
     found = sp.search(GPT, topology, 8, placements=True, prune=False, top=space.count, fidelity=fidelity, certify=False)

@@ -48,7 +48,7 @@ def on(devices: int, memory: float | None = None) -> Topology:
 
 
 def priced(model: Model, topology: Topology, requests: Requests, *said: dict[str, Any]) -> PricedRequests:
-    form = RequestForm.of(model, topology, of_machine(topology.name), requests)
+    form = RequestForm.of(model, topology, of_machine(topology), requests)
     return form.priced(Configurations.of([serving_strategy(Strategy(**one), requests) for one in said]))
 
 
@@ -182,7 +182,7 @@ def test_plain_loops_find_the_same(model: Model, experts: int, devices: int, obj
     said = list(by_loops(devices, 64, 6, experts))
     assert found.counted == len(said) == ServingSpace.of(model, devices, TRAFFIC).count
     rows: list[tuple[float, float, str]] = []
-    form = RequestForm.of(model, topology, of_machine(topology.name), TRAFFIC)
+    form = RequestForm.of(model, topology, of_machine(topology), TRAFFIC)
     for one in said:
         out = form.priced(Configurations.of([Strategy(**one, global_batch=6 * one["data"])]))
         rows.append((out.latency[0] if objective == "latency" else 1 / out.tokens_per_second[0], out.peak_bytes[0], ""))
@@ -227,7 +227,7 @@ def test_pruning_changes_nothing(
 )  # fmt: skip
 def test_no_strategy_is_below_its_frames_floors(model: Model, requests: Requests, objective: str) -> None:
     space = ServingSpace.of(model, 8, requests)
-    form = RequestForm.of(model, BOX, of_machine(BOX.name), requests, objective)
+    form = RequestForm.of(model, BOX, of_machine(BOX), requests, objective)
     frames = np.arange(len(space.frames))
     out = form(space.columns(np.repeat(frames, space.inside), 0, np.tile(np.arange(space.inside), len(frames))))
     floors = form.floors(space.columns(frames, 0, 0))

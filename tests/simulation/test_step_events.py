@@ -21,7 +21,7 @@ BOX = Topology.load("dgx-a100-80g", nodes=1)
 
 
 def form(model: Model) -> ClosedForm:
-    return ClosedForm(model, BOX, of_machine(BOX.name))
+    return ClosedForm(model, BOX, of_machine(BOX))
 
 
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])

@@ -12,7 +12,7 @@ from benchmarks.step_numbers import number_table, unlisted
 from shardplan import Model, Strategy, Topology
 from shardplan.simulation.accuracy.calibration import fit_machines
 from shardplan.simulation.accuracy.forecast import OPEN, spread
-from shardplan.simulation.accuracy.step_fitting import Bench, minimized
+from shardplan.simulation.accuracy.step_fitting import PRIOR, Bench, minimized
 from shardplan.simulation.accuracy.step_rows import read_steps
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
@@ -53,7 +53,7 @@ def test_a_step_is_longer_where_a_heads_size_is_no_multiple_of_8() -> None:
 
 def test_a_softmax_in_steps_costs_the_host_more_kernels() -> None:
     """On eight devices a microbatch of one has two heads, no block of the fused softmax; two of them have."""
-    slow = Parameters(launch=1e-3, stream=1.0)
+    slow = Parameters(eager=1e-3, stream=1.0)
     apart, fused = (
         seconds(gpt(), slow, tensor=8, microbatch=m, global_batch=16) * m for m in (1, 2)
     )  # as many kernels each, twice as many microbatches
@@ -88,7 +88,7 @@ def test_a_fit_stays_within_bounds_and_goes_on_along_them() -> None:
         return np.array([x[0] + x[1] - 3, x[1] - 2 * x[0]]) * 1e-3
 
     low, high = np.array([-5.0, -5.0]), np.array([0.5, 5.0])
-    x, _ = minimized(residuals, np.ones(2) * 1e6, np.zeros(2), np.zeros(2), low, high)
+    x, _ = minimized(residuals, np.ones(2) * 1e6, np.zeros(2), np.zeros(2), low, high, np.full(2, PRIOR))
     assert x[0] == 0.5 and x[1] == pytest.approx(1.75, abs=1e-3)
 
 

@@ -85,5 +85,5 @@ def test_what_is_remembered_of_a_model_is_not_its_machine() -> None:
     one = Strategy(data=4, tensor=2, global_batch=32)
     boxes = [Topology.load(name, nodes=1) for name in ("dgx-a100-80g", "dgx-h100")]
     for box in (*boxes, boxes[0]):
-        fresh = ClosedForm(MODEL, box, of_machine(box.name))(Configurations.of([one]))
+        fresh = ClosedForm(MODEL, box, of_machine(box))(Configurations.of([one]))
         assert simulate_step(MODEL, one, box, "closed").seconds == pytest.approx(float(fresh.seconds[0]))

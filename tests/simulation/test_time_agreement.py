@@ -32,6 +32,6 @@ def test_closed_and_events_are_near_ops(name: str) -> None:
     model, strategy = sp.Model.load(kind, **fields), sp.Strategy(precision="bf16", **said)
     where = sp.Topology.load("dgx-h100", node=max(1, strategy.devices // 8), gpu=min(8, strategy.devices))
     job = sp.partition(model, replace(strategy, cuts=even_cuts(model, strategy)), where)
-    ops = simulate_job(job, delivered(where), launch=of_machine(where.name).launch).seconds
+    ops = simulate_job(job, delivered(where), launch=of_machine(where).launch).seconds
     for fidelity in ("closed", "events"):
         assert simulate_step(model, strategy, where, fidelity).seconds == pytest.approx(ops, rel=within), fidelity

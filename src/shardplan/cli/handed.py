@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 def judged_plan(plan: HandedPlan) -> tuple[Judge, JudgedPlan]:
     """Return what was predicted of a plan when it was written, and what tells of it."""
-    from shardplan.simulation.closed.machines import machine_fit
+    from shardplan.simulation.closed.machines import machine_of
     from shardplan.simulation.searching.answer import Judge, JudgedPlan
     from shardplan.simulation.searching.certified import Certifier
 
-    known = machine_fit(plan.topology.name)
+    known = machine_of(plan.topology)
     judge = Judge(
         plan.model, plan.topology, known, Certifier(plan.model, known.parameters, plan.topology.device.memory)
     )

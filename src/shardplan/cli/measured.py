@@ -125,7 +125,13 @@ def _percent(text: str) -> float:
 
 
 def calibrate(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE..", help=FILE_HELP)],
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE..]", help=FILE_HELP)] = None,
+    steps: Annotated[
+        list[Path] | None, typer.Option("--steps", metavar="FILE", help="Rows of measured steps (.jsonl), as FILE.")
+    ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="TOPOLOGY", help="Of steps: the machine that all rows are of, a file.")
+    ] = None,
     library: Annotated[
         str, typer.Option("--library", metavar="NAME|TABLE", help="The table to start from: a library or a .toml file.")
     ] = "nccl",
@@ -142,9 +148,14 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Fit the constants of a library's table to measured collectives, or of a machine to measured steps."""
-    if _steps(files):
-        _calibrate_steps(files, machine, seed, out, as_json)
+    files = [*(files or ()), *(steps or ())]
+    if not files:
+        raise LayoutError("no file of measurements; legal is one and more, such as --steps rows.jsonl")
+    if steps or _steps(files):
+        _calibrate_steps(files, machine, on, seed, out, as_json)
         return
+    if on is not None:
+        raise LayoutError(f"--on {on} of measured collectives; legal is a file of measured steps")
     from shardplan.hardware.measured.fitting import fit
     from shardplan.hardware.measured.sample_setup import unknown_systems
     from shardplan.hardware.prices.library import library as load
@@ -170,15 +181,21 @@ def calibrate(
     print(calibration_text(fitted, skipped))
 
 
-def _calibrate_steps(files: list[Path], machine: str | None, seed: int, out: Path | None, as_json: bool) -> None:
+def _calibrate_steps(
+    files: list[Path], machine: str | None, on: str | None, seed: int, out: Path | None, as_json: bool
+) -> None:
     from shardplan.plans.plan_file import write_atomic
     from shardplan.report.steps import step_fit_text
     from shardplan.report.text import json_text
     from shardplan.simulation.accuracy.calibration import calibrated
-    from shardplan.simulation.accuracy.step_rows import read_steps
+    from shardplan.simulation.accuracy.step_rows import read_steps, rows_on
 
     check_writable(out)
     rows = [row for path in files for row in read_steps(path)]
+    if on is not None:
+        if machine is not None:
+            raise LayoutError(f"--machine {machine} and --on {on}; legal is one of them")
+        rows, machine = rows_on(rows, on), on
     presets = sorted({row.cluster.preset for row in rows})
     if machine not in presets:
         raise LayoutError(f"--machine {machine}; legal are those of the rows: {', '.join(presets)}")

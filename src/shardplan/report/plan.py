@@ -75,6 +75,7 @@ def judged_lines(one: JudgedPlan, judge: Judge) -> list[str]:
     step = f"{format_seconds(one.plan.seconds)}, and {low} to {high} in nine of ten"
     if not judge.has_measurements:
         step += "; no step was measured on such a machine"
+        step += f", which is taken to be as {', '.join(judge.machine.taken)}" if judge.machine.taken else ""
     lines = [
         "",
         *wrap_text(step, "step      "),

@@ -67,7 +67,7 @@ def simulate_step(
         raise ShardplanError(f"simulate: params is {excerpt(params)}; legal are Parameters, or None")
     check_options(model, strategy)
     own = strategy.schedule if isinstance(strategy.schedule, Schedule) else None
-    form = _form_of(model, where, params or of_machine(where.name))
+    form = _form_of(model, where, params or of_machine(where))
     columns = Configurations.of([strategy])
     out = form(columns)
     peak = int(out.peak_bytes[0])
@@ -95,7 +95,7 @@ def _form_of(model: Model, topology: Topology, params: Parameters) -> ClosedForm
 
 def delivered(topology: Topology, params: Parameters | None = None) -> Topology:
     """Return a topology as its machine delivers it: what parameters say that kernels and collectives reach."""
-    p = params or of_machine(topology.name)
+    p = params or of_machine(topology)
     return replace(with_network(topology, p), device=with_kernels(topology.device, p))
 
 

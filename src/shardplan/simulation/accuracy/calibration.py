@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.metrics import errors
 from shardplan.simulation.accuracy.step_fitting import FREE, Bench, StepFit, fit_steps, held_out, usable
 from shardplan.simulation.accuracy.step_rows import StepRow
-from shardplan.simulation.closed.machines import MachineFit, fit_text, machine_fit
+from shardplan.simulation.closed.machines import MachineFit, fit_text, like_fit, shipped, shipped_fit
 from shardplan.simulation.closed.parameters import Parameters
 
 DIFFERS = ("network",)  # what a machine with a base has of its own
@@ -50,7 +51,9 @@ def calibrated(rows: Sequence[StepRow], machine: str, seed: int) -> Calibrated:
     mine = [row for row in rows if row.cluster.preset == machine and usable(row)]
     apart = [row for row in mine if held_out(row, seed)]
     rest = [row for row in mine if not held_out(row, seed)]
-    base = machine_fit(machine_fit(machine).base)
+    name = base_name(machine)
+    fits = {one: shipped_fit(one) for one in shipped()}
+    base = fits[name] if name else like_fit(Topology.load(machine), fits, machine)
     judged: dict[str, float] | None = None
     if apart and rest:
         bench = Bench(apart)
@@ -68,28 +71,44 @@ def calibrated(rows: Sequence[StepRow], machine: str, seed: int) -> Calibrated:
 def fit_machines(rows: Sequence[StepRow], machines: Sequence[str] = ()) -> Mapping[str, MachineFit]:
     """Fit every machine that rows are of, or some of them; a base before those that have it.
 
-    A machine none of whose rows may be fitted to is left out.
+    Each is drawn to what the others with its chip have, which are fitted first, each by itself: of rows alone, whatever
+    ships. A machine none of whose rows may be fitted to is left out.
     """
-    every = machines or sorted({row.cluster.preset for row in rows})
-    found: dict[str, MachineFit] = {}
-    for machine in sorted(every, key=lambda name: bool(machine_fit(name).base)):
-        mine = [row for row in rows if row.cluster.preset == machine and usable(row)]
-        base = machine_fit(machine).base
-        if mine:
-            found[machine] = _fit(mine, machine, found.get(base) or machine_fit(base)).machine
-    return found
+    split = {m: [row for row in rows if row.cluster.preset == m and usable(row)] for m in machines or presets(rows)}
+    own = {m: mine for m, mine in split.items() if mine and not base_name(m)}
+    alone = {m: fit_machine(mine, m, {}) for m, mine in own.items()}
+    found = {m: fit_machine(mine, m, alone) for m, mine in own.items()}
+    return found | {m: fit_machine(mine, m, found) for m, mine in split.items() if mine and base_name(m)}
+
+
+def fit_machine(rows: Sequence[StepRow], machine: str, others: Mapping[str, MachineFit]) -> MachineFit:
+    """Fit the rows of a machine, drawn to those of `others` with its chip; or its network, where it has a base."""
+    name = base_name(machine)
+    start = (others.get(name) or shipped_fit(name)) if name else like_fit(Topology.load(machine), others, machine)
+    return _fit(rows, machine, start).machine
+
+
+def presets(rows: Sequence[StepRow]) -> list[str]:
+    """Return the presets that rows name."""
+    return sorted({row.cluster.preset for row in rows})
+
+
+def base_name(machine: str) -> str:
+    """Return the machine that another is but for its network, as its file says; "" where there is none."""
+    return shipped_fit(machine).base if machine in shipped() else ""
 
 
 def _fit(rows: Sequence[StepRow], machine: str, base: MachineFit) -> StepFit:
-    """Fit the rows of a machine, from what is usual, or from its base's parameters."""
-    shipped = machine_fit(machine)
-    start = Parameters(context=shipped.parameters.context, fragmentation=shipped.parameters.fragmentation)
-    if not shipped.base:
-        return fit_steps(rows, FREE, start)
+    """Fit the rows of a machine, from what others with its chip have, or from its base's parameters."""
+    own = shipped_fit(machine) if machine in shipped() else MachineFit(Parameters())
+    if not own.base:
+        start = replace(base.parameters, context=own.parameters.context, fragmentation=own.parameters.fragmentation)
+        widths = dict(zip(base.names, np.sqrt(np.diag(base.covariance)).tolist(), strict=True))
+        return fit_steps(rows, FREE, start, widths)
     found = fit_steps(rows, DIFFERS, base.parameters)
     covariance = np.array(base.covariance)
     for name, variance in zip(DIFFERS, np.diag(found.machine.covariance), strict=True):
         at = base.names.index(name)
         covariance[at], covariance[:, at] = 0, 0
         covariance[at, at] = variance
-    return replace(found, machine=MachineFit(found.machine.parameters, base.names, covariance, shipped.base))
+    return replace(found, machine=MachineFit(found.machine.parameters, base.names, covariance, own.base))

@@ -11,14 +11,19 @@ import numpy as np
 from shardplan.errors import ShardplanError
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
 from shardplan.simulation.accuracy.subject import dropped, form_of, strategies_of
-from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit, machine_fit
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import NARROW, Strategy
 
 Floats = np.ndarray
-# Of the logarithm of a prediction, what no parameter explains: one number for every machine and source.
+# Of the logarithm of a prediction, what no parameter explains: of rows of one source, and of a source from others.
 RESIDUAL = 0.05
+SOURCE = 0.10
+# What is open beside that, for a mixture of experts, where products are narrow, and where a source leaves fields open.
+MIXTURE = 0.2
+NARROW_OPEN = 0.06
+ASSUMED = 0.06
 # Deviations of the logarithms of parameters that all machines have alike: products alone say 86 to 150 of `half`.
 OPEN = {"half": 0.7, "order": 0.35}
 MEMORY_RESIDUAL = 0.1  # nine predictions in ten of bytes are off by less: what is not, does not fit
@@ -94,7 +99,9 @@ def _together(
         at += len(several)
     columns = Configurations.of(best)
     out = form(columns)
-    half = NORMAL_90 * np.hypot(RESIDUAL, spread(form, columns, machine))
+    half = NORMAL_90 * deviation(form, columns, machine)
+    open_fields = np.array([bool(row.unknown or row.assumed) for _, row, _ in members])
+    half = np.hypot(half, NORMAL_90 * ASSUMED * open_fields)
     # Where it is not said in what gradients are accumulated it is counted as the paper does, in f32.
     plain = [replace(s, gradient_dtype=s.gradient_dtype or "f32") for s in best]
     state, waiting = form.layers(Configurations.of(plain))
@@ -111,6 +118,17 @@ def _together(
             {name: getattr(best[k], name) for name in row.unknown},
             dropped(row, best[k]),
         )
+
+
+def deviation(form: ClosedForm, columns: Configurations, machine: MachineFit) -> Floats:
+    """Return the standard deviation of the logarithms of measurements of steps around their predictions, [n].
+
+    What the parameters leave open, and what no parameter explains: of a source that nobody fitted to, too.
+    """
+    narrow = np.isin(columns.columns["precision"], [CODES["precision"].index(name) for name in NARROW])
+    mixture = any("experts" in dims for dims in form.model.dims.values())
+    rest = RESIDUAL**2 + SOURCE**2 + NARROW_OPEN**2 * narrow + MIXTURE**2 * mixture
+    return np.sqrt(spread(form, columns, machine) ** 2 + rest)
 
 
 def spread(form: ClosedForm, columns: Configurations, machine: MachineFit) -> Floats:

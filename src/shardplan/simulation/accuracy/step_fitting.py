@@ -13,22 +13,24 @@ import numpy as np
 from shardplan.errors import ShardplanError
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
 from shardplan.simulation.accuracy.subject import form_of, strategies_of
+from shardplan.simulation.closed.chips import FREE
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit
 from shardplan.simulation.closed.parameters import Parameters
 
 Floats = np.ndarray
-FREE = ("product", "stream", "launch", "network", "attention")
 LIMITS: Mapping[str, tuple[float, float]] = {
     "product": (0.2, 0.95),
     "stream": (0.2, 1.0),
     "launch": (1e-7, 3e-4),
+    "eager": (1e-7, 3e-4),
     "network": (0.05, 1.0),
     "attention": (0.05, 0.95),
 }
 WIDTH = 0.05  # of a residual in logarithms, beyond which it counts less
 PRIOR = 3.0  # how many times e a parameter may be away from what is usual, at one width of a residual
+FAR = 2.5  # times the width that a parameter may be from what is usual
 MOST = 40  # rows of a table that count whole; those of a larger one share their weight
 ROUNDS = 40
 ENOUGH = 1e-5  # part of a sum of squares, less than which a round may win at the end
@@ -74,17 +76,24 @@ def held_out(row: StepRow, seed: int, share: int = 5) -> bool:
 
 
 def usable(row: StepRow) -> bool:
-    """Say whether a row may be fitted to: read in its source, with seconds, of a strategy that is known."""
-    return row.status in ("verified", "derived") and bool(row.measured.seconds_per_step) and not row.unknown
+    """Say whether a row may be fitted to: read in its source, with seconds in a unit it says, its strategy known."""
+    told = row.status in ("verified", "derived") and "measured" not in row.assumed
+    return told and bool(row.measured.seconds_per_step) and not row.unknown
 
 
-def fit_steps(rows: Sequence[StepRow], free: Sequence[str] = FREE, start: Parameters | None = None) -> StepFit:
+def fit_steps(
+    rows: Sequence[StepRow],
+    free: Sequence[str] = FREE,
+    start: Parameters | None = None,
+    widths: Mapping[str, float] = dict.fromkeys(LIMITS, PRIOR),
+) -> StepFit:
     """Fit parameters to the logarithms of measured seconds.
 
     Args:
         rows: Those of one machine; each table of more than 40 rows counts as 40.
         free: What is fitted, at most six; the others stay as `start` has them.
         start: What is usual, to which all are drawn where the rows say nothing.
+        widths: By parameter the deviation of its logarithm from that.
 
     Raises `ShardplanError` without rows, and for a parameter that is none.
     """
@@ -104,7 +113,10 @@ def fit_steps(rows: Sequence[StepRow], free: Sequence[str] = FREE, start: Parame
     def residuals(x: Floats) -> Floats:
         return np.log(bench.seconds(made(x)) / bench.measured)
 
-    x, normal = minimized(residuals, weights, np.clip(usual, low, high), usual, low, high)
+    width = np.array([widths[name] for name in free])
+    # What is known of a parameter bounds it, too: it is no place for what else a source differs in.
+    low, high = np.maximum(low, usual - FAR * width), np.minimum(high, usual + FAR * width)
+    x, normal = minimized(residuals, weights, np.clip(usual, low, high), usual, low, high, width)
     r = residuals(x)
     residual = math.sqrt(float((weights * r**2).sum() / weights.sum()))
     covariance = np.linalg.inv(normal)
@@ -113,18 +125,24 @@ def fit_steps(rows: Sequence[StepRow], free: Sequence[str] = FREE, start: Parame
 
 
 def minimized(
-    residuals: Callable[[Floats], Floats], weights: Floats, x: Floats, usual: Floats, low: Floats, high: Floats
+    residuals: Callable[[Floats], Floats],
+    weights: Floats,
+    x: Floats,
+    usual: Floats,
+    low: Floats,
+    high: Floats,
+    width: Floats,
 ) -> tuple[Floats, Floats]:
     """Return the least robust sum of squares within bounds, and the normal matrix there (Levenberg and Marquardt).
 
     Residuals beyond `WIDTH` count as their absolute value does (soft L1; Holland and Welsch, 1977); the distance from
-    `usual` counts as a residual of its own.
+    `usual`, in so many of `width`, counts as a residual of its own.
     """
     damping = 1e-3
 
     def cost(r: Floats, x: Floats) -> float:
         z = (r / WIDTH) ** 2
-        return float((weights * 2 * (np.sqrt(1 + z) - 1)).sum() + (((x - usual) / PRIOR) ** 2).sum())
+        return float((weights * 2 * (np.sqrt(1 + z) - 1)).sum() + (((x - usual) / width) ** 2).sum())
 
     r = residuals(x)
     now = cost(r, x)
@@ -132,8 +150,8 @@ def minimized(
     for _ in range(ROUNDS):
         jacobian = np.stack([_slope(residuals, x, r, k, high) for k in range(len(x))], axis=1)
         w = weights / np.sqrt(1 + (r / WIDTH) ** 2) / WIDTH**2
-        normal = jacobian.T @ (w[:, None] * jacobian) + np.eye(len(x)) / PRIOR**2
-        slope = jacobian.T @ (w * r) + (x - usual) / PRIOR**2
+        normal = jacobian.T @ (w[:, None] * jacobian) + np.diag(1 / width**2)
+        slope = jacobian.T @ (w * r) + (x - usual) / width**2
         # What is at a bound and would go further stays there; the others go where they would without it.
         inside = ~((x <= low) & (slope > 0) | (x >= high) & (slope < 0))
         damped = (normal + damping * np.diag(np.diag(normal)))[np.ix_(inside, inside)]

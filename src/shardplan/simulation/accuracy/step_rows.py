@@ -5,6 +5,7 @@ The schema is that of the rows that `shardplan validate` reads; a field that it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +74,7 @@ class RowStrategy(_Struct, frozen=True):
     gradient_dtype: str | None = None
     tensor_overlap: bool = False
     offload_layers: int = 0
+    context_kind: str | None = None  # where it is not said, see `subject.context_kind_of`
 
 
 class RowMeasured(_Struct, frozen=True):
@@ -98,6 +100,7 @@ class StepRow(_Struct, frozen=True):
     strategy: RowStrategy
     measured: RowMeasured
     notes: str = ""
+    assumed: tuple[str, ...] = ()  # what of it its source does not say, and whoever typed it took
 
     @property
     def table(self) -> str:
@@ -120,6 +123,11 @@ class StepRow(_Struct, frozen=True):
         """The fields of its strategy that are unpublished."""
         names = ("microbatch", "interleave", "schedule", "recompute", "sequence_parallel", "zero", "precision")
         return tuple(name for name in names if getattr(self.strategy, name) is None)
+
+
+def rows_on(rows: Sequence[StepRow], topology: str) -> list[StepRow]:
+    """Return rows as of one machine, a preset or a file, whatever they call it."""
+    return [msgspec.structs.replace(row, cluster=msgspec.structs.replace(row.cluster, preset=topology)) for row in rows]
 
 
 def is_steps(path: Path) -> bool:

@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16",),
 }
 
+RING_FROM = 32 * 1024  # tokens of a sequence above which keys and values go round: heads are too few to deal out
 # Options that publications say although they do nothing.
 HARMLESS = ("sequence_parallel", "tensor_overlap", "zero", "fsdp", "recompute", "schedule", "offload_layers")
 
@@ -74,6 +75,7 @@ def strategies_of(row: StepRow) -> list[Strategy]:
     """
     said = row.strategy
     fixed: dict[str, Any] = {name: getattr(said, name) for name in said.__struct_fields__ if name not in row.unknown}
+    fixed["context_kind"] = context_kind_of(row)
     found: list[Strategy] = []
     refused, limits = "no combination", limits_of(row.model)
     if row.table.startswith("torchtitan") and fixed.get("recompute") == "selective":  # as torchtitan means it
@@ -95,9 +97,17 @@ def strategies_of(row: StepRow) -> list[Strategy]:
     return found
 
 
+def context_kind_of(row: StepRow) -> str:
+    """Return how a row's sequences are cut: as it says, else above 32k tokens in a balanced ring, else by heads."""
+    if row.strategy.context == 1:
+        return "ulysses"
+    return row.strategy.context_kind or ("zigzag" if row.model.seq > RING_FROM else "ulysses")
+
+
 def dropped(row: StepRow, strategy: Strategy) -> dict[str, object]:
     """Return the published options of a row that do nothing, and without which it is predicted, as they were said."""
     said = {name: getattr(row.strategy, name) for name in row.strategy.__struct_fields__ if name not in row.unknown}
+    said.pop("context_kind")  # said, or taken: never dropped
     return {name: value for name, value in said.items() if getattr(strategy, name) != value and value is not None}
 
 

@@ -320,9 +320,9 @@ class ClosedForm:
         dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
         device = with_kernels(self.topology.device, self.parameters, attention)
         ring = CODES["context_kind"][int(c.columns["context_kind"][0])] == "ring"
-        return layer_costs(
-            reading, KernelsAsked(device, dtype, attention, ring), self.collectives(), sizes, strides
-        ).at(back)
+        copies = int(self.model.fields.get("experts_per_token") or 0)
+        asked = KernelsAsked(device, dtype, attention, ring, copies)
+        return layer_costs(reading, asked, self.collectives(), sizes, strides).at(back)
 
     def collectives(self) -> CollectivePrices:
         """Return what collectives are priced by."""

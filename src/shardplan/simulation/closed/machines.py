@@ -13,6 +13,8 @@ from shardplan.core import border
 from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, ShardplanError, excerpt
 from shardplan.hardware.toml_fields import basic_string, check_keys
+from shardplan.hardware.topology import Topology
+from shardplan.simulation.closed.chips import FREE, chip_of, common
 from shardplan.simulation.closed.parameters import Parameters
 
 _FILES = Path(__file__).parent / "machines"
@@ -28,29 +30,66 @@ def shipped() -> tuple[str, ...]:
 class MachineFit:
     """Parameters of a machine, and the joint covariance of the logarithms of those in `names` that were fitted.
 
-    Where there is a `base`, that is the same machine but for its network: all else is as fitted there.
+    Where there is a `base`, that is the same machine but for its network: all else is as fitted there. `taken` are the
+    machines that one without rows is like; () where it has rows.
     """
 
     parameters: Parameters
     names: tuple[str, ...] = ()
     covariance: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     base: str = ""
+    taken: tuple[str, ...] = ()
+    is_measured: bool = True
 
 
 @cache
+def shipped_fit(name: str) -> MachineFit:
+    """Return what ships of a machine; its name is one of `shipped`."""
+    return parse_fit((_FILES / f"{name}.toml").read_text(), f"{name}.toml")
+
+
 def machine_fit(name: str) -> MachineFit:
-    """Return the fit of a preset's machine; of one without a file what stands in `Parameters`, and nothing fitted.
+    """Return the fit of a preset's machine; of one without a file what those with its chip have in common.
 
-    >>> machine_fit("jean-zay-a100-80g").parameters.network < machine_fit("no such machine").parameters.network
+    Raises `TopologyError` for what is no preset.
+
+    >>> machine_fit("jean-zay-a100-80g").parameters.network < machine_fit("dgx-a100-80g").parameters.network
     True
+    >>> machine_fit("dgx-h200").taken
+    ('dgx-h100', 'grand-teton-h100')
     """
-    path = _FILES / f"{name}.toml"
-    return parse_fit(path.read_text(), path.name) if name in shipped() else MachineFit(Parameters())
+    return machine_of(Topology.load(name)) if name not in shipped() else shipped_fit(name)
 
 
-def of_machine(name: str) -> Parameters:
-    """Return the parameters of a preset's machine."""
-    return machine_fit(name).parameters
+@cache
+def machine_of(topology: Topology) -> MachineFit:
+    """Return the fit of a topology's machine, by its name; else what machines with its chip have in common."""
+    if topology.name in shipped():
+        return shipped_fit(topology.name)
+    return like_fit(topology, {name: shipped_fit(name) for name in shipped()})
+
+
+def like_fit(topology: Topology, fits: Mapping[str, MachineFit], but: str = "") -> MachineFit:
+    """Return a machine of which there are no rows as those of `fits` with its chip, `but` one, suggest it."""
+    chip = chip_of(topology)
+    mates = {
+        name: (fit.parameters, _variances(fit))
+        for name, fit in sorted(fits.items())
+        if chip and name != but and not fit.base and chip_of(Topology.load(name)) == chip
+    }
+    parameters, variances = common(chip, mates)
+    return MachineFit(parameters, FREE, np.diag(variances), "", tuple(mates), is_measured=False)
+
+
+def _variances(fit: MachineFit) -> np.ndarray:
+    """Of each parameter that may be fitted; one that was not says nothing."""
+    own = dict(zip(fit.names, np.diag(fit.covariance), strict=True))
+    return np.array([own.get(name, np.inf) for name in FREE])
+
+
+def of_machine(topology: Topology) -> Parameters:
+    """Return the parameters of a topology's machine."""
+    return machine_of(topology).parameters
 
 
 def parse_fit(text: str, what: str = "parameters") -> MachineFit:

@@ -20,7 +20,8 @@ from shardplan.strategy.strategy import HEADS, RATIO, SHARING
 Floats = np.ndarray
 PHASES = ("forward", "backward")
 TENSOR_AXES = HEADS + RATIO
-CONTEXT_AXES = ("context", SHARING["context"])
+CONTEXT_AXES = ("context", SHARING["context"])  # axes around which a ring sends keys and values
+EXPERTS = frozenset(("expert", "expert_context"))  # axes over which tokens go to experts
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
 SCORE_BYTES = (9.0, 13.0)  # in the forward pass, and back
@@ -96,6 +97,7 @@ class KernelsAsked(NamedTuple):
     product_dtype: str  # of products with the layers' parameters
     attention: str  # its class
     ring: bool = False  # whether keys go round, past queries that lie in the order of the sequence
+    copies: int = 0  # experts to which a token goes; 0 where there are none
 
 
 def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list[Work]:
@@ -202,6 +204,7 @@ class MovePrices:
     collectives: CollectivePrices
     sizes: LocalSizes
     strides: Mapping[str, Floats]
+    copies: int = 0
     known: dict[tuple[bool, bool, tuple[str, ...]], AffineCosts] = field(
         default_factory=dict[tuple[bool, bool, tuple[str, ...]], AffineCosts]
     )
@@ -214,6 +217,8 @@ class MovePrices:
         """
         nbytes = self.sizes.bytes(move.value)
         found = self._lines(move.summed, move.whole, move.axes).seconds(nbytes)
+        if not move.summed and not move.whole and self.copies > 1 and {*move.axes} <= EXPERTS:
+            found = np.minimum(found, self._over_levels(move.axes, nbytes))
         used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
         alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
         if not alike:
@@ -222,6 +227,27 @@ class MovePrices:
         apart = self._lines(move.summed, move.whole, move.axes).seconds(nbytes / parts)
         after = nbytes if move.whole else nbytes / group
         return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
+
+    def _over_levels(self, axes: tuple[str, ...], nbytes: Floats) -> Floats:
+        """Return the seconds of tokens that go once to each node that has experts of theirs, and on from there, [n].
+
+        Of `copies` experts, drawn at will over a group's nodes, so many nodes are expected to have one; both ways run
+        at once, chunk after chunk (DeepSeek-V3, arXiv 2412.19437, section 3.2.2; the deepseek-ai/DeepEP kernels).
+        """
+        inside = self.collectives.fabric.topology.levels[-1].size
+        far: list[tuple[Floats, Floats]] = []
+        near: list[tuple[Floats, Floats]] = []
+        nodes = parts = np.asarray(1.0)
+        for axis in axes:
+            size, stride = self.sizes.degrees[axis], self.strides[axis]
+            own = np.gcd(size.astype(np.int64), np.maximum(1, inside // stride).astype(np.int64)).astype(float)
+            own = own.max(axis=0) if own.ndim > 1 else own  # in an order that is not said, as many as may be near
+            near.append((own, stride))
+            far.append((size / own, stride * own))
+            nodes, parts = nodes * size / own, parts * own
+        once = nodes * (1 - (1 - 1 / nodes) ** self.copies) / self.copies
+        sent = self.collectives.lines(False, False, far).seconds(nbytes / parts * once)
+        return np.maximum(sent, self.collectives.lines(False, False, near).seconds(nbytes / nodes))
 
     def _lines(self, summed: bool, whole: bool, axes: tuple[str, ...]) -> AffineCosts:
         key = summed, whole, axes
@@ -256,6 +282,8 @@ def layer_costs(
             add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
         if k.gradient:
             add("gradients", k.run, seconds)
+        if k.kind == "scores":
+            add(f"attention {phase}", k.run, seconds)
         if k.kind == "scores" and k.phase == FORWARD:
             add("attention", k.run, seconds)
             add("scores", k.run, scores_of(k, sizes, asked))
@@ -264,7 +292,7 @@ def layer_costs(
         if k.phase == FORWARD and not k.joined:
             add("again needed" if k.needed else "again rest", k.run, seconds)
             add("again launches", k.run, launches_of(k, sizes, asked))
-    moved = MovePrices(collectives, sizes, strides)
+    moved = MovePrices(collectives, sizes, strides, asked.copies)
     for m in reading.moves:
         seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
@@ -272,6 +300,8 @@ def layer_costs(
             add("beside gradients", m.run, np.minimum(seconds, sum(each[k] for k in m.beside)))
         if m.early:
             add("early", m.run, seconds)
+        if {*m.axes} <= {*CONTEXT_AXES}:
+            add(f"around {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:
             add("again moves needed" if m.needed else "again moves rest", m.run, seconds)

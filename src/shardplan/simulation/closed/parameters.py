@@ -1,4 +1,4 @@
-"""`Parameters`: what of a machine no data sheet says; at most six numbers that measurements of it determine."""
+"""`Parameters`: what of a machine no data sheet says; few numbers that measurements of it determine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class Parameters:
         product: The part of the peak that large matrix products reach.
         stream: The part of the memory bandwidth that kernels reach which only read and write.
         launch: Seconds after which the host issues the next kernel; a device that is done sooner waits.
+        eager: The same of software that computes attention in steps, as that of 2020 to 2022 did.
         network: The part of the bandwidth between nodes, as the topology delivers it, that a step's collectives reach.
         attention: The part of the peak that fused attention of the first generation (`flash1`) reaches, counted causal
             where it is.
@@ -27,6 +28,7 @@ class Parameters:
     product: float = 0.75
     stream: float = 0.75
     launch: float = 8e-6
+    eager: float = 8e-6
     network: float = 0.6
     attention: float = 0.25
     half: float = 60.0

@@ -16,7 +16,7 @@ from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.work import BACKWARD
+from shardplan.simulation.closed.work import BACKWARD, FORWARD
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
 
@@ -33,6 +33,7 @@ _RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
 _SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}  # None: not said
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
 _PASSES = 2.0
+ROUND = ("ring", "zigzag")  # kinds of context in which devices hand keys and values on beside attention
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
 
@@ -100,12 +101,25 @@ def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
     return np.divide(made, busy, out=np.zeros_like(made), where=busy > 0)
 
 
+def hidden_rounds(c: Configurations, cost: LayerCost, phase: int) -> Floats:
+    """Return the seconds in which a ring sends keys and values beside attention of those that it has, [runs + 2, n].
+
+    The first of as many rounds as there are devices has nothing to wait for (Liu et al., arXiv 2310.01889, section 3).
+    """
+    zero: Floats = np.zeros((len(next(iter(cost.rows.values()))), len(c)))
+    ring = np.isin(c.columns["context_kind"], [CODES["context_kind"].index(kind) for kind in ROUND])
+    rounds = 1 - 1 / c.columns["context"]
+    beside = rounds * cost.rows.get(f"attention {PHASES[phase]}", zero)
+    return ring * np.minimum(cost.rows.get(f"around {PHASES[phase]}", zero), beside)
+
+
 def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, device: DeviceSpec) -> Floats:
     """Return the seconds of a microbatch in each part, [runs + 2, n]: of `device`, or of its host."""
     col, rows, name = c.columns, cost.rows, PHASES[phase]
     zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
     moves = 1 - (1 - EXPOSED) * overlapped(c)
     busy = rows.get(f"compute {name}", zero) + rows.get(f"moves {name}", zero) * moves
+    busy = busy - hidden_rounds(c, cost, phase)
     launches = rows.get(f"launches {name}", zero)
     if phase == BACKWARD:
         layers = np.ones((len(zero), 1))
@@ -117,6 +131,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
         # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
         whole = needed + rest * ~col["fsdp"]
+        whole = whole - hidden_rounds(c, cost, FORWARD)
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
         # What a product sums is on its way while gradients of parameters are made, unless those come later.
@@ -130,7 +145,8 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         cast = (size.parameter + size.summed) * (size.parameter != size.summed)
         nbytes = np.where(col["fsdp"] | (col["zero"] >= 2), cast, own)
         busy = busy + stream_seconds(elements * nbytes, with_kernels(device, p))
-    return (busy**p.order + (launches * p.launch) ** p.order) ** (1 / p.order)
+    issue = np.where(col["attention"] == CODES["attention"].index("unfused"), p.eager, p.launch)
+    return (busy**p.order + (launches * issue) ** p.order) ** (1 / p.order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -51,7 +51,7 @@ def simulate_requests(
         )
     c = Configurations.of([serving_strategy(strategy, requests)])
     check_options(model, strategy, serves=True)
-    form = RequestForm.of(model, where, params or of_machine(where.name), requests)
+    form = RequestForm.of(model, where, params or of_machine(where), requests)
     first, _, latency, _, peak, _, _ = (x[0].item() for x in form.priced(c))
     found = [Interval(0, "compute", 0.0, first, "prompts", "prompts", 0, 0, ())]
     if latency > first:

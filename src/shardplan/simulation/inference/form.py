@@ -160,7 +160,7 @@ class RequestForm:
 
 def _captured(params: Parameters) -> Parameters:
     """Parameters of a step that no host launches kernel by kernel."""
-    return replace(params, launch=0.0)
+    return replace(params, launch=0.0, eager=0.0)
 
 
 def whole_sequences(c: Configurations) -> Configurations:

@@ -19,6 +19,8 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
+UNCOMPARED = "no measured request was compared with these seconds; those of training steps were"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServingTask(SearchTask):
@@ -112,6 +114,7 @@ class ServingResult:
         ]
         lines.append(f"{self.counted:,} strategies, {self.priced:,} priced; {len(self.pareto)} on the front")
         lines += [f"{one.strategies:,} left out: {one.rule}" for one in self.pruned if one.strategies]
+        lines.append(UNCOMPARED)
         return "\n".join(lines)
 
 

@@ -19,12 +19,11 @@ from shardplan.core.walk import program_leaves
 from shardplan.errors import Infeasible, ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, RESIDUAL, spread
-from shardplan.simulation.accuracy.step_fitting import FREE
+from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, deviation
 from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
-from shardplan.simulation.closed.machines import MachineFit, machine_fit, shipped
+from shardplan.simulation.closed.machines import MachineFit
 from shardplan.simulation.searching.certified import CertifiedPeak, Certifier
 from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
@@ -107,13 +106,12 @@ class Judge:
     @property
     def has_measurements(self) -> bool:
         """Whether the parameters of the machine were fitted to measured steps."""
-        return bool(self.machine.names)
+        return self.machine.is_measured
 
     def judge(self, plan: RankedPlan, held: CertifiedPeak | None = None) -> JudgedPlan:
         """Return all of it of one strategy; `held` where it is known."""
         c = _column(plan)
-        known = self.machine if self.has_measurements else unmeasured_fit(self.machine)
-        half = NORMAL_90 * float(np.hypot(RESIDUAL, spread(self.form, c, known))[0])
+        half = NORMAL_90 * float(deviation(self.form, c, self.machine)[0])
         causes = sorted(((k, float(v[0])) for k, v in step_causes(self.form, c).items()), key=lambda x: -x[1])
         sequences = plan.strategy.sequences
         peak = self.topology.device.peak(str(self.model.fields["dtype"])) * self.topology.size
@@ -284,12 +282,6 @@ def training_flops(model: Model) -> float:
     every = ((times, computing(leaf), types) for times, leaf, types in program_leaves(forward))
     counted = (times * op.flops(*types) for times, op, types in every if op is not None and op.kernel_class in COUNTED)
     return 3.0 * sum(counted) / batch
-
-
-def unmeasured_fit(machine: MachineFit) -> MachineFit:
-    """Return a machine with its parameters as little known as the shipped machines differ in them."""
-    rows = np.log([[getattr(machine_fit(name).parameters, p) for p in FREE] for name in shipped()])
-    return MachineFit(machine.parameters, FREE, np.cov(rows, rowvar=False))
 
 
 def causes_text(causes: Sequence[tuple[str, float]]) -> str:

@@ -129,7 +129,7 @@ def fit(
     if isinstance(strategy.schedule, Schedule):
         raise ShardplanError(f"fit: schedule {excerpt(strategy.schedule)}; legal is a name")
     check_options(model, strategy)
-    form, memory = ClosedForm(model, where, params or of_machine(where.name)), where.device.memory
+    form, memory = ClosedForm(model, where, params or of_machine(where)), where.device.memory
     asked = Configurations.of([strategy])
     out = form(asked)
     seconds = float(out.seconds[0])

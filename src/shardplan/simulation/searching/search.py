@@ -232,7 +232,7 @@ def search(
     border.choice("search: objective", objective, OBJECTIVES, ShardplanError)
     said = {"prompt": prompt, "output": output, "concurrency": concurrency}
     load = model.name, tuple(sorted(model.fields.items()))
-    machine = params or of_machine(where.name)
+    machine = params or of_machine(where)
     if objective != "step":
         if global_batch is not None:
             raise ShardplanError(f"search: global_batch with objective={objective!r}; legal are {', '.join(said)}")

@@ -1,0 +1,195 @@
+"""Machines and sources that nobody fitted to: what a chip's machines have in common, and intervals that know it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from shardplan.cli import app
+from shardplan.hardware.topology import Topology
+from shardplan.simulation.accuracy.calibration import fit_machine
+from shardplan.simulation.accuracy.forecast import OPEN, RESIDUAL, SOURCE, forecast
+from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
+from shardplan.simulation.accuracy.subject import context_kind_of
+from shardplan.simulation.closed.chips import CHIPS, FREE, chip_of, common
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import (
+    MachineFit,
+    like_fit,
+    machine_fit,
+    machine_of,
+    parse_fit,
+    shipped,
+    shipped_fit,
+)
+from shardplan.simulation.closed.parameters import Parameters
+from shardplan.strategy.model import Model
+from shardplan.strategy.strategy import Strategy
+
+HERE = Path(__file__).parent.parent
+STEPS = HERE / "data" / "steps.jsonl"
+PUBLISHED = HERE.parent / "benchmarks" / "rows"
+TWO = Topology.load("dgx-h100", nodes=2)
+
+
+def vtrain() -> list[StepRow]:
+    return [row for row in read_steps(STEPS) if row.table == "vtrain_single"]
+
+
+def on(row: StepRow, preset: str, **more: Any) -> StepRow:
+    changed = msgspec.structs.replace(row, cluster=msgspec.structs.replace(row.cluster, preset=preset))
+    return msgspec.structs.replace(changed, **more)
+
+
+def test_a_machine_without_rows_is_as_those_with_its_chip() -> None:
+    found = machine_fit("dgx-h200")
+    assert not found.is_measured and found.taken == ("dgx-h100", "grand-teton-h100")
+    for name in FREE:
+        values = [getattr(shipped_fit(mate).parameters, name) for mate in found.taken]
+        values.append(getattr(CHIPS[1].kernels, name))
+        assert min(values) <= getattr(found.parameters, name) <= max(values), name
+    (one,), _ = forecast([on(vtrain()[0], "dgx-h200")])
+    for mate in found.taken:
+        (its,), _ = forecast([on(vtrain()[0], mate)])
+        assert one.seconds_interval[1] / one.seconds_interval[0] >= its.seconds_interval[1] / its.seconds_interval[0]
+
+
+def test_a_topology_of_ones_own_is_known_by_its_chip() -> None:
+    mine = dataclasses.replace(TWO, name="mine")
+    assert machine_of(mine).parameters == like_fit(TWO, {m: shipped_fit(m) for m in shipped()}).parameters
+    slow = dataclasses.replace(mine, device=dataclasses.replace(mine.device, flops=(("bf16", 5e13),)))
+    assert chip_of(slow) is None
+    wide, narrow = (np.diag(machine_of(t).covariance) for t in (slow, mine))
+    assert (wide > narrow).all()
+
+
+def test_what_machines_have_in_common_is_the_mean_of_two_levels() -> None:
+    """One mate with nothing open of it, by hand: the precisions of the table and of the mate weigh the logarithms."""
+    chip = CHIPS[0]
+    mate = dataclasses.replace(chip.kernels, product=chip.kernels.product / 2)
+    found, variances = common(chip, {"one": (mate, np.zeros(len(FREE)))})
+    a, b = 1 / 0.1**2, 1 / 0.1**2
+    assert np.log(found.product) == pytest.approx(np.log(chip.kernels.product) - b / (a + b) * np.log(2))
+    assert variances[0] == pytest.approx(1 / (a + b) + 0.1**2)
+
+
+def test_rows_that_say_nothing_leave_what_the_chip_says() -> None:
+    """One row on one device: the network, of which it has none, stays where the others with the chip have it."""
+    one = [row for row in vtrain() if row.cluster.devices <= 8][:1]
+    row = on(one[0], "dgx-h100")
+    others = {"grand-teton-h100": shipped_fit("grand-teton-h100")}
+    like = like_fit(Topology.load("dgx-h100"), others, "dgx-h100")
+    found = fit_machine([row], "dgx-h100", others)
+    assert found.parameters.network == pytest.approx(like.parameters.network, rel=1e-3)
+
+
+def test_what_a_source_leaves_open_widens_an_interval() -> None:
+    row = vtrain()[0]
+    widths = [
+        one.seconds_interval[1] / one.seconds_interval[0]
+        for told in ((), ("recompute",))
+        for one in forecast([msgspec.structs.replace(row, assumed=told)])[0]
+    ]
+    assert widths[0] < widths[1]
+
+
+def test_the_host_is_that_of_the_software() -> None:
+    """Attention in steps is of software that issues kernels more slowly: each has its own seconds of a kernel."""
+    model = Model.load("gpt", layers=2, hidden=256, heads=4, seq=128, vocab=1000, precision="bf16")
+    columns = Configurations.of([Strategy(global_batch=2, attention=kind) for kind in ("unfused", "flash2")])  # pyright: ignore[reportArgumentType]
+    usual = ClosedForm(model, TWO, Parameters()).seconds(columns)
+    for name, slower in (("eager", 0), ("launch", 1)):
+        found = ClosedForm(model, TWO, dataclasses.replace(Parameters(), **{name: 1e-3})).seconds(columns)
+        assert found[slower] > 2 * usual[slower] and found[1 - slower] == usual[1 - slower]
+
+
+def test_keys_and_values_go_round_beside_attention() -> None:
+    model = Model.load("llama", layers=4, hidden=1024, heads=8, kv_heads=8, ffn=2816, seq=65536, vocab=32000, batch=1)
+    form = ClosedForm(model, TWO, Parameters(network=0.2))
+    kinds = ("gather", "ring", "zigzag")
+    many = [Strategy(context=16, context_kind=kind, global_batch=1) for kind in kinds]  # pyright: ignore[reportArgumentType]
+    gather, ring, zigzag = form.seconds(Configurations.of(many))
+    assert ring == zigzag < gather
+    slow, slower = (
+        ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many)) for n in (0.01, 0.005)
+    )
+    hidden = slow[0] - slow[1]
+    assert hidden > gather - ring  # all of what is sent at first; then what attention takes, and no more
+    assert slower[0] - slower[1] == pytest.approx(hidden, rel=1e-6) and slow[1] > 1.2 * ring
+
+
+def test_sequences_above_32k_go_round_where_a_row_does_not_say() -> None:
+    row = vtrain()[0]
+    cut = msgspec.structs.replace(row.strategy, context=2)
+    for seq, said, want in ((8192, None, "ulysses"), (65536, None, "zigzag"), (65536, "gather", "gather")):
+        one = msgspec.structs.replace(
+            row,
+            model=msgspec.structs.replace(row.model, seq=seq),
+            strategy=msgspec.structs.replace(cut, context_kind=said),
+        )
+        assert context_kind_of(one) == want
+
+
+def test_tokens_go_once_to_each_node() -> None:
+    """Over nodes a token goes to those that have experts of its: as many as 8 draws of 4 hit, by trial."""
+    fields = {
+        "layers": 2,
+        "hidden": 512,
+        "heads": 8,
+        "kv_heads": 8,
+        "ffn": 512,
+        "seq": 2048,
+        "vocab": 1000,
+        "experts": 32,
+    }
+    four = Topology.load("dgx-h100", nodes=4)
+    seconds: dict[int, float] = {}
+    for copies in (1, 8):
+        model = Model.load("moe", batch=2, precision="bf16", experts_per_token=copies, dense_layers=0, **fields)
+        form = ClosedForm(model, four, Parameters(network=0.05, launch=1e-12))
+        c = Configurations.of([Strategy(data=32, expert=32, microbatch=8, global_batch=256)])
+        with_them = form.work_seconds(c, lambda move: True)
+        seconds[copies] = float((with_them - form.work_seconds(c, lambda move: not {"expert"} & {*move.axes}))[0])
+    drawn = np.random.default_rng(0).integers(4, size=(100_000, 8))
+    hit = np.mean([len({*row}) for row in drawn[:4000].tolist()])
+    assert seconds[8] / seconds[1] == pytest.approx(hit / 1.0, rel=0.15)
+
+
+def test_locked_rows_have_no_measurement_that_a_fit_could_read() -> None:
+    locked = read_steps(PUBLISHED / "locked.jsonl")
+    told = [json.loads(text) for text in (PUBLISHED / "locked_measured.jsonl").read_text().splitlines()]
+    assert [row.id for row in locked] == [one["id"] for one in told]
+    assert all(row.measured.seconds_per_step is None and row.measured.oom is None for row in locked)
+    known = read_steps(PUBLISHED / "open.jsonl")
+    assert not {row.table for row in known} & {row.table for row in locked}
+    assert all(row.source and row.notes for row in (*known, *locked))
+
+
+def test_two_commands_calibrate_a_cluster_of_ones_own(tmp_path: Path) -> None:
+    from shardplan.hardware.topology_file import to_text
+
+    mine, rows, out = tmp_path / "mine.toml", tmp_path / "rows.jsonl", tmp_path / "params.toml"
+    mine.write_text(to_text(dataclasses.replace(Topology.load("dgx-a100-80g"), name="mine")))
+    rows.write_bytes(b"\n".join(msgspec.json.encode(on(row, "whatever")) for row in vtrain()[:4]))
+    done = CliRunner().invoke(app, ["calibrate", "--steps", str(rows), "--on", str(mine), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert set(FREE) <= set(parse_fit(out.read_text()).names)
+    refused = CliRunner().invoke(app, ["calibrate", "--on", str(mine)])
+    assert refused.exit_code and "no file of measurements" in str(refused.exception or refused.output)
+
+
+def test_an_interval_is_no_narrower_than_a_source_is_off() -> None:
+    """Of parameters that are known exactly: rows differ by 5 %, and sources from one another by 10."""
+    fit = shipped_fit("dgx-a100-80g")
+    names = (*FREE, *OPEN)
+    known = MachineFit(fit.parameters, names, np.zeros((len(names), len(names))))
+    (one,), _ = forecast([vtrain()[0]], lambda preset: known)
+    half = np.log(one.seconds_interval[1] / one.seconds_interval[0]) / 2
+    assert half == pytest.approx(1.645 * np.hypot(RESIDUAL, SOURCE))
+    assert RESIDUAL < SOURCE
