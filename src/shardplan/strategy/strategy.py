@@ -32,6 +32,7 @@ GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
 ATTENTION = ("unfused", "flash1", "flash2", "cudnn")
 NARROW = ("fp8", "nvfp4")  # precisions that are predicted, and not partitioned
 RECOMPUTE = ("none", "full", "selective", "selective_op")  # or a tuple of names of ops
+LOSS = ("whole", "fused", "chunked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,10 @@ class Strategy:
         cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
             heaviest takes the least seconds, among those that fit into the devices' memory.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
+        loss: How the loss of classes is made of the logits: `whole`, as the runtime does, with copies in f32; `fused`, in
+            one pass that keeps none; `chunked`, fused too, and the logits themselves are made part by part of the
+            sequence, once more in the backward pass, so that those of one part are there.
+        loss_chunks: The parts of a `chunked` loss, which divide the sequence; else 1.
         attention: How fast attention is predicted to be, a class of kernels: `unfused` (scores go through memory),
             `flash1`, `flash2`, `cudnn`; by default `flash2`. The program is the same.
         tensor_overlap: Whether movements of the tensor axis are cut up and run beside products: predicted, and not
@@ -115,6 +120,8 @@ class Strategy:
     keep: str | tuple[str, ...] = ()
     prefetch: bool | None = None
     cuts: tuple[int, ...] | None = None
+    loss: str = "whole"
+    loss_chunks: int = 1
     attention: str | None = None
     tensor_overlap: bool = False
     offload_layers: int = 0
@@ -155,6 +162,10 @@ class Strategy:
                 f"shard * context * tensor; legal are {legal}"
             )
         border.whole_number("strategy: offload_layers", self.offload_layers, 0)
+        border.choice("strategy: loss", self.loss, LOSS)
+        if (border.whole_number("strategy: loss_chunks", self.loss_chunks, 1) > 1) != (self.loss == "chunked"):
+            legal = "2 and more" if self.loss == "chunked" else "1, or loss='chunked'"
+            raise LayoutError(f"strategy: loss_chunks={self.loss_chunks} with loss={self.loss!r}; legal is {legal}")
         if self.attention is not None:
             border.choice("strategy: attention", self.attention, ATTENTION)
         for name in ("sequence_parallel", "fsdp", "offload", "tensor_overlap"):

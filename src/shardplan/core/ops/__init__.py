@@ -35,6 +35,7 @@ from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd, Write
 from shardplan.core.ops.layers import (
     Attention,
+    ClassSums,
     Concat,
     CrossEntropy,
     EmbeddingBag,
@@ -89,6 +90,7 @@ OPS.update(
         RmsNorm,
         OneHot,
         CrossEntropy,
+        ClassSums,
         TargetCount,
         EmbeddingBag,
         Attention,
@@ -119,6 +121,7 @@ __all__ = [
     "OPS",
     "AdamW",
     "Attention",
+    "ClassSums",
     "Combine",
     "Dispatch",
     "Dropout",

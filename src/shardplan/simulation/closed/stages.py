@@ -96,6 +96,8 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         whole = needed + rest * ~col["fsdp"]
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
+        parts = col["loss"] == CODES["loss"].index("chunked")
+        busy = busy + parts * rows.get("again of a loss", zero)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
         size, several = element_bytes(c), c.microbatches > 1
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
