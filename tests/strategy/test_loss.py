@@ -46,6 +46,13 @@ def test_a_head_of_two_uses_and_classes_that_do_not_divide() -> None:
     assert wrong(model("gpt"), Strategy(tensor=2, pipeline=2, loss="chunked", loss_chunks=3), 1) == []
 
 
+def test_parts_do_not_change_how_layers_lie() -> None:
+    said: dict[str, Any] = {"tensor": 2, "sequence_parallel": True, "context": 2, "context_kind": "gather"}
+    jobs = [partition(WORDY, Strategy(**said, **loss)) for loss in ({}, PARTS)]
+    loops = [[op for s in job.programs[0, "F"].steps if (op := as_nested(s.op)) and op.times == 2] for job in jobs]
+    assert len(loops[0]) == 1 and [str(op.body) for op in loops[0]] == [str(op.body) for op in loops[1]]
+
+
 def _wide(program: Program) -> Iterator[str]:
     """Values of logits in f32."""
     for one in programs(program):
@@ -69,9 +76,8 @@ def test_the_gradient_of_the_head_is_reduced_once() -> None:
     job = partition(WORDY, Strategy(data=2, fsdp=True, global_batch=4, **PARTS))
     for kind in ("F", "B"):
         loops = [op for s in job.programs[0, kind].steps if (op := as_nested(s.op)) and op.times == 4]
-        moved = [
-            s.op.name for op in loops for s in op.body.steps if s.op.received_bytes(*op.body.step_types(s)[0]).any()
-        ]
+        steps = [(op.body, s) for op in loops for s in op.body.steps]
+        moved = [s.op.name for body, s in steps if s.op.received_bytes(*body.step_types(s)[0]).any()]
         assert len(loops) == 1 and moved == []
 
 
@@ -116,5 +122,5 @@ def test_what_is_no_loss_is_refused(said: dict[str, Any], message: str) -> None:
 
 
 def test_a_model_without_classes_refuses_it() -> None:
-    with pytest.raises(LayoutError, match="loss='fused' of mlp: .*; legal is whole"):
+    with pytest.raises(LayoutError, match="loss='fused' of mlp: no product alone makes logits of classes"):
         partition(model("mlp"), Strategy(loss="fused"))

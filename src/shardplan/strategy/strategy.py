@@ -81,8 +81,8 @@ class Strategy:
         cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
             heaviest takes the least seconds, among those that fit into the devices' memory.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
-        loss: How the loss of classes is made of the logits: `whole`, as the runtime does, with copies in f32; `fused`, in
-            one pass that keeps none; `chunked`, fused too, and the logits themselves are made part by part of the
+        loss: How the loss of classes is made of the logits: `whole`, as the runtime does, with copies in f32; `fused`,
+            in one pass that keeps none; `chunked`, fused too, and the logits themselves are made part by part of the
             sequence, once more in the backward pass, so that those of one part are there.
         loss_chunks: The parts of a `chunked` loss, which divide the sequence; else 1.
         attention: How fast attention is predicted to be, a class of kernels: `unfused` (scores go through memory),

@@ -55,7 +55,7 @@ def forward_bytes(form: ClosedForm, c: Configurations, positions: int, sequences
     n, pipeline = len(c), int(c.columns["pipeline"][0])
     parameters, caches, work = (np.zeros((n, pipeline)) for _ in range(3))
     behind = np.zeros(n)
-    for reading, where, one, cost in form.classes(c):
+    for reading, where, _, cost in form.classes(c):
         counts = layers_of(reading.layers, pipeline)
         sizes = _sizes(reading, cost, c.columns["microbatch"][where].astype(float))
         every = _sizes(reading, cost, np.full(len(where), float(sequences)))

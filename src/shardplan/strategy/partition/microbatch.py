@@ -231,7 +231,7 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
         legal = ", ".join(sorted({step.op.name for step in steps})) or "none"
         raise LayoutError(f"recompute={recompute!r}: not all of it is in a layer; legal are ops of layers: {legal}")
     for k, body in parts:
-        heads = {o for o in program.steps[k].operands[: len(body.inputs)]}
+        heads = {*program.steps[k].operands}
         again |= {step for step in program.steps if heads & {*step.results} and step.op.view}
         again |= {*body.steps} - small
     return lambda step, moved: not moved and step not in again and (step not in inside or step in small)

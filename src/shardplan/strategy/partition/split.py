@@ -103,8 +103,8 @@ class _Split:
                 rest.append((number, step))
                 continue
             op = as_nested(step.op)
-            whole = op is None or op.at_once or not hands_on(op)  # rows of what hands nothing on would all be kept
-            pair = _Pair(step) if whole else _Loop(op, mine).pair(step, self.types)
+            cuts = op is not None and not op.at_once and hands_on(op)  # of others all rows would be kept
+            pair = _Loop(op, mine).pair(step, self.types) if op is not None and cuts else _Pair(step)
             self.first.append(pair.first)
             self.types |= pair.stacks
             needed |= set(pair.first.operands)
