@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardplan.core.namespace import NUMPY, Namespace
-from shardplan.core.ops import Attention, Backward, layers
+from shardplan.core.ops import Attention, Backward, query_tiles
 from shardplan.core.ops.compute import Compute, at_place
 from shardplan.core.tensor import TensorType
 from shardplan.errors import MissingExtra, optional
@@ -60,7 +60,7 @@ def test_rows_of_queries_say_what_the_steps_say(name: str, monkeypatch: pytest.M
             for xp, into in _namespaces().values():
                 for most in (1, 100):  # one row, and several, the last ones fewer
                     with monkeypatch.context() as patch:
-                        patch.setattr(layers, "TILE", most)
+                        patch.setattr(query_tiles, "TILE", most)
                         run = one.bind(given, at_place(place))
                     got = run(xp, [into(x) for x in arrays])
                     for a, b in zip(got, want, strict=True):
@@ -77,4 +77,4 @@ def test_a_long_sequence_does_not_have_all_scores() -> None:
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert most < 6 * 4 * layers.TILE < 8 * 1024 * 1024 * 4  # of 8 heads' scores all in f32
+    assert most < 6 * 4 * query_tiles.TILE < 8 * 1024 * 1024 * 4  # of 8 heads' scores all in f32

@@ -110,8 +110,8 @@ def test_parts_take_the_time_of_another_product() -> None:
     ("said", "message"),
     [
         ({"loss": "narrow"}, "loss 'narrow' is unknown; legal: whole, fused, chunked"),
-        ({"loss": "chunked"}, "loss_chunks=1 with loss='chunked'; legal is 2 and more"),
-        ({"loss_chunks": 2}, "loss_chunks=2 with loss='whole'; legal is 1, or loss='chunked'"),
+        ({"loss": "chunked"}, "loss_chunks=1 with loss='chunked'; legal are 2 and more with 'chunked', else 1"),
+        ({"loss_chunks": 2}, "loss_chunks=2 with loss='whole'; legal are 2 and more with 'chunked', else 1"),
         ({"loss": "chunked", "loss_chunks": 3}, "a sequence of 1024; legal are divisors of 1024"),
     ],
     ids=str,

@@ -11,6 +11,7 @@
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Write, Iota, Constant
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `query_tiles`  attention a few rows of queries at a time
 - `overlapped` `Overlapped`: an op that computes between its messages
 - `ring`      attention whose keys and values go round, and its gradient: RingAttention, RingAttentionBackward
 - `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from shardplan.core import border
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
-from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, LocalRun, Where, check_arity
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
+from shardplan.core.ops.query_tiles import QueryTiles
 from shardplan.core.ops.ring import RingAttention, mask_scores
-from shardplan.core.ops.ring_rounds import tile_backward, tile_forward
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -101,7 +100,6 @@ def _hot(d: Draft, ids: str, classes: int, over: tuple[str, ...]) -> str:
     return d(Elementwise("where(a == b, 1, 0)"), d(Expand(f"{dims} -> {dims} one=1"), ids), row)
 
 
-TILE = 1 << 20  # scores of attention that a device has at once, or those of one row of queries
 IGNORED = -100  # the target that counts for nothing, as torch has it
 
 
@@ -261,13 +259,17 @@ class Attention(Composed):
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Rows of queries at a time, so that few scores are there at once."""
-        tiles = QueryTiles.of(self, operands, where)
+        tiles = self._tiles(operands, where)
         return super(Attention, self).bind(operands, where) if tiles is None else tiles.forward
 
     def bind_gradient(self, operands: Sequence[TensorType], where: Where, needs: Sequence[int]) -> LocalRun | None:
         """The same back."""
-        tiles = QueryTiles.of(self, operands, where)
+        tiles = self._tiles(operands, where)
         return None if tiles is None else partial(tiles.backward, needs)
+
+    def _tiles(self, operands: Sequence[TensorType], where: Where) -> QueryTiles | None:
+        order = Zigzag(operands[0].shape[1], self.zigzag) if self.causal else None
+        return QueryTiles.of(operands, where, self.scale or operands[0].shape[-1] ** -0.5, order)
 
     def in_rounds(self, *operands: TensorType) -> RingAttention | None:
         """Keys and values go round where a sequence attends to itself, and not to a cache."""
@@ -278,65 +280,6 @@ class Attention(Composed):
         """A causal kernel skips keys after the queries: half of them, where both are of one length."""
         q, k = operands[:2]
         return 1 - q.shape[1] / (2 * k.shape[1]) if self.causal else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class QueryTiles:
-    """Attention of so many `rows` of queries of a device at a time; `firsts` are where its queries and keys start."""
-
-    op: Attention
-    rows: int
-    firsts: tuple[Any, Any]
-    scale: float
-    order: Zigzag | None
-
-    @staticmethod
-    def of(op: Attention, operands: Sequence[TensorType], where: Where) -> QueryTiles | None:
-        """Return tiles of at most `TILE` scores; None where all scores are no more."""
-        (b, s, g, r, d), t = where(operands[0])[1], where(operands[1])[1][1]
-        rows = max(1, TILE // max(1, b * g * r * t))
-        if rows >= s:
-            return None
-        firsts = where(operands[0])[0][1], where(operands[1])[0][1]
-        order = Zigzag(operands[0].shape[1], op.zigzag) if op.causal else None
-        return QueryTiles(op, rows, firsts, op.scale or d**-0.5, order)
-
-    def forward(self, xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the queries see of the values."""
-        q, k, v, *before = arrays
-        k, v = (xp.astype(x, wide(xp.dtype(x))) for x in (k, v))
-        found = [xp.astype(self._tile(xp, part, k, v, at, before)[0], xp.dtype(q)) for at, part in self._parts(q)]
-        return [xp.concatenate(found, 1)]
-
-    def backward(self, needs: Sequence[int], xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
-        """Return the cotangents of the operands `needs`, given that of the result."""
-        (q, k, v, *before), came = arrays[:-1], arrays[-1]
-        kinds = [xp.dtype(x) for x in (q, k, v)]
-        k, v = (xp.astype(x, wide(xp.dtype(x))) for x in (k, v))
-        rows: list[Tensor] = []
-        sums: list[Tensor] = []
-        for at, part in self._parts(q):
-            dy = xp.astype(came[:, at : at + self.rows], xp.dtype(k))
-            out, lse = self._tile(xp, part, k, v, at, before)
-            inner = xp.einsum("bsgre,bsgre->bsgr", dy, out)
-            tile = part, k, v, lse, inner, dy
-            dq, *others = tile_backward(xp, tile, self._numbers(at, before), self.scale, self.order)
-            rows.append(xp.astype(dq, kinds[0]))
-            sums = [a + b for a, b in zip(sums, others, strict=True)] if sums else others
-        found = [xp.concatenate(rows, 1), *(xp.astype(x, kind) for x, kind in zip(sums, kinds[1:], strict=True))]
-        return [found[n] for n in needs]
-
-    def _parts(self, q: Tensor) -> Iterator[tuple[int, Tensor]]:
-        return ((at, q[:, at : at + self.rows]) for at in range(0, q.shape[1], self.rows))
-
-    def _numbers(self, at: int, before: Sequence[Tensor]) -> tuple[Any, Any]:
-        first, keys = self.firsts
-        return (first + at + before[0] if before else first + at), keys
-
-    def _tile(
-        self, xp: Namespace, q: Tensor, k: Tensor, v: Tensor, at: int, before: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        return tile_forward(xp, (q, k, v), self._numbers(at, before), self.scale, self.order)
 
 
 @dataclass(frozen=True, slots=True)
