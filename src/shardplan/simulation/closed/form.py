@@ -222,7 +222,7 @@ class ClosedForm:
 
         A precision that is not said is the model's own, with gradients as parameters are.
         """
-        c = self._said(c)
+        c = self._with_own_precision(c)
         col = c.columns
         code = np.zeros(len(c), dtype=np.int64)
         degrees = self.degrees(c)
@@ -243,7 +243,7 @@ class ClosedForm:
             reading = self._reading(one.strategy(0), tuple(mine))
             yield reading, where, one, self._cost(reading, one, mine)
 
-    def _said(self, c: Configurations) -> Configurations:
+    def _with_own_precision(self, c: Configurations) -> Configurations:
         """The configurations with what the model says of precision where they say nothing."""
         fields = self.model.fields
         own, dtype = fields.get("precision"), short_name(str(fields["dtype"]))

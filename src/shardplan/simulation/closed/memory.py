@@ -64,7 +64,7 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     size = element_bytes(c)
     zero: Floats = np.zeros((len(counts), len(c)))
     layers, work = saved(c, cost)
-    outside, parts = _outside(c, cost, size.parameter)
+    outside, parts = _outside_bytes(c, cost, size.parameter)
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     ends = np.einsum("rkn,rn->kn", counts[-2:], outside)
     kept = np.einsum("rkn,rn->kn", counts[:-2], layers * staying) + ends
@@ -85,7 +85,7 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     return ChunkBytes(kept, late, gathered * (col["fsdp"] & (col["zero"] == 2)), at_work)
 
 
-def _outside(c: Configurations, cost: LayerCost, width: Floats) -> tuple[Floats, Floats]:
+def _outside_bytes(c: Configurations, cost: LayerCost, width: Floats) -> tuple[Floats, Floats]:
     """Return what is saved before and behind the layers, [2, n], and what parts of a loss have at work, [n].
 
     Of a loss in parts no logits are saved; those of a part are there with their gradients, and then these with what
@@ -118,7 +118,7 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     inputs = np.minimum(rows.get("saved", zero)[:-2], cost.carried)
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     kept = np.einsum("rkn,rn->kn", counts[:-2], inputs * staying)
-    kept += np.einsum("rkn,rn->kn", counts[-2:], _outside(c, cost, size.parameter)[0])
+    kept += np.einsum("rkn,rn->kn", counts[-2:], _outside_bytes(c, cost, size.parameter)[0])
     work = np.maximum(rows.get("work forward", zero), rows.get("work none", zero))[:-2]
     busy = MEGATRON.work_bytes(
         layer=np.max(work[:, None] * (counts[:-2] > 0), axis=0),

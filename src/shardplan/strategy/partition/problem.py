@@ -142,7 +142,7 @@ class Cut:
         return not self.kept_dims.isdisjoint(dim for names in block.dims[name] for dim in names)
 
 
-def adds_up(loop: Loop, number: int) -> bool:
+def carries_sum(loop: Loop, number: int) -> bool:
     """Say whether a loop of the backward pass carries a value only to add to it, as the gradient of an invariant."""
     name, leaves = loop.block.inputs[number][0], loop.block.outputs[number]
     reads = [line for line in loop.block.lines if name in line.operands]
@@ -258,7 +258,7 @@ class SettleProblem:
         carries: list[Maker] = []
         for k, (outside, (name, _)) in enumerate(zip(loop.operands, inner.inputs, strict=True)):
             if k < op.carried_count:
-                maker = self.carries[inner.path, k] = self._keeps(inner, name, adds_up(loop, k))
+                maker = self.carries[inner.path, k] = self._keeps(inner, name, carries_sum(loop, k))
                 carries.append(maker)
                 self.uses.append(Use(maker, maker.sums, block.path, block.times, self.sources[block.path, outside]))
                 self.sources[inner.path, name] = ValueSource(maker, 0)
