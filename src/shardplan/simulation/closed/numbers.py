@@ -96,6 +96,7 @@ class KernelsAsked(NamedTuple):
     device: DeviceSpec
     product_dtype: str  # of products with the layers' parameters
     attention: str  # its class
+    whole_loss: bool = True  # else it reads its logits once, and once more to write their gradient
     ring: bool = False  # whether keys go round, past queries that lie in the order of the sequence
     copies: int = 0  # experts to which a token goes; 0 where there are none
 
@@ -117,7 +118,7 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
         asked.device.peak(k.dtype)
         flops = flops * _busiest_in_ring(k, sizes) if asked.ring else flops
         return _unfused(k, sizes, asked, nbytes) if unfused(asked) else [Work(flops, k.dtype, nbytes, k.kind)]
-    if k.kind == "loss":
+    if k.kind == "loss" and asked.whole_loss:
         nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
     return [Work(0.0, k.dtype, nbytes, k.kind)]
 
@@ -289,6 +290,9 @@ def layer_costs(
             add("scores", k.run, scores_of(k, sizes, asked))
         if k.kind == "loss" and k.phase == FORWARD:
             add("logits", k.run, logits_of(k, sizes))
+            add("logit bytes", k.run, max((sizes.bytes(v) for v in k.values), key=lambda x: float(np.max(x))))
+        if k.phase == FORWARD and k.run == -2 and k.kind == "product":
+            add("again of a loss", k.run, seconds)
         if k.phase == FORWARD and not k.joined:
             add("again needed" if k.needed else "again rest", k.run, seconds)
             add("again launches", k.run, launches_of(k, sizes, asked))
@@ -330,8 +334,9 @@ def layer_costs(
             add(name, life.run, nbytes)
     if "copies" not in rows:
         add("copies", -2, 0.0)
-    if "logits" not in rows:
-        add("logits", -2, 0.0)
+    for name in ("logits", "logit bytes"):
+        if name not in rows:
+            add(name, -2, 0.0)
     if "saved" not in rows:
         add("saved", -2, 0.0)
     carried = sizes.bytes(reading.carried) + np.zeros(n)

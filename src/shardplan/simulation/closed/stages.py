@@ -134,6 +134,8 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         whole = whole - hidden_rounds(c, cost, FORWARD)
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
+        parts = col["loss"] == CODES["loss"].index("chunked")
+        busy = busy + parts * rows.get("again of a loss", zero)
         # What a product sums is on its way while gradients of parameters are made, unless those come later.
         made, back = rows.get("gradients", zero), rows.get("compute backward", zero)
         hidden = rows.get("beside gradients", zero) * ~halved(c) + np.minimum(rows.get("early", zero), back - made)

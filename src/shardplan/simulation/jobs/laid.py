@@ -225,7 +225,7 @@ class _Laying:
         job = self.job
         parameters = {n for n, _ in program.inputs if job.key(stage, n) in job.state} - {*job.batch}
         totals = {o for o in program.outputs if o.startswith(NEXT + TOTAL)}
-        last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs
+        last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs and job.strategy.loss == "whole"
         found = as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())
         if kind in ("B", "I") and job.strategy.recompute == "full" and not job.strategy.fsdp:
             source = job.programs.shared[job.programs.which[stage, "F"]]
