@@ -144,17 +144,13 @@ class Live:
         self._check_open()
         problem: LayoutError | None = None
         given: dict[str, np.ndarray] = {}
-        shapes = {name: tuple(map(len, part)) for name in self.job.batch if (part := self._part(name)) is not None}
+        shapes = self._part_shapes()
         try:
             given = check_step_arrays(self.job, batch, state_names(self.job), shapes)
         except LayoutError as error:
             problem = error
         dealt = frozenset(n for n in shapes if n in given and given[n].shape == shapes[n])
-        asked = offer(self.job, problem)
-        if dealt:  # who counts the targets differs
-            told = f"{asked.digest} {sorted(dealt)}".encode()
-            asked = asked._replace(digest=hashlib.sha256(told).hexdigest())
-        hand = self._agreed(asked)
+        hand = self._agreed(offer(self.job, problem))
         if problem is not None:
             raise problem
         if hand is None:
@@ -162,8 +158,8 @@ class Live:
             return None
         try:
             run = JobRun(self.job, hand, given, self.record, dealt, self._shards)
-            if dealt and COUNT in given:
-                run.arrays = given | {COUNT: self._count_of_all(hand, given[COUNT])}
+            if COUNT in given and hand.devices is not None:
+                run.arrays = given | {COUNT: self._count_of_all(hand, given[COUNT], dealt)}
             run.begin()
             self.results = run.gather_results(run.actions())
         except BaseException as error:
@@ -317,17 +313,30 @@ class Live:
             found[at] = job.order[found[at]]
         return tuple(found)
 
-    def _count_of_all(self, hand: Hand, mine: np.ndarray) -> np.ndarray:
-        """How many targets count in the parts of all processes, each part once."""
-        job = self.job
-        devices, first = parts(job).devices, dict[object, int]()
-        counts, of = _told(hand, devices, int(mine)), counting(job.model.program)
-        name = None if of is None else of.targets
-        for (_, kind), p in job.programs.items():
-            for t in (t for n, t in p.inputs if n == name and kind == "F"):
-                for place, device in enumerate(t.mesh.devices):
-                    first.setdefault(tuple(map(tuple, t.box(place).tolist())), device)
-        return np.asarray(sum(counts[devices.index(d)] for d in first.values()), mine.dtype)
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of this process's parts of a batch, of those that are less than the whole."""
+        job, out = self.job, dict[str, tuple[int, ...]]()
+        for name in job.batch:
+            if (part := self._part(name)) is not None:
+                shape, whole = tuple(map(len, part)), list(job.model.program.types[name].shape)
+                whole[batch_dim(job, name)] = job.strategy.sequences
+                out |= {name: shape} if shape != tuple(whole) else {}
+        return out
+
+    def _count_of_all(self, hand: Hand, mine: np.ndarray, dealt: frozenset[str]) -> np.ndarray:
+        """How many targets count: whoever has all of them says so, else it is the sum over parts, each once."""
+        devices, found = parts(self.job).devices, counting(self.job.model.program)
+        assert found is not None
+        whole = found.targets not in dealt
+        told = _told(hand, devices, 2 * int(mine) + whole)
+        if any(n % 2 for n in told):
+            return np.asarray(next(n // 2 for n in told if n % 2), mine.dtype)
+        first: dict[object, int] = {}
+        forward = [p for (_, kind), p in self.job.programs.items() if kind == "F"]
+        for t in (t for p in forward for n, t in p.inputs if n == found.targets):
+            for place, device in enumerate(t.mesh.devices):
+                first.setdefault(tuple(map(tuple, t.box(place).tolist())), device)
+        return np.asarray(sum(told[devices.index(d)] // 2 for d in first.values()), mine.dtype)
 
     def _first_keys(self, name: str) -> list[tuple[str, tuple[int, int] | None]]:
         """The keys that have all of an input once, by rows."""
