@@ -335,7 +335,7 @@ class Live:
         forward = [p for (_, kind), p in self.job.programs.items() if kind == "F"]
         for t in (t for p in forward for n, t in p.inputs if n == found.targets):
             for place, device in enumerate(t.mesh.devices):
-                first.setdefault(tuple(map(tuple, t.box(place).tolist())), device)
+                first.setdefault(t.box(place), device)
         return np.asarray(sum(told[devices.index(d)] // 2 for d in first.values()), mine.dtype)
 
     def _first_keys(self, name: str) -> list[tuple[str, tuple[int, int] | None]]:
