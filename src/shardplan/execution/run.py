@@ -85,6 +85,7 @@ def run(program: Program | Plan | Job, shards: Any, backend: str = "reference", 
     Returns:
         The shards of the results, in the form of the inputs. Of a job by name, as global arrays in every process that
         has a device of it: results, gradients (`gradient.w`), and what takes the place of inputs, under their names.
+        All of these are gathered whole in each, which is for small jobs; `start` gathers results alone.
 
     Raises:
         BackendError: An unknown backend, an op that it cannot run, another program on another rank, a failed peer.
