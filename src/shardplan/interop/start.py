@@ -53,7 +53,7 @@ def start(
     live = Live(job, backend, write_state, timeout)
     if isinstance(state, Mapping):
         live.lay_out(lambda: arrays_source(job, state))
-    elif isinstance(state, str | Path):
+    elif isinstance(state, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         with open_checkpoint(state) as held:
             live.lay_out(lambda: folder_source(job, held))
     else:
