@@ -351,10 +351,12 @@ def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchEx
 
     def start(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
         values = {name: x.to(device) for name, x in own_values(program, inputs, rank).items()}
+        for shards in inputs:
+            shards.clear()
         results = yield from launch(bound(program, rank), values, timeout, record=record, of_job=JobTurn(watch, turn))
         return by_output(program, results, rank)
 
-    return Hand(start, frozenset((rank,)), to_numpy)
+    return Hand(start, frozenset((rank,)), to_numpy, lambda array: to_torch(array).to(device), torch.cat)
 
 
 def _tensor(shard: Any) -> torch.Tensor:
