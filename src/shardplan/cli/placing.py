@@ -171,12 +171,20 @@ def reduce(
 
 def audit(
     topology: NeededTopology,
-    mesh: NeededMesh,
+    mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)] = None,
     nodes: Nodes = None,
     hostfile: Hostfile = None,
     rank_order: RankOrder = None,
     megatron: Megatron = None,
     traffic: TrafficText = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="As plan takes it: its job's traffic.")
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option("--strategy", metavar="TEXT|FILE", help="'tp=8 pp=4', or Megatron's or torchtitan's arguments."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     inside: Inside = None,
     algorithm: Algorithm = "auto",
     fail_above: Annotated[
@@ -212,13 +220,16 @@ def audit(
         svg is not None or report is not None,
         _pairs(inside),
         algorithm,
+        model,
+        strategy,
+        batch,
     )
     if svg is not None:
         write_atomic(svg, found.svg.encode())
     if report is not None:
         from shardplan.report.page.other_pages import audit_page
 
-        write_atomic(report, audit_page(f"audit of {mesh} on {topology}", found.text, found.svg).encode())
+        write_atomic(report, audit_page(f"audit of {mesh or model} on {topology}", found.text, found.svg).encode())
     print(json_text(found.object) if as_json else found.text)
     return found.status
 

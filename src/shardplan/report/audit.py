@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from shardplan.errors import LayoutError
@@ -20,8 +21,8 @@ MOST_LINES = 12  # lines of a rankfile or hostfile printed
 FRAMEWORKS = ("all", "torch", "jax", "megatron", "mpi", "nccl-tests")
 
 
-def audit_text(found: Audit, framework: str = "all") -> str:
-    """Return an audit as text, with the fix of one framework, or of `all`.
+def audit_text(found: Audit, framework: str = "all", notes: Sequence[str] = ()) -> str:
+    """Return an audit as text, with the fix of one framework, or of `all`; `notes` say whose traffic it is.
 
     Frameworks are torch, jax, megatron, mpi and nccl-tests; raises `LayoutError` for another.
 
@@ -44,7 +45,8 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     if framework not in FRAMEWORKS:
         raise LayoutError(f"fix for {framework!r} is unknown; legal: {', '.join(FRAMEWORKS)}")
     launch, findings = found.launch, found.findings
-    lines = [found.answer, f"verdict  {found.verdict}"]
+    lines = [found.answer, *(f"{'traffic' if k == 0 else '':<9}{note}" for k, note in enumerate(notes))]
+    lines.append(f"verdict  {found.verdict}")
     if findings.matrix is not None:
         rows = zip(launch.mesh.axes, findings.matrix, strict=True)
         lines.append("matrix   " + ", ".join(f"{axis}={list(row)}" for axis, row in rows))
