@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardplan.errors import LayoutError, ParseError, TopologyError, line
 from shardplan.hardware.topology import Topology
 from shardplan.launches.arguments import read_arguments
 from shardplan.launches.audit import audit
+from shardplan.launches.host_order import order_by_name, order_by_switch, parse_switches, read_allocation, stand_hosts
 from shardplan.launches.hostfile import Hosts, host_level, launch_of, parse_hostfile, parse_rankfile
 from shardplan.launches.job_traffic import JobTraffic, job_traffic, with_axes
 from shardplan.launches.launch import Launch
@@ -29,6 +31,8 @@ from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import parse_strategy, strategy_text
 
 _DIGITS = 10  # of a device's number, and more than any has
+_SLURM = "slurm"  # for a hostfile: that of the job that this runs in
+_WAYS = ("block", "cyclic")
 _NUMBERS = "--rank-order"  # the source of hosts that no file names
 
 
@@ -59,6 +63,7 @@ def audit_command(
     model: str | None = None,
     strategy: str | None = None,
     batch: int | None = None,
+    switches: Path | str | None = None,
 ) -> AuditAnswer:
     """Return the answer to what the command line asks, in its texts.
 
@@ -67,9 +72,10 @@ def audit_command(
         mesh: Axes and sizes; `devices=` says which rank has which coordinates, row-major without it. Of a job by
             default the strategy's axes, the pipeline outermost.
         nodes: Size of the level called node; without it as many as the hostfile names, else the topology's own.
-        hostfile: File of hosts in the order of the topology's units, see `launches.hostfile`.
-        rank_order: `block` or `cyclic`, the device of every rank as numbers with commas between them, or a file: a
-            rankfile, or a hostfile that orders the ranks where `hostfile` orders the units.
+        hostfile: File of hosts in the order of ranks, see `launches.hostfile`, a list as Slurm writes it, `h[00-03]`,
+            or `slurm`: the allocation that this runs in. They are units in the order of their names.
+        rank_order: `block` or `cyclic` over the hosts as listed; or the device of every rank as numbers with commas
+            between them, or a file: a rankfile or a hostfile, and then `hostfile` has the hosts in the order of units.
         megatron: An order string such as `tp-cp-ep-dp-pp`, which numbers the ranks of the mesh.
         traffic: What a step communicates, `data=2GB behind 120ms,tensor=500MB`.
         fail_above: Ratio of seconds to those of the best matrix above which the status is 1.
@@ -81,6 +87,7 @@ def audit_command(
         model: A model as `plan` takes it, whose job's traffic it is.
         strategy: The job's: `tensor=8 pipeline=4`, or arguments of Megatron-LM or torchtitan, or a file with either.
         batch: Sequences of a step, where the strategy says none.
+        switches: Slurm's `topology.conf`: hosts are units leaf switch by leaf switch.
 
     Raises:
         ParseError: A file cannot be read or a text is malformed.
@@ -100,7 +107,7 @@ def audit_command(
         notes = job.notes
     elif mesh is None:
         raise LayoutError("audit needs --mesh, such as data=4,tensor=8, or --model with --strategy")
-    launch = read_launch(topology, mesh, nodes, hostfile, rank_order, megatron)
+    launch = read_launch(topology, mesh, nodes, hostfile, rank_order, megatron, switches)
     if job is not None:
         demands = with_axes(job.traffic, launch.mesh).demands
     elif traffic is not None:
@@ -137,7 +144,7 @@ def _read_job(
     """The job that a model and a strategy, or arguments, make on the cluster."""
     if model is None or strategy is None:
         raise LayoutError("a job is --model, such as llama3-70b, with --strategy, such as 'tensor=8 pipeline=4'")
-    hosts = None if hostfile is None else parse_hostfile(_read(hostfile), str(hostfile))
+    hosts, _ = _read_hosts(hostfile)
     cluster = _sized(Topology.load(topology), nodes, hosts)
     asked = parse_model(model)
     text = read_text(strategy, legal="a strategy, or a file of arguments") if Path(strategy).is_file() else strategy
@@ -175,15 +182,21 @@ def read_launch(
     hostfile: Path | str | None = None,
     rank_order: Path | str | None = None,
     megatron: str | None = None,
+    switches: Path | str | None = None,
 ) -> Launch:
     """Return the launch that texts and files say; arguments and errors as for `audit_command`."""
     try:
         ours = Mesh.parse(mesh)
     except ParseError as error:
         raise ParseError(f"--mesh: {error}") from None
-    hosts = None if hostfile is None else parse_hostfile(_read(hostfile), str(hostfile))
+    hosts, spread = _read_hosts(hostfile)
     cluster = _sized(Topology.load(topology), nodes, hosts)
-    order, hosts = _rank_order(rank_order, hosts, cluster)
+    listed = hosts
+    if hosts is not None:
+        hosts = stand_hosts(hosts, _units(hosts, rank_order, switches, cluster))
+    elif switches is not None:
+        raise LayoutError("--topology-conf says where hosts stand; give --hostfile too")
+    order, hosts = _rank_order(spread if rank_order is None else rank_order, hosts, cluster, listed)
     ranks = None
     if megatron is not None:
         if ours.devices != tuple(range(ours.size)):
@@ -193,6 +206,30 @@ def read_launch(
     if hosts is None and order is not None and order.source == _NUMBERS:
         launch = replace(launch, hosts=())  # names made up here are no hosts'
     return launch
+
+
+def _read_hosts(hostfile: Path | str | None) -> tuple[Hosts | None, str | None]:
+    """The hosts in the order of ranks, and how Slurm spreads ranks over them, where it says so."""
+    if hostfile is None:
+        return None, None
+    text = str(hostfile)
+    if text == _SLURM:
+        return read_allocation(os.environ)
+    if "[" in text and not Path(text).exists():
+        return parse_hostfile(text, "--hostfile"), None
+    return parse_hostfile(_read(hostfile), text), None
+
+
+def _units(
+    hosts: Hosts, rank_order: Path | str | None, switches: Path | str | None, topology: Topology
+) -> tuple[str, ...]:
+    """The hosts as they are units of the topology: by switches, as listed where ranks are ordered apart, or by name."""
+    if switches is not None:
+        found = parse_switches(read_text(switches, legal="Slurm's topology.conf"), str(switches))
+        return order_by_switch(hosts.names, found, topology)
+    if rank_order is not None and str(rank_order) not in _WAYS:
+        return hosts.names
+    return order_by_name(hosts.names)
 
 
 def _read(path: Path | str) -> str:
@@ -214,7 +251,7 @@ def _sized(topology: Topology, nodes: int | None, hosts: Hosts | None) -> Topolo
 
 
 def _rank_order(
-    rank_order: Path | str | None, hosts: Hosts | None, topology: Topology
+    rank_order: Path | str | None, hosts: Hosts | None, topology: Topology, listed: Hosts | None
 ) -> tuple[Hosts | None, Hosts | None]:
     """Where ranks run, and the hosts: by the words block and cyclic, numbers of devices, or a rankfile."""
     if rank_order is None:
@@ -225,10 +262,12 @@ def _rank_order(
     count = topology.size // room
     names = hosts.names if hosts is not None else tuple(f"{topology.levels[max(j, 0)].name}{k}" for k in range(count))
     devices: Sequence[int] | None = None
+    # Ranks go through the hosts as they are listed, wherever those stand.
+    first = range(count) if listed is None else [names.index(name) for name in listed.names]
     if text == "block":
-        devices = range(topology.size)
+        devices = [host * room + k for host in first for k in range(room)]
     elif text == "cyclic":
-        devices = [r % count * room + r // count for r in range(topology.size)]
+        devices = [first[r % count] * room + r // count for r in range(topology.size)]
     elif set(text) <= {*"0123456789, "}:
         words = [word.strip() for word in text.split(",")]
         devices = [int(word) if word.isdecimal() and len(word) < _DIGITS else -1 for word in words]
@@ -238,8 +277,8 @@ def _rank_order(
             )
     if devices is None:
         found = _read(rank_order)
-        first = next((line for line in found.splitlines() if line.partition("#")[0].strip()), "").split()[:1]
+        begin = next((line for line in found.splitlines() if line.partition("#")[0].strip()), "").split()[:1]
         # A rank order counts ranks; what begins with a host is a hostfile, which orders them by its lines.
-        counts = first == ["rank"] or "".join(first).isdigit()
+        counts = begin == ["rank"] or "".join(begin).isdigit()
         return (parse_rankfile if counts else parse_hostfile)(found, text, hosts), hosts
     return Hosts(names, (room,) * count, tuple(divmod(d, room) for d in devices), _NUMBERS), hosts

@@ -176,6 +176,9 @@ def audit(
     hostfile: Hostfile = None,
     rank_order: RankOrder = None,
     megatron: Megatron = None,
+    switches: Annotated[
+        Path | None, typer.Option("--topology-conf", metavar="FILE", help="Slurm's: where the hosts stand.")
+    ] = None,
     traffic: TrafficText = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="As plan takes it: its job's traffic.")
@@ -223,6 +226,7 @@ def audit(
         model,
         strategy,
         batch,
+        switches,
     )
     if svg is not None:
         write_atomic(svg, found.svg.encode())

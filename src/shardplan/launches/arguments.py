@@ -120,7 +120,6 @@ def read_arguments(text: str, devices: int, layers: int | None = None) -> ReadAr
     return ReadArguments(found, order, tuple(name for name in values if name not in known))
 
 
-
 def _megatron(said: _Said, found: dict[str, Any], devices: int, layers: int | None) -> set[str]:
     """Chunks of a rank, and Megatron-FSDP; the options that were looked at."""
     if (each := said.number("num-layers-per-virtual-pipeline-stage")) is not None:

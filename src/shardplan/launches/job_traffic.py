@@ -130,9 +130,7 @@ def _add(found: dict[_Row, tuple[float, float]], row: _Row, nbytes: float, count
         found[row] = total + nbytes * count, calls + count
 
 
-def _collective(
-    op: Op, operands: tuple[TensorType, ...], mesh: Mesh
-) -> Iterator[tuple[tuple[str, ...], str, float]]:
+def _collective(op: Op, operands: tuple[TensorType, ...], mesh: Mesh) -> Iterator[tuple[tuple[str, ...], str, float]]:
     """Axes, op and bytes of what an op sends, none of one that sends nothing."""
     pattern = op.pattern(*operands)
     if not communicates(pattern):
