@@ -44,6 +44,12 @@ def test_torchtitans_overrides_come_back(text: str) -> None:
     assert {k: getattr(again, k) for k in ours} == ours
 
 
+def test_torchtitans_default_keeps_parameters_under_pipelining() -> None:
+    """`fsdp_reshard_after_forward = "default"`: parameters stay gathered under pipelining, and only there."""
+    text = "--parallelism.data_parallel_shard_degree=-1 --parallelism.pipeline_parallel_degree={}"
+    assert [read_arguments(text.format(pp), 8).fields["zero"] for pp in (1, 2)] == [3, 2]
+
+
 def test_a_script_of_megatron() -> None:
     text = """
     # --tensor-model-parallel-size 2 is what it was

@@ -69,6 +69,13 @@ def test_a_shuffled_hostfile_is_a_shuffled_launch(cluster: Path) -> None:
     assert listed.object["ids"] == [r % 16 * 8 + r // 16 for r in range(128)]
 
 
+def test_a_rankfile_leaves_the_hostfiles_order_to_the_units(cluster: Path) -> None:
+    (cluster / "hosts").write_text("h2\nh1\n")
+    (cluster / "ranks").write_text("".join(f"rank {r}=h{1 + r // 8} slot={r % 8}\n" for r in range(16)))
+    found = audit_command("dgx-h100", "dp=2, tp=8", hostfile=cluster / "hosts", rank_order=cluster / "ranks")
+    assert found.object["ids"] == [*range(8, 16), *range(8)]
+
+
 def test_slurm_says_hosts_and_how_ranks_are_spread(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "h[00-15]")
     monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")

@@ -20,8 +20,8 @@ from shardplan.launches.hostfile import Hosts, host_level, launch_of, parse_host
 from shardplan.launches.job_traffic import JobTraffic, job_traffic, with_axes
 from shardplan.launches.launch import Launch
 from shardplan.launches.megatron import DEFAULT, MAPPING, fastest_first, order_ranks
+from shardplan.launches.usual_calls import usual_calls
 from shardplan.movement.placing.placed import SAME
-from shardplan.movement.placing.traffic import parse_traffic
 from shardplan.report.audit import audit_object, audit_text
 from shardplan.report.placement_picture import text_placement
 from shardplan.report.placement_svg import svg_placement
@@ -77,7 +77,8 @@ def audit_command(
         rank_order: `block` or `cyclic` over the hosts as listed; or the device of every rank as numbers with commas
             between them, or a file: a rankfile or a hostfile, and then `hostfile` has the hosts in the order of units.
         megatron: An order string such as `tp-cp-ep-dp-pp`, which numbers the ranks of the mesh.
-        traffic: What a step communicates, `data=2GB behind 120ms,tensor=500MB`.
+        traffic: What a step communicates, `data=2GB behind 120ms,tensor=500MB`; sizes are a step's totals unless they
+            have a count (`launches.usual_calls`).
         fail_above: Ratio of seconds to those of the best matrix above which the status is 1.
         framework: Whose fix to print.
         show: Whether the text ends with the picture.
@@ -112,7 +113,7 @@ def audit_command(
         demands = with_axes(job.traffic, launch.mesh).demands
     elif traffic is not None:
         try:
-            demands = parse_traffic(traffic)
+            demands, notes = usual_calls(traffic)
         except ParseError as error:
             raise ParseError(f"--traffic: {error}") from None
     found = audit(launch, traffic=demands, inside=inside, algorithm=algorithm)
