@@ -84,7 +84,7 @@ def test_pictures():
         ({"mesh": f"data=16, tensor=2 devices=[{','.join(map(str, range(31, -1, -1)))}]", "megatron": "tp-dp"},
          LayoutError, "--megatron numbers the ranks of the mesh; give no devices= with it"),
         ({"framework": "tf"}, LayoutError,
-         "fix for 'tf' is unknown; legal: all, torch, jax, megatron, mpi, nccl-tests"),
+         "fix for 'tf' is unknown; legal: all, torch, jax, megatron, torchrun, slurm, mpi, nccl-tests"),
         ({"nodes": 2}, TopologyError, "mesh data=16, tensor=2 has 32 devices, topology 'dgx-a100' has 16"),
     ],
 )  # fmt: skip

@@ -194,7 +194,7 @@ def audit(
         float | None, typer.Option("--fail-above", metavar="RATIO", help="Exit 1 if the launch takes longer than that.")
     ] = None,
     framework: Annotated[
-        str, typer.Option("--fix", help="Whose fix to print: torch, jax, megatron, mpi, nccl-tests or all.")
+        str, typer.Option("--fix", help="Whose: torch, jax, megatron, torchrun, slurm, mpi, nccl-tests or all.")
     ] = "all",
     show_picture: Annotated[bool, typer.Option("--show", help="Draw the launch.")] = False,
     svg: Svg = None,

@@ -11,6 +11,7 @@ Reading order:
 - `job_traffic` what a step of a job communicates, by axes and op
 - `usual_calls` what a bare size of traffic means
 - `verdict`     what a launch is as a placement, or which groups do not fit
+- `launchers`   where ranks run as srun and torchrun say it
 - `fixes`       how to launch a placement, as text that runs
 - `causes`      why a demand is slow
 - `handover`    a plan as files of torchtitan, Megatron, torch, JAX, Slurm and torchrun
