@@ -149,11 +149,12 @@ def _read_job(
     cluster = _sized(Topology.load(topology), nodes, hosts)
     asked = parse_model(model)
     text = read_text(strategy, legal="a strategy, or a file of arguments") if Path(strategy).is_file() else strategy
-    known = {} if batch is None else {"global_batch": batch}
+    known: dict[str, Any] = {} if batch is None else {"global_batch": batch}
     order, notes = DEFAULT, [*asked.notes]
     if "--" in text:
         read = read_arguments(text, cluster.size, asked.fields.get("layers") or asked.load().fields.get("layers"))
-        chosen, order = Strategy(**{**read.fields, **known}), read.order
+        fields: dict[str, Any] = {**read.fields, **known}
+        chosen, order = Strategy(**fields), read.order
         if read.others:
             notes.append(f"options that say nothing of traffic: {', '.join(read.others)}")
     else:

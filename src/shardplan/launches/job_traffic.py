@@ -34,7 +34,6 @@ from shardplan.strategy.strategy import BATCH, SEQUENCE
 
 PIPELINE = "pipeline"
 UPDATE = "OPT"  # the kind of action that sums gradients of all microbatches and updates
-REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,14 @@ def job_traffic(job: Job, topology: Topology) -> JobTraffic:
     mesh = Mesh({axis: n for axis, n in sizes.items() if n > 1} or {"data": 1})
     fabric = Fabric(topology)
     ranks = [_rank_rows(job, rank, mesh) for rank in range(job.strategy.pipeline)]
-    received = [sum(_received(row.op, _size(mesh, row.axes)) * n for row, (n, _) in rows.items()) for rows in ranks]
+    received = [
+        sum(_received_share(row.op, _size(mesh, row.axes)) * n for row, (n, _) in rows.items()) for rows in ranks
+    ]
     rank = received.index(max(received))
     rows = ranks[rank]
-    hidden = {row: total * _received(row.op, _size(mesh, row.axes)) for row, (total, _) in rows.items() if row.behind}
+    hidden = {
+        row: total * _received_share(row.op, _size(mesh, row.axes)) for row, (total, _) in rows.items() if row.behind
+    }
     shared: dict[str, float] = {}
     for row, total in hidden.items():
         shared[row.behind] = shared.get(row.behind, 0.0) + total
@@ -97,7 +100,7 @@ def _rank_rows(job: Job, rank: int, mesh: Mesh) -> Mapping[_Row, tuple[float, fl
     runs = job.runs
     mine = [(stage, kind) for stage, kind in job.programs if job.schedule.owners[stage] == rank]
     for stage, kind in mine:
-        for times, posted in _posted(job.programs.shared[job.programs.which[stage, kind]]):
+        for times, posted in _posted_ops(job.programs.shared[job.programs.which[stage, kind]]):
             sent: dict[tuple[tuple[str, ...], str], float] = {}
             for one in posted:
                 for axes, name, nbytes in _collective(one.op, one.operands, mesh):
@@ -113,7 +116,7 @@ def _rank_rows(job: Job, rank: int, mesh: Mesh) -> Mapping[_Row, tuple[float, fl
     return found
 
 
-def _posted(program: Program, times: int = 1) -> Iterator[tuple[int, Sequence[LeafOp]]]:
+def _posted_ops(program: Program, times: int = 1) -> Iterator[tuple[int, Sequence[LeafOp]]]:
     """Ops without a body, and how often they run; those that are posted together come together, as a call of NCCL's."""
     for step in program.steps:
         operands = program.step_types(step)[0]
@@ -121,7 +124,7 @@ def _posted(program: Program, times: int = 1) -> Iterator[tuple[int, Sequence[Le
         if op is None or op.at_once or op.overlaps:
             yield times, tuple(leaves(step.op, operands))
         else:
-            yield from _posted(op.body, times * op.times)
+            yield from _posted_ops(op.body, times * op.times)
 
 
 def _add(found: dict[_Row, tuple[float, float]], row: _Row, nbytes: float, count: float) -> None:
@@ -143,18 +146,19 @@ def _collective(op: Op, operands: tuple[TensorType, ...], mesh: Mesh) -> Iterato
         return
     if isinstance(pattern, Groups) and pattern.kind in OPS:
         kind, nbytes, part = pattern.kind, float(pattern.nbytes.max()), pattern.members.shape[1]
-        yield axes, kind, nbytes * _received(kind, part) / _received(kind, whole)
+        yield axes, kind, nbytes * _received_share(kind, part) / _received_share(kind, whole)
         return
     nbytes = float(op.received_bytes(*operands).max(initial=0))
-    yield axes, "all_to_all", nbytes / _received("all_to_all", whole)
+    yield axes, "all_to_all", nbytes / _received_share("all_to_all", whole)
 
 
-def _received(op: str, members: int) -> float:
+def _received_share(op: str, members: int) -> float:
     """Bytes that a member receives by an op, over those that it holds before: of a ring, or of messages."""
-    if op == "permute":
+    demand = Demand((), op, 1.0)
+    if demand.shifts:
         return 1.0
     part = (members - 1) / members
-    return {"all_gather": members - 1.0, "all_reduce": 2 * part}.get(op, part)
+    return {("S", "R"): members - 1.0, ("P", "R"): 2 * part}.get(demand.letters, part)
 
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -165,9 +169,10 @@ def _behind(job: Job, axes: tuple[str, ...], op: str, kind: str) -> str:
     """The kind of action behind whose compute a collective of another runs."""
     if not {*axes} <= {*BATCH, *SEQUENCE}:
         return ""
-    if op in REDUCTIONS and kind in (UPDATE, "B", "W"):
+    made = Demand(axes, op, 1.0).letters
+    if made[:1] == ("P",) and kind in (UPDATE, "B", "W"):
         return {UPDATE: "update", "B": "B", "W": "W"}[kind]
-    return kind if op == "all_gather" and kind != UPDATE and job.strategy.gathers_ahead else ""
+    return kind if made == ("S", "R") and kind != UPDATE and job.strategy.gathers_ahead else ""
 
 
 def _compute_seconds(job: Job, rank: int, kind: str, fabric: Fabric) -> float:

@@ -11,7 +11,7 @@ import math
 
 from shardplan.hardware.units import format_bytes
 from shardplan.launches.megatron import name_of
-from shardplan.movement.placing.traffic import Row, parse_traffic
+from shardplan.movement.placing.traffic import Demand, Row, parse_traffic
 
 BUCKET = 160e6  # bytes: 40 million gradients in f32, Megatron-LM's `--ddp-bucket-size` by default
 ACTIVATION = 64e6  # bytes: 4096 tokens of 8192 features in bf16
@@ -32,7 +32,7 @@ def usual_calls(text: str) -> tuple[dict[tuple[str, ...], list[Row]], tuple[str,
 
     def bare(axes: tuple[str, ...], row: Row) -> Row:
         op, nbytes = row[0], float(row[1])
-        gradients = all(name_of(axis) == "dp" for axis in axes) and op in ("all_reduce", "reduce_scatter")
+        gradients = all(name_of(axis) == "dp" for axis in axes) and Demand(axes, op, nbytes).letters[:1] == ("P",)
         calls = max(1, math.ceil(nbytes / (BUCKET if gradients else ACTIVATION)))
         if calls == 1:
             return row
