@@ -158,7 +158,11 @@ def _received_share(op: str, members: int) -> float:
     if demand.shifts:
         return 1.0
     part = (members - 1) / members
-    return {("S", "R"): members - 1.0, ("P", "R"): 2 * part}.get(demand.letters, part)
+    return {("S", "U"): members - 1.0, ("P", "U"): 2 * part}.get(demand.letters, part)
+
+
+def _share_of(row: _Row, mesh: Mesh) -> float:
+    return _received_share(row.op, _size(mesh, row.axes))
 
 
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -172,7 +176,7 @@ def _behind(job: Job, axes: tuple[str, ...], op: str, kind: str) -> str:
     made = Demand(axes, op, 1.0).letters
     if made[:1] == ("P",) and kind in (UPDATE, "B", "W"):
         return {UPDATE: "update", "B": "B", "W": "W"}[kind]
-    return kind if made == ("S", "R") and kind != UPDATE and job.strategy.gathers_ahead else ""
+    return kind if made == ("S", "U") and kind != UPDATE and job.strategy.gathers_ahead else ""
 
 
 def _compute_seconds(job: Job, rank: int, kind: str, fabric: Fabric) -> float:
