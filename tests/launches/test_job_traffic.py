@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shardplan import Model, Strategy, Topology, partition
@@ -59,7 +61,7 @@ def test_fsdp_gathers_each_layer_twice_and_scatters_its_gradients_once_a_microba
 
 
 def test_the_command_takes_a_job() -> None:
-    job = {"model": "llama3-8b,layers=4", "batch": 64}
+    job: dict[str, Any] = {"model": "llama3-8b,layers=4", "batch": 64}
     best = audit_command("dgx-h100", nodes=2, strategy="tp=8 zero=1", **job)
     assert best.object["answer"] == "well placed" and best.object["mesh"] == "data=2, tensor=8"
     assert best.text.splitlines()[1].startswith("traffic  llama3-8b")

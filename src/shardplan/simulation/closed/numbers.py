@@ -15,11 +15,12 @@ from shardplan.simulation.closed.collectives import AffineCosts, CollectivePrice
 from shardplan.simulation.closed.lifetimes import life_bytes
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import FORWARD, Extent, LocalKernel, LocalMove, LocalValue, Reading
-from shardplan.strategy.strategy import HEADS, RATIO
+from shardplan.strategy.strategy import HEADS, RATIO, SHARING
 
 Floats = np.ndarray
 PHASES = ("forward", "backward")
 TENSOR_AXES = HEADS + RATIO
+CONTEXT_AXES = ("context", SHARING["context"])
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
 SCORE_BYTES = (9.0, 13.0)  # in the forward pass, and back
@@ -94,6 +95,7 @@ class KernelsAsked(NamedTuple):
     device: DeviceSpec
     product_dtype: str  # of products with the layers' parameters
     attention: str  # its class
+    ring: bool = False  # whether keys go round, past queries that lie in the order of the sequence
 
 
 def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list[Work]:
@@ -111,6 +113,7 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
         return [Work(flops, dtype, nbytes, k.kind, sides)]
     if k.kind == "scores":
         asked.device.peak(k.dtype)
+        flops = flops * _busiest_in_ring(k, sizes) if asked.ring else flops
         return _unfused(k, sizes, asked, nbytes) if unfused(asked) else [Work(flops, k.dtype, nbytes, k.kind)]
     if k.kind == "loss":
         nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
@@ -138,6 +141,12 @@ def _unfused(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked, nbytes: Flo
     streamed = scores * (SCORE_BYTES[back] + APART[back][1] * ((b * g * r) % BLOCK > 0))
     flops = scores * (d + e) * 2 * (2 if back else 1)
     return [Work(flops, dtype, nbytes, "product", (s, t, d)), Work(0.0, dtype, streamed)]
+
+
+def _busiest_in_ring(k: LocalKernel, sizes: LocalSizes) -> Floats:
+    """How many times the mean of pairs the device has whose queries are last: all tiles of keys whole, but its own."""
+    around = np.prod([sizes.degrees[axis] for axis in k.extents[1].axes if axis in CONTEXT_AXES], axis=0)
+    return (1 - (1 - k.seen) / around) / k.seen
 
 
 def scores_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
@@ -200,18 +209,19 @@ class MovePrices:
     def seconds(self, move: LocalMove) -> Floats:
         """Return the seconds of a movement, [n].
 
-        An exchange of what tensor axes do not cut is of a part for each of them, which they gather after it, where that
-        takes less time: all of them have the same.
+        What tensor axes do not cut all of them have alike: each moves a part of it, which they gather after that, where
+        it takes less time.
         """
         nbytes = self.sizes.bytes(move.value)
         found = self._lines(move.summed, move.whole, move.axes).seconds(nbytes)
         used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
         alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
-        if move.summed or move.whole or not alike:
+        if not alike:
             return found
         parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
-        apart = self._lines(False, False, move.axes).seconds(nbytes / parts)
-        return np.minimum(found, apart + self._lines(False, True, alike).seconds(nbytes / group))
+        apart = self._lines(move.summed, move.whole, move.axes).seconds(nbytes / parts)
+        after = nbytes if move.whole else nbytes / group
+        return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
 
     def _lines(self, summed: bool, whole: bool, axes: tuple[str, ...]) -> AffineCosts:
         key = summed, whole, axes
@@ -238,8 +248,9 @@ def layer_costs(
             rows[name] = np.zeros((runs + 2, n))
         rows[name][run if run >= 0 else runs - 1 - run] += x
 
-    for k in reading.kernels:
-        seconds, phase = seconds_of(k, sizes, asked), PHASES[k.phase]
+    each = [seconds_of(k, sizes, asked) for k in reading.kernels]
+    for k, seconds in zip(reading.kernels, each, strict=True):
+        phase = PHASES[k.phase]
         if not k.joined:
             add(f"compute {phase}", k.run, seconds)
             add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
@@ -257,6 +268,10 @@ def layer_costs(
     for m in reading.moves:
         seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
+        if m.beside:
+            add("beside gradients", m.run, np.minimum(seconds, sum(each[k] for k in m.beside)))
+        if m.early:
+            add("early", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:
             add("again moves needed" if m.needed else "again moves rest", m.run, seconds)
