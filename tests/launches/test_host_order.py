@@ -55,7 +55,11 @@ def test_a_shuffled_hostfile_is_a_shuffled_launch(cluster: Path) -> None:
     """16 nodes in 4 pods: in order all is well; shuffled, groups of data lie over pods, and the fix is in its ids."""
     names = [f"h{k:02}" for k in range(16)]
     hosts = cluster / "hosts"
-    options: dict[str, Any] = {"topology": str(cluster / "pods.toml"), "mesh": "pp=4, dp=4, tp=8", "traffic": "dp=4GB,tp=256MB*400"}
+    options: dict[str, Any] = {
+        "topology": str(cluster / "pods.toml"),
+        "mesh": "pp=4, dp=4, tp=8",
+        "traffic": "dp=4GB,tp=256MB*400",
+    }
     hosts.write_text("\n".join(names))
     good = audit_command(**options, hostfile=hosts)
     assert good.object["answer"] == "well placed" and good.object["ids"] == list(range(128))
