@@ -40,8 +40,8 @@ link = "switch"
 bandwidth = "450 GB/s"
 latency = "2 us"
 """
-CONF = "".join(f"SwitchName=leaf{k} Nodes=h[{4 * k:02}-{4 * k + 3:02}]\n" for k in range(4))
-CONF += "SwitchName=top Switches=leaf[0-3]\n"
+LEAVES = "".join(f"SwitchName=leaf{k} Nodes=h[{4 * k:02}-{4 * k + 3:02}]\n" for k in range(4))
+CONF = LEAVES + "SwitchName=top Switches=leaf[0-3]\n"
 
 
 @pytest.fixture

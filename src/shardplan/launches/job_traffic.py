@@ -161,10 +161,6 @@ def _received_share(op: str, members: int) -> float:
     return {("S", "U"): members - 1.0, ("P", "U"): 2 * part}.get(demand.letters, part)
 
 
-def _share_of(row: _Row, mesh: Mesh) -> float:
-    return _received_share(row.op, _size(mesh, row.axes))
-
-
 def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[a] for a in axes)
 
