@@ -28,11 +28,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from shardplan.errors import BackendError, LayoutError, TimedOut
 from shardplan.execution.rank_names import format_ranks, name_ranks
 from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
+from shardplan.execution.torch.posts import Run
 
 PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
 POLL = TICK / 10  # seconds between two looks into the store for what another rank is about to say
@@ -43,6 +45,8 @@ TAGS = 2**31  # gloo's tags have 31 bits
 SPREAD = 0x9E3779B1
 RUNS = 2**15  # tags lie so many runs apart from turn to turn: those of 2**16 turns, in runs near each other, differ
 KEY_DIGITS = 16  # hexadecimal digits of the hash of a set of ranks in the store: enough that no two share keys
+IDENTITY_DIGITS = 15  # hexadecimal digits of a digest in a post: 60 bits, which a signed 64-bit integer holds
+MOST_SETS = 256  # sets of ranks whose hash is remembered
 TAG_DIGITS = 8  # hexadecimal digits of a digest in a tag: 32 bits, all that a tag can hold
 
 
@@ -93,6 +97,7 @@ class TorchWatch:
     verdict: str = ""  # once this rank knows that the run has failed
     running: bool = False  # whether others may have sent something
     parts: bool = False  # whether it is of several programs, each with tags of its own, and begins once for all
+    untagged: bool = False  # whether what it has posted could meet what another run posts
     _asked: float = 0.0  # seconds into its wait at which it asked to be let go
     _answered: int = 0  # requests of others that it has answered
     _said: Wait | None = None  # what it has told the others that it waits for
@@ -110,6 +115,16 @@ class TorchWatch:
         `TAGS`.
         """
         return self.tag_of(0)
+
+    @property
+    def posted_run(self) -> Run:
+        """This run in what ranks post, whatever each of them runs as that number."""
+        return Run(int(_key_of(self.ranks)[:IDENTITY_DIGITS], 16), self.number)
+
+    @property
+    def identity(self) -> int:
+        """What this rank runs in it."""
+        return int(self.digest[:IDENTITY_DIGITS], 16)
 
     def tag_of(self, turn: int) -> int:
         """A tag for the messages of a part of this run, by its turn."""
@@ -183,6 +198,8 @@ class TorchWatch:
             heard = {r: s for r in self.ranks if (s := self._heard(store, r)).number >= self.number}
             time.sleep(POLL)
         others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
+        # A rank that has heard of nothing may be one run ahead: it is named only if nobody else is.
+        others = {r: s for r, s in others.items() if s.number == self.number} or others
         who = name_ranks(others) if others else "another rank"
         told = next((s.name for s in others.values()), "another program")
         if self.running and all(s.peer >= 0 for s in others.values()):  # all of them started: another order
@@ -215,7 +232,7 @@ class TorchWatch:
         if "timed out" in text or "timeout" in text:
             cause = "late" if self.step > 0 or self.parts else "absent"
             return self.verdict_error(self._post(f"{cause} {_commas(self._silent(store, peer))} {self.timeout:g}"))
-        until = time.monotonic() + GRACE  # a peer that closed its connections is about to say why
+        until = time.monotonic() + 2 * GRACE  # a peer that closed its connections is about to say why
         while not (found := self._read(store)) and time.monotonic() < until:
             time.sleep(POLL)
         return self.verdict_error(found or self._post(f"lost {peer} {_line(error)}"))
@@ -224,7 +241,7 @@ class TorchWatch:
         """Return the error that a verdict is on this rank."""
         self.verdict = verdict
         if verdict == "other":
-            return self._unlike(self.state.store)
+            return self._mismatch()
         cause, who, text = verdict.split(" ", 2)
         ranks = sorted(map(int, who.split(",")))
         match cause:
@@ -250,9 +267,24 @@ class TorchWatch:
                 return BackendError(f"{self.name}: the store of torch.distributed failed: {text}")
 
     def mismatch_error(self, peer: int) -> Exception:
-        """Return the error to raise after `peer` said in its header that it runs something else."""
+        """Return the error to raise after `peer` posted that it runs something else."""
         self._say(self.state.store, peer)
         return self.verdict_error(self._post("other"))
+
+    def _mismatch(self) -> Exception:
+        """Return the error for unlike programs; those that have not heard of it are told by the next run."""
+        store = self.state.store
+        error = self._unlike(store)
+        if self.untagged:
+            self.state.mismatches[self.ranks] = text = f"in the run before, {_line(error)}"
+            with contextlib.suppress(RuntimeError):
+                store.compare_set(self._key("verdict", 1), "", f"raised {self.rank} {text}")
+        return error
+
+    def refuse_after_mismatch(self) -> None:
+        """Refuse collectives and messages without tags after ranks ran unlike programs: nothing of theirs meets."""
+        if text := self.state.mismatches.get(self.ranks):
+            raise BackendError(f"{self.name} did not start: {text}; legal is a new process group")
 
     def broke(self, error: BaseException, wire: Releasing) -> None:
         """Tell the others of an exception on this rank, and let go those that wait for it."""
@@ -320,8 +352,8 @@ class TorchWatch:
 
     # The store
 
-    def _key(self, part: str) -> str:
-        return f"shardplan/{_key_of(self.ranks)}/{self.number}/{part}"
+    def _key(self, part: str, ahead: int = 0) -> str:
+        return f"shardplan/{_key_of(self.ranks)}/{self.number + ahead}/{part}"
 
     def _say(self, store: Any, peer: int = -1) -> None:
         store.set(f"shardplan/{_key_of(self.ranks)}/{self.rank}", f"{self.number} {self.digest} {peer} {self.name}")
@@ -369,6 +401,7 @@ class TorchWatch:
         return [first]
 
 
+@lru_cache(maxsize=MOST_SETS)
 def _key_of(ranks: tuple[int, ...]) -> str:
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:KEY_DIGITS]
 
