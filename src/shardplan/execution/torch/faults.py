@@ -98,6 +98,7 @@ class TorchWatch:
     running: bool = False  # whether others may have sent something
     parts: bool = False  # whether it is of several programs, each with tags of its own, and begins once for all
     untagged: bool = False  # whether what it has posted could meet what another run posts
+    _unlike_peer: int = -1  # the rank that posted another program, if one did
     _asked: float = 0.0  # seconds into its wait at which it asked to be let go
     _answered: int = 0  # requests of others that it has answered
     _said: Wait | None = None  # what it has told the others that it waits for
@@ -193,14 +194,16 @@ class TorchWatch:
     def _unlike(self, store: Any) -> Exception:
         """Return the error for ranks that do not run one program: who runs what, of those that have come."""
         until = time.monotonic() + min(GRACE, self.timeout)
-        heard: dict[int, Said] = {}
-        while len(heard) < len(self.ranks) and time.monotonic() < until:
+        while True:
             heard = {r: s for r in self.ranks if (s := self._heard(store, r)).number >= self.number}
+            if len(heard) == len(self.ranks) or time.monotonic() > until:
+                break
             time.sleep(POLL)
         others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
         # A rank that has heard of nothing may be one run ahead: it is named only if nobody else is.
         others = {r: s for r, s in others.items() if s.number == self.number} or others
-        who = name_ranks(others) if others else "another rank"
+        unheard = "another rank" if self._unlike_peer < 0 else f"rank {self._unlike_peer}"
+        who = name_ranks(others) if others else unheard
         told = next((s.name for s in others.values()), "another program")
         if self.running and all(s.peer >= 0 for s in others.values()):  # all of them started: another order
             return TimedOut(
@@ -268,6 +271,7 @@ class TorchWatch:
 
     def mismatch_error(self, peer: int) -> Exception:
         """Return the error to raise after `peer` posted that it runs something else."""
+        self._unlike_peer = peer
         self._say(self.state.store, peer)
         return self.verdict_error(self._post("other"))
 

@@ -4,11 +4,12 @@ All programs travel on one process group. gloo takes single sends and receives u
 number with the identity of its program: messages of another run, or of another program, never match.
 
 Any other backend (nccl) takes batches, since there the order of single messages could deadlock, and has no tags; a
-library's own collectives have none either. There the first time that a run has data for a rank, it posts to it two
-numbers, the identity of the program and the number of the run (see `posts`), ahead of the data. In a collective each member posts to the next one of its group. Nobody waits for a post on the way: on
-the host it is compared when the run ends, where the data that came behind it has come already, and on a device, where
-a run ends before its data has come, by the next run of this process group. So whatever a rank runs in place of the
-others is found by those that hear of it, they refuse what comes after, and no result outlives the next run.
+library's own collectives have none either. There, the first time that a run has data for a rank, it posts to it what it
+runs (see `posts`), ahead of the data. In a collective each member posts to the next one of its group. Nobody waits for
+a post on the way: on the host it is compared when the run ends, where the data that came behind it has come already,
+and on a device, where a run ends before its data has come, by the next run of this process group. So whatever a rank
+runs in place of the others is found by those that hear of it, and they refuse what comes after; the others are told in
+their next run.
 
 A wire belongs to the thread of its run. Only `answer` and `cut` are called from the thread that looks after waits too:
 they post on a copy, or end every connection.
@@ -44,7 +45,7 @@ class TorchWire:
     device: torch.device
     received: int = 0  # bytes of the messages received so far
     sent: int = 0
-    batched: bool = field(default=False)  # messages in batches behind headers, without tags: any backend but gloo
+    batched: bool = field(default=False)  # messages in batches behind posts, without tags: any backend but gloo
     native: bool = field(default=False)  # collectives in groups are the library's own
     calls: list[NativeCall] = field(default_factory=list[NativeCall])  # of these, so far
     timeout: timedelta = field(init=False)
@@ -220,7 +221,9 @@ class TorchWire:
             self.abort()
             return
         group = self.watch.state.groups.get(self.calling)
-        group, place = (self.group, self.watch.state.rank_in[peer]) if group is None else (group, self.calling.index(peer))
+        group, place = (
+            (self.group, self.watch.state.rank_in[peer]) if group is None else (group, self.calling.index(peer))
+        )
         with contextlib.suppress(RuntimeError):  # gloo closes all when any wait times out
             group.recv([torch.empty(1)], place, self.tag).wait(AT_ONCE)
 

@@ -26,7 +26,15 @@ from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import carrier_of, identity_of, short_name_of
-from shardplan.interop.torch.layout import check_known, mesh_of, reduction_of, respec, text_of, type_at_coordinate, type_of
+from shardplan.interop.torch.layout import (
+    check_known,
+    mesh_of,
+    reduction_of,
+    respec,
+    text_of,
+    type_at_coordinate,
+    type_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
