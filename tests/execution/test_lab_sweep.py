@@ -91,7 +91,8 @@ def test_a_tiny_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.floor is None
     found = measure_experiments(
         [FIRST, SECOND],
-        repetitions=1, busy=True,
+        repetitions=1,
+        busy=True,
         before=Sweep.load(path),
         keep=keep,
         progress=lambda done, total, what: told.append((done, total)),
@@ -112,7 +113,8 @@ def test_a_tiny_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[-1][0] <= told[-1][1] + 1e-9
     found = measure_experiments(
         [FIRST, SECOND],
-        repetitions=1, busy=True,
+        repetitions=1,
+        busy=True,
         before=replace(found, again=()),
         progress=lambda *x: told.append(x[:2]),
         most_late=LATE,

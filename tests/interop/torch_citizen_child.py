@@ -4,12 +4,12 @@ import os
 import re
 import tempfile
 
-from torch_dropin_child import ROOT, R, S0, S1, P, dist, main, numbers, redistribute, redistribute_state, torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
+from torch_dropin_child import ROOT, S0, S1, P, R, dist, main, numbers, redistribute, redistribute_state, torch
 
 import shardplan as sp
 from shardplan.errors import LayoutError, ShardplanError, TimedOut
@@ -168,7 +168,7 @@ def what_is_no_reduction_is_refused(here):
     mesh = sp.Mesh(a=4)
     for plan, text in (
         (sp.redistribute("f32[8@a]", "f32[8]", mesh=mesh), "sums one payload to all its members; this one has inputs"),
-        (3, "a hook takes a plan of sp.reduce or a program, not 3"),
+        (3, "asked for a plan of sp.reduce or a program, not 3"),
     ):
         try:
             ddp_hook(plan)

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
+from shardplan.execution.comparison import computes, first_difference
 from shardplan.execution.drive import finish
 from shardplan.execution.lab import network
-from shardplan.execution.comparison import computes, first_difference
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
 from shardplan.execution.lab.job_bytes import unpack_job

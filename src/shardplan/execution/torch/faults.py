@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 from shardplan.errors import BackendError, LayoutError, TimedOut
 from shardplan.execution.rank_names import format_ranks, name_ranks
 from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
-from shardplan.execution.torch.posts import Run
+from shardplan.execution.torch.posts import Post, Run
 
 PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
 POLL = TICK / 10  # seconds between two looks into the store for what another rank is about to say
@@ -98,7 +98,7 @@ class TorchWatch:
     running: bool = False  # whether others may have sent something
     parts: bool = False  # whether it is of several programs, each with tags of its own, and begins once for all
     untagged: bool = False  # whether what it has posted could meet what another run posts
-    _unlike_peer: int = -1  # the rank that posted another program, if one did
+    _posted: dict[int, str] = field(default_factory=dict[int, str])  # the rank that posted another program, and which
     _asked: float = 0.0  # seconds into its wait at which it asked to be let go
     _answered: int = 0  # requests of others that it has answered
     _said: Wait | None = None  # what it has told the others that it waits for
@@ -123,9 +123,9 @@ class TorchWatch:
         return Run(int(_key_of(self.ranks)[:IDENTITY_DIGITS], 16), self.number)
 
     @property
-    def identity(self) -> int:
+    def post(self) -> Post:
         """What this rank runs in it."""
-        return int(self.digest[:IDENTITY_DIGITS], 16)
+        return Post(int(self.digest[:IDENTITY_DIGITS], 16), self.name)
 
     def tag_of(self, turn: int) -> int:
         """A tag for the messages of a part of this run, by its turn."""
@@ -200,11 +200,10 @@ class TorchWatch:
                 break
             time.sleep(POLL)
         others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
-        # A rank that has heard of nothing may be one run ahead: it is named only if nobody else is.
-        others = {r: s for r, s in others.items() if s.number == self.number} or others
-        unheard = "another rank" if self._unlike_peer < 0 else f"rank {self._unlike_peer}"
-        who = name_ranks(others) if others else unheard
-        told = next((s.name for s in others.values()), "another program")
+        # A rank that has heard of nothing may be a run ahead: it is named only if nobody else is.
+        others = {r: s for r, s in others.items() if s.number == self.number} or ({} if self._posted else others)
+        told = next((s.name for s in others.values()), next(iter(self._posted.values()), "another program"))
+        who = name_ranks(others or self._posted) if others or self._posted else "another rank"
         if self.running and all(s.peer >= 0 for s in others.values()):  # all of them started: another order
             return TimedOut(
                 f"{self.step_text}: {who} of {format_ranks(self.ranks)} came to {told} in its place; legal is one "
@@ -269,9 +268,9 @@ class TorchWatch:
             case _:
                 return BackendError(f"{self.name}: the store of torch.distributed failed: {text}")
 
-    def mismatch_error(self, peer: int) -> Exception:
-        """Return the error to raise after `peer` posted that it runs something else."""
-        self._unlike_peer = peer
+    def mismatch_error(self, peer: int, name: str) -> Exception:
+        """Return the error to raise after `peer` posted that it runs something else, of that name."""
+        self._posted = {peer: name}
         self._say(self.state.store, peer)
         return self.verdict_error(self._post("other"))
 

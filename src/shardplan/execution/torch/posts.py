@@ -1,6 +1,6 @@
 """Posts: what a rank runs, told to another from host to host, in some microseconds and with no thread to wake.
 
-A post is three numbers: the hash of the ranks of a run, its number, and the identity of its program. It goes over a
+A post is the hash of the ranks of a run, its number, and the identity and the name of its program. It goes over a
 connection of this package's own, whatever library carries the data: a message of gloo costs a call what its collective
 costs. Ranks publish an address and a secret in the store when they first post; whoever has something for a rank
 connects to it. Posts are taken by run, since runs that are under way at once post in another order on each rank.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-POST = struct.Struct("<qqq")
+POST = struct.Struct("<qqq24s")  # of a name as many letters as an error needs
 GREETING = struct.Struct("<16sq")  # the secret of the rank that is called, and the rank that calls
 READ = 256 * POST.size  # bytes of a look at a connection
 LOOK = 0.05  # seconds between two looks whether the run has failed meanwhile
@@ -29,6 +29,13 @@ class Run(NamedTuple):
 
     ranks: int  # their hash
     number: int
+
+
+class Post(NamedTuple):
+    """What a rank runs."""
+
+    identity: int  # equal for equal programs
+    name: str  # for messages
 
 
 class PostOffice:
@@ -43,7 +50,7 @@ class PostOffice:
         self.listener.setblocking(False)
         self.callers: dict[int, socket.socket] = {}  # by rank, of those that post to this one
         self.called: dict[int, socket.socket] = {}
-        self.heard: dict[int, dict[Run, int]] = {}  # by rank, identities that were not asked for yet
+        self.heard: dict[int, dict[Run, Post]] = {}  # by rank, what were not asked for yet
         self.cut: dict[int, bytes] = {}  # by rank, the start of a post of which the rest has yet to come
         store.set(self._key(rank), f"{here} {self.listener.getsockname()[1]} {self.secret.hex()}")
 
@@ -51,7 +58,7 @@ class PostOffice:
     def _key(rank: int) -> str:
         return f"shardplan/posts/{rank}"
 
-    def send(self, peer: int, run: Run, identity: int, timeout: float) -> None:
+    def send(self, peer: int, run: Run, post: Post, timeout: float) -> None:
         """Post to a rank; raises `OSError` or, where the rank has not said where it is, what the store raises."""
         if peer not in self.called:
             key = self._key(peer)
@@ -62,10 +69,10 @@ class PostOffice:
             line.sendall(GREETING.pack(bytes.fromhex(secret), self.rank))
             line.settimeout(None)
             self.called[peer] = line
-        self.called[peer].sendall(POST.pack(*run, identity))
+        self.called[peer].sendall(POST.pack(*run, post.identity, post.name.encode()))
 
-    def take(self, peer: int, run: Run, timeout: float, failed: Callable[[], bool]) -> int | None:
-        """Return the identity that a rank posts of a run; None once `failed()` says that it will not come.
+    def take(self, peer: int, run: Run, timeout: float, failed: Callable[[], bool]) -> Post | None:
+        """Return what a rank posts of a run; None once `failed()` says that it will not come.
 
         Raises `TimeoutError` after `timeout` seconds, and `OSError` where the rank has gone.
         """
@@ -83,7 +90,7 @@ class PostOffice:
             select.select([self.callers.get(peer, self.listener)], [], [], min(LOOK, until - now))
         return heard.pop(run)
 
-    def _read(self, peer: int, heard: dict[Run, int]) -> bool:
+    def _read(self, peer: int, heard: dict[Run, Post]) -> bool:
         """Take what has come, if anything."""
         if peer not in self.callers:
             return self._accept()
@@ -95,8 +102,8 @@ class PostOffice:
             raise ConnectionError("it closed its connection")
         data = self.cut.pop(peer, b"") + data
         whole = len(data) - len(data) % POST.size
-        for ranks, number, identity in POST.iter_unpack(data[:whole]):
-            heard[Run(ranks, number)] = identity
+        for ranks, number, identity, name in POST.iter_unpack(data[:whole]):
+            heard[Run(ranks, number)] = Post(identity, name.rstrip(b"\0").decode(errors="replace"))
         if data[whole:]:
             self.cut[peer] = data[whole:]
         return True

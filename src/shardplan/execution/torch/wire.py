@@ -139,7 +139,7 @@ class TorchWire:
         self.givers += sorted(p for p, gives in new if gives)
         for peer in sorted(p for p, gives in new if not gives):
             try:
-                office.send(peer, watch.posted_run, watch.identity, watch.timeout)
+                office.send(peer, watch.posted_run, watch.post, watch.timeout)
             except (OSError, RuntimeError) as error:
                 raise watch.wait_error(peer, error) from None
 
@@ -157,8 +157,8 @@ class TorchWire:
                 del watch.state.waits[watch]
             if found is None:
                 raise watch.wait_error(peer, None)
-            if found != watch.identity:
-                raise watch.mismatch_error(peer)
+            if found.identity != watch.post.identity:
+                raise watch.mismatch_error(peer, found.name)
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages, each at most the timeout; raises what `TorchWatch.failed` makes of a failure."""
