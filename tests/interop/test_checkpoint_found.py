@@ -20,8 +20,7 @@ from shardplan.interop.checkpoint import reshard
 from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights
 from shardplan.interop.checkpoint.manifest import MANIFEST
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
-from shardplan.interop.checkpoint.storage_detection import family_and_switches, find_weights
-from shardplan.movement.weights.table import shipped_tables
+from shardplan.interop.checkpoint.storage_detection import find_weights, model_and_switches
 from shardplan.movement.weights.weights import Weights
 
 WHOLE = ("hf-", "hf5-", "torchtitan-", "megatron-dist-", "megatron-stacked-", "peft-")
@@ -47,7 +46,7 @@ def held(weights: Weights) -> OpenCheckpoint:
     return OpenCheckpoint(Path("made"), "made", places, [])  # pyright: ignore
 
 
-@pytest.mark.parametrize("name", [n for n in shipped_tables() if n.startswith(WHOLE)])
+@pytest.mark.parametrize("name", [n for tables in TABLES.values() for n in tables if n.startswith(WHOLE)])
 def test_every_table_of_whole_tensors_is_found_by_names_and_shapes(name: str) -> None:
     kind = next(k for k, tables in TABLES.items() if name in tables)
     sizes = made(kind, random.Random(1))
@@ -55,8 +54,24 @@ def test_every_table_of_whole_tensors_is_found_by_names_and_shapes(name: str) ->
     found = find_weights(held(own), sizes)
     assert found.parameters(0) == own.parameters(0)
     assert [(p.name, p.form) for p in found.table.parameters] == [(p.name, p.form) for p in own.table.parameters]
-    family, switches = family_and_switches(found.table.name)
-    assert (family, switches) == family_and_switches(name)
+    family, switches = model_and_switches(found.table.name)
+    assert (family, switches) == model_and_switches(name)
+
+
+def test_a_size_is_read_off_the_parameters_that_the_model_has() -> None:
+    sizes = {k: n for k, n in CONFIG.items() if k not in ("kind", "head_dim")} | {"model_type": "olmo2"}
+    own = Weights.load("hf-olmo2", sizes, dtype="f32")  # whose q_norm is as long as all heads, and Qwen 3's as one
+    found = find_weights(held(own), sizes)
+    assert found.table.name == "hf-olmo2" and found.parameters(0) == own.parameters(0)
+
+
+def test_a_prefix_that_one_name_does_not_have() -> None:
+    sizes = {k: n for k, n in CONFIG.items() if k != "kind"} | {"model_type": "qwen2", "tie_word_embeddings": False}
+    named = held(Weights.load("hf-qwen2", sizes, dtype="f32"))
+    (place,) = named.places
+    seeing = {n.replace("model.", "model.language_model.", 1): x for n, x in place.items()}  # lm_head as it was
+    found = find_weights(OpenCheckpoint(Path("made"), "made", [seeing], []), sizes)  # pyright: ignore
+    assert {n for n, *_ in found.parameters(0)} == seeing.keys()
 
 
 @pytest.mark.parametrize("word", ["hf", "vllm,tp=2", "sglang,tp=4", "megatron,tp=2,pp=3", "torchtitan,dp=2", "dcp"])

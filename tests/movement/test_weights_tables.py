@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 
 from movement.weights_cases import PAIRS, TABLES, differing
-from shardplan.movement.weights.table import shipped_tables
+from shardplan.movement.weights.table import table_files
 
 SEEDS = 1
 
 
 def test_every_shipped_table_is_tested() -> None:
-    assert sorted(name for tables in TABLES.values() for name in tables) == list(shipped_tables())
+    tested = {name for tables in TABLES.values() for name in tables}
+    assert tested == {*table_files(), *TABLES["qwen3"]}  # of which all but one are Llama's files with other features
 
 
 @pytest.mark.parametrize(("kind", "a", "b"), PAIRS)

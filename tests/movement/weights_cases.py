@@ -296,7 +296,7 @@ TABLES: dict[str, dict[str, Side]] = {
         "vllm-gpt-oss": (more.gpt_oss_served, oss_server, {}),
     },
     "gpt-oss-mxfp4": {
-        "hf-gpt-oss": (frameworks.hugging_face, hf, {}),
+        "hf-gpt-oss-mxfp4": (frameworks.hugging_face, hf, {}),
         "vllm-gpt-oss-mxfp4": (more.gpt_oss_served, oss_server, {}),
     },
     "mamba2": {

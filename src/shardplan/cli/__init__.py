@@ -3,6 +3,7 @@
 What the commands print is made in `report`. Reading order:
 
 - `statuses`      the exit statuses, and how an error becomes one
+- `command_group` which commands are in front, a line and an example of each, what `move` means
 - `options`       what the commands share: options, and how their texts are read
 - `plans`         the commands about plans: redistribute, check, show, run
 - `simulating`    the command simulate
@@ -31,6 +32,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
+from shardplan.cli.command_group import CommandGroup, command_help
 from shardplan.cli.fusing import fuse
 from shardplan.cli.measured import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
@@ -56,9 +58,9 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException,
 
 app = typer.Typer(
     name="shardplan",
+    cls=CommandGroup,
     epilog=EPILOGUE,
     help="Plans, proves, predicts and runs how tensors are placed on, and moved across, a cluster of accelerators.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -114,9 +116,18 @@ def options(
         raise typer.Exit
 
 
+def move() -> None:
+    """Plan a move: of arrays from one sharding to another, or of a model's weights between frameworks' storage.
+
+    Of types (`f32[64@data, 48]`) it is `redistribute`, of sides (`vllm,tp=8`) `refit`: their helps have the options.
+    """
+    raise ShardplanError("move: nothing is said to be moved; legal are two types, or two sides of weights")
+
+
 for _command in (
-    redistribute, check, show, run, simulate, plan, why, fuse, place, reduce, audit, refit, reshard, diff, topologies,
-    validate, calibrate,
+    plan, audit, move, show, run, redistribute, refit, check, simulate, why, fuse, place, reduce, reshard, diff,
+    topologies, validate, calibrate,
 ):  # fmt: skip
-    app.command()(_command)
-app.add_typer(lab_commands.app)
+    app.command(**command_help(_command.__name__))(_command)
+app.command("convert", **command_help("convert"))(reshard)
+app.add_typer(lab_commands.app, short_help=command_help("lab")["short_help"])

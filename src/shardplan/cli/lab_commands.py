@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardplan.cli.bar import progress_bar
+from shardplan.cli.command_group import command_help
 from shardplan.cli.options import MESH_HELP, Json, check_writable
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ Repetitions = Annotated[int, typer.Option("--repetitions", help="Timed runs of e
 Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw predicted beside measured.")]
 
 
-@app.command()
+@app.command(**command_help("lab run"))
 def run(
     what: Annotated[list[str] | None, typer.Argument(metavar="[PROGRAM|PLAN|SRC DST]", help="What to run.")] = None,
     reduce: Annotated[
@@ -67,7 +68,7 @@ def run(
     return _tell(answer.text, answer.object, answer.status, as_json)
 
 
-@app.command()
+@app.command(**command_help("lab sweep"))
 def sweep(
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Sizes of the levels; the standard sweep of an hour without.")
@@ -113,7 +114,7 @@ def sweep(
     return _tell(answer.text, answer.object, answer.status, as_json)
 
 
-@app.command()
+@app.command(**command_help("lab validate"))
 def validate(
     results: Annotated[
         list[Path] | None,

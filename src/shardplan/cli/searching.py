@@ -102,7 +102,8 @@ def plan(
         typer.Option("--fit", metavar="STRATEGY", help="Judge this one, such as 'tp=8 pp=2'; status 3 if too large."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write what launches it: torchtitan, Megatron, ...")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write what launches it, and a report."),
     ] = None,
     report: Report = None,
     as_json: Json = False,

@@ -15,10 +15,9 @@ DONE, VERDICT, MISTAKE, IMPOSSIBLE, FAILED = range(5)
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell says of a process that SIGINT or SIGPIPE ended: 128 and the signal
 STATUSES = {
     DONE: "done",
-    VERDICT: "a verdict: diff found a difference, audit --fail-above or validate --gate something worse",
-    MISTAKE: "a mistake in what was asked: one line, and where a text is wrong two more that point at it",
-    IMPOSSIBLE: "impossible: no plan within the limit, a strategy that does not fit, or memory, a privilege, a device "
-    "or a package is missing",
+    VERDICT: "a verdict: diff found a difference, a --gate or --fail-above more",
+    MISTAKE: "a mistake in what was asked: one line; of a text two more point at it",
+    IMPOSSIBLE: "impossible: nothing fits the limit; memory, a device, a package lacks",
     FAILED: "a failure while running, such as a timeout or a rank that is gone",
     INTERRUPTED: "interrupted with Ctrl-C",
     BROKEN_PIPE: "the reader of the output left",

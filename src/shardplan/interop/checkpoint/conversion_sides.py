@@ -14,15 +14,15 @@ from shardplan.interop.checkpoint.manifest import CheckpointManifest
 from shardplan.interop.checkpoint.sources import open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
-    family_and_switches,
     find_weights,
     follow_dtypes,
+    model_and_switches,
     read_dtypes,
     whole_weights,
 )
 from shardplan.movement.weights.configs import model_config
-from shardplan.movement.weights.frameworks import FAMILIES, SideRequest, table_name
-from shardplan.movement.weights.table import WeightTable, shipped_tables
+from shardplan.movement.weights.frameworks import SideRequest, table_name
+from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables
 from shardplan.movement.weights.weights import Weights, load_weights, read_weights
 
 CONFIG = "config.json"
@@ -126,10 +126,10 @@ def source_weights(
 
 def _check_word(request: SideRequest, found: Weights, option: str) -> None:
     """Refuse a word, or degrees, that are not those of the tensors of one place; raises `LayoutError`."""
-    family, switches = family_and_switches(found.table.name)
+    model, switches = model_and_switches(found.table.name)
     said = (*switches, *request.switches)
     with naming(option):
-        own = table_name(request.name, family, shipped_tables(), request.degrees, said, disk=True)
+        own = table_name(request.name, model, shipped_tables(), request.degrees, said, disk=True)
         names = ({p.name for p in table.parameters} for table in (WeightTable.read(own), found.table))
         if own != found.table.name and len({frozenset(x) for x in names}) > 1:
             raise LayoutError(f"{request.name}: the tensors are those of {found.table.name}; legal is to leave it out")
@@ -142,7 +142,7 @@ def _check_word(request: SideRequest, found: Weights, option: str) -> None:
 def target_weights(text: str, source: Weights, config: AskedConfig, dtype: str | None = None) -> tuple[Weights, str]:
     """Return how a destination is to be stored, and the form in which its framework reads it.
 
-    Of a framework's word the family, and what else the tables of both must have, are the source's. Without `dtype`
+    Of a framework's word the model, and what else the tables of both must have, are the source's. Without `dtype`
     every parameter keeps the one it has. Raises `LayoutError` and `ParseError`.
     """
     with naming("--to"):
@@ -155,8 +155,8 @@ def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) 
     request = SideRequest.parse(text)
     if not request.is_word:
         return read_weights(text, sizes or None, dtype=dtype, disk=True), "auto"
-    family, switches = family_and_switches(source.table.name)
-    if family not in FAMILIES.values():
+    model, switches = model_and_switches(source.table.name)
+    if model not in shipped_models():
         if request.name not in _ANY_MODEL or request.degrees:
             raise LayoutError(
                 f"{text}: no table knows this model, whose tensors are whole; legal are {' and '.join(_ANY_MODEL)} "
@@ -165,10 +165,10 @@ def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) 
         return source, request.form
     asked = SideRequest(request.name, request.degrees, (*switches, *request.switches))
     if request.name == "megatron":  # whose folders have whole tensors, for ranks of any degrees that the model allows
-        load_weights(SideRequest(request.name, request.degrees, switches), sizes, family=family)
+        load_weights(SideRequest(request.name, request.degrees, switches), sizes, model=model)
         degrees = {k: n for k, n in request.degrees.items() if k in _DISK_DEGREES}
         asked = SideRequest(request.name, degrees, asked.switches)
-    target = load_weights(asked, sizes, dtype=dtype, disk=True, family=family)
+    target = load_weights(asked, sizes, dtype=dtype, disk=True, model=model)
     form = request.form
     if form == "parts" and len(target.devices) > target.degrees["tensor"]:
         form = "ranks"  # frameworks' own parts know ranks of tensor parallelism alone

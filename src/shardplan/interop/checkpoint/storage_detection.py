@@ -17,8 +17,8 @@ from shardplan.errors import LayoutError, ParseError, line, near_text
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.sources import DISTRIBUTED, OpenCheckpoint, matches
 from shardplan.movement.weights.arithmetic import evaluate_arithmetic
-from shardplan.movement.weights.frameworks import FAMILIES
-from shardplan.movement.weights.table import TableParameter, WeightTable, shipped_tables
+from shardplan.movement.weights.sizing import TableSizes
+from shardplan.movement.weights.table import TableParameter, WeightTable, shipped_models, shipped_tables, table_files
 from shardplan.movement.weights.weights import Weights, make_weights
 
 # What a checkpoint's names may have where a table's have something else: (of the table, of the checkpoint).
@@ -39,10 +39,10 @@ class UnknownModel(LayoutError):
     """No shipped table has the tensors of a checkpoint."""
 
 
-def family_and_switches(table: str) -> tuple[str, tuple[str, ...]]:
-    """Return the family of a shipped table, and what else its name says.
+def model_and_switches(table: str) -> tuple[str, tuple[str, ...]]:
+    """Return the model of a shipped table, and what else its name says.
 
-    >>> family_and_switches("hf-deepseek-v3-fp8")
+    >>> model_and_switches("hf-deepseek-v3-fp8")
     ('deepseek-v3', ('fp8',))
     """
     head = _HEAD.match(table)
@@ -66,7 +66,7 @@ def find_weights(held: OpenCheckpoint, config: Mapping[str, Any], ignored: Seque
     failed: LayoutError | ParseError | None = None
     for table in _candidates(names, held, config):
         try:
-            sizes = {**_inferred_sizes(table, shapes), **config}
+            sizes = {**_inferred_sizes(table, shapes, config), **config}
             found = _on_devices(table, sizes, held, shapes)
             held.check_names(found, ignored)
             return read_dtypes(found, held)
@@ -74,10 +74,10 @@ def find_weights(held: OpenCheckpoint, config: Mapping[str, Any], ignored: Seque
             failed = failed or error
     if failed is None:
         said = config.get("model_type")
-        model = f"its model_type is {said}{near_text(said, FAMILIES)}; " if said else ""
+        model = f"its model_type is {said}{near_text(said, shipped_models())}; " if said else ""
         raise UnknownModel(
             f"{line(held.path)}: no shipped table has such tensors ({', '.join(sorted(names)[:2])}, ..); {model}legal "
-            f"are the models {', '.join(dict.fromkeys(FAMILIES.values()))}, or --from with a table's path"
+            f"are the models {', '.join(shipped_models())}, or --from with a table's path"
         )
     hint = (
         ""
@@ -147,35 +147,49 @@ def with_dtypes(weights: Weights, dtypes: Mapping[str, str]) -> Weights:
 
 
 def _candidates(names: Sequence[str], held: OpenCheckpoint, config: Mapping[str, Any]) -> Iterator[WeightTable]:
-    """Yield the tables that have every name, those of the config's family first."""
+    """Yield the tables that have every name, those of the config's model first."""
     heads = ("vllm", "sglang") if len(held.places) > 1 else _WHOLE
-    family = FAMILIES.get(str(config.get("model_type")))
-    known: list[tuple[bool, bool, int, str]] = []
+    model = str(config.get("model_type")).replace("_", "-")
+    models = tuple(
+        shipped_models()
+    )  # of those whose tensors are alike, the one that a file is named after, or the first
+    known: list[tuple[bool, bool, int, bool, int, str]] = []
     for name in shipped_tables():
-        own, _ = family_and_switches(name)
+        own, _ = model_and_switches(name)
         head = name[: name.rindex(own)].rstrip("-")
         if head in heads:
             sharded = (head == "fsdp2") != (held.form == DISTRIBUTED)
-            known.append((own != family, sharded, heads.index(head), name))
+            place = models.index(own) if own in models else 0
+            known.append((own != model, sharded, heads.index(head), name not in table_files(), place, name))
     for *_, name in sorted(known):
+        table = _read_table(name)
+        pattern = _pattern_of(tuple(p.name for p in table.parameters))
         for old, new in _PREFIXES:
-            table = _table_under(name, old, new)
-            pattern = _pattern_of(table)
-            if all(pattern.fullmatch(n) or matches(n, table.recomputed) for n in names):
-                yield table
+            if all(_own_name(n, old, new, pattern) or matches(n, table.recomputed) for n in names):
+                yield _with_prefix(table, old, new)
+
+
+def _own_name(name: str, old: str, new: str, pattern: re.Pattern[str]) -> bool:
+    """Whether a checkpoint's name is one of a table, whose `old` prefix is `new` there."""
+    under = name.startswith(new) and pattern.fullmatch(old + name.removeprefix(new))
+    return bool(under or (old and not name.startswith(old) and pattern.fullmatch(name)))
 
 
 @lru_cache(maxsize=512)
-def _table_under(name: str, old: str, new: str) -> WeightTable:
+def _read_table(name: str) -> WeightTable:
+    return WeightTable.read(name)
+
+
+def _with_prefix(table: WeightTable, old: str, new: str) -> WeightTable:
     """A shipped table, with another prefix for its names that have one."""
-    table = WeightTable.read(name)
     moved = (replace(p, name=new + p.name.removeprefix(old)) if p.name.startswith(old) else p for p in table.parameters)
     return table if old == new else replace(table, parameters=tuple(moved))
 
 
-@lru_cache(maxsize=512)
-def _pattern_of(table: WeightTable) -> re.Pattern[str]:
-    return re.compile("|".join(_PLACE.sub(r"\\d+", re.escape(p.name)) for p in table.parameters))
+@lru_cache(maxsize=256)
+def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """What all names of a table match; tables of one family share them."""
+    return re.compile("|".join(_PLACE.sub(r"\\d+", re.escape(name)) for name in dict.fromkeys(names)))
 
 
 def _on_devices(
@@ -190,13 +204,18 @@ def _on_devices(
     return make_weights(table, sizes, degrees, None, "f32")
 
 
-def _inferred_sizes(table: WeightTable, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _inferred_sizes(
+    table: WeightTable, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what of a config the shapes of whole tensors say: each dim of which one atom alone is not known."""
+    features = TableSizes(table, config, {})
     known: dict[str, int] = {}
     counts: dict[str, set[int]] = {}
     dims: list[tuple[list[str], int]] = []
     atoms = dict(table.atoms)
     for p in table.parameters:
+        if not features.has(p):
+            continue
         holes = re.findall(r"\{([A-Za-z_]\w*)\}", p.name)
         pattern = re.compile(_PLACE.sub(r"(\\d+)", re.escape(p.name)))
         for name, shape in shapes.items():

@@ -1,6 +1,6 @@
-"""Frameworks and families by the words that users know: which shipped table a word, a config and degrees mean.
+"""Frameworks and models by the words that users know: which shipped table a word, a config and degrees mean.
 
-A word is a framework, as in `vllm,tp=8`. The family is the config's `model_type`; what a checkpoint shows (fp8 blocks,
+A word is a framework, as in `vllm,tp=8`. The model is the config's `model_type`; what a checkpoint shows (fp8 blocks,
 multi-token layers, stacked layers) or a switch beside the degrees says which of its tables it is.
 """
 
@@ -16,21 +16,15 @@ from shardplan.errors import LayoutError, ParseError, excerpt, line, near_text
 from shardplan.movement.weights.cuts import UnevenCut
 
 FRAMEWORKS = ("hf", "vllm", "sglang", "megatron", "torchtitan", "fsdp2", "dcp", "peft")
-FAMILIES = {
-    "llama": "llama", "mistral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3-moe", "mixtral": "mixtral",
-    "deepseek_v3": "deepseek-v3", "kimi_k2": "deepseek-v3", "gpt_oss": "gpt-oss", "llama4": "llama4",
-    "llama4_text": "llama4", "gpt2": "gpt2", "mamba2": "mamba2",
-}  # fmt: skip
-"""The family of every `model_type` that tables ship for."""
 SWITCHES = ("fp8", "mxfp4", "mtp", "stacked", "split", "fused")
 _SPELLINGS = {
     "tp": ("tensor",), "pp": ("pipeline",), "dp": ("data", "replica"), "ep": ("expert", "ep"), "etp": ("etp",),
     "vpp": ("chunks",), "tensor_parallel_size": ("tensor",), "pipeline_parallel_size": ("pipeline",),
     "data_parallel_size": ("data", "replica"), "expert_parallel_size": ("expert", "ep"),
 }  # fmt: skip
-# A word's heads, in memory and on disk; the first of which a family has a table is meant.
+# A word's heads, in memory and on disk; the first of which a model has a table is meant.
 _HEADS = {
-    "hf": (("hf5", "hf"), ("hf",)),
+    "hf": (("hf5", "hf"), ("hf", "hf5")),
     "vllm": (("vllm",), ("vllm",)),
     "sglang": (("sglang",), ("sglang",)),
     "megatron": (("megatron",), ("megatron-dist",)),
@@ -93,42 +87,42 @@ def _parse_degree(part: str) -> tuple[str, Any]:
     return name, [int(n) for n in numbers]
 
 
-def family_of(config: Mapping[str, Any]) -> str:
-    """Return the family of a config's model; raises `LayoutError`, which says the nearest.
+def model_of(config: Mapping[str, Any], models: Iterable[str]) -> str:
+    """Return the model of a config, as tables are called; raises `LayoutError`, which says the nearest.
 
-    >>> family_of({"model_type": "mistral"})
-    'llama'
+    >>> model_of({"model_type": "qwen3_moe"}, ["llama", "qwen3-moe"])
+    'qwen3-moe'
     """
-    said = config.get("model_type")
-    if isinstance(said, str) and said in FAMILIES:
-        return FAMILIES[said]
+    said, known = config.get("model_type"), tuple(models)
+    if isinstance(said, str) and (name := said.replace("_", "-")) in known:
+        return name
     raise LayoutError(
-        f"model_type = {excerpt(said)}: no table ships for it{near_text(said, FAMILIES)}; legal are "
-        f"{', '.join(FAMILIES)}, or the path of a table"
+        f"model_type = {excerpt(said)}: no table ships for it{near_text(said, known)}; legal are "
+        f"{', '.join(known)}, or the path of a table"
     )
 
 
 def table_name(
     word: str,
-    family: str,
+    model: str,
     shipped: Iterable[str],
     degrees: Mapping[str, Any],
     switches: Iterable[str] = (),
     *,
     disk: bool = False,
 ) -> str:
-    """Return the name of the table that a framework's word means for a family.
+    """Return the name of the table that a framework's word means for a model.
 
     Args:
         word: one of `FRAMEWORKS`.
-        family: one of those of `FAMILIES`.
+        model: as tables are called: `qwen3-moe`.
         shipped: the names of tables that there are.
         degrees: those that were given: `ep` above 1 means a table of expert parallelism.
         switches: some of `SWITCHES`.
         disk: whether a checkpoint is meant, and not a live model.
 
     Raises:
-        LayoutError: there is no such table; it names the frameworks, or the families, that there are.
+        LayoutError: there is no such table; it names the frameworks, or the switches, that there are.
     """
     known, said = set(shipped), set(switches)
     heads = _HEADS[word][disk]
@@ -139,12 +133,12 @@ def table_name(
         tail += "-split"  # as its checkpoints are called either way
     parallel = max((n for d in ("ep", "expert_parallel_size") if isinstance(n := degrees.get(d), int)), default=1)
     for head in heads:
-        name = f"{head}-{family}{tail}"
+        name = f"{head}-{model}{tail}"
         if name in known:
             return f"{name}-ep" if parallel > 1 and f"{name}-ep" in known else name
-    having = [w for w in FRAMEWORKS if any(f"{h}-{family}{tail}" in known for h in _HEADS[w][disk])]
+    having = [w for w in FRAMEWORKS if any(f"{h}-{model}{tail}" in known for h in _HEADS[w][disk])]
     raise LayoutError(
-        f"{word} of {family}{f' with {chr(44).join(sorted(said))}' if said else ''}: no table ships for it; legal are "
+        f"{word} of {model}{f' with {chr(44).join(sorted(said))}' if said else ''}: no table ships for it; legal are "
         f"{', '.join(having) or 'other switches'} of this model, or the path of a table"
     )
 

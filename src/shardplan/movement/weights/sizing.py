@@ -24,7 +24,7 @@ class TableSizes(Mapping[str, int]):
         self.table, self.config = table, config
         self.tables: dict[str, OwnerTable] = {k: v for k, v in given.items() if not isinstance(v, int)}
         self.used: set[str] = set()
-        self.atoms = dict(table.atoms)
+        self.atoms, self.defaults = dict(table.atoms), dict(table.defaults)
         self.known: dict[str, int | None] = {}
         self.degrees: dict[str, int] = {}
         for name, default in table.degrees:
@@ -63,7 +63,8 @@ class TableSizes(Mapping[str, int]):
         if name in self.degrees:
             return self.degrees[name]
         self.used.add(name)
-        return self.config.get(name)
+        said = self.config.get(name)
+        return self.defaults.get(name) if said is None else said
 
     def size(self, atom: str) -> int:
         """The size of an atom."""

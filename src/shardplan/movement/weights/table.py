@@ -6,13 +6,20 @@ products of atoms, whose sizes are arithmetic over the config. A table says `mes
 devices), `degrees` with defaults, `numbers` (axes that stand in the name), `atoms`, `split` (this side's own digits of
 an atom), `holes` (what stands in the name), and `parameters`: `name`, `is`, `on`, `when`, `unless`, `mesh`, `dtype`,
 `plus`.
+
+Models of one family differ in features: biases, norms, what is fused. A feature is an atom of the family, which a
+condition reads; `models` of the family says, by `model_type`, which atoms are others, what a config that is silent
+means (`config`), and how names differ (`names`). So `hf-llama` is the file of that name, and `hf-qwen2` is that file
+for the model `qwen2`.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +36,9 @@ Pairs = tuple[tuple[str, str], ...]
 On = tuple[tuple[str, str | int], ...]
 _KEYS = {
     "table": ("version", "name", "family", "base", "source", "mesh", "meshes", "degrees", "numbers", "atoms", "split",
-              "holes", "parameters", "without", "of"),
-    "family": ("version", "base", "source", "atoms", "tensors", "same", "scales", "dtypes", "agree", "recomputed"),
+              "holes", "parameters", "without", "model", "of"),
+    "family": ("version", "base", "source", "atoms", "tensors", "same", "scales", "dtypes", "agree", "recomputed",
+               "models", "defaults"),
 }  # fmt: skip
 _LONGEST_NAME = 250  # bytes of a file's name without its ending
 _MOST_BASES = 8
@@ -66,8 +74,8 @@ class WeightTable:
     `meshes` has the axes of each mesh, major first, that of `""` first; `tensors` the dims of logical tensors; `same`
     which tensor is another one, and when; `scales` which tensor holds the block scales of another, and the sizes of
     a block; `dtypes` those of tensors that do not have the side's; `agree` what both sides' configs must agree on;
-    `recomputed` the names, as patterns, of what every framework works out of the config: it may be stored, and nobody
-    needs it.
+    `defaults` what a config means that does not say a field; `recomputed` the names, as patterns, of what every
+    framework works out of the config: it may be stored, and nobody needs it.
     """
 
     name: str
@@ -81,6 +89,7 @@ class WeightTable:
     scales: tuple[tuple[str, str, tuple[str, ...]], ...]
     dtypes: Pairs
     agree: Pairs
+    defaults: tuple[tuple[str, bool | int], ...]
     recomputed: tuple[str, ...]
     split: Pairs
     holes: Pairs
@@ -89,19 +98,21 @@ class WeightTable:
     @staticmethod
     def read(path_or_name: str | Path) -> WeightTable:
         """Read a table by path, or by the name of a shipped one; raises `LayoutError` and `ParseError`."""
-        path = find_table_file(path_or_name, "a table of weights")
+        path, model = _resolve_table(path_or_name)
         data = _read_with_base(path, "table", 0)
-        family = data.pop("family", None)
+        family, model = data.pop("family", None), data.pop("model", "") if model is None else model
         if family is None and "of" in data:
             return _table(str(line(path)), data)
         if not isinstance(family, str):
             raise LayoutError(
                 f"{line(path)}: the table names no family; legal is family = a path, a shipped family, or [of] inside"
             )
-        return _table(
-            str(line(path)),
-            data | {"of": _read_with_base(find_table_file(family, "a family", path.parent), "family", 0)},
-        )
+        of = _read_with_base(find_table_file(family, "a family", path.parent), "family", 0)
+        if model:
+            data = _of_model(data, of, str(model), str(line(path)))
+            data["name"] = Path(path_or_name).stem
+        of.pop("models", None)
+        return _table(str(line(path)), data | {"of": of})
 
     @staticmethod
     def of(data: dict[str, Any], where: str) -> WeightTable:
@@ -125,6 +136,7 @@ class WeightTable:
             "of.scales": [(name, {"of": other, "block": list(block)}) for name, other, block in self.scales],
             "of.dtypes": list(self.dtypes),
             "of.agree": list(self.agree),
+            "of.defaults": list(self.defaults),
             "split": list(self.split),
             "holes": list(self.holes),
         }
@@ -154,9 +166,84 @@ def toml_value(value: object) -> str:
     return repr(value)
 
 
-def shipped_tables() -> tuple[str, ...]:
-    """Return the names of the shipped tables, sorted."""
+@cache
+def table_files() -> tuple[str, ...]:
+    """Return the names of the files of shipped tables, sorted."""
     return tuple(sorted(p.stem for p in SHIPPED.glob("*.toml") if not p.stem.endswith(".family")))
+
+
+@cache
+def shipped_tables() -> tuple[str, ...]:
+    """Return the names of the shipped tables, sorted: the files, and each for every other model of its family.
+
+    >>> {"hf-llama", "hf-qwen2", "vllm-gemma3"} <= set(shipped_tables())
+    True
+    """
+    files, models = table_files(), shipped_models()
+    others = (
+        _name_for(name, family, model)
+        for name in files
+        for model, family in models.items()
+        if model != family and _is_of(name, family)
+    )
+    return tuple(sorted({*files, *others}))
+
+
+@cache
+def shipped_models() -> dict[str, str]:
+    """Return every model that shipped tables know, as tables are called, and the family that it is of.
+
+    >>> shipped_models()["qwen2"]
+    'llama'
+    """
+    found: dict[str, str] = {}
+    for path in sorted(SHIPPED.glob("*.family.toml")):
+        models = _decode_shipped(path).get("models", {})
+        found |= {name.replace("_", "-"): path.name.removesuffix(".family.toml") for name in models}
+    return found
+
+
+def _is_of(table: str, family: str) -> bool:
+    """Whether a table's name says a family: `hf-deepseek-v3-fp8` says `deepseek-v3`."""
+    return bool(re.search(rf"-{re.escape(family)}(?:-(?:fp8|mxfp4|mtp|ep|split))*\Z", table))
+
+
+def _name_for(table: str, family: str, model: str) -> str:
+    head, _, tail = table.rpartition(f"-{family}")
+    return f"{head}-{model}{tail}"
+
+
+def _resolve_table(path_or_name: str | Path) -> tuple[Path, str | None]:
+    """The file of a table, and for which other model of its family it is asked, if it is."""
+    name, stem = str(path_or_name), Path(path_or_name).name.removesuffix(".toml")
+    if name.removesuffix(".toml") == stem and stem in shipped_tables() and not (SHIPPED / f"{stem}.toml").is_file():
+        for model, family in shipped_models().items():
+            file = _name_for(stem, model, family) if _is_of(stem, model) else ""
+            if file in table_files():
+                return SHIPPED / f"{file}.toml", model
+    return find_table_file(path_or_name, "a table of weights"), None
+
+
+def _of_model(data: dict[str, Any], of: dict[str, Any], model: str, where: str) -> dict[str, Any]:
+    """The data of a table for one model of its family, whose data are changed, too; raises `LayoutError`."""
+    models: dict[str, Any] = of.get("models", {})
+    own = next((v for k, v in models.items() if model in (k, k.replace("_", "-"))), None)
+    if not isinstance(own, dict):
+        raise LayoutError(
+            f"{where}: the model {model} is none of its family's; legal are {', '.join(models) or 'none'}"
+        )
+    features = {k: v for k, v in own.items() if k not in ("config", "names")}
+    if strange := next((k for k in features if k not in of.get("atoms", {})), None):
+        raise LayoutError(f"{where}: the model {model} has {strange}, which is no atom of its family")
+    of["atoms"] = of["atoms"] | features
+    of["defaults"] = {**of.get("defaults", {}), **own.get("config", {})}
+
+    def renamed(name: str) -> str:
+        for old, new in own.get("names", {}).items():
+            name = re.sub(rf"(?<![\w]){re.escape(old)}(?![\w])", new, name)
+        return name
+
+    return data | {"parameters": [p | {"name": renamed(p["name"])} for p in data.get("parameters", [])]}
 
 
 def find_table_file(path_or_name: str | Path, what: str, beside: Path | None = None) -> Path:
@@ -171,10 +258,15 @@ def find_table_file(path_or_name: str | Path, what: str, beside: Path | None = N
     raise unknown_table(what, str(path_or_name), shipped_tables())
 
 
+@lru_cache(maxsize=128)
+def _decode_shipped(path: Path) -> dict[str, Any]:
+    return decode_toml(read_text(path))
+
+
 def _read_with_base(path: Path, kind: str, depth: int) -> dict[str, Any]:
     """The data of a file, on that of its base."""
     try:
-        data = decode_toml(read_text(path))
+        data = copy.deepcopy(_decode_shipped(path)) if path.parent == SHIPPED else decode_toml(read_text(path))
     except ParseError as error:
         raise ParseError(f"{line(path)}: {line(error)}; legal is a TOML file") from None
     for key in data:
@@ -265,6 +357,7 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
         tuple(scales),
         texts("dtypes", family),
         texts("agree", family),
+        tuple(section("defaults", family).items()),
         tuple(recomputed),
         texts("split", data),
         texts("holes", data),
@@ -292,8 +385,13 @@ def _parameter(where: str, data: object) -> TableParameter:
     if not isinstance(plus, int):
         raise LayoutError(f"{where}: {data['name']}: plus = {excerpt(plus)}; legal is a whole number")
     try:
-        form = StoredForm.parse(data["is"])
+        form = _parse_form(data["is"])
     except ParseError as error:
         raise ParseError(f"{where}: {data['name']}: {str(error).splitlines()[0]}", error.text, error.position) from None
     words = {key: str(data.get(key, "")) for key in ("when", "unless", "mesh", "dtype")}
     return TableParameter(data["name"], form, tuple(on.items()), plus=plus, **words)
+
+
+@lru_cache(maxsize=1024)
+def _parse_form(text: str) -> StoredForm:
+    return StoredForm.parse(text)

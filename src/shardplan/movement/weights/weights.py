@@ -24,14 +24,14 @@ from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.frameworks import (
     SideRequest,
     check_expert_degree,
-    family_of,
+    model_of,
     nearest_degrees,
     spell_degrees,
     table_name,
 )
 from shardplan.movement.weights.logical import LogicalTensor
 from shardplan.movement.weights.sizing import TableSizes
-from shardplan.movement.weights.table import WeightTable, shipped_tables, toml_value
+from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables, toml_value
 
 _WRITTEN = "legal is what str(weights) writes"
 _MOST_DEVICES = 2**20
@@ -247,17 +247,22 @@ def load_weights(
     devices: Iterable[int] | None = None,
     dtype: str | None = None,
     disk: bool = False,
-    family: str | None = None,
+    model: str | None = None,
 ) -> Weights:
     """Return one side as it is asked for; `disk` says that a framework's word means a checkpoint. See `Weights.load`.
 
-    `family` is that of the model, where it is not the config's.
+    `model` is its name as tables are called, where it is not the config's.
     """
     sizes = model_config(config)
     name = request.name
     if request.is_word:
         name = table_name(
-            name, family or family_of(sizes), shipped_tables(), request.degrees, request.switches, disk=disk
+            name,
+            model or model_of(sizes, shipped_models()),
+            shipped_tables(),
+            request.degrees,
+            request.switches,
+            disk=disk,
         )
     table = WeightTable.read(name)
     given = spell_degrees(request.degrees, [*(n for n, _ in table.degrees), *table.rules])
