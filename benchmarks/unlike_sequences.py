@@ -4,7 +4,7 @@
 and known ones, on two to five ranks that are threads of this process, with the watch, the wire and the posts that real
 ranks have, and a stand-in for the library whose calls meet whatever they carry. A sequence is wrong where a rank has
 not raised by its next call that takes data of another, or where its error does not name the rank that differed. Waits
-that are said to last half a second last a hundredth of it.
+that are said to last half a second last a fifth of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 from benchmarks.common import arguments, record, use_tests, write
 
-BLOCK = 250
+BLOCK = 50
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def test_what_is_computed_in_floats_may_be_rounded_and_what_is_moved_may_not() -
     near = want * np.float32(1 + 2e-7)
     assert first_difference(near, want, rounded=False) == (0,)
     assert first_difference(near, want, rounded=True) is None
-    assert first_difference(want + [0, 1], want, rounded=True) == (1,)
+    assert first_difference(want + np.array([0, 1], np.float32), want, rounded=True) == (1,)
     half = np.array([100], np.float16)
     assert first_difference(half + np.float16(1), half, rounded=True) is None
     assert first_difference(half + np.float16(1), half, rounded=False) == (0,)

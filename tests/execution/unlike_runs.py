@@ -27,13 +27,13 @@ from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.posts import PostOffice
 from shardplan.execution.torch.wire import TorchWire
 
-GRACE, TIMEOUT = 0.02, 3.0
+GRACE, TIMEOUT = 0.1, 10.0  # of half a second
 HOST = torch.device("cpu")
 
 
 @contextlib.contextmanager
 def hasty() -> Iterator[None]:
-    """All that is waited for before the store is asked, in hundredths of its time."""
+    """All that is waited for before the store is asked, in a fifth of its time."""
     short = {"GRACE": GRACE, "TICK": GRACE / 5}
     more = {"PATIENCE": 4 * GRACE, "POLL": GRACE / 50, "ANSWER": GRACE / 10}
     with patch.multiple(group_state, **short), patch.multiple(faults, **short, **more):

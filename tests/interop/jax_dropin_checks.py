@@ -568,7 +568,8 @@ def sums_by_a_plan(here: Ends) -> Any:
 
 
 CHECKS: tuple[Callable[[Ends], Any], ...] = (
-    like_device_put, limits, chained, donation, transforms, transforms_inside, kinds, small, hunt, executables, sums_by_a_plan,
+    like_device_put, limits, chained, donation, transforms, transforms_inside, kinds, small, hunt, executables,
+    sums_by_a_plan,
 )  # fmt: skip
 
 

@@ -29,12 +29,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shardplan.errors import BackendError, LayoutError, TimedOut
 from shardplan.execution.rank_names import format_ranks, name_ranks
 from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
 from shardplan.execution.torch.posts import Post, Run
+from shardplan.execution.torch.waits import Releasing, Wait
 
 PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
 POLL = TICK / 10  # seconds between two looks into the store for what another rank is about to say
@@ -48,28 +49,6 @@ KEY_DIGITS = 16  # hexadecimal digits of the hash of a set of ranks in the store
 IDENTITY_DIGITS = 15  # hexadecimal digits of a digest in a post: 60 bits, which a signed 64-bit integer holds
 MOST_SETS = 256  # sets of ranks whose hash is remembered
 TAG_DIGITS = 8  # hexadecimal digits of a digest in a tag: 32 bits, all that a tag can hold
-
-
-class Wait(NamedTuple):
-    """A message that a rank waits for: from, or to, `peer`."""
-
-    peer: int
-    sent: int  # bytes; 0 for a message to receive
-    wire: Releasing
-
-
-class Releasing(Protocol):
-    """How the messages of a run that has failed come to an end."""
-
-    tag: int
-
-    def answer(self, peer: int, sent: int, tag: int) -> None:
-        """End the wait of `peer`, under its tag: for a message from this rank, or for `sent` bytes to be taken."""
-        ...
-
-    def cut(self, peer: int) -> None:
-        """End all waits of this rank, and its connections with them."""
-        ...
 
 
 class Said(NamedTuple):

@@ -29,8 +29,9 @@ import torch.distributed as dist
 
 from shardplan.errors import ShardplanError
 from shardplan.execution.record import NativeCall
-from shardplan.execution.torch.faults import TorchWatch, Wait
+from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.libraries import native_on, tell_composed
+from shardplan.execution.torch.waits import Wait
 
 Pending = list[tuple[int, Any]]  # peer, and the work of torch that is waited for
 AT_ONCE = timedelta(milliseconds=1)  # a wait that is to fail: gloo's bound must be above 0
