@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from execution.unlike_runs import hasty, wrong_sequences
-from shardplan.execution.torch.posts import GREETING, POST, Post, PostOffice, Run
+from shardplan.execution.torch.posts import GREETING, POST, Post, PostedRun, PostOffice
 
 
 def test_one_rank_that_differs_is_named_on_all_by_the_next_run() -> None:
@@ -31,7 +31,7 @@ def offices():
 
 def test_posts_come_in_pieces_and_in_any_order(offices) -> None:
     low, high = offices
-    first, second = (Run(7, number) for number in (1, 2))
+    first, second = (PostedRun(7, number) for number in (1, 2))
     low.send(1, second, Post(20, "program b"), 5.0)
     assert high.take(0, second, 5.0, lambda: False) == Post(20, "program b")
     data = b"".join(POST.pack(*run, n, b"x") for run, n in ((second, 21), (first, 11)))
@@ -54,7 +54,7 @@ def test_a_caller_without_the_secret_is_sent_away(offices) -> None:
     with socket.create_connection(high.listener.getsockname()[:2], 5.0) as stranger:
         stranger.sendall(GREETING.pack(bytes(16), 0) + POST.pack(7, 1, 11, b"x"))
         with pytest.raises(TimeoutError):
-            high.take(0, Run(7, 1), 0.3, lambda: False)
+            high.take(0, PostedRun(7, 1), 0.3, lambda: False)
         assert not high.callers
-    low.send(1, Run(7, 1), Post(12, ""), 5.0)
-    assert high.take(0, Run(7, 1), 5.0, lambda: False) == Post(12, "")
+    low.send(1, PostedRun(7, 1), Post(12, ""), 5.0)
+    assert high.take(0, PostedRun(7, 1), 5.0, lambda: False) == Post(12, "")

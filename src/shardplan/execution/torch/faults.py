@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from shardplan.errors import BackendError, LayoutError, TimedOut
 from shardplan.execution.rank_names import format_ranks, name_ranks
 from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
-from shardplan.execution.torch.posts import Post, Run
+from shardplan.execution.torch.posts import Post, PostedRun
 from shardplan.execution.torch.waits import Releasing, Wait
 
 PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
@@ -97,9 +97,9 @@ class TorchWatch:
         return self.tag_of(0)
 
     @property
-    def posted_run(self) -> Run:
+    def posted_run(self) -> PostedRun:
         """This run in what ranks post, whatever each of them runs as that number."""
-        return Run(int(_key_of(self.ranks)[:IDENTITY_DIGITS], 16), self.number)
+        return PostedRun(int(_key_of(self.ranks)[:IDENTITY_DIGITS], 16), self.number)
 
     @property
     def post(self) -> Post:

@@ -24,7 +24,7 @@ READ = 256 * POST.size  # bytes of a look at a connection
 LOOK = 0.05  # seconds between two looks whether the run has failed meanwhile
 
 
-class Run(NamedTuple):
+class PostedRun(NamedTuple):
     """Of which run a post is."""
 
     ranks: int  # their hash
@@ -50,7 +50,7 @@ class PostOffice:
         self.listener.setblocking(False)
         self.callers: dict[int, socket.socket] = {}  # by rank, of those that post to this one
         self.called: dict[int, socket.socket] = {}
-        self.heard: dict[int, dict[Run, Post]] = {}  # by rank, what were not asked for yet
+        self.heard: dict[int, dict[PostedRun, Post]] = {}  # by rank, what were not asked for yet
         self.cut: dict[int, bytes] = {}  # by rank, the start of a post of which the rest has yet to come
         store.set(self._key(rank), f"{here} {self.listener.getsockname()[1]} {self.secret.hex()}")
 
@@ -58,7 +58,7 @@ class PostOffice:
     def _key(rank: int) -> str:
         return f"shardplan/posts/{rank}"
 
-    def send(self, peer: int, run: Run, post: Post, timeout: float) -> None:
+    def send(self, peer: int, run: PostedRun, post: Post, timeout: float) -> None:
         """Post to a rank; raises `OSError` or, where the rank has not said where it is, what the store raises."""
         if peer not in self.called:
             key = self._key(peer)
@@ -71,7 +71,7 @@ class PostOffice:
             self.called[peer] = line
         self.called[peer].sendall(POST.pack(*run, post.identity, post.name.encode()))
 
-    def take(self, peer: int, run: Run, timeout: float, failed: Callable[[], bool]) -> Post | None:
+    def take(self, peer: int, run: PostedRun, timeout: float, failed: Callable[[], bool]) -> Post | None:
         """Return what a rank posts of a run; None once `failed()` says that it will not come.
 
         Raises `TimeoutError` after `timeout` seconds, and `OSError` where the rank has gone.
@@ -90,7 +90,7 @@ class PostOffice:
             select.select([self.callers.get(peer, self.listener)], [], [], min(LOOK, until - now))
         return heard.pop(run)
 
-    def _read(self, peer: int, heard: dict[Run, Post]) -> bool:
+    def _read(self, peer: int, heard: dict[PostedRun, Post]) -> bool:
         """Take what has come, if anything."""
         if peer not in self.callers:
             return self._accept()
@@ -103,7 +103,7 @@ class PostOffice:
         data = self.cut.pop(peer, b"") + data
         whole = len(data) - len(data) % POST.size
         for ranks, number, identity, name in POST.iter_unpack(data[:whole]):
-            heard[Run(ranks, number)] = Post(identity, name.rstrip(b"\0").decode(errors="replace"))
+            heard[PostedRun(ranks, number)] = Post(identity, name.rstrip(b"\0").decode(errors="replace"))
         if data[whole:]:
             self.cut[peer] = data[whole:]
         return True

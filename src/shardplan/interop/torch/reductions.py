@@ -35,7 +35,7 @@ def ddp_hook(plan: Plan | Program, timeout: float = TIMEOUT) -> Callable[[Any, d
     Raises:
         LayoutError: The program is no reduction of one payload to all its members.
     """
-    reduction = Reduction(plan, timeout)
+    reduction = PayloadAverage(plan, timeout)
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -53,7 +53,7 @@ def fsdp_hook(plan: Plan | Program, timeout: float = TIMEOUT) -> Callable[[torch
 
     Args, errors: as of `ddp_hook`.
     """
-    reduction = Reduction(plan, timeout)
+    reduction = PayloadAverage(plan, timeout)
 
     def hook(reduce_output: torch.Tensor) -> None:
         reduce_output.copy_(reduction.average(reduce_output))
@@ -61,7 +61,7 @@ def fsdp_hook(plan: Plan | Program, timeout: float = TIMEOUT) -> Callable[[torch
     return hook
 
 
-class Reduction:
+class PayloadAverage:
     """The steps of a reduction on payloads of any size and dtype."""
 
     def __init__(self, plan: Plan | Program, timeout: float) -> None:
