@@ -136,7 +136,7 @@ class Worker:
         bound, device = found.bound, found.device
         record = Record()
         if bound is None or device is None:
-            return Outcome(device, 0.0, instant, 0.0)
+            return Outcome(device, 0.0, instant)
         if isinstance(bound, SleptStep):
             return _run_slept_step(bound, device, instant)
         ranks = found.item.ranks

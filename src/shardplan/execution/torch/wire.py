@@ -245,7 +245,7 @@ class TorchWire:
             self.watch.state.left_behind.append(tuple(self.under_way))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PostWait:
     """How a wait for a post ends: by itself, once the run has failed."""
 

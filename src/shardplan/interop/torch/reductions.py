@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from shardplan.core.program import Program
 from shardplan.execution.drive import finish
@@ -22,7 +22,7 @@ from shardplan.movement.reductions.sizes import members_of, resize_payload, sum_
 from shardplan.plans.plan import Plan
 
 
-def ddp_hook(plan: Plan | Program, timeout: float = TIMEOUT) -> Callable[[Any, dist.GradBucket], Any]:
+def ddp_hook(plan: Plan | Program, timeout: float = TIMEOUT) -> Callable[[Any, GradBucket], Any]:
     """Return a communication hook that averages gradients by a reduction plan.
 
     Register it by `model.register_comm_hook(None, ddp_hook(plan))`. DDP reduces its buckets in one order on all ranks,
@@ -37,7 +37,7 @@ def ddp_hook(plan: Plan | Program, timeout: float = TIMEOUT) -> Callable[[Any, d
     """
     reduction = PayloadAverage(plan, timeout)
 
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(reduction.average(bucket.buffer()))
         return future

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -26,7 +27,7 @@ def sum_program(plan: Plan | Program) -> Program:
     bf16[3]{+a}
     """
     program = plan.program if isinstance(plan, Plan) else plan
-    given: object = program
+    given: Any = program
     if not isinstance(given, Program):
         raise LayoutError(f"asked for a plan of sp.reduce or a program, not {excerpt(given)}")
     ends = [*program.input_types, *program.output_types]
