@@ -206,7 +206,13 @@ def launch(
         else:
             wire.tag = watch.tag_of(of_job.turn)
             running = run_under_watch(running, watch, bound.texts)
+        while state.ended:
+            state.ended.popleft().compare_posts()
         results = yield from (on_stream(running) if wire.is_streamed else running)
+        if wire.is_streamed:  # its data has yet to come
+            state.ended.append(wire)
+        else:
+            wire.compare_posts()
         if record is not None and of_job is None:
             record.spans[:] = gather_spans(wire, bound.ranks, bound.device, record.spans, shift)
         return results
