@@ -265,7 +265,7 @@ class Live:
         """Return what every device's process says, a number each by ascending id: all wait here for all."""
         devices = parts(self.job).devices
         hand = self._agreed(_offer_of(_poll(devices), devices))
-        return [] if hand is None else _told(hand, devices, mine)
+        return [] if hand is None else _gather_numbers(hand, devices, mine)
 
     # In this process
 
@@ -328,7 +328,7 @@ class Live:
         devices, found = parts(self.job).devices, counting(self.job.model.program)
         assert found is not None
         whole = found.targets not in dealt
-        told = _told(hand, devices, 2 * int(mine) + whole)
+        told = _gather_numbers(hand, devices, 2 * int(mine) + whole)
         if any(n % 2 for n in told):
             return np.asarray(next(n // 2 for n in told if n % 2), mine.dtype)
         first: dict[object, int] = {}
@@ -386,7 +386,7 @@ def _poll(devices: tuple[int, ...]) -> Program:
     return everywhere((TensorType("i64", (len(devices),), ("device",), mesh),), devices)
 
 
-def _told(hand: Hand, devices: tuple[int, ...], mine: int) -> list[int]:
+def _gather_numbers(hand: Hand, devices: tuple[int, ...], mine: int) -> list[int]:
     """What all devices say."""
     if hand.devices is None:
         return [mine] * len(devices)
