@@ -28,7 +28,13 @@ def write_constant(w: FlatWriter, array: _Array) -> Seen:
     core = small.reshape([small.shape[d] for d in large])
     if not large:
         return w.constant(core.item(), dtype, array.shape)
-    said = _counted(w, core, dtype) if len(large) == 1 else _banded(w, core, dtype) if len(large) == 2 else None
+    said = (
+        _arithmetic_row(w, core, dtype)
+        if len(large) == 1
+        else _band_matrix(w, core, dtype)
+        if len(large) == 2
+        else None
+    )
     held = said or w.declare_constant(np.ascontiguousarray(core))
     dims: list[Group] = [()] * array.ndim
     for d, group in zip(large, held.dims, strict=True):
@@ -45,7 +51,7 @@ def _distinct_part(array: _Array) -> _Array:
     return array
 
 
-def _counted(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
+def _arithmetic_row(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
     """Whole numbers with one step between them."""
     if array.dtype.kind not in "iuf" or (array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array))):
         return None
@@ -60,7 +66,7 @@ def _counted(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
     )  # fmt: skip
 
 
-def _banded(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
+def _band_matrix(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
     """One value on some neighbouring diagonals of a matrix, another one elsewhere."""
     inside = array == array[-1, 0]
     values = (array[-1, 0].item(), array[~inside][0].item())

@@ -93,10 +93,10 @@ def put_part(w: FlatWriter, x: Seen, values: Seen, dim: int, start: int, stop: i
     n = x.shape[dim]
     pieces = [ours.part(w, x, dim, 0, start)] if start else []
     pieces += [w.cast(values, w.dtype(x))] + ([ours.part(w, x, dim, stop, n)] if stop < n else [])
-    return joined(w, pieces, dim)
+    return concatenate(w, pieces, dim)
 
 
-def joined(w: FlatWriter, pieces: Sequence[Seen], dim: int) -> Seen:
+def concatenate(w: FlatWriter, pieces: Sequence[Seen], dim: int) -> Seen:
     """After one another along a dim, bools too."""
     if w.dtype(pieces[0]) != "bool" or len(pieces) < 2:
         return ours.joined_along(w, pieces, dim)
@@ -110,7 +110,7 @@ def pad(w: FlatWriter, x: Seen, widths: Sequence[tuple[int, int]], value: float 
         x = ours.part(w, x, dim, max(-before, 0), n - max(-after, 0))
         sides = [w.constant(value, w.dtype(x), [*x.shape[:dim], m, *x.shape[dim + 1 :]]) if m > 0 else None
                  for m in (before, after)]  # fmt: skip
-        x = joined(w, [v for v in (sides[0], x, sides[1]) if v is not None], dim)
+        x = concatenate(w, [v for v in (sides[0], x, sides[1]) if v is not None], dim)
     return x
 
 

@@ -44,7 +44,7 @@ def _product(c: Operation, x: Any, y: Any) -> Pair:
     return Pair(*(c.write_elementwise(e, *values, dtype=kind) for e in _PRODUCT))
 
 
-def _each(name: str) -> Callable[[dict[str, Handler]], Handler]:
+def _map_parts(name: str) -> Callable[[dict[str, Handler]], Handler]:
     """What a real operation does to both parts."""
 
     def of(table: dict[str, Handler]) -> Handler:
@@ -84,7 +84,7 @@ def _absolute(c: Operation, x: Pair) -> Seen:
 def complex_table(table: dict[str, Handler]) -> dict[str, Handler]:
     """The operations on pairs, where those on both parts are the table's."""
     return {
-        **{name: _each(name)(table) for name in _BOTH},
+        **{name: _map_parts(name)(table) for name in _BOTH},
         "aten.view_as_real.default": _side_by_side,
         "aten.mul.Tensor": _product,
         "aten.add.Tensor": _sum_handler("+"),

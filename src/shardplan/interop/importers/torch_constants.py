@@ -51,7 +51,7 @@ def fold(node: Any, name: str, args: Any, kwargs: Any) -> Any:
         value = value.item() if hasattr(value, "item") else value
         return torch.full((), value, dtype=fake.dtype).expand(tuple(int(n) for n in fake.shape))
     with torch.no_grad():
-        return node.target(*map(_here, args), **{k: _here(v) for k, v in kwargs.items() if k != "pin_memory"})
+        return node.target(*map(_on_host, args), **{k: _on_host(v) for k, v in kwargs.items() if k != "pin_memory"})
 
 
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:
@@ -63,12 +63,12 @@ def array_of(tensor: Any) -> np.ndarray[Any, Any]:
     return tensor.cpu().view(getattr(torch, f"int{8 * kind.itemsize}")).numpy().view(kind)
 
 
-def _here(value: Any) -> Any:
+def _on_host(value: Any) -> Any:
     """An argument, on this machine's processor."""
     if type(value).__name__ == "device":
         torch: Any = optional("torch", "torch")
         return torch.device("cpu")
-    return [_here(v) for v in value] if isinstance(value, list) else value
+    return [_on_host(v) for v in value] if isinstance(value, list) else value
 
 
 def _nondeterministic(target: Any) -> bool:

@@ -36,7 +36,7 @@ def _view(c: Operation, x: Any) -> Any:
     return write_constant(c.w, array_of(x)) if is_tensor(x) else x
 
 
-def _known(indices: Sequence[Any]) -> list[Any]:
+def _mask_ids(indices: Sequence[Any]) -> list[Any]:
     """Ids, where a mask that is a constant says them."""
     found = list[Any]()
     for ids in indices:
@@ -49,7 +49,7 @@ def _known(indices: Sequence[Any]) -> list[Any]:
 
 def _flat_ids(c: Operation, x: Seen, indices: Sequence[Any]) -> tuple[Seen, list[int], Seen]:
     """A value whose indexed dims are one, before all others; these dims; and the ids in it."""
-    indices = _known(indices)
+    indices = _mask_ids(indices)
     dims = [d for d, ids in enumerate(indices) if ids is not None]
     rest = [d for d in range(len(x.dims)) if d not in dims]
     views = [c.w.cast(_ids(c, indices[d], x.shape[d]), "i64") for d in dims]
@@ -170,16 +170,16 @@ def _padded_by(ids: Any) -> Handler:
     return handler
 
 
-def _reflected(before: int, after: int, n: int) -> Any:
+def _reflected_ids(before: int, after: int, n: int) -> Any:
     ids = np.abs(np.arange(-before, n + after))
     return np.where(ids >= n, 2 * (n - 1) - ids, ids)
 
 
-def _replicated(before: int, after: int, n: int) -> Any:
+def _replicated_ids(before: int, after: int, n: int) -> Any:
     return np.clip(np.arange(-before, n + after), 0, n - 1)
 
 
-def _every(values: Any, n: int) -> list[int]:
+def _one_per_dim(values: Any, n: int) -> list[int]:
     held = [values] if isinstance(values, int) else list(values)
     return held * n if len(held) == 1 else held
 
@@ -187,7 +187,7 @@ def _every(values: Any, n: int) -> list[int]:
 def _convolution(c: Operation, x: Seen, weight: Seen, bias: Any, stride: Any, padding: Any, dilation: Any,
                  transposed: bool, more: Any, groups: int) -> Seen:  # fmt: skip
     n = len(x.dims) - 2
-    stride, padding, dilation, more = (_every(v, n) for v in (stride, padding, dilation, more))
+    stride, padding, dilation, more = (_one_per_dim(v, n) for v in (stride, padding, dilation, more))
     pairs = [(p, p) for p in padding]
     if transposed:  # the same with zeros between elements, and the weight the other way round
         spatial = range(2, n + 2)
@@ -211,8 +211,8 @@ def _convolution(c: Operation, x: Seen, weight: Seen, bias: Any, stride: Any, pa
 
 def _pool_windows(c: Operation, x: Seen, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool,
                   fill: float) -> tuple[Seen, list[int]]:  # fmt: skip
-    kernel = _every(kernel, n)
-    stride, padding, dilation = (_every(v, n) for v in (stride or kernel, padding, dilation))
+    kernel = _one_per_dim(kernel, n)
+    stride, padding, dilation = (_one_per_dim(v, n) for v in (stride or kernel, padding, dilation))
     lead = len(x.dims) - n
     if ceil:
         raise NotImplementedError("with sizes that are rounded up")
@@ -235,7 +235,7 @@ def _max_pool_handler(n: int) -> Handler:
 def _average_pool_handler(n: int) -> Handler:
     def handler(c: Operation, x: Seen, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False,
                 count_padding: bool = True, divisor: Any = None) -> Seen:  # fmt: skip
-        if divisor is not None or (any(_every(padding, n)) and not count_padding):
+        if divisor is not None or (any(_one_per_dim(padding, n)) and not count_padding):
             raise NotImplementedError("by another number than that of a window's elements")
         x, dims = _pool_windows(c, x, n, kernel, stride, padding, 1, ceil, 0.0)
         return c.w.reduce_view(x, dims, "mean", False)
@@ -299,7 +299,7 @@ def _products(c: Operation, x: Seen, dim: int) -> list[Seen]:
 
 
 def _cumulate_product(c: Operation, x: Seen, dim: int, dtype: Any = None) -> Seen:
-    return at.joined(c.w, _products(c, c.w.cast(x, c.dtype), dim), dim)
+    return at.concatenate(c.w, _products(c, c.w.cast(x, c.dtype), dim), dim)
 
 
 def _repeat_interleave(c: Operation, x: Seen, times: Any, dim: Any = None, output_size: Any = None) -> Seen:
@@ -313,10 +313,10 @@ def _roll(c: Operation, x: Seen, shifts: Any, dims: Any = ()) -> Seen:
     if not dims:
         flat = c.w.reshape_view(x, [x.size])
         return c.w.reshape_view(_roll(c, flat, shifts, [0]), x.shape)
-    for shift, d in zip(_every(shifts, 1), _every(dims, 1), strict=True):
+    for shift, d in zip(_one_per_dim(shifts, 1), _one_per_dim(dims, 1), strict=True):
         n = x.shape[d]
         cut = -shift % n
-        x = at.joined(c.w, [ours.part(c.w, x, d, cut, n), ours.part(c.w, x, d, 0, cut)] if cut else [x], d)
+        x = at.concatenate(c.w, [ours.part(c.w, x, d, cut, n), ours.part(c.w, x, d, 0, cut)] if cut else [x], d)
     return x
 
 
@@ -352,7 +352,7 @@ def _bags(c: Operation, table: Any, ids: Any, offsets: Any, scale: bool = False,
     return [c.w.reduce_view(found, [1], ("sum", "mean", "max")[mode], False), None, None, None]
 
 
-def _stepped(c: Operation, x: Seen, shape: Any, strides: Any, offset: Any = None) -> Seen:
+def _as_strided(c: Operation, x: Seen, shape: Any, strides: Any, offset: Any = None) -> Seen:
     """A view by strides of a value that lies row by row."""
     ids = np.full(tuple(shape), offset or 0)
     for d, (n, stride) in enumerate(zip(shape, strides, strict=True)):
@@ -377,8 +377,8 @@ INDEXING: dict[str, Handler] = {
     "aten.slice_scatter.default": _slice_scatter,
     "aten.select_scatter.default": _select_scatter,
     "aten.constant_pad_nd.default": _pad,
-    **{f"aten.reflection_pad{n}d.default": _padded_by(_reflected) for n in (1, 2, 3)},
-    **{f"aten.replication_pad{n}d.default": _padded_by(_replicated) for n in (1, 2, 3)},
+    **{f"aten.reflection_pad{n}d.default": _padded_by(_reflected_ids) for n in (1, 2, 3)},
+    **{f"aten.replication_pad{n}d.default": _padded_by(_replicated_ids) for n in (1, 2, 3)},
     "aten.convolution.default": _convolution,
     **{f"aten.max_pool{n}d.default": _max_pool_handler(n) for n in (1, 2, 3)},
     **{f"aten.avg_pool{n}d.default": _average_pool_handler(n) for n in (1, 2, 3)},
@@ -399,7 +399,7 @@ INDEXING: dict[str, Handler] = {
     "aten.roll.default": _roll,
     "aten.diagonal.default": _diagonal,
     "aten.unfold.default": _unfold,
-    "aten.as_strided.default": _stepped,
+    "aten.as_strided.default": _as_strided,
     "aten.one_hot.default": lambda c, ids, n=-1: at.one_hot(c.w, ids, c.shape[-1], c.dtype),
 }
 RAW = frozenset({"aten.index.Tensor", "aten._unsafe_index.Tensor", "aten.index_put.default", "aten.gather.default",

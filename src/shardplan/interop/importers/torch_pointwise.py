@@ -115,14 +115,14 @@ def _group_norm(c: Operation, x: Seen, groups: int, gain: Any = None, bias: Any 
     n, channels, *rest = x.shape
     parts = c.w.reshape_view(x, [n, groups, channels // groups, *rest])
     y = _normalize(c, parts, range(2, len(parts.dims)), eps)
-    return _scaled(c, c.w.reshape_view(y, [n, channels, *rest]), gain, bias)
+    return _apply_gain(c, c.w.reshape_view(y, [n, channels, *rest]), gain, bias)
 
 
 def _instance_norm(c: Operation, x: Seen, gain: Any, bias: Any, mean: Any, variance: Any, use_input: bool,
                    _: float, eps: float, __: Any) -> Seen:  # fmt: skip
     if not use_input:
         return _batch_norm(c, x, gain, bias, mean, variance, False, 0.0, eps, False)
-    return _scaled(c, _normalize(c, x, range(2, len(x.dims)), eps), gain, bias)
+    return _apply_gain(c, _normalize(c, x, range(2, len(x.dims)), eps), gain, bias)
 
 
 def _normalize(c: Operation, x: Seen, dims: Sequence[int], eps: float) -> Seen:
@@ -130,7 +130,7 @@ def _normalize(c: Operation, x: Seen, dims: Sequence[int], eps: float) -> Seen:
     return c.write_elementwise(f"({{a}} - {{b}}) * rsqrt({{c}} + {eps!r})", x, mean, variance)
 
 
-def _scaled(c: Operation, x: Seen, gain: Any, bias: Any) -> Seen:
+def _apply_gain(c: Operation, x: Seen, gain: Any, bias: Any) -> Seen:
     """Times a gain and plus a bias of dim 1, where there are any."""
     for text, v in (("a * b", gain), ("a + b", bias)):
         if v is not None:
@@ -147,7 +147,7 @@ def _batch_norm(c: Operation, x: Seen, gain: Any, bias: Any, mean: Any, variance
     if train or mean is None:
         raise NotImplementedError("in training; export model.eval()")
     of = [_along_channels(v, len(x.dims)) for v in (mean, variance)]
-    return _scaled(c, c.write_elementwise(f"({{a}} - {{b}}) * rsqrt({{c}} + {eps!r})", x, *of), gain, bias)
+    return _apply_gain(c, c.write_elementwise(f"({{a}} - {{b}}) * rsqrt({{c}} + {eps!r})", x, *of), gain, bias)
 
 
 def _cosine(c: Operation, x: Seen, y: Seen, dim: int = 1, eps: float = 1e-8) -> Seen:
@@ -186,7 +186,7 @@ def _copy(c: Operation, x: Seen, source: Any, *_: Any) -> Seen:
     return c.w.cast(view, c.dtype).broadcast_dims(c.shape)
 
 
-def _whole(kind: str) -> Handler:
+def _reduce_all(kind: str) -> Handler:
     return lambda c, x: c.w.reduce_view(x, range(len(x.dims)), kind, False)
 
 
@@ -248,8 +248,8 @@ POINTWISE: dict[str, Handler] = {
     "aten.copy.default": _copy,
     "aten.fill.Scalar": _copy,
     "aten.fill.Tensor": _copy,
-    "aten.max.default": _whole("max"),
-    "aten.min.default": _whole("min"),
+    "aten.max.default": _reduce_all("max"),
+    "aten.min.default": _reduce_all("min"),
     "aten.max.other": _formula("maximum({a}, {b})"),
     "aten.min.other": _formula("minimum({a}, {b})"),
     **dict.fromkeys(("aten._assert_async.msg", "aten._assert_async.default", "aten._assert_scalar.default",

@@ -133,7 +133,7 @@ def _joined_collective(
     patterns = [op.cost.pattern for op in ops if isinstance(op.cost.pattern, Groups)]
     nbytes = np.sum([pattern.nbytes for pattern in patterns], axis=0) / times
     like = replace(ops[0].cost, received_bytes=sum(op.cost.received_bytes for op in ops) // times)
-    cost = pricing.repriced(Groups(patterns[0].kind, patterns[0].members, nbytes), like)
+    cost = pricing.reprice(Groups(patterns[0].kind, patterns[0].members, nbytes), like)
     return TimedOp(cost, reads, results, ops[0].number, issued=True)
 
 
