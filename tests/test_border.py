@@ -202,7 +202,7 @@ def test_audit_is_a_value() -> None:
     found = sp.audit(ids, "data=8, tensor=2", TOPO, "tensor=2GB, data=1MB")
     assert (found.verdict, found.placement.describe()) == ("canonical", "data=[1, 8], tensor=[2, 1]")
     assert found.seconds > 0 and len(found.causes) == 1 and found.causes[0].startswith("`tensor` spans 2 nodes")
-    assert set(found.fixes) == {"torch", "jax", "megatron", "mpi", "nccl-tests"}
+    assert set(found.fixes) == {"torch", "jax", "megatron", "mpi", "nccl-tests", "slurm", "torchrun"}
     assert "init_device_mesh" in found.fixes["torch"] or "DeviceMesh" in found.fixes["torch"]
     good = sp.audit(range(16), sp.Mesh(data=8, tensor=2), TOPO, {"tensor": 2e9})
     assert good.fixes == {} and good.causes == ("no matrix is faster for this traffic",)

@@ -48,13 +48,13 @@ def on(row: StepRow, preset: str, **more: Any) -> StepRow:
 
 
 def test_a_machine_without_rows_is_as_those_with_its_chip() -> None:
-    found = machine_fit("dgx-h200")
-    assert not found.is_measured and found.taken == ("dgx-h100", "grand-teton-h100")
+    found = machine_fit("dgx-a100")
+    assert not found.is_measured and {"dgx-a100-40g", "dgx-a100-80g"} <= {*found.taken}
     for name in FREE:
         values = [getattr(shipped_fit(mate).parameters, name) for mate in found.taken]
-        values.append(getattr(CHIPS[1].kernels, name))
+        values.append(getattr(CHIPS[0].kernels, name))
         assert min(values) <= getattr(found.parameters, name) <= max(values), name
-    (one,), _ = forecast([on(vtrain()[0], "dgx-h200")])
+    (one,), _ = forecast([on(vtrain()[0], "dgx-a100")])
     for mate in found.taken:
         (its,), _ = forecast([on(vtrain()[0], mate)])
         assert one.seconds_interval[1] / one.seconds_interval[0] >= its.seconds_interval[1] / its.seconds_interval[0]
@@ -115,13 +115,13 @@ def test_keys_and_values_go_round_beside_attention() -> None:
     kinds = ("gather", "ring", "zigzag")
     many = [Strategy(context=16, context_kind=kind, global_batch=1) for kind in kinds]  # pyright: ignore[reportArgumentType]
     gather, ring, zigzag = form.seconds(Configurations.of(many))
-    assert ring == zigzag < gather
+    assert zigzag < min(ring, gather)  # a ring whose queries lie in order is as late as its last rank
     slow, slower = (
         ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many)) for n in (0.01, 0.005)
     )
-    hidden = slow[0] - slow[1]
-    assert hidden > gather - ring  # all of what is sent at first; then what attention takes, and no more
-    assert slower[0] - slower[1] == pytest.approx(hidden, rel=1e-6) and slow[1] > 1.2 * ring
+    hidden = slow[0] - slow[2]
+    assert hidden > gather - zigzag  # all of what is sent at first; then what attention takes, and no more
+    assert slower[0] - slower[2] == pytest.approx(hidden, rel=1e-6) and slow[2] > 1.2 * zigzag
 
 
 def test_sequences_above_32k_go_round_where_a_row_does_not_say() -> None:

@@ -17,7 +17,7 @@ from shardplan.core.expression import Expression
 from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Opaque
 from shardplan.errors import ShardplanError, TypingError, line
-from shardplan.interop.importers.views import Pair, Seen
+from shardplan.interop.importers.views import ComplexPair, Seen
 from shardplan.interop.importers.writer import FlatWriter, finite
 
 
@@ -166,7 +166,7 @@ def handle_operation(
 
 def flat(values: Any) -> list[Any]:
     """All values in nested lists."""
-    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | Pair):
+    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | ComplexPair):
         items: list[Any] = list(values)
         return [x for v in items for x in flat(v)]
     return [values]

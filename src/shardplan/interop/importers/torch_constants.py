@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import optional
-from shardplan.interop.importers.views import Pair, Seen
+from shardplan.interop.importers.views import ComplexPair, Seen
 
 # What reads of a tensor its shape and dtype alone: the value it is filled with, or the place of it among the arguments.
 _FILLS: Mapping[str, Callable[[list[Any]], Any]] = {
@@ -76,10 +76,21 @@ def _nondeterministic(target: Any) -> bool:
 
 
 def _is_given(value: Any) -> bool:
-    return isinstance(value, Seen | Pair) or type(value).__name__ in ("FakeTensor", "GraphModule")
+    return isinstance(value, Seen | ComplexPair) or type(value).__name__ in ("FakeTensor", "GraphModule")
 
 
 def _mentions(values: Any, of: Callable[[Any], bool]) -> bool:
-    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | Pair):
+    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | ComplexPair):
         return any(_mentions(v, of) for v in values)
     return of(values)
+
+
+def mask_ids(indices: Sequence[Any]) -> list[Any]:
+    """Ids, where a mask that is a constant says them."""
+    found = list[Any]()
+    for ids in indices:
+        if ids is not None and is_tensor(ids) and array_of(ids).dtype == bool:
+            found += ids.nonzero(as_tuple=True)
+        else:
+            found.append(ids)
+    return found

@@ -19,7 +19,7 @@ from shardplan.interop.importers.torch_complex import has_pairs
 from shardplan.interop.importers.torch_constants import array_of, fold, folds, is_tensor
 from shardplan.interop.importers.torch_indexing import INDEXING, RAW
 from shardplan.interop.importers.torch_table import COMPLEX, TABLE
-from shardplan.interop.importers.views import Pair, Seen
+from shardplan.interop.importers.views import ComplexPair, Seen
 from shardplan.interop.importers.writer import FlatWriter
 
 _LEGAL = "legal is a module that changes no input, buffer or parameter: model.eval()"
@@ -198,7 +198,7 @@ class _Graph:
 
     def __init__(self, w: FlatWriter, module: Any, values: dict[Any, Any], unknown: Unknown) -> None:
         self.w, self.module, self.values, self.unknown = w, module, values, unknown
-        self.views: dict[int, tuple[Any, Seen | Pair]] = {}  # by id a constant, and its view
+        self.views: dict[int, tuple[Any, Seen | ComplexPair]] = {}  # by id a constant, and its view
 
     def write(self) -> list[Any]:
         """Write all nodes; the values of the outputs."""
@@ -225,7 +225,7 @@ class _Graph:
             return _inline_region(self.w, self.view(args), unknown)
         if name == "cond" and (isinstance(args[0], bool) or is_tensor(args[0])):
             return _inline(self.w, args[1] if bool(args[0]) else args[2], args[3], unknown)
-        if name == "getitem" and not isinstance(args[0], Seen | Pair):
+        if name == "getitem" and not isinstance(args[0], Seen | ComplexPair):
             return args[0][args[1]]
         if folds(node, name, args, kwargs):
             made = fold(node, name, args, kwargs)
@@ -279,9 +279,9 @@ def _name(node: Any) -> str:
     return said if "." in said and "built-in" not in said else node.target.__name__
 
 
-def _constant(w: FlatWriter, tensor: Any) -> Seen | Pair:
+def _constant(w: FlatWriter, tensor: Any) -> Seen | ComplexPair:
     if tensor.is_complex():
-        return Pair(*(write_constant(w, array_of(part)) for part in (tensor.real, tensor.imag)))
+        return ComplexPair(*(write_constant(w, array_of(part)) for part in (tensor.real, tensor.imag)))
     return write_constant(w, array_of(tensor))
 
 

@@ -15,7 +15,7 @@ from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers import indexing as at
 from shardplan.interop.importers.call import Handler, Operation
 from shardplan.interop.importers.constant_value import write_constant
-from shardplan.interop.importers.torch_constants import array_of, is_tensor
+from shardplan.interop.importers.torch_constants import array_of, is_tensor, mask_ids
 from shardplan.interop.importers.views import Group, Seen
 
 
@@ -36,20 +36,9 @@ def _view(c: Operation, x: Any) -> Any:
     return write_constant(c.w, array_of(x)) if is_tensor(x) else x
 
 
-def _mask_ids(indices: Sequence[Any]) -> list[Any]:
-    """Ids, where a mask that is a constant says them."""
-    found = list[Any]()
-    for ids in indices:
-        if ids is not None and is_tensor(ids) and array_of(ids).dtype == bool:
-            found += ids.nonzero(as_tuple=True)
-        else:
-            found.append(ids)
-    return found
-
-
 def _flat_ids(c: Operation, x: Seen, indices: Sequence[Any]) -> tuple[Seen, list[int], Seen]:
     """A value whose indexed dims are one, before all others; these dims; and the ids in it."""
-    indices = _mask_ids(indices)
+    indices = mask_ids(indices)
     dims = [d for d, ids in enumerate(indices) if ids is not None]
     rest = [d for d in range(len(x.dims)) if d not in dims]
     views = [c.w.cast(_ids(c, indices[d], x.shape[d]), "i64") for d in dims]

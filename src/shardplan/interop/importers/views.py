@@ -99,7 +99,7 @@ class Seen(NamedTuple):
         )
 
 
-class Pair(NamedTuple):
+class ComplexPair(NamedTuple):
     """A complex value: its real and its imaginary part."""
 
     real: Seen

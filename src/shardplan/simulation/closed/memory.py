@@ -23,7 +23,7 @@ from shardplan.strategy.strategy import NARROW
 Floats = np.ndarray
 FULL, SELECTIVE, SELECTIVE_OP = (CODES["recompute"].index(name) for name in ("full", "selective", "selective_op"))
 FLASH1 = CODES["attention"].index("flash1")
-WHOLE, CHUNKED = (CODES["loss"].index(name) for name in ("whole", "chunked"))
+_LOSS = {name: CODES["loss"].index(name) for name in ("whole", "chunked")}
 UNFUSED = CODES["attention"].index("unfused")
 
 
@@ -77,7 +77,7 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
         "unit": np.max(elements[:-2, None] * there, axis=0) * (col["fsdp"] | (col["zero"] == 3)),
         "weight": size.parameter,
         "summed": size.summed,
-        "logits": counts[-1] * rows["logits"][-1] * (col["loss"] == WHOLE),
+        "logits": counts[-1] * rows["logits"][-1] * (col["loss"] == _LOSS["whole"]),
         "embedding": counts[-2] * rows.get("tables", zero)[-2],
     }
     eager = col["fsdp"] & (col["attention"] != FLASH1) & (col["attention"] != UNFUSED)
@@ -91,7 +91,7 @@ def _outside_bytes(c: Configurations, cost: LayerCost, width: Floats) -> tuple[F
     Of a loss in parts no logits are saved; those of a part are there with their gradients, and then these with what
     they make of the head's gradient.
     """
-    chunked, rows = c.columns["loss"] == CHUNKED, cost.rows
+    chunked, rows = c.columns["loss"] == _LOSS["chunked"], cost.rows
     zero: Floats = np.zeros((2, len(c)))
     logits = rows["logit bytes"][-1] * chunked
     head = (rows.get("parameters", zero)[-1] + rows["copies"][-1]) * width * chunked
@@ -125,7 +125,7 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
         unit=0.0,
         weight=size.parameter,
         summed=size.summed,
-        logits=counts[-1] * rows["logits"][-1] * (col["loss"] == WHOLE),
+        logits=counts[-1] * rows["logits"][-1] * (col["loss"] == _LOSS["whole"]),
         embedding=counts[-2] * rows.get("tables", zero)[-2],
     )
     nothing: Floats = np.zeros(())
