@@ -93,7 +93,10 @@ def common(chip: Chip | None, mates: Mapping[str, tuple[Parameters, np.ndarray]]
         weight, total = weight + mine, total + mine * _logarithms(parameters)
     values = np.exp(total / weight)
     found = {name: float(v) for name, v in zip(FREE, values, strict=True)}
-    return Parameters(**found), 1 / weight + apart
+    spread = 1 / weight + apart
+    for _, variances in mates.values():  # it is known no better than any of them
+        spread = np.maximum(spread, np.where(np.isfinite(variances), variances, 0.0))
+    return Parameters(**found), spread
 
 
 def _logarithms(p: Parameters) -> np.ndarray:
