@@ -18,7 +18,7 @@ NAMES = (
     "TopologyError", "Infeasible", "CertificateError", "ScheduleError", "TimedOut", "BackendError", "Timeline",
     "place", "reduce", "reductions", "audit", "simulate", "search", "Model", "Strategy",
     "partition", "Schedule", "Job", "load", "Requests", "fuse", "Weights", "refit",
-    "why",
+    "why", "start",
 )  # fmt: skip
 SIGNATURES = {
     "redistribute": [("src", "-"), ("dst", "-"), ("topology", None), ("memory_limit", None), ("portable", False)],
@@ -61,6 +61,7 @@ SIGNATURES = {
     "refit": [("source", "-"), ("target", "-"), ("topology", None), ("memory_limit", None), ("only", None)],
     "reduce": [("placement", "-"), ("axes", "-"), ("nbytes", "-")],
     "why": [("job", "-"), ("topology", None)],
+    "start": [("job", "-"), ("state", "-"), ("backend", "reference"), ("timeout", 300.0)],
     "run": [("program", "-"), ("shards", "-"), ("backend", "reference"), ("timeout", 300.0)],
 }
 DROP_INS = {

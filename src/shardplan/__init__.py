@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from shardplan.hardware.placement import Placement, placements
     from shardplan.hardware.topology import Topology
     from shardplan.interop.importers import load
+    from shardplan.interop.start import start
     from shardplan.launches.audit import audit
     from shardplan.movement.placing.place import place
     from shardplan.movement.redistribute import redistribute
@@ -115,6 +116,7 @@ __all__ = [
     "same",
     "search",
     "simulate",
+    "start",
     "why",
 ]
 __version__ = "0.1.0"
@@ -131,6 +133,7 @@ _ROOMS = {
     "hardware.placement": ("Placement", "placements"),
     "hardware.topology": ("Topology",),
     "interop.importers": ("load",),
+    "interop.start": ("start",),
     "launches.audit": ("audit",),
     "movement.placing.place": ("place",),
     "movement.redistribute": ("redistribute",),

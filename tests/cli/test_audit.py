@@ -84,7 +84,7 @@ def test_pictures():
         ({"mesh": f"data=16, tensor=2 devices=[{','.join(map(str, range(31, -1, -1)))}]", "megatron": "tp-dp"},
          LayoutError, "--megatron numbers the ranks of the mesh; give no devices= with it"),
         ({"framework": "tf"}, LayoutError,
-         "fix for 'tf' is unknown; legal: all, torch, jax, megatron, mpi, nccl-tests"),
+         "fix for 'tf' is unknown; legal: all, torch, jax, megatron, torchrun, slurm, mpi, nccl-tests"),
         ({"nodes": 2}, TopologyError, "mesh data=16, tensor=2 has 32 devices, topology 'dgx-a100' has 16"),
     ],
 )  # fmt: skip
@@ -96,3 +96,22 @@ def test_errors(options, kind, message, tmp_path, monkeypatch):
     with pytest.raises(ShardplanError) as caught:
         audit_command(**(base | options))
     assert isinstance(caught.value, kind) and str(caught.value).startswith(message)
+
+
+def test_a_bare_size_is_a_steps_total():
+    """What people type keeps the standard launch: tp in a node, gradients behind the backward pass but for a bucket."""
+    found = audit_command("dgx-h100", "dp=4, tp=8", 4, traffic="tp=2GB, dp=4GB")
+    assert found.object["answer"] == "well placed"
+    assert found.text.splitlines()[1:3] == [
+        "traffic  `tp`: 2 GB a step as 32 calls of 62.5 MB; tp=SIZE*N says N calls of SIZE",
+        "         `dp`: 4 GB a step as 25 calls of 160 MB, all but the last behind compute; dp=SIZE*N says N calls of "
+        "SIZE",
+    ]
+    counts = [(s["op"], s["bytes"], s["count"]) for s in found.object["shares"]]
+    assert counts == [("all_reduce", 62.5e6, 32), ("all_reduce", 160e6, 25)]
+    grads = found.object["shares"][1]
+    assert grads["seconds"] * 24 == pytest.approx(grads["hidden_seconds"], rel=1e-4)
+    # A count and what hides it hold as said; a stage sends to the next.
+    said = audit_command("dgx-h100", "pp=2, dp=2, tp=8", 4, traffic="tp=2GB*1, dp=4GB behind 5ms, pp=32MB").object
+    assert [(s["op"], s["count"]) for s in said["shares"]] == [("all_reduce", 1), ("all_reduce", 25), ("permute", 1)]
+    assert said["shares"][1]["hidden_seconds"] == pytest.approx(5e-3)

@@ -163,7 +163,7 @@ def test_audit_and_its_status(capsys, tmp_path):
     status, out, err = call(capsys, *launch, *more, "--svg", path)
     assert (status, err) == (0, "")
     assert out.startswith(
-        "35.05 times the best: `tensor` spans 2 nodes; use the call for megatron\nverdict  interleaved"
+        "34.55 times the best: `tensor` spans 2 nodes; use the call for megatron\ntraffic  `tensor`: 2 GB a step as 32"
     )
     assert ET.fromstring(path.read_text()).tag.endswith("svg")
     assert call(capsys, *launch, *more, "--fail-above", "2")[0] == 1

@@ -36,6 +36,15 @@ READERS = {
     "simulation/searching/varied.py": "another topology, to see what it changes",
     "simulation/tree.py": "message by message, as the lab's engine runs",
 }
+# What makes runs of schedules and prices of kernels: whoever else calls one answers a question of the table again.
+CALLERS = {
+    "kernel_seconds": {"hardware/prices/cost.py", "hardware/prices/kernels.py", "simulation/closed/numbers.py"},
+    "ListRun": {"strategy/schedules/replay.py", "strategy/schedules/waits.py"},
+    "levelled": {"simulation/sweep/lists.py", "simulation/sweep/placed.py"},
+    "ActionGraph": {"simulation/sweep/graph.py"},
+    "StreamRun": {"simulation/jobs/maps.py", "simulation/jobs/streams.py"},
+    "serving": {"simulation/closed/reading.py"},
+}
 
 
 def test_every_answer_is_a_function() -> None:
@@ -57,6 +66,15 @@ def test_what_it_replaced_is_gone(where: str) -> None:
         return
     held = getattr(found, owner) if owner else found
     assert [name for name in GONE[where] if hasattr(held, name)] == []
+
+
+def test_nobody_else_runs_a_schedule_or_prices_a_kernel() -> None:
+    found: dict[str, set[str]] = {name: set() for name in CALLERS}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLERS:
+                found[node.func.id].add(str(path.relative_to(SOURCE)))
+    assert found == CALLERS
 
 
 def test_nobody_else_reads_the_links() -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardplan.execution.torch import run
 from shardplan.execution.torch.group_state import group_state
+from shardplan.execution.torch.wire import TorchWire
 
 WAYS = ("nccl", None, "cuda:nccl,cpu:gloo")  # of making the process group; None: no library is named
 
@@ -90,9 +91,10 @@ def rank_of(way: str | None, rank: int, ranks: int) -> Iterator[list[Post]]:
     numbered = patch.object(FakeProcessGroup, "_set_sequence_number_for_group", lambda self: None)
     accelerator = patch.object(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
     straight = patch.object(run, "on_stream", lambda running: running)  # there is no stream
+    alone = patch.multiple(TorchWire, exchange_posts=lambda *_: None, compare_posts=lambda *_: None)
     # Both as Python calls them ask for the GPU.
     indexed = patch.multiple(FakeTensor, __getitem__=_part, copy_=_copied, create=True)
-    with indexed, known, numbered, accelerator, options, straight:
+    with indexed, known, numbered, accelerator, options, straight, alone:
         dist.init_process_group(way, rank=rank, world_size=ranks, store=dist.HashStore())
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), _Posts() as seen:

@@ -1,11 +1,14 @@
 """Steps of jobs in the lab: compute slept, messages over its links; and a job as bytes."""
 
+import numpy as np
 import pytest
 
 import shardplan as sp
 from execution.lab_here import needs_lab
 from execution.slept_cases import TOPOLOGY, job_of
+from shardplan.core.program import Program
 from shardplan.errors import BackendError, TopologyError
+from shardplan.execution.comparison import computes, first_difference
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab import Cluster, Lab
 from shardplan.execution.lab.cluster import BUCKET
@@ -59,3 +62,33 @@ def test_a_bucket_is_told_to_every_link() -> None:
     for bucket in (100, 1 << 30):
         with pytest.raises(TopologyError, match="legal are 3000 to 1048576 bytes"):
             Cluster(few.topology, bucket=bucket)
+
+
+def test_what_is_computed_in_floats_may_be_rounded_and_what_is_moved_may_not() -> None:
+    """Neighbours among the integers of bf16 and f16 lie nearer than what rounding is granted."""
+    mesh = sp.Mesh(a=2)
+    moved = sp.redistribute("bf16[8@a]", "bf16[8]", mesh=mesh).program
+    computed = Program.parse(
+        "program\nmesh a=2\ninput %0: f32[4@a, 8]\ninput %1: f32[8]\n%2 = rms_norm(%0, %1)\noutput %2"
+    )
+    assert (computes(moved), computes(computed)) == (False, True)
+    want = np.array([1.0, 250.0], np.float32)
+    near = want * np.float32(1 + 2e-7)
+    assert first_difference(near, want, rounded=False) == (0,)
+    assert first_difference(near, want, rounded=True) is None
+    assert first_difference(want + np.array([0, 1], np.float32), want, rounded=True) == (1,)
+    half = np.array([100], np.float16)
+    assert first_difference(half + np.float16(1), half, rounded=True) is None
+    assert first_difference(half + np.float16(1), half, rounded=False) == (0,)
+
+
+@needs_lab
+def test_programs_that_compute_in_floats_are_right_in_the_lab() -> None:
+    """A norm before a gather, whose sums of squares are rounded in another order than the reference's."""
+    text = (
+        "program\nmesh a=2\ninput %0: f32[6@a, 40]\ninput %1: f32[40]\n%2 = rms_norm(%0, %1)\n"
+        "%3 = all_gather(%2; dim=0, axes=(a))\noutput %3"
+    )
+    with Lab(Cluster.of("2x1", (1000.0, 4000.0)), most_late=5.0) as lab:
+        (found,) = lab.measure([Program.parse(text)], 1)
+    assert found.verified

@@ -1,15 +1,20 @@
 """Sweeps: the pairs of an experiment, a tiny one measured, kept after every experiment and gone on with."""
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from execution.lab_here import needs_lab
 from shardplan.errors import BackendError, LayoutError
+from shardplan.execution.lab import Unavailable, machine
 from shardplan.execution.lab import sweep as sweeping
 from shardplan.execution.lab.experiments import Experiment, emulated_topology, pairs
-from shardplan.execution.lab.item import WrongResult
+from shardplan.execution.lab.item import Run, WrongResult
+from shardplan.execution.lab.measurement import repetition_of
 from shardplan.execution.lab.results import Sweep
 from shardplan.execution.lab.standard import CLUSTERS, CROSSED, STANDARD, competing, draw_experiments
 from shardplan.execution.lab.sweep import estimate, measure_experiments
@@ -71,7 +76,8 @@ def test_the_closed_form_has_the_same_constants() -> None:
 
 
 @needs_lab
-def test_a_tiny_sweep(tmp_path: Path) -> None:
+def test_a_tiny_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardplan.execution.lab.results.MOST_BUSY", 1.0)  # other tests run beside this one
     path = tmp_path / "result.json"
     kept: list[int] = []
     told: list[tuple[float, float]] = []
@@ -80,12 +86,13 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
         kept.append(len(found.experiments))
         found.save(path)
 
-    first = measure_experiments([FIRST], repetitions=1, keep=keep, most_late=LATE, floor=False)
+    first = measure_experiments([FIRST], repetitions=1, busy=True, keep=keep, most_late=LATE, floor=False)
     assert kept == [1]
     assert first.floor is None
     found = measure_experiments(
         [FIRST, SECOND],
         repetitions=1,
+        busy=True,
         before=Sweep.load(path),
         keep=keep,
         progress=lambda done, total, what: told.append((done, total)),
@@ -107,6 +114,7 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
     found = measure_experiments(
         [FIRST, SECOND],
         repetitions=1,
+        busy=True,
         before=replace(found, again=()),
         progress=lambda *x: told.append(x[:2]),
         most_late=LATE,
@@ -116,7 +124,7 @@ def test_a_tiny_sweep(tmp_path: Path) -> None:
     assert [len(d.rows) for d in loaded.experiments] == [6, 1]
     assert {"cpu", "cores", "kernel", "arch"} == set(loaded.machine)
     assert validate([loaded]).targets[0].holds
-    again = measure_experiments([FIRST, SECOND], repetitions=1, before=loaded, most_late=LATE)
+    again = measure_experiments([FIRST, SECOND], repetitions=1, busy=True, before=loaded, most_late=LATE)
     assert again == loaded  # nothing left to do
     with pytest.raises(BackendError, match="the result to go on with is of engine='ring', repetitions=1"):
         measure_experiments([FIRST], repetitions=2, before=loaded)
@@ -139,11 +147,11 @@ def test_an_experiment_that_fails_twice_is_kept_with_its_error(monkeypatch: pyte
             raise BackendError("the machine is too busy")
 
     monkeypatch.setattr(sweeping, "Lab", Busy)
-    found = measure_experiments([SECOND], repetitions=1, floor=False)
+    found = measure_experiments([SECOND], repetitions=1, busy=True, floor=False)
     assert started == ["lab", "down"] * 2
     assert [(d.rows, d.error) for d in found.experiments] == [((), "the machine is too busy")]
     started.clear()
-    assert len(measure_experiments([SECOND], repetitions=1, before=found, floor=False).experiments) == 1
+    assert len(measure_experiments([SECOND], repetitions=1, busy=True, before=found, floor=False).experiments) == 1
     assert started  # it was tried again
 
 
@@ -163,4 +171,28 @@ def test_a_wrong_result_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sweeping, "Lab", Wrong)
     with pytest.raises(WrongResult, match="device 3 differs"):
-        measure_experiments([SECOND], repetitions=1, floor=False)
+        measure_experiments([SECOND], repetitions=1, busy=True, floor=False)
+
+
+def test_a_busy_machine_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all that its processors do, whoever does it: the ranks' own share says nothing of that."""
+    worked = iter((10.0, 10.0 + 0.8 * (os.cpu_count() or 1), 20.0, 20.0 + 0.1 * (os.cpu_count() or 1)))
+    monkeypatch.setattr(machine, "busy_seconds", lambda: next(worked))
+    instants = iter((0.0, 1.0, 5.0, 6.0))
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: next(instants), sleep=lambda _: None))
+    with pytest.raises(Unavailable) as caught:
+        measure_experiments([SECOND], repetitions=1)
+    assert str(caught.value) == (
+        "other processes keep 80% of the processors busy, and cells above 35% do not count; legal is an idle machine, "
+        "or busy=True (--busy), which measures all the same"
+    )
+    machine.require_idle()
+
+
+def test_the_share_of_a_run_is_of_all_processes() -> None:
+    before, until = machine.busy_seconds(), time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    assert machine.busy_seconds() - before >= 0.05
+    run = Run(0.0, (), (), 0, busy=1.5, elapsed=2.0)
+    assert repetition_of(run).cpu_share == 1.5 / (2.0 * (os.cpu_count() or 1))

@@ -63,12 +63,7 @@ def test_what_reaches_process_groups() -> None:
     for name, (first, last) in wanted.items():
         assert all(right for right, _ in found[name]), name
         for rank, calls in ((0, first), (3, last)):
-            header, *told = found[name][rank][1]
-            if calls[0][0] in ("recv", "send"):  # between gloo's tags there are no headers
-                told = [header, *told]
-            else:
-                assert header == ["allgather", calls[0][1], 16]
-            assert told == calls, (name, rank)
+            assert found[name][rank][1] == calls, (name, rank)
 
 
 @pytest.mark.parametrize("way", ["", "gloo"])

@@ -516,8 +516,60 @@ def hunt(here: Ends) -> Any:
     return wrong
 
 
+def sums_by_a_plan(here: Ends) -> Any:
+    """Gradients of each member summed by the steps of a reduction plan, and by nothing else; losses as with a mean."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, Mesh, PartitionSpec
+
+    import shardplan as sp
+    from shardplan.interop.jax import sum_by
+
+    nodes = sp.Topology.load("gcp-v100x8", nodes=2).resize(gpu=4)
+    plan = sp.reduce(sp.Placement(sp.Mesh(data=8), nodes, ((2, 4),)), "data", 2**26, algorithm="ring")
+    total = sum_by(plan)
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 6, 5), (8, 6, 3)))
+    first = {"w": jnp.ones((5, 3)), "b": jnp.zeros(3)}
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((x @ p["w"] + p["b"] - y) ** 2)
+
+    def trained(sums: Callable[[Any], Any]) -> Any:
+        p, losses = first, []
+        step = jax.jit(lambda p: sums(jax.vmap(jax.grad(loss), (None, 0, 0))(p, x, y)))
+        for _ in range(3):
+            p = jax.tree.map(lambda a, g: a - 0.1 * g / 8, p, step(p))
+            losses.append(loss(p, x[0], y[0]))
+        return losses
+
+    def calls() -> str | None:
+        mesh = Mesh(np.array(jax.devices()), ("d",), axis_types=(AxisType.Auto,))
+        addends = jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("d")))
+        text = jax.jit(total).lower(addends).compile().as_text()
+        kinds = [k for k in ("reduce-scatter", "all-reduce", "all-gather", "collective-permute") if f" {k}(" in text]
+        said = [s.op.name.replace("_", "-") for s in plan.program.steps]
+        return None if kinds == said == ["reduce-scatter", "all-reduce", "all-gather"] else f"{kinds} {said}"
+
+    def refused(call: Callable[[], Any], text: str) -> str | None:
+        try:
+            call()
+        except sp.ShardplanError as error:
+            return None if text in str(error) else str(error)
+        return "nothing was raised"
+
+    explicit = jax.device_put(x, jax.NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d")))
+    return each({
+        "losses": lambda: close(trained(total), trained(lambda g: jax.tree.map(lambda a: a.sum(0), g))),
+        "calls": calls,
+        "members": lambda: refused(lambda: total(x[:4]), "legal is one of 8 addends, [8, ...]"),
+        "explicit": lambda: refused(lambda: jax.jit(total)(explicit), "legal is a mesh of Auto axes"),
+    })  # fmt: skip
+
+
 CHECKS: tuple[Callable[[Ends], Any], ...] = (
     like_device_put, limits, chained, donation, transforms, transforms_inside, kinds, small, hunt, executables,
+    sums_by_a_plan,
 )  # fmt: skip
 
 

@@ -53,6 +53,10 @@ def test_donation(seen: dict[str, Any]) -> None:
     assert seen["donation"] == {}
 
 
+def test_sums_by_a_reduction_plan(seen: dict[str, Any]) -> None:
+    assert seen["sums_by_a_plan"] == {}
+
+
 def test_transformations_outside_jit(seen: dict[str, Any]) -> None:
     assert seen["transforms"] == {}
 

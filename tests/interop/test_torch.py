@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 DROP_IN = HERE / "torch_dropin_child.py"
 MEANING = HERE / "torch_semantics_child.py"
 KINDS = HERE / "torch_kinds_child.py"
+CITIZEN = HERE / "torch_citizen_child.py"
 
 
 def told(ranks: int, script: Path, *arguments: Any, seconds: float, to_the_end: bool = False) -> dict:
@@ -74,6 +75,12 @@ def test_meaning(name: str):
 @pytest.mark.parametrize("name", names(KINDS))
 def test_kinds(name: str):
     found = checks(KINDS)
+    assert not found["wrong"][name], "\n".join(found["wrong"][name])
+
+
+@pytest.mark.parametrize("name", names(CITIZEN))
+def test_what_frameworks_see(name: str):
+    found = checks(CITIZEN)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 

@@ -138,6 +138,7 @@ def test_sweep_and_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         limit=1,
         repetitions=1,
         out=out,
+        busy=True,
         most_late=LATE,
         say=said.append,
     )

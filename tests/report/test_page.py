@@ -35,6 +35,10 @@ RUNNER = CliRunner()
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A report of every command that writes one, by name."""
     folder = tmp_path_factory.mktemp("reports")
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
+              "num_key_value_heads": 4, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64,
+              "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
     kinds = {
         "search": ["plan", "gpt2", "--on", "dgx-h100", "--nodes", "1", "--batch", "16"],
         "wide": ["plan", "llama3-8b,layers=8", "--on", "dgx-h100", "--nodes", "64", "--batch", "512", "--fit",
@@ -42,6 +46,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "move": ["redistribute", "f32[64@data, 48@tensor]", "f32[64@tensor, 48]", "--mesh", "data=4,tensor=2"],
         "audit": ["audit", "--mesh", "data=4,tensor=8", "--topology", "dgx-h100", "--nodes", "4", "--rank-order",
                   "cyclic"],
+        "refit": ["refit", "megatron-llama,tensor=4", "vllm-llama,tensor=2", "--config", str(folder / "config.json")],
     }  # fmt: skip
     found: dict[str, Path] = {}
     for name, asked in kinds.items():
@@ -67,13 +72,17 @@ def test_nothing_is_loaded_from_elsewhere_and_plotly_takes_the_figures(reports: 
         assert page.count("<script>") in (0, 2), name
         for spec in figures(page):
             go.Figure(spec)
+    assert re.findall(r"<h2>(.*?)</h2>", reports["refit"].read_text()) == ["Plan", "Bytes by rank", "Parameters"]
+    (by_rank,) = figures(reports["refit"].read_text())
+    sent, received = ([float(n) for n in one["y"]] for one in by_rank["data"])
+    assert sum(sent) == pytest.approx(sum(received), rel=0.01) and sum(sent) > 0
     titles = re.findall(r"<h2>(.*?)</h2>", reports["search"].read_text())
     assert titles == ["Answer", "Placement on dgx-h100", "Timeline", "Memory over time", "Memory at the peak",
                       "Bytes by level", "Alternatives", "Sensitivity", "Movements"]  # fmt: skip
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-@pytest.mark.parametrize("name", ["search", "wide", "move", "audit"])
+@pytest.mark.parametrize("name", ["search", "wide", "move", "audit", "refit"])
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_browser_draws_it_without_a_word(reports: dict[str, Path], name: str, dark: bool, tmp_path: Path) -> None:
     """Every figure is drawn, in the colours that are asked for, and the console says nothing."""

@@ -92,11 +92,12 @@ def drawn(
 
 def drawn_memory(seed: int, count: int, schedules: Sequence[str] = SEARCHED) -> Iterator[DrawnMemory]:
     """Yield so many strategies with what they hold; the allocator's and the driver's part is left out of both."""
-    left = count
+    left, losses = count, random.Random(seed + 1)
     for kind, fields, strategy in drawn(seed, schedules):
         if not left:
             return
-        model = Model.load(kind, **fields)
+        loss, chunks = losses.choice([("whole", 1)] * 4 + [("fused", 1), ("chunked", 8)])
+        model, strategy = Model.load(kind, **fields), replace(strategy, loss=loss, loss_chunks=chunks)
         cuts = even_cuts(model, strategy)
         if cuts is None and strategy.pipeline * (strategy.interleave or 1) > 1:
             continue  # layers that do not come to a stage each

@@ -137,7 +137,7 @@ def test_activations_are_those_of_the_paper(name: str, said: dict[str, Any], wan
     model = Model.load("gpt", layers=4, hidden=1024, heads=16, seq=512, positions=512, vocab=1024, precision="bf16")
     columns = Configurations.of([Strategy(tensor=8, attention="unfused", **said)])
     one = form(model=model)
-    (_, _, cost), *_ = one.classes(columns)
+    (_, _, _, cost), *_ = one.classes(columns)
     layers, _ = saved(columns, cost)
     assert layers[0, 0] == pytest.approx(want(512, 1024, 16, 8), rel=0.01), name
 
@@ -165,7 +165,7 @@ def test_experts_exchange_a_part_each_where_the_tensor_axis_cuts_nothing() -> No
                        experts_per_token=2, precision="bf16")  # fmt: skip
     plain = Strategy(data=8, tensor=4, expert=8, global_batch=8)
     found = ClosedForm(model, BOX, Parameters())
-    (reading, _, cost), *_ = found.classes(Configurations.of([plain]))
+    (reading, _, _, cost), *_ = found.classes(Configurations.of([plain]))
     sizes = LocalSizes(cost.degrees, np.array([1.0]), reading.batch, ("data", "expert"))
     strides = {a: np.array([4.0 if a in ("data", "expert") else 1.0]) for a in cost.degrees}
     prices = MovePrices(found.collectives(), sizes, strides)

@@ -148,10 +148,11 @@ def test_the_command() -> None:
     asked = ["--fit", "data=8 microbatch=8"]
     found = run.invoke(app, [*arguments, *asked])
     assert found.exit_code == 0, found.output
-    assert "fits: " in found.stdout and "optimizer state" in found.stdout
+    assert "fits: " in found.stdout and "optimizer state" in found.stdout and "as megatron has it; " in found.stdout
     said = json.loads(run.invoke(app, [*arguments, *asked, "--json"]).stdout)
-    keys = {"strategy", "fits", "seconds", "peak_bytes", "memory", "rank", "held", "changes", "uncertified"}
+    keys = {"strategy", "fits", "seconds", "peak_bytes", "memory", "rank", "held", "changes", "uncertified", "runtime"}
     assert keys < said.keys() and {"causes", "seconds_interval", "mfu", "notes"} < said.keys()
+    assert said["runtime"] == "megatron"
     refused = run.invoke(app, [*arguments, *asked, "--no-prune"])
     assert refused.exit_code != 0
     assert np.isclose(sum(one["bytes"] for one in said["held"]), said["peak_bytes"])

@@ -66,7 +66,7 @@ def both(family: str, said: dict[str, Any], prompt: bool) -> tuple[Job, ClosedFo
 
 
 def reading_of(form: ClosedForm, c: Configurations) -> tuple[Reading, LocalSizes]:
-    ((reading, _, cost),) = form.classes(c)
+    ((reading, _, _, cost),) = form.classes(c)
     return reading, LocalSizes(cost.degrees, c.columns["microbatch"].astype(float), reading.batch, SPREAD)
 
 

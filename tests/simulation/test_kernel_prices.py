@@ -61,7 +61,7 @@ def in_ops(model: sp.Model, strategy: sp.Strategy, p: Parameters) -> dict[str, l
 def in_closed_form(model: sp.Model, strategy: sp.Strategy, p: Parameters) -> dict[str, list[float]]:
     """The seconds of the kernels that the closed form reads."""
     form, found = ClosedForm(model, BOX, p), defaultdict[str, list[float]](list)
-    for reading, _, cost in form.classes(Configurations.of([strategy])):
+    for reading, _, _, cost in form.classes(Configurations.of([strategy])):
         sizes = LocalSizes(cost.degrees, np.array([float(strategy.microbatch)]), reading.batch, SPREAD)
         asked = KernelsAsked(delivered(BOX, p).device, "bf16", "flash2")
         for k in reading.kernels:

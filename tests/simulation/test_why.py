@@ -162,6 +162,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert next(x for x in gap.output.splitlines() if x.startswith("all_reduce")).split()[-2:] != ["0", "s"]
     for wrong in (["why", str(tmp_path / "rank0.json")], ["why", str(out), "--step", "1"]):
         assert isinstance(runner.invoke(app, wrong).exception, ShardplanError)
+    for more in (["--json"], traces):
+        refused = runner.invoke(app, ["why", str(out), "--top", "2", *more]).exception
+        assert isinstance(refused, ShardplanError) and f"--top 2 with {more[0]}, which" in str(refused)
 
 
 def test_a_predicted_step_has_no_measured_devices() -> None:

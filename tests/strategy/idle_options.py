@@ -87,7 +87,8 @@ SAID: dict[str, list[Any]] = {
     "gradient_dtype": [None, "f16", "f64"], "reduce_dtype": [None, "f16", "f64"], "offload": [False, True],
     "shard": [None, 1, 2], "bucket": [None, 64, 1e6], "prefetch": [None, False, True],
     "keep": [(), ("layers.*",), ("nothing",)], "attention": [None, "unfused", "flash1"],
-    "tensor_overlap": [False, True], "offload_layers": [0, 1, 5],
+    "tensor_overlap": [False, True], "offload_layers": [0, 1, 5], "loss": ["whole", "fused", "chunked"],
+    "loss_chunks": [1, 2],
 }  # fmt: skip
 # What no program knows, and what no formula does; each alone is refused where it is not known.
 PREDICTED = ("attention", "tensor_overlap", "offload_layers")
@@ -127,7 +128,7 @@ def idle_fields(name: str, strategy: sp.Strategy) -> list[str]:
         if same or (field in SPELLED and SPELLED[field](model(name), strategy)):
             continue
         try:
-            plain = {"interleave": None} if field == "schedule" else {}
+            plain: dict[str, Any] = {"schedule": {"interleave": None}, "loss": {"loss_chunks": 1}}.get(field, {})
             less = replace(strategy, **{field: DEFAULTS[field], **plain})
         except ShardplanError:
             continue

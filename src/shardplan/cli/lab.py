@@ -262,6 +262,7 @@ def lab_sweep_command(
     out: Path | str = DEFAULT_OUT,
     png: Path | str | None = None,
     most_late: float = MOST_LATE,
+    busy: bool = False,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LabAnswer:
@@ -283,6 +284,7 @@ def lab_sweep_command(
         out: The result file.
         png: File for a picture of predicted against measured.
         most_late: As for `Lab`.
+        busy: Whether to measure on a busy machine, too.
         progress: Called often, for a bar.
         say: Called with a line before the first run: what is to do, and about how long it takes.
 
@@ -296,7 +298,7 @@ def lab_sweep_command(
     chosen = list(STANDARD) if cluster is None else _experiments(cluster, rates, mesh, axes, nbytes, leaf, limit)
     if cluster is None and not rates == mesh == axes == None:  # noqa: E711
         raise LayoutError("--rates, --mesh and --axes need --cluster; without it the standard sweep is run")
-    found = _run_sweep(chosen, path, read_engine(engine), repetitions, most_late, progress, say)
+    found = _run_sweep(chosen, path, read_engine(engine), repetitions, most_late, busy, progress, say)
     if png is not None:
         save_points(Path(png), found.experiments)
     object_ = {"out": str(path), "noise_floor": found.floor, "experiments": [done_object(d) for d in found.experiments]}
@@ -309,6 +311,7 @@ def _run_sweep(
     engine: Engine,
     repetitions: int,
     most_late: float,
+    busy: bool,
     progress: Progress | None,
     say: Callable[[str], None] | None,
 ) -> Sweep:
@@ -329,6 +332,7 @@ def _run_sweep(
         keep=lambda found: found.save(path),
         progress=progress,
         most_late=most_late,
+        busy=busy,
     )
 
 
@@ -386,7 +390,7 @@ def lab_validate_command(
     else:
         with contextlib.ExitStack() as stack:
             path = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sweep"
-            found = [_run_sweep(STANDARD, path, "ring", repetitions, most_late, progress, say)]
+            found = [_run_sweep(STANDARD, path, "ring", repetitions, most_late, False, progress, say)]
     verdict = validate(found)
     if png is not None:
         save_points(Path(png), verdict.experiments)

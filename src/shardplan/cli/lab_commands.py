@@ -87,6 +87,7 @@ def sweep(
         "lab_sweep.json"
     ),
     png: Png = None,
+    busy: Annotated[bool, typer.Option("--busy", help="Measure on a busy machine, too.")] = False,
     as_json: Json = False,
 ) -> int:
     """Measure every placement and reduction program of an experiment, or of the standard sweep."""
@@ -106,6 +107,7 @@ def sweep(
             repetitions=repetitions,
             out=out,
             png=png,
+            busy=busy,
             progress=bar,
             say=_say,
         )

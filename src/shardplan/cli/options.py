@@ -55,7 +55,7 @@ Algorithm = Annotated[str, typer.Option("--algorithm", help=ALGORITHM_HELP, call
 INSIDE_HELP = "Keep an axis within one unit of a level: tensor=node; several with commas between."
 Inside = Annotated[str | None, typer.Option("--inside", metavar="AXIS=LEVEL", help=INSIDE_HELP)]
 Hostfile = Annotated[
-    Path | None, typer.Option("--hostfile", metavar="FILE", help="Hosts in the order of the topology's units.")
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="Hosts in the order of ranks, or 'slurm', h[00-03].")
 ]
 RankOrder = Annotated[
     str | None,

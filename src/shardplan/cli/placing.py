@@ -171,19 +171,30 @@ def reduce(
 
 def audit(
     topology: NeededTopology,
-    mesh: NeededMesh,
+    mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)] = None,
     nodes: Nodes = None,
     hostfile: Hostfile = None,
     rank_order: RankOrder = None,
     megatron: Megatron = None,
+    switches: Annotated[
+        Path | None, typer.Option("--topology-conf", metavar="FILE", help="Slurm's: where the hosts stand.")
+    ] = None,
     traffic: TrafficText = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="As plan takes it: its job's traffic.")
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option("--strategy", metavar="TEXT|FILE", help="'tp=8 pp=4', or Megatron's or torchtitan's arguments."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     inside: Inside = None,
     algorithm: Algorithm = "auto",
     fail_above: Annotated[
         float | None, typer.Option("--fail-above", metavar="RATIO", help="Exit 1 if the launch takes longer than that.")
     ] = None,
     framework: Annotated[
-        str, typer.Option("--fix", help="Whose fix to print: torch, jax, megatron, mpi, nccl-tests or all.")
+        str, typer.Option("--fix", help="Whose: torch, jax, megatron, torchrun, slurm, mpi, nccl-tests or all.")
     ] = "all",
     show_picture: Annotated[bool, typer.Option("--show", help="Draw the launch.")] = False,
     svg: Svg = None,
@@ -212,13 +223,17 @@ def audit(
         svg is not None or report is not None,
         _pairs(inside),
         algorithm,
+        model,
+        strategy,
+        batch,
+        switches,
     )
     if svg is not None:
         write_atomic(svg, found.svg.encode())
     if report is not None:
         from shardplan.report.page.other_pages import audit_page
 
-        write_atomic(report, audit_page(f"audit of {mesh} on {topology}", found.text, found.svg).encode())
+        write_atomic(report, audit_page(f"audit of {mesh or model} on {topology}", found.text, found.svg).encode())
     print(json_text(found.object) if as_json else found.text)
     return found.status
 

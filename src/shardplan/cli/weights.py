@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardplan.cli.options import AnyTopology, Json, Nodes, read_bytes, read_topology
+from shardplan.cli.options import (
+    AnyTopology,
+    Json,
+    Nodes,
+    Report,
+    check_report,
+    check_writable,
+    read_bytes,
+    read_topology,
+)
 from shardplan.errors import LayoutError, ParseError
 
 if TYPE_CHECKING:
@@ -90,6 +99,7 @@ def refit(
     differ: Differ = None,
     topology: AnyTopology = None,
     nodes: Nodes = None,
+    report: Report = None,
     as_json: Json = False,
 ) -> None:
     """Plan how a model's weights get from one framework's storage to another's."""
@@ -97,6 +107,9 @@ def refit(
     from shardplan.report.text import json_text
     from shardplan.report.weights import refit_object, refit_text
 
+    check_writable(report)
+    if report is not None:
+        check_report()
     a = read_side("SOURCE", source, config, None)
     b = read_side("TARGET", target, config, dtype)
     if "devices=" not in target and not colocated and not Path(target).is_file():
@@ -105,6 +118,11 @@ def refit(
     limit = None if memory_limit is None else int(read_bytes("--memory-limit", memory_limit))
     where = read_topology(topology, nodes)
     plan = plan_refit(a, b, where, limit, only or None, drop=drop or (), differ=differ or ())
+    if report is not None:
+        from shardplan.plans.plan_file import write_atomic
+        from shardplan.report.page.other_pages import refit_page
+
+        write_atomic(report, refit_page(plan, f"refit of {source} to {target}").encode())
     print(json_text(refit_object(plan)) if as_json else refit_text(plan))
 
 

@@ -21,14 +21,14 @@ def why(
         typer.Option("--measured", metavar="TRACE", help="PyTorch profiler traces, a rank each: why they take longer."),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", min=0, help="Of the traces the profiler's step.")] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Movements told in full.")] = 8,
+    top: Annotated[int | None, typer.Option("--top", min=1, help="Movements told in full; by default 8.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say of every movement who asks for it, what it costs and what removes it; or why a measured step is longer."""
     from shardplan.launches.handover.handed_job import job_of
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.report.text import json_text
-    from shardplan.report.why import gap_text, why_object, why_text
+    from shardplan.report.why import SHOWN, gap_text, why_object, why_text
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.why import why as movements_of
 
@@ -39,6 +39,9 @@ def why(
         raise ShardplanError("why: --step is of traces; legal with it is --measured")
     if measured and where:
         raise ShardplanError(f"why: --measured with {line(' '.join(where))}; legal is one of them")
+    if top is not None and (measured or as_json):
+        other = "--measured, which tells no movement" if measured else "--json, which has every movement in full"
+        raise ShardplanError(f"why: --top {top} with {other}; legal is one of them")
     job, topology = job_of(plan)
     if measured:
         from shardplan.simulation.jobs.kineto import read_kineto
@@ -48,4 +51,4 @@ def why(
         print(json_text(gap.to_dict()) if as_json else gap_text(gap))
         return
     found = movements_of(job, topology).select(" ".join(where or ()))
-    print(json_text(why_object(found)) if as_json else why_text(found, top))
+    print(json_text(why_object(found)) if as_json else why_text(found, top or SHOWN))

@@ -293,7 +293,11 @@ class _Naming:
 
     def __init__(self, given: list[_DimPart], stacks: list[_DimPart]) -> None:
         found: dict[Run, _DimPart] = {}
-        for root in (part.root() for part in (*given, *stacks)):
+        wholes = [tuple(part.root().atoms()) for part in given]
+        # Rows that a dim with a name was cut into: it keeps that, and so does what each run has of it.
+        cut = {(row, run) for p in stacks for row in p.atoms() for run in wholes if row in run and len(run) > 1}
+        rest = [p for p in stacks if not any(row in p.atoms() for row, _ in cut)]
+        for root in (part.root() for part in (*given, *rest)):
             if root.name is None:
                 root.name, root.origin = "layer", "rows of a repeat"
             same = found.setdefault(tuple(root.atoms()), root)
@@ -302,7 +306,8 @@ class _Naming:
                 raise TypingError(f"dim_names: {two}, are of the same factors; legal is one name for both")
         # What has a name of its own, by the factors that are cut no further; and what those are called that have none.
         self.whole = {run: root.name or "" for run, root in found.items()}
-        self.said: dict[_DimPart, str] = {}
+        self.said: dict[_DimPart, str] = {row: "layer" for row, _ in cut}
+        self.said |= {atom: self.whole[run] for _, run in cut for atom in run[:1] if len(run) == 2}
         for run in sorted(self.whole, key=len):  # so that a factor is called after what is nearest to it
             for k, atom in enumerate(run):
                 self.said.setdefault(atom, f"{self.whole[run]}.{k}")

@@ -3,6 +3,7 @@
 Reading order:
 
 - `run`        `run`, and the table of backends
+- `live`       a job whose state stays in shards from step to step; `interop.start` opens one
 - `lower`      what one device does in an op: the parts of its arrays that it sends, receives and keeps
 - `torch`      the backend over torch.distributed
 - `mpi`        the backend over mpi4py

@@ -48,10 +48,14 @@ def on_reference(program: Program, inputs: Sequence[Shards], turn: int, record: 
 class Hand:
     """What a backend brings: how it starts a program, the devices of this process (None: all), shards as arrays.
 
-    What is started yields while messages travel; its value are the shards of this process by output. Its turn, a
-    number, is the same on all its processes, and two programs that some rank may run at the same time differ in it.
+    `put` makes a shard of an array, which it may keep; `join` makes one of several, along dim 0. What is started may
+    empty the lists of the shards that it is given, so that each is let go with its last use. It yields while messages
+    travel; its value are the shards of this process by output. Its turn, a number, is the same on all its processes,
+    and two programs that some rank may run at the same time differ in it.
     """
 
     start: Start = on_reference
     devices: frozenset[int] | None = None
     array: Callable[[Any], np.ndarray] = np.asarray
+    put: Callable[[np.ndarray], Any] = np.asarray
+    join: Callable[[Sequence[Any]], Any] = np.concatenate

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,13 @@ def batch_dim(job: Job, name: str) -> int:
     return job.model.dims[name].index("batch") if name in job.model.dims else 0
 
 
-def check_step_arrays(job: Job, arrays: Any) -> dict[str, np.ndarray]:
+def check_step_arrays(
+    job: Job, arrays: Any, held: Collection[str] = (), parts: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> dict[str, np.ndarray]:
     """Return the arrays of a step, and what programs are told of them: how many targets count, what sequences weigh.
+
+    Inputs that are `held` are not asked for; an array of the shape that `parts` has of it is this process's part, in
+    the order of the programs, and its targets are counted alone.
 
     Raises `LayoutError` for one that is missing, too many, or of another type, and for an id that none is.
     """
@@ -29,7 +35,7 @@ def check_step_arrays(job: Job, arrays: Any) -> dict[str, np.ndarray]:
         raise LayoutError(f"run of a job: {excerpt(arrays)}; legal are global arrays by name")
     given: Mapping[str, Any] = arrays
     types = job.model.program.types
-    wanted = {name: list(types[name].shape) for name, _ in job.model.program.inputs}
+    wanted = {name: list(types[name].shape) for name, _ in job.model.program.inputs if name not in held}
     whole, rows = job.strategy.sequences, job.strategy.microbatches * job.strategy.data * job.strategy.microbatch
     for name in job.batch:
         if name in wanted:
@@ -40,9 +46,13 @@ def check_step_arrays(job: Job, arrays: Any) -> dict[str, np.ndarray]:
         if name not in given:
             raise LayoutError(f"run of a job: no array {name}, {types[name]}; legal are arrays of {', '.join(wanted)}")
         x, dtype = np.asarray(given[name]), numpy_dtype(types[name].dtype)
+        if x.shape == parts.get(name) and x.dtype == dtype:
+            found[name] = x
+            continue
         if x.shape != tuple(shape) or x.dtype != dtype:
             raise LayoutError(
                 f"run of a job: {name} is of dtype {x.dtype} and shape {x.shape}; legal is {dtype} and {tuple(shape)}"
+                + (f", or this process's part of it, {parts[name]}" if name in parts else "")
             )
         found[name] = (
             x if order is None or "sequence" not in dims[name] else x.take(order, dims[name].index("sequence"))

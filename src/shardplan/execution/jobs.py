@@ -170,6 +170,7 @@ class JobRun:
     hand: Hand
     arrays: Mapping[str, np.ndarray]
     record: Record | None = None
+    dealt: frozenset[str] = frozenset()  # the arrays of which only this process's part is given
     values: dict[tuple[int, str], Shards] = field(default_factory=dict[tuple[int, str], Shards])
     own: dict[tuple[int, int], Values] = field(default_factory=dict[tuple[int, int], Values])
     results: dict[tuple[str, int, int], Shards] = field(default_factory=dict[tuple[str, int, int], Shards])
@@ -187,17 +188,19 @@ class JobRun:
     def step(self) -> dict[str, np.ndarray]:
         """Run every program, and return results, gradients and what takes the place of inputs."""
         self.begin()
-        return self.collect_results(self.actions())
+        place = self.actions()
+        return self.gather_results(place) | self.gather_state(place + self.job.strategy.microbatches)
 
     def begin(self) -> None:
-        """Lay out state."""
+        """Lay out what the arrays have of state, and totals of nothing."""
         job = self.job
         for key, t in job.state.items():
             stage, name, rows = job.parts[key]
+            of = name.partition(".copy")[0]
             if name.startswith(TOTAL):
                 self.values[stage, name] = self.zeros(t)
-            elif name not in job.batch:
-                array = self.arrays[name.partition(".copy")[0]]
+            elif name not in job.batch and of in self.arrays:
+                array = self.arrays[of]
                 self.values[stage, name] = self.put(array if rows is None else array[slice(*rows)], t)
 
     def actions(self) -> int:
@@ -213,8 +216,8 @@ class JobRun:
         self.send(end + 1 + job.stages, "OPT", range(job.stages), 0)
         return end + 2 + job.stages
 
-    def collect_results(self, place: int) -> dict[str, np.ndarray]:
-        """Return results over all microbatches, and state; stacks over stages."""
+    def gather_results(self, place: int) -> dict[str, np.ndarray]:
+        """Return results over all microbatches, in every process."""
         job = self.job
         count = job.strategy.microbatches
         out: dict[str, np.ndarray] = {}
@@ -233,12 +236,15 @@ class JobRun:
             one = found[name]
             out[name] = sum(one[1:], one[0]) if dim is None else np.concatenate(one, dim)
             out[name] = out[name] if dim is None else np.take(out[name], range(job.strategy.sequences), dim)
+        return out
+
+    def gather_state(self, place: int) -> dict[str, np.ndarray]:
+        """Return gradients and what takes the place of inputs, in every process; stacks over stages."""
+        job, out = self.job, dict[str, np.ndarray]()
         keys = list(returned_state(job))
         shards = [self.values.get(job.parts[key][:2], []) for key in keys]
         stacks: dict[tuple[str, int], list[np.ndarray]] = {}
-        for key, array in zip(
-            keys, self.gather_arrays(shards, [job.state[key] for key in keys], place + count), strict=True
-        ):
+        for key, array in zip(keys, self.gather_arrays(shards, [job.state[key] for key in keys], place), strict=True):
             stage, name, _ = job.parts[key]
             stacks.setdefault((name, chain_of(job, stage)), []).append(array)
         for (name, chain), found_rows in stacks.items():
@@ -270,10 +276,15 @@ class JobRun:
         if self.has_device(program.devices):
             self.finish_sends_before(place)
             self.take(stage, way(kind), microbatch)
-            for name in once:  # made anew, in the place of what the last microbatch has
-                self.values.pop((stage, name), None)
+            replaced = [o.removeprefix(NEXT) for o in program.outputs if o.startswith(NEXT)]
             given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
-            found = finish(self.start_program(program, given, place, 0))
+            for name in (*once, *replaced):  # made anew; what is given is the program's own, which lets it go
+                self.values.pop((stage, name), None)
+            if self.last.get((microbatch, stage)) == place:
+                own.clear()
+            running = self.start_program(program, given, place, 0)
+            del given
+            found = finish(running)
             for name, shards in zip(program.outputs, found, strict=True):
                 if name in once:
                     self.values[stage, name] = shards
@@ -336,7 +347,8 @@ class JobRun:
         record = None if self.record is None else Record()
         if self.record is not None and record is not None:
             self.record.runs.append((program, record))
-        return self.hand.start(program, given, place * (1 + len(self.job.transfers)) + part, record)
+        own = [list(shards) for shards in given]  # lists that the hand may empty, so that shards are let go
+        return self.hand.start(program, own, place * (1 + len(self.job.transfers)) + part, record)
 
     def has_device(self, devices: Sequence[int]) -> bool:
         """Say whether this process has one of some devices."""
@@ -345,7 +357,8 @@ class JobRun:
     def put(self, array: np.ndarray, t: TensorType) -> Shards:
         """Return this process's shards of an array."""
         boxes, dtype = (t.box(k) for k in self.own_places(t)), numpy_dtype(t.dtype)
-        return [array[tuple(slice(a, b) for a, b in box)].astype(dtype) for box in boxes]
+        put = self.hand.put
+        return [put(array[tuple(slice(a, b) for a, b in box)].astype(dtype)) for box in boxes]
 
     def zeros(self, t: TensorType) -> Shards:
         """Return this process's shards of a total of nothing."""
@@ -368,6 +381,10 @@ class JobRun:
         """Return the shards of an input: rows of a batch, what was saved or sent of a microbatch, or state."""
         if name in self.job.batch:
             dim = batch_dim(self.job, name)
+            if name in self.dealt:
+                size = t.local_shape(next(self.own_places(t)))[dim]
+                rows = (slice(None),) * dim + (slice(microbatch * size, (microbatch + 1) * size),)
+                return [self.hand.put(self.arrays[name][rows].astype(numpy_dtype(t.dtype)))]
             rows = (slice(None),) * dim + (slice(microbatch * t.shape[dim], (microbatch + 1) * t.shape[dim]),)
             return self.put(self.arrays[name][rows], t)
         found = self.own[microbatch, stage].get(name)

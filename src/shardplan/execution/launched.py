@@ -14,14 +14,11 @@ from shardplan.core.messages import at_root
 from shardplan.core.program import Program
 from shardplan.core.reference import collect, distribute, run_reference
 from shardplan.errors import BackendError, Infeasible, ShardplanError
+from shardplan.execution.comparison import first_difference
 from shardplan.execution.measure import measure, own_devices
 from shardplan.execution.run import require_backend
 from shardplan.execution.verify import checksum, index_data, too_large
 from shardplan.simulation.timeline import Timeline
-
-# Results that are computed in floats may differ from the reference's by the order of additions: by some units in the
-# last place of dtypes of 4 bytes and more, and of narrower ones (bf16 has 8 bits) by about one.
-TOLERANCE, NARROW_TOLERANCE = 1e-6, 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +102,7 @@ def _compare(what: str, got: np.ndarray, want: np.ndarray, box: Any) -> None:
     """Raise `BackendError` at the first element that differs; results of floats computed may differ by rounding."""
     if got.shape != want.shape or got.dtype != want.dtype:
         raise BackendError(f"{what}: {got.dtype} of shape {got.shape}, the reference has {want.dtype} {want.shape}")
-    if np.array_equal(got, want, equal_nan=want.dtype.kind in "fcV"):
+    if (local := first_difference(got, want, rounded=True)) is None:
         return
-    wide = np.complex128 if want.dtype.kind == "c" else np.float64
-    unequal = ~(got == want)
-    if want.dtype.kind in "fcV":
-        tolerance = TOLERANCE if want.dtype.itemsize >= 4 else NARROW_TOLERANCE
-        a, b = got.astype(wide), want.astype(wide)
-        unequal = ~np.isclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
-    if not unequal.any():
-        return
-    local = tuple(int(k) for k in np.argwhere(unequal)[0])
     index = tuple(k + start for k, (start, _) in zip(local, box, strict=True))
     raise BackendError(f"{what}: {got[local]} at index {index}, the reference has {want[local]}")

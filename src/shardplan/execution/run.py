@@ -85,6 +85,7 @@ def run(program: Program | Plan | Job, shards: Any, backend: str = "reference", 
     Returns:
         The shards of the results, in the form of the inputs. Of a job by name, as global arrays in every process that
         has a device of it: results, gradients (`gradient.w`), and what takes the place of inputs, under their names.
+        All of these are gathered whole in each, which is for small jobs; `start` gathers results alone.
 
     Raises:
         BackendError: An unknown backend, an op that it cannot run, another program on another rank, a failed peer.
@@ -118,10 +119,10 @@ def run_recorded(
     if not isinstance(backend, str) or backend not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BackendError(f"unknown backend {excerpt(backend)}; legal are {', '.join(BACKENDS)}")
     if isinstance(program, Job):
-        _check_seconds(timeout)
+        check_seconds(timeout)
         return _run_job(program, shards, backend, timeout, record)
     try:
-        _check_seconds(timeout)
+        check_seconds(timeout)
         inputs, single = _shards_by_input(program, shards)
     except ShardplanError as error:  # the other processes would wait for this one
         with contextlib.suppress(ShardplanError):  # nobody is there who could be told
@@ -140,7 +141,8 @@ def run_recorded(
     return outputs[0] if len(outputs) == 1 and single else outputs
 
 
-def _check_seconds(timeout: float) -> None:
+def check_seconds(timeout: float) -> None:
+    """Refuse what is no number of seconds that a wait may take."""
     seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not (seconds and 0 < timeout <= border.MOST):
         raise BackendError(f"timeout={excerpt(timeout)}; legal is a positive number of seconds")

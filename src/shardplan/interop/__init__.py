@@ -12,6 +12,7 @@ Reading order:
 - `hlo_groups`         the devices that such a collective names
 - `hlo_trace`          those collectives as a value, which is timed and replayed
 - `importers`          a folder: models of torch, JAX and ONNX as a `Model`
+- `start`              a job whose state lives in shards, from arrays or a checkpoint
 - `exports`            a folder: reduction programs for torch, JAX, MPI and MSCCL
 
 Nothing is imported here: a module that needs a framework is imported by the one who has it.

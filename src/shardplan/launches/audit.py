@@ -102,7 +102,7 @@ class Audit:
 
     @property
     def fixes(self) -> dict[str, str]:
-        """The fix by framework, as text that runs: torch, jax, megatron, mpi, nccl-tests; empty where there is none."""
+        """The fix by framework (`report.audit.FRAMEWORKS`), as text that runs; empty where there is none."""
         return {} if self.fix is None else self.fix.texts()
 
     @property

@@ -1,6 +1,7 @@
-"""Fixes: how to launch a placement, as text that runs, for torch, JAX, Megatron, MPI and nccl-tests.
+"""Fixes: how to launch a placement, as text that runs, for torch, JAX, Megatron, launchers and nccl-tests.
 
-torch and JAX keep where ranks run and renumber the mesh. MPI keeps what rank has what coordinate and moves ranks.
+torch and JAX keep where ranks run and renumber the mesh. MPI, Slurm and torchrun keep what rank has what coordinate and
+move ranks, which is all that helps a program that makes its own mesh, such as torchtitan.
 Megatron numbers ranks by an order string, which is given where one fits where ranks run, else a rankfile for its
 default order. nccl-tests split the ranks of a launch host by host into the groups of the placement.
 """
@@ -19,6 +20,7 @@ from shardplan.errors import ParseError
 from shardplan.hardware.placement import Placement, divisors
 from shardplan.launches.hostfile import host_names, hostfile_text, rankfile_text
 from shardplan.launches.launch import Launch, ring_of
+from shardplan.launches.launchers import srun_text, torchrun_text
 from shardplan.launches.megatron import (
     DEFAULT,
     MAPPING,
@@ -54,6 +56,8 @@ class Fix:
     megatron_order: str | None  # the order string of the call, None where there is none
     megatron_rankfile: str | None  # Open MPI's rankfile that places Megatron's default order, where no string does
     rankfile: str  # Open MPI's rankfile, for a program whose ranks have the coordinates they have now
+    srun: str  # how Slurm's srun places ranks so, as shell, or "not expressible" and why
+    torchrun: str  # the node rank of each host, as shell, or "not expressible" and why
     hostfile: str | None  # the same as a hostfile, None where the order of hosts is not enough
     nccl_tests: tuple[tuple[tuple[str, ...], str], ...]  # by axes the setting that makes nccl-tests run in their groups
 
@@ -65,7 +69,7 @@ class Fix:
         return "the call for megatron" if self.megatron_order else "the mesh for torch or jax, or the rankfile"
 
     def texts(self) -> dict[str, str]:
-        """Return the fix by framework: torch, jax, megatron, mpi and nccl-tests."""
+        """Return the fix by framework or launcher: torch, jax, megatron, torchrun, slurm, mpi and nccl-tests."""
         mpi = "# rankfile; a slot is the device's number on its host\n" + self.rankfile
         # Of the two forms Open MPI reads only this one in the order of its lines.
         if self.hostfile is not None and " slots=" in self.hostfile:
@@ -74,6 +78,8 @@ class Fix:
             "torch": self.torch + (f"# {self.torch_note}\n" if self.torch_note else ""),
             "jax": self.jax,
             "megatron": self.megatron + "\n" + (self.megatron_rankfile or ""),
+            "torchrun": self.torchrun,
+            "slurm": self.srun,
             "mpi": mpi,
             "nccl-tests": "".join(f"{', '.join(axes)}: {split}\n" for axes, split in self.nccl_tests),
         }
@@ -107,6 +113,8 @@ def fix(launch: Launch, placement: Placement, together: Sequence[tuple[str, ...]
         order,
         rankfile,
         rankfile_text(stay, hosts),
+        srun_text(stay, hosts),
+        torchrun_text(stay, hosts),
         hostfile_text(stay, hosts),
         tuple((axes, s or "not expressible") for axes, s in splits.items()),
     )

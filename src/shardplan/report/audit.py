@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from shardplan.errors import LayoutError
@@ -17,13 +18,13 @@ from shardplan.report.text import library_object
 MOST_STRAYS = 4  # offending groups printed
 MOST_RANKS = 8  # ranks of an offending group printed
 MOST_LINES = 12  # lines of a rankfile or hostfile printed
-FRAMEWORKS = ("all", "torch", "jax", "megatron", "mpi", "nccl-tests")
+FRAMEWORKS = ("all", "torch", "jax", "megatron", "torchrun", "slurm", "mpi", "nccl-tests")
 
 
-def audit_text(found: Audit, framework: str = "all") -> str:
-    """Return an audit as text, with the fix of one framework, or of `all`.
+def audit_text(found: Audit, framework: str = "all", notes: Sequence[str] = ()) -> str:
+    """Return an audit as text, with the fix of one framework, or of `all`; `notes` say whose traffic it is.
 
-    Frameworks are torch, jax, megatron, mpi and nccl-tests; raises `LayoutError` for another.
+    Frameworks are torch, jax, megatron, torchrun, slurm, mpi and nccl-tests; raises `LayoutError` for another.
 
     >>> from shardplan.core.mesh import Mesh
     >>> from shardplan.hardware.topology import Topology
@@ -44,7 +45,8 @@ def audit_text(found: Audit, framework: str = "all") -> str:
     if framework not in FRAMEWORKS:
         raise LayoutError(f"fix for {framework!r} is unknown; legal: {', '.join(FRAMEWORKS)}")
     launch, findings = found.launch, found.findings
-    lines = [found.answer, f"verdict  {found.verdict}"]
+    lines = [found.answer, *(f"{'traffic' if k == 0 else '':<9}{note}" for k, note in enumerate(notes))]
+    lines.append(f"verdict  {found.verdict}")
     if findings.matrix is not None:
         rows = zip(launch.mesh.axes, findings.matrix, strict=True)
         lines.append("matrix   " + ", ".join(f"{axis}={list(row)}" for axis, row in rows))
@@ -206,6 +208,8 @@ def audit_object(found: Audit) -> dict[str, Any]:
             "megatron_order": text.megatron_order,
             "megatron_rankfile": text.megatron_rankfile,
             "rankfile": text.rankfile,
+            "srun": text.srun,
+            "torchrun": text.torchrun,
             "hostfile": text.hostfile,
             "nccl_tests": {",".join(axes): split for axes, split in text.nccl_tests},
         },

@@ -11,6 +11,7 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.searching.answer import TIE, Judge, JudgedPlan, PlanAnswer, causes_text
 from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.plans import plan_text
+from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.strategy import Strategy
 
 WIDTH = 80
@@ -101,7 +102,8 @@ def memory_lines(one: JudgedPlan, memory: float, judge: Judge) -> list[str]:
     p = judge.machine.parameters
     outside = "" if p.context or p.fragmentation > 1 else "; driver and allocator not counted (--reserve)"
     return [
-        f"memory    {format_bytes(held.nbytes)} of {format_bytes(memory)} on pipeline rank {held.rank}; {room}",
+        f"memory    {format_bytes(held.nbytes)} of {format_bytes(memory)} on pipeline rank {held.rank} as "
+        f"{runtime_of(one.plan.strategy).name} has it; {room}",
         f"          [{bar:.<{BAR}}]",
         *wrap_text(said + outside, "          "),
     ]

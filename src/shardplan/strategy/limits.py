@@ -8,6 +8,7 @@ from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.loss import losses_of
 from shardplan.strategy.training import OPTIMIZERS, PRECISIONS
 
 
@@ -17,7 +18,7 @@ class ModelLimits:
 
     `shared` is what `expert` deals out: experts, or the columns of embedding tables; 1 where there is neither, as
     `sequence` is without a sequence, and `heads` where `tensor` cuts nothing. `kept` says whether an optimizer keeps
-    state beside parameters, `scores` whether there is attention.
+    state beside parameters, `scores` whether there is attention; `losses` are those of `Strategy.loss` that it has.
     """
 
     layers: int
@@ -29,6 +30,7 @@ class ModelLimits:
     training: bool
     kept: bool
     scores: bool
+    losses: tuple[str, ...]
 
     def forward(self) -> ModelLimits:
         """Return those of the model where it runs forward alone."""
@@ -64,4 +66,5 @@ class ModelLimits:
             bool(model.fields["training"]),
             kept,
             scores,
+            losses_of(program),
         )

@@ -45,6 +45,11 @@ def check_options(model: Model, strategy: Strategy, *, serves: bool = False, tab
     if serves:
         limits = limits.forward()
     check_stages(limits, strategy)
+    if limits.sequence % strategy.loss_chunks:
+        raise LayoutError(
+            f"strategy: loss_chunks={strategy.loss_chunks} of {model.name}, a sequence of {limits.sequence}; legal are "
+            f"divisors of {limits.sequence}"
+        )
     found = [*(excess_degrees(limits, strategy) if tables else ()), *idle(limits, strategy)]
     for one in found[:1]:
         value = getattr(strategy, one.name)
@@ -107,9 +112,11 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
     if s.reduce_dtype is not None and limits.training and s.data * s.context == 1:
         yield IdleOption("reduce_dtype", "one replica has all gradients", "data or context of 2 and more", None)
     for name, plain in (("recompute", "none"), ("gradient_dtype", None), ("reduce_dtype", None), ("offload", False),
-                        ("offload_layers", 0)):  # fmt: skip
+                        ("offload_layers", 0), ("loss", "whole")):  # fmt: skip
         if getattr(s, name) != plain and not limits.training:
             yield IdleOption(name, TRAINED[0], f"{plain!r}, or {TRAINED[1]}", plain)
+    if s.loss not in limits.losses and limits.training:
+        yield IdleOption("loss", "no product alone makes logits of classes", " or ".join(limits.losses), "whole")
     if s.offload_layers > limits.layers:
         why = f"the model has {limits.layers} layers"
         yield IdleOption("offload_layers", why, f"0 to {limits.layers}", limits.layers)

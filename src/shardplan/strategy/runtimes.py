@@ -50,7 +50,7 @@ class Runtime:
             unit: Parameters of a layer that are dealt out and gathered, in elements; 0 where none are.
             weight: Bytes of a parameter.
             summed: Bytes of a gradient as it is summed over devices.
-            logits: Elements of the logits at the loss; 0 on stages that have none.
+            logits: Elements of the logits at the loss; 0 on stages that have none, and where it is in one pass.
             embedding: Parameters whose gradient is made whole before it is added up, in elements; 0 where none are.
         """
         gathered = unit * (self.layers * weight + summed)

@@ -32,6 +32,7 @@ GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
 ATTENTION = ("unfused", "flash1", "flash2", "cudnn")
 NARROW = ("fp8", "nvfp4")  # precisions that are predicted, and not partitioned
 RECOMPUTE = ("none", "full", "selective", "selective_op")  # or a tuple of names of ops
+LOSS = ("whole", "fused", "chunked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,9 @@ class Strategy:
         cuts: The layers, counted from 0, that stages but the first begin with; by default stages are cut so that the
             heaviest takes the least seconds, among those that fit into the devices' memory.
         shard: The replicas in a row that state is dealt out to by `zero` and `fsdp`; by default all.
+        loss: `whole`: logits with copies in f32, as the runtime has them; `fused`: one pass that keeps none; `chunked`:
+            fused, and logits are made in `loss_chunks` parts of the sequence, again backward.
+        loss_chunks: Parts of a `chunked` loss; they divide the sequence.
         attention: How fast attention is predicted to be, a class of kernels: `unfused` (scores go through memory),
             `flash1`, `flash2`, `cudnn`; by default `flash2`. The program is the same.
         tensor_overlap: Whether movements of the tensor axis are cut up and run beside products: predicted, and not
@@ -115,13 +119,15 @@ class Strategy:
     keep: str | tuple[str, ...] = ()
     prefetch: bool | None = None
     cuts: tuple[int, ...] | None = None
+    loss: str = "whole"
+    loss_chunks: int = 1
     attention: str | None = None
     tensor_overlap: bool = False
     offload_layers: int = 0
 
     def __post_init__(self) -> None:
         """Check every field by itself, and what hangs together."""
-        for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch"):
+        for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch", "loss_chunks"):
             border.whole_number(f"strategy: {name}", getattr(self, name), 1)
         border.whole_number("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
@@ -155,12 +161,15 @@ class Strategy:
                 f"shard * context * tensor; legal are {legal}"
             )
         border.whole_number("strategy: offload_layers", self.offload_layers, 0)
-        if self.attention is not None:
-            border.choice("strategy: attention", self.attention, ATTENTION)
-        for name in ("sequence_parallel", "fsdp", "offload", "tensor_overlap"):
+        border.choice("strategy: loss", self.loss, LOSS)
+        if (self.loss_chunks > 1) != (self.loss == "chunked"):
+            said = f"loss_chunks={self.loss_chunks} with loss={self.loss!r}"
+            raise LayoutError(f"strategy: {said}; legal are 2 and more with 'chunked', else 1")
+        for name in ("sequence_parallel", "fsdp", "offload", "tensor_overlap", *["prefetch"][self.prefetch is None :]):
             border.flag(f"strategy: {name}", getattr(self, name))
-        if self.prefetch is not None:
-            border.flag("strategy: prefetch", self.prefetch)
+        for name, legal in ("attention", ATTENTION), ("precision", (*PRECISIONS, *NARROW)):
+            if getattr(self, name) is not None:
+                border.choice(f"strategy: {name}", getattr(self, name), legal)
         if self.shard is not None and not (self.zero or self.fsdp):
             raise LayoutError(f"strategy: shard={group} without zero or fsdp; legal is one of them, or no shard")
         if self.bucket is not None:
@@ -170,15 +179,12 @@ class Strategy:
         else:
             border.names("strategy: recompute", self.recompute)
         object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
-        if self.precision is not None:
-            border.choice("strategy: precision", self.precision, (*PRECISIONS, *NARROW))
         for name in ("gradient_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
                 found = border.choice(f"strategy: {name}", short_name(getattr(self, name)), GRADIENT_DTYPES)
                 object.__setattr__(self, name, found)
         if self.fsdp and self.zero == 1:
             raise LayoutError("strategy: fsdp with zero=1; legal are 2, and 3, as by default")
-
         if self.cuts is not None:
             object.__setattr__(self, "cuts", tuple(border.items("strategy: cuts", self.cuts, "layers")))
             layers = [border.whole_number("strategy: cuts", n, 1) for n in self.cuts]

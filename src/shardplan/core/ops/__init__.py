@@ -11,6 +11,7 @@
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Write, Iota, Constant
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `query_tiles`  attention a few rows of queries at a time
 - `overlapped` `Overlapped`: an op that computes between its messages
 - `ring`      attention whose keys and values go round, and its gradient: RingAttention, RingAttentionBackward
 - `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
@@ -35,6 +36,7 @@ from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd, Write
 from shardplan.core.ops.layers import (
     Attention,
+    ClassSums,
     Concat,
     CrossEntropy,
     EmbeddingBag,
@@ -89,6 +91,7 @@ OPS.update(
         RmsNorm,
         OneHot,
         CrossEntropy,
+        ClassSums,
         TargetCount,
         EmbeddingBag,
         Attention,
@@ -119,6 +122,7 @@ __all__ = [
     "OPS",
     "AdamW",
     "Attention",
+    "ClassSums",
     "Combine",
     "Dispatch",
     "Dropout",

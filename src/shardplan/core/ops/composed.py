@@ -55,17 +55,29 @@ class Composed(Compute):
         return self.share(*operands) * sum(op.flops(*types) for op, _, types in self._typed_steps(operands)[0])
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
-        """Bind the steps."""
+        """Bind the steps; what none of those to come reads is let go."""
         steps = [(step, op.bind(types, where)) for op, step, types in self._typed_steps(operands)[0]]
         results = self.decomposition(*operands).results
+        ends: list[set[str]] = []
+        read = {*results}
+        for step, _ in reversed(steps):
+            ends.append({*step.operands, *step.results} - read)
+            read |= {*step.operands}
+        ends.reverse()
 
         def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
             values = {str(k): x for k, x in enumerate(arrays)}
-            for step, bound in steps:
+            for (step, bound), ended in zip(steps, ends, strict=True):
                 values.update(zip(step.results, bound(xp, [values[o] for o in step.operands]), strict=True))
+                for name in ended:
+                    del values[name]
             return [values[name] for name in results]
 
         return run
+
+    def bind_gradient(self, operands: Sequence[TensorType], where: Where, needs: Sequence[int]) -> LocalRun | None:
+        """Return the gradient on one device, of the operands and the results' cotangents; None: as its steps say."""
+        return None
 
     def _typed_steps(
         self, operands: Sequence[TensorType]
@@ -140,6 +152,12 @@ class Backward(Composed):
         found = {name: str(count + k) for k, name in enumerate(made)}
         Reverse(d, d.types, lambda name: name).fill_cotangents(steps, found, needing(steps, d.types, wanted))
         return [found[w] if w in found else zeros(d, d.types[w], w) for w in wanted]
+
+    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
+        """As the op says, or bind the steps."""
+        given = operands[: len(operands) - self.results]
+        found = self.of.bind_gradient(given, where, self.needs) if isinstance(self.of, Composed) else None
+        return Composed.bind(self, operands, where) if found is None else found
 
     def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
         """Those of the op."""

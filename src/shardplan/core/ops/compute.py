@@ -124,6 +124,13 @@ class Compute(Op):
         """
         return None
 
+    def in_one_pass(self) -> Compute | None:
+        """Return an op that means the same, and keeps nothing wider than its operands in the steps that it comes to.
+
+        None where there is no such op.
+        """
+        return None
+
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
     ) -> Sequence[str | None]:

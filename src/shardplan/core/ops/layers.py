@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from string import ascii_lowercase, ascii_uppercase
 from typing import ClassVar
 
@@ -14,10 +15,11 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, check_arity
+from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, LocalRun, Where, check_arity
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
+from shardplan.core.ops.query_tiles import QueryTiles
 from shardplan.core.ops.ring import RingAttention, mask_scores
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
@@ -111,10 +113,12 @@ def _counts(d: Draft, targets: str) -> str:
 class CrossEntropy(Composed):
     """Of logits, whose last dim are classes, and targets: the negative logarithm of the target's probability.
 
-    It is 0 where the target is -100 (`IGNORED`), and so is its gradient.
+    It is 0 where the target is -100 (`IGNORED`), and so is its gradient. Where it is `narrow`, the steps that it comes
+    to under a sharding of the classes keep no copy of the logits in a wider dtype, which else every step reads.
     """
 
     name: ClassVar[str] = "cross_entropy"
+    narrow: bool = False
 
     @property
     def kernel_class(self) -> KernelClass:
@@ -126,12 +130,13 @@ class CrossEntropy(Composed):
         t, ids = check_arity(self.name, operands, 2)
         if not t.ndim or ids.shape != t.shape[:-1]:
             raise TypingError(f"logits {t} and targets {ids}; legal are targets of the shape of all dims but the last")
-        last = (t.ndim - 1,)
-        x = widened(d, "0")
-        top = d(ReduceDims(last, "max", keep=True), x)
-        total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=(1,)))
-        hot = d(Cast("bool"), _hot(d, "1", t.shape[-1], t.layout.dims[-1]))
-        chosen = d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))
+        if self.narrow:
+            top = widened(d, d(ReduceDims((t.ndim - 1,), "max", keep=True), "0"))
+            total, chosen = d.write_step(ClassSums(), "0", top, "1", stopped=(1,))
+        else:
+            x = widened(d, "0")
+            top = d(ReduceDims((t.ndim - 1,), "max", keep=True), x)
+            total, chosen = _class_sums(d, x, top, "1", t.layout.dims[-1])
         loss = d(Elementwise("log(a) + b - c"), total, top, chosen, stopped=(1,))
         dims = " ".join(f"d{k}" for k in range(t.ndim - 1))
         loss = d(Reshape(f"{dims} one=1 -> {dims}"), loss)
@@ -141,6 +146,40 @@ class CrossEntropy(Composed):
     def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
         """A target is a class, or ignored."""
         return {1: IdRange(operands[0].shape[-1], IGNORED)}
+
+    def in_one_pass(self) -> CrossEntropy:
+        """As steps that keep no copy."""
+        return replace(self, narrow=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSums(Composed):
+    """Of logits `[.. v]`, a maximum `[.. 1]` and targets `[..]` the sums over classes that a cross entropy is made of.
+
+    Results, in f32 or wider `[.. 1]`, are the sum of the exponentials of what logits are beside the maximum, and the
+    logit of the target, 0 where that is no class.
+    """
+
+    name: ClassVar[str] = "class_sums"
+
+    @property
+    def kernel_class(self) -> KernelClass:
+        """A part of a loss."""
+        return "loss"
+
+    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+        """Of classes that are sharded both sums are partial."""
+        t, _, _ = check_arity(self.name, operands, 3)
+        return _class_sums(d, widened(d, "0"), "1", "2", t.layout.dims[-1])
+
+
+def _class_sums(d: Draft, x: str, top: str, targets: str, over: tuple[str, ...]) -> list[str]:
+    """The sum of exponentials less the largest logit, whose part in the gradient is nothing; and the target's logit."""
+    t = d.types[x]
+    last = (t.ndim - 1,)
+    total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=(1,)))
+    hot = d(Cast("bool"), _hot(d, targets, t.shape[-1], over))
+    return [total, d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +256,20 @@ class Attention(Composed):
             scores = mask_scores(d, row, column, scores)
         out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), widened(d, "2"))
         return [cast_to(d, out, q.dtype)]
+
+    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
+        """Rows of queries at a time, so that few scores are there at once."""
+        tiles = self._tiles(operands, where)
+        return super(Attention, self).bind(operands, where) if tiles is None else tiles.forward
+
+    def bind_gradient(self, operands: Sequence[TensorType], where: Where, needs: Sequence[int]) -> LocalRun | None:
+        """The same back."""
+        tiles = self._tiles(operands, where)
+        return None if tiles is None else partial(tiles.backward, needs)
+
+    def _tiles(self, operands: Sequence[TensorType], where: Where) -> QueryTiles | None:
+        order = Zigzag(operands[0].shape[1], self.zigzag) if self.causal else None
+        return QueryTiles.of(operands, where, self.scale or operands[0].shape[-1] ** -0.5, order)
 
     def in_rounds(self, *operands: TensorType) -> RingAttention | None:
         """Keys and values go round where a sequence attends to itself, and not to a cache."""

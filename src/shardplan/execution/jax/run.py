@@ -87,7 +87,7 @@ def hand(offered: Offer, timeout: float) -> Hand:
         yield from ()
         return run_program(program, inputs, timeout=timeout, record=record)
 
-    return Hand(start)
+    return Hand(start, join=jax.numpy.concatenate)
 
 
 def check(program: Program, placed: bool = True) -> None:

@@ -28,6 +28,7 @@ from shardplan.errors import ShardplanError
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, Run
+from shardplan.execution.lab.machine import busy_seconds
 from shardplan.execution.lower import place_of
 from shardplan.execution.rank_names import format_ranks, name_ranks
 
@@ -37,7 +38,6 @@ GRACE = 2.0  # seconds that the other ranks have to fail, too, after one has
 MOST = {"bool": 2, "i8": 11, "u8": 11, "f8e4m3": 3, "f8e5m2": 3, "bf16": 15, "f16": 100}
 MOST_WIDE = 1000  # of all other dtypes
 SEED = 20210  # any: one, so that a run can be repeated
-SOFTIRQ = 7  # the column of the first line of /proc/stat
 
 
 def integers(t: TensorType, number: int) -> np.ndarray:
@@ -86,10 +86,10 @@ class Host:
         for pipe, order in zip(chosen, self._prepare(key, item, verify), strict=True):
             _send(pipe, order)
         self._answers(chosen, f"the inputs of {item.title}")
-        drops, sent, soft, began = (
+        drops, sent, worked, began = (
             self.meters.read_dropped_packets(),
             self.meters.read_sent_bytes(),
-            _softirq(),
+            busy_seconds(),
             time.monotonic(),
         )
         instant = began + LEAD
@@ -103,7 +103,7 @@ class Host:
             tuple(o for o in outcomes if o.device is not None),
             moved,
             self.meters.read_dropped_packets() - drops,
-            _softirq() - soft,
+            busy_seconds() - worked,
             ended - began,
         )
 
@@ -169,12 +169,6 @@ def _send(pipe: Connection, order: Order) -> None:
     """Give a rank an order; one that has died is found by its answer, which does not come."""
     with suppress(BrokenPipeError):
         pipe.send(order)
-
-
-def _softirq() -> float:
-    """Seconds that this machine has spent in soft interrupts, all processors."""
-    with open("/proc/stat", encoding="ascii") as file:
-        return int(file.readline().split()[SOFTIRQ]) / os.sysconf("SC_CLK_TCK")
 
 
 def _end_with(fd: int) -> None:

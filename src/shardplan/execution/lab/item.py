@@ -66,7 +66,6 @@ class Outcome:
     device: int | None  # its id; None where the rank had nothing to do
     lateness: float  # seconds from the agreed instant to the real start
     end: float
-    busy: float  # seconds of CPU time, all threads
     spans: tuple[StepSpan, ...] = ()
     payload: dict[int, int] = field(default_factory=dict[int, int])  # bytes sent, by the receiver's device id
     calls: tuple[NativeCall, ...] = ()  # of gloo's own collectives
@@ -81,5 +80,5 @@ class Run:
     outcomes: tuple[Outcome, ...]  # of the ranks that had something to do
     edge_bytes: tuple[int, ...]  # that the interfaces sent meanwhile, by edge
     drops: int
-    softirq: float  # seconds of the whole machine meanwhile
+    busy: float  # seconds that all processors of the machine worked meanwhile, in sum
     elapsed: float  # seconds in which these were counted

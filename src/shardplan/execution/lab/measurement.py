@@ -17,7 +17,7 @@ class Repetition:
 
     seconds: float  # from the agreed instant to the last finish
     lateness: float  # seconds from the agreed instant to the last start
-    cpu_share: float  # of all processors of the machine: the ranks' CPU time and all soft interrupts, 0 to 1
+    cpu_share: float  # of all processors of the machine that was busy, by whatever process, 0 to 1
     drops: int  # packets that the shapers dropped
     edge_bytes: tuple[int, ...]  # what the interface of every edge sent meanwhile, headers included
 
@@ -97,7 +97,6 @@ def run_seconds(run: Run) -> float:
 
 def repetition_of(run: Run) -> Repetition:
     """Return what is kept of a run."""
-    busy = sum(o.busy for o in run.outcomes) + run.softirq
     late = max((o.lateness for o in run.outcomes), default=0.0)
-    share = busy / (run.elapsed * (os.cpu_count() or 1))
+    share = run.busy / (run.elapsed * (os.cpu_count() or 1))
     return Repetition(run_seconds(run), late, share, run.drops, run.edge_bytes)

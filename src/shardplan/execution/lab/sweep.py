@@ -16,6 +16,7 @@ from dataclasses import replace
 from shardplan.errors import BackendError, TimedOut
 from shardplan.execution.lab.experiments import Experiment, LabKey, Pair, pairs
 from shardplan.execution.lab.item import WrongResult
+from shardplan.execution.lab.machine import require_idle
 from shardplan.execution.lab.measurement import Measurement
 from shardplan.execution.lab.results import BUSY, Again, Done, Row, Sweep
 from shardplan.execution.lab.session import MOST_LATE, REPETITIONS, Lab, duration
@@ -36,6 +37,7 @@ def measure_experiments(
     progress: Progress | None = None,
     most_late: float = MOST_LATE,
     floor: bool = True,
+    busy: bool = False,
 ) -> Sweep:
     """Measure every pair of every experiment, alternating their repetitions.
 
@@ -50,12 +52,13 @@ def measure_experiments(
         progress: Called often, for a bar.
         most_late: As for `Lab`.
         floor: Whether to measure a tenth again at the end.
+        busy: Whether to measure on a busy machine, too; without it that is refused.
 
     Returns:
         The result, with the experiments of `before`.
 
     Raises:
-        Unavailable: This machine cannot run it.
+        Unavailable: This machine cannot run it, or is busy.
         WrongResult: A result differs from the reference.
         BackendError: `before` is of another engine or another number of repetitions.
     """
@@ -67,6 +70,8 @@ def measure_experiments(
         )
     found = replace(found, experiments=tuple(d for d in found.experiments if not d.error))
     have = {d.experiment for d in found.experiments}
+    if not busy and not have >= set(experiments):
+        require_idle()
     todo = [(e, pairs(e, engine)) for e in dict.fromkeys(experiments) if e not in have]
     second = floor and (bool(todo) or not found.again)
     work = sum(_work(own, repetitions) for _, own in todo)

@@ -223,7 +223,10 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
         try:
             bound = executable(program, rank)
             wire = MpiWire(ranks, communicators, watch, DATA + turn % TAGS)
-            running = bound.drive(_values(program, inputs, rank), wire, record)
+            values = _values(program, inputs, rank)
+            for shards in inputs:
+                shards.clear()
+            running = bound.drive(values, wire, record)
             return by_output(program, (yield from run_under_watch(running, watch, bound.texts)), rank)
         except GeneratorExit:
             raise

@@ -28,11 +28,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from shardplan.errors import BackendError, LayoutError, TimedOut
 from shardplan.execution.rank_names import format_ranks, name_ranks
 from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
+from shardplan.execution.torch.posts import Post, PostedRun
+from shardplan.execution.torch.waits import Releasing, Wait
 
 PATIENCE = 4 * GRACE  # seconds that a failed rank lets others go, and that others wait to be let go
 POLL = TICK / 10  # seconds between two looks into the store for what another rank is about to say
@@ -43,29 +46,9 @@ TAGS = 2**31  # gloo's tags have 31 bits
 SPREAD = 0x9E3779B1
 RUNS = 2**15  # tags lie so many runs apart from turn to turn: those of 2**16 turns, in runs near each other, differ
 KEY_DIGITS = 16  # hexadecimal digits of the hash of a set of ranks in the store: enough that no two share keys
+IDENTITY_DIGITS = 15  # hexadecimal digits of a digest in a post: 60 bits, which a signed 64-bit integer holds
+MOST_SETS = 256  # sets of ranks whose hash is remembered
 TAG_DIGITS = 8  # hexadecimal digits of a digest in a tag: 32 bits, all that a tag can hold
-
-
-class Wait(NamedTuple):
-    """A message that a rank waits for: from, or to, `peer`."""
-
-    peer: int
-    sent: int  # bytes; 0 for a message to receive
-    wire: Releasing
-
-
-class Releasing(Protocol):
-    """How the messages of a run that has failed come to an end."""
-
-    tag: int
-
-    def answer(self, peer: int, sent: int, tag: int) -> None:
-        """End the wait of `peer`, under its tag: for a message from this rank, or for `sent` bytes to be taken."""
-        ...
-
-    def cut(self, peer: int) -> None:
-        """End all waits of this rank, and its connections with them."""
-        ...
 
 
 class Said(NamedTuple):
@@ -93,6 +76,8 @@ class TorchWatch:
     verdict: str = ""  # once this rank knows that the run has failed
     running: bool = False  # whether others may have sent something
     parts: bool = False  # whether it is of several programs, each with tags of its own, and begins once for all
+    untagged: bool = False  # whether what it has posted could meet what another run posts
+    _posted: dict[int, str] = field(default_factory=dict[int, str])  # the rank that posted another program, and which
     _asked: float = 0.0  # seconds into its wait at which it asked to be let go
     _answered: int = 0  # requests of others that it has answered
     _said: Wait | None = None  # what it has told the others that it waits for
@@ -110,6 +95,16 @@ class TorchWatch:
         `TAGS`.
         """
         return self.tag_of(0)
+
+    @property
+    def posted_run(self) -> PostedRun:
+        """This run in what ranks post, whatever each of them runs as that number."""
+        return PostedRun(int(_key_of(self.ranks)[:IDENTITY_DIGITS], 16), self.number)
+
+    @property
+    def post(self) -> Post:
+        """What this rank runs in it."""
+        return Post(int(self.digest[:IDENTITY_DIGITS], 16), self.name)
 
     def tag_of(self, turn: int) -> int:
         """A tag for the messages of a part of this run, by its turn."""
@@ -178,13 +173,16 @@ class TorchWatch:
     def _unlike(self, store: Any) -> Exception:
         """Return the error for ranks that do not run one program: who runs what, of those that have come."""
         until = time.monotonic() + min(GRACE, self.timeout)
-        heard: dict[int, Said] = {}
-        while len(heard) < len(self.ranks) and time.monotonic() < until:
+        while True:
             heard = {r: s for r in self.ranks if (s := self._heard(store, r)).number >= self.number}
+            if len(heard) == len(self.ranks) or time.monotonic() > until:
+                break
             time.sleep(POLL)
         others = {r: s for r, s in heard.items() if (s.number, s.digest) != (self.number, self.digest)}
-        who = name_ranks(others) if others else "another rank"
-        told = next((s.name for s in others.values()), "another program")
+        # A rank that has heard of nothing may be a run ahead: it is named only if nobody else is.
+        others = {r: s for r, s in others.items() if s.number == self.number} or ({} if self._posted else others)
+        told = next((s.name for s in others.values()), next(iter(self._posted.values()), "another program"))
+        who = name_ranks(others or self._posted) if others or self._posted else "another rank"
         if self.running and all(s.peer >= 0 for s in others.values()):  # all of them started: another order
             return TimedOut(
                 f"{self.step_text}: {who} of {format_ranks(self.ranks)} came to {told} in its place; legal is one "
@@ -215,7 +213,7 @@ class TorchWatch:
         if "timed out" in text or "timeout" in text:
             cause = "late" if self.step > 0 or self.parts else "absent"
             return self.verdict_error(self._post(f"{cause} {_commas(self._silent(store, peer))} {self.timeout:g}"))
-        until = time.monotonic() + GRACE  # a peer that closed its connections is about to say why
+        until = time.monotonic() + 2 * GRACE  # a peer that closed its connections is about to say why
         while not (found := self._read(store)) and time.monotonic() < until:
             time.sleep(POLL)
         return self.verdict_error(found or self._post(f"lost {peer} {_line(error)}"))
@@ -224,7 +222,7 @@ class TorchWatch:
         """Return the error that a verdict is on this rank."""
         self.verdict = verdict
         if verdict == "other":
-            return self._unlike(self.state.store)
+            return self._mismatch()
         cause, who, text = verdict.split(" ", 2)
         ranks = sorted(map(int, who.split(",")))
         match cause:
@@ -249,10 +247,26 @@ class TorchWatch:
             case _:
                 return BackendError(f"{self.name}: the store of torch.distributed failed: {text}")
 
-    def mismatch_error(self, peer: int) -> Exception:
-        """Return the error to raise after `peer` said in its header that it runs something else."""
+    def mismatch_error(self, peer: int, name: str) -> Exception:
+        """Return the error to raise after `peer` posted that it runs something else, of that name."""
+        self._posted = {peer: name}
         self._say(self.state.store, peer)
         return self.verdict_error(self._post("other"))
+
+    def _mismatch(self) -> Exception:
+        """Return the error for unlike programs; those that have not heard of it are told by the next run."""
+        store = self.state.store
+        error = self._unlike(store)
+        if self.untagged:
+            self.state.mismatches[self.ranks] = text = f"in the run before, {_line(error)}"
+            with contextlib.suppress(RuntimeError):
+                store.compare_set(self._key("verdict", 1), "", f"raised {self.rank} {text}")
+        return error
+
+    def refuse_after_mismatch(self) -> None:
+        """Refuse collectives and messages without tags after ranks ran unlike programs: nothing of theirs meets."""
+        if text := self.state.mismatches.get(self.ranks):
+            raise BackendError(f"{self.name} did not start: {text}; legal is a new process group")
 
     def broke(self, error: BaseException, wire: Releasing) -> None:
         """Tell the others of an exception on this rank, and let go those that wait for it."""
@@ -320,8 +334,8 @@ class TorchWatch:
 
     # The store
 
-    def _key(self, part: str) -> str:
-        return f"shardplan/{_key_of(self.ranks)}/{self.number}/{part}"
+    def _key(self, part: str, ahead: int = 0) -> str:
+        return f"shardplan/{_key_of(self.ranks)}/{self.number + ahead}/{part}"
 
     def _say(self, store: Any, peer: int = -1) -> None:
         store.set(f"shardplan/{_key_of(self.ranks)}/{self.rank}", f"{self.number} {self.digest} {peer} {self.name}")
@@ -369,6 +383,7 @@ class TorchWatch:
         return [first]
 
 
+@lru_cache(maxsize=MOST_SETS)
 def _key_of(ranks: tuple[int, ...]) -> str:
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:KEY_DIGITS]
 

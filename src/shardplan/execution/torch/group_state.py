@@ -17,7 +17,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from shardplan.errors import BackendError, excerpt
 from shardplan.execution.torch.libraries import libraries_of
+from shardplan.execution.torch.posts import PostOffice
 
 GRACE = 0.5  # seconds that a wait may last before the store is asked why
 ENDING = 1.0  # seconds that the second thread has to end: it may be at the store
@@ -60,7 +61,8 @@ class GroupState:
         self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
         self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
         self.groups: dict[tuple[int, ...], Any] = {}  # of native collectives, by their ranks in member order
-        self.headers: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by the same, tensors for a run's and all members'
+        self.mismatches: dict[tuple[int, ...], str] = {}  # by the ranks of unlike programs, what was told of them
+        self.ended: deque[Any] = deque()  # wires of runs on a device that have ended with posts not compared yet
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()  # set by `end`, waited for by the second thread between two looks
 
@@ -80,6 +82,11 @@ class GroupState:
                     sort_ranks=False,
                 )
         return self.groups[ranks]
+
+    @functools.cached_property
+    def posts(self) -> PostOffice:
+        """Where ranks post what they run; opened by the first run that does."""
+        return PostOffice(self.store, dist.get_rank())
 
     @functools.cached_property
     def libraries(self) -> dict[str, str]:
@@ -102,6 +109,8 @@ class GroupState:
         self._ends.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(ENDING)
+        if "posts" in self.__dict__:
+            self.posts.close()
 
     def _look(self) -> None:
         """Tell watches of their slow waits, and of the end of those, until `end`: what the second thread does."""

@@ -206,7 +206,13 @@ def launch(
         else:
             wire.tag = watch.tag_of(of_job.turn)
             running = run_under_watch(running, watch, bound.texts)
+        while state.ended:
+            state.ended.popleft().compare_posts()
         results = yield from (on_stream(running) if wire.is_streamed else running)
+        if wire.is_streamed:  # its data has yet to come
+            state.ended.append(wire)
+        else:
+            wire.compare_posts()
         if record is not None and of_job is None:
             record.spans[:] = gather_spans(wire, bound.ranks, bound.device, record.spans, shift)
         return results
@@ -351,10 +357,12 @@ def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchEx
 
     def start(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
         values = {name: x.to(device) for name, x in own_values(program, inputs, rank).items()}
+        for shards in inputs:
+            shards.clear()
         results = yield from launch(bound(program, rank), values, timeout, record=record, of_job=JobTurn(watch, turn))
         return by_output(program, results, rank)
 
-    return Hand(start, frozenset((rank,)), to_numpy)
+    return Hand(start, frozenset((rank,)), to_numpy, lambda array: to_torch(array).to(device), torch.cat)
 
 
 def _tensor(shard: Any) -> torch.Tensor:

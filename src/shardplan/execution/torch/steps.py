@@ -17,18 +17,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from shardplan.core.library_call import library_call
 from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running
-from shardplan.execution.rank_rounds import RankKernel, RankRound, rank_rounds
+from shardplan.execution.rank_rounds import RankKernel, RankRound, RankRounds, rank_rounds
 from shardplan.execution.torch.compute import bind_compute, work
 from shardplan.execution.torch.dtypes import torch_dtype
 from shardplan.execution.torch.native import bind_native
-from shardplan.execution.torch.pack import Packing, copy, landings, maker, spot_view
+from shardplan.execution.torch.pack import Packing, SpotRound, copy, landings, maker, spot_view
 from shardplan.execution.torch.wire import Pending, TorchWire
 
 KernelRun = Callable[[Mapping[str, torch.Tensor], RankKernel, torch.device], None]
@@ -50,29 +51,21 @@ def bind_step(
     found = rank_rounds(op, operands, results, device, algorithm)
     if found is None:
         return bind_compute(op, operands, results, device)
-    few = list(islice(_stages(found.rounds()), MOST_KEPT + 1))
-
-    def again() -> Iterable[list[RankRound]]:
-        return few if len(few) <= MOST_KEPT else _stages(found.rounds())
-
-    ends = {f"{letter}{k}" for letter, side in (("x", operands), ("y", results)) for k in range(len(side))}
-    staged = {name: shape for name, shape in found.shapes.items() if name not in ends}
-    packing = Packing(staged, found.dtypes, landings(again(), staged))
-    stages = map(packing.stage, again())
-    kept = tuple(stages) if len(few) <= MOST_KEPT else ()
-    deque(stages, maxlen=0)  # those that are not kept are made once, too: the largest says how much is staged
     makers = [maker(u, device) for u in results]
     native = cache(lambda: bind_native(op, operands, results, device))
-    staging = [(name, n, torch_dtype(packing.dtypes[name])) for name, n in packing.room.items()]
+    messages = cache(lambda: _bind_messages(found, len(operands), len(results)))
+    if library_call(op, operands) is None:  # else no message is ever needed, perhaps
+        messages()
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Running:
         if wire.native and (called := native()) is not None:
             return (yield from called(arrays, wire))
+        bound = messages()
         out = [make(wire) for make in makers]
         held = {f"x{k}": x for k, x in enumerate(arrays)} | {f"y{k}": y for k, y in enumerate(out)}
-        held |= {name: wire.empty(n, dtype) for name, n, dtype in staging}
+        held |= {name: wire.empty(n, dtype) for name, n, dtype in bound.staging}
         started = False
-        for stage in kept or map(packing.stage, again()):
+        for stage in bound.stages():
             ahead = () if wire.batched else tuple(m for one in stage for m in one.takes)
             ins: deque[tuple[int, Any]] = deque()
             outs: Pending = []
@@ -100,6 +93,30 @@ def bind_step(
         return out
 
     return run
+
+
+class _BoundMessages(NamedTuple):
+    """What a step sends and receives: its stages, in order, and the staging buffers by name."""
+
+    stages: Callable[[], Iterable[tuple[SpotRound, ...]]]
+    staging: list[tuple[str, int, torch.dtype]]
+
+
+def _bind_messages(found: RankRounds, operands: int, results: int) -> _BoundMessages:
+    """Work out the messages of a step of so many operands and results: where they are, since a library may do it."""
+    few = list(islice(_stages(found.rounds()), MOST_KEPT + 1))
+
+    def again() -> Iterable[list[RankRound]]:
+        return few if len(few) <= MOST_KEPT else _stages(found.rounds())
+
+    ends = {f"{letter}{k}" for letter, side in (("x", operands), ("y", results)) for k in range(side)}
+    staged = {name: shape for name, shape in found.shapes.items() if name not in ends}
+    packing = Packing(staged, found.dtypes, landings(again(), staged))
+    stages = map(packing.stage, again())
+    kept = tuple(stages) if len(few) <= MOST_KEPT else ()
+    deque(stages, maxlen=0)  # those that are not kept are made once, too: the largest says how much is staged
+    staging = [(name, n, torch_dtype(packing.dtypes[name])) for name, n in packing.room.items()]
+    return _BoundMessages(lambda: kept or map(packing.stage, again()), staging)
 
 
 def _stages(rounds: Iterable[RankRound]) -> Iterator[list[RankRound]]:

@@ -3,11 +3,13 @@
 All programs travel on one process group. gloo takes single sends and receives under the tag of the run, which mixes its
 number with the identity of its program: messages of another run, or of another program, never match.
 
-Any other backend (nccl) takes batches, since there the order of single messages could deadlock, and has no tags. There
-the first message of a run from one rank to another is a header of two numbers, the identity and the number of the run,
-in a batch of its own: all headers have one size, so they meet whatever the two ranks run. The comparison is made on the
-device, and the batches of data wait behind it on the device's stream, so that the host waits for nothing: where headers
-differ the assertion stops the stream before any data moves, and the host raises at its next synchronisation.
+Any other backend (nccl) takes batches, since there the order of single messages could deadlock, and has no tags; a
+library's own collectives have none either. There, the first time that a run has data for a rank, it posts to it what it
+runs (see `posts`), ahead of the data. In a collective each member posts to the next one of its group. Nobody waits for
+a post on the way: on the host it is compared when the run ends, where the data that came behind it has come already,
+and on a device, where a run ends before its data has come, by the next run of this process group. So whatever a rank
+runs in place of the others is found by those that hear of it, and they refuse what comes after; the others are told in
+their next run.
 
 A wire belongs to the thread of its run. Only `answer` and `cut` are called from the thread that looks after waits too:
 they post on a copy, or end every connection.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,12 +29,12 @@ import torch.distributed as dist
 
 from shardplan.errors import ShardplanError
 from shardplan.execution.record import NativeCall
-from shardplan.execution.torch.faults import TorchWatch, Wait
+from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.libraries import native_on, tell_composed
+from shardplan.execution.torch.waits import Wait
 
 Pending = list[tuple[int, Any]]  # peer, and the work of torch that is waited for
 AT_ONCE = timedelta(milliseconds=1)  # a wait that is to fail: gloo's bound must be above 0
-IDENTITY_DIGITS = 15  # hexadecimal digits of a digest in a header: 60 bits, which a signed 64-bit integer holds
 
 
 @dataclass(slots=True)
@@ -44,14 +46,15 @@ class TorchWire:
     device: torch.device
     received: int = 0  # bytes of the messages received so far
     sent: int = 0
-    batched: bool = field(default=False)  # messages in batches behind headers, without tags: any backend but gloo
+    batched: bool = field(default=False)  # messages in batches behind posts, without tags: any backend but gloo
     native: bool = field(default=False)  # collectives in groups are the library's own
     calls: list[NativeCall] = field(default_factory=list[NativeCall])  # of these, so far
     timeout: timedelta = field(init=False)
     tag: int = field(init=False)
     under_way: dict[Any, int] = field(default_factory=dict[Any, int])  # by work, the bytes that it sends
-    met: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])  # groups in which headers were compared
-    greeted: set[tuple[int, bool]] = field(default_factory=set[tuple[int, bool]])  # peer, whether it sends
+    met: set[tuple[int, bool]] = field(default_factory=set[tuple[int, bool]])  # peer, whether it gives data
+    givers: list[int] = field(default_factory=list[int])  # whose posts are not compared yet
+    calling: tuple[int, ...] = ()  # the ranks of the collective that is waited for
 
     def __post_init__(self) -> None:
         """Take the bound and the tag of the run."""
@@ -89,7 +92,7 @@ class TorchWire:
         for _, x in sends:
             self.sent += x.nbytes
         if self.batched:
-            self._greet([peer for peer, _ in receives], [peer for peer, _ in sends])
+            self.exchange_posts([p for p, _ in receives], [p for p, _ in sends])
             return self._batch(receives, sends)
         group, tag, under_way, rank_in = self.group, self.tag, self.under_way, self.watch.state.rank_in
         peer = -1
@@ -123,34 +126,40 @@ class TorchWire:
         self.under_way.update(dict.fromkeys(works, 0))
         return pending[: len(receives)], pending[len(receives) :]
 
-    def _greet(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
-        """Exchange headers with the peers of whom, or for whom, this run has had no message yet."""
-        givers = sorted({p for p in senders if (p, True) not in self.greeted})
-        takers = sorted({p for p in receivers if (p, False) not in self.greeted})
-        if not (givers or takers):
+    def exchange_posts(self, givers: Iterable[int], takers: Iterable[int]) -> None:
+        """Post what this rank runs to those that take data of it, once; those that give it some post, too."""
+        new = {(p, True) for p in givers} | {(p, False) for p in takers}
+        new -= self.met
+        if not new:
             return
-        self.greeted |= {(p, True) for p in givers} | {(p, False) for p in takers}
-        rows = torch.empty((len(givers) + 1, 2), dtype=torch.int64, device=self.device)
-        mine, theirs = rows[0], rows[1:]
-        self._header(mine)
-        ins, outs = self._batch(list(zip(givers, theirs, strict=True)), [(p, mine) for p in takers])
-        self.wait(ins)
-        self.wait(outs)
-        if givers:
-            self._refuse_unlike_headers(givers[0], theirs, mine)
+        self.met |= new
+        watch = self.watch
+        watch.refuse_after_mismatch()
+        watch.untagged = True
+        office = watch.state.posts
+        self.givers += sorted(p for p, gives in new if gives)
+        for peer in sorted(p for p, gives in new if not gives):
+            try:
+                office.send(peer, watch.posted_run, watch.post, watch.timeout)
+            except (OSError, RuntimeError) as error:
+                raise watch.wait_error(peer, error) from None
 
-    def _header(self, mine: torch.Tensor) -> None:
-        """Write the identity and the number of the run, by kernels: the host waits for no copy."""
-        mine[:1].fill_(int(self.watch.digest[:IDENTITY_DIGITS], 16))
-        mine[1:].fill_(self.watch.number)
-
-    def _refuse_unlike_headers(self, peer: int, theirs: torch.Tensor, mine: torch.Tensor) -> None:
-        """Refuse a run in which headers differ; on a device its stream does, before any data moves."""
-        if self.is_streamed:
-            equal = (theirs == mine).all()
-            torch._assert_async(equal, f"{self.watch.name}: another rank runs another program")  # pyright: ignore
-        elif not torch.equal(theirs, mine.expand_as(theirs)):
-            raise self.watch.mismatch_error(peer)
+    def compare_posts(self) -> None:
+        """Wait for the posts of all that gave data, and refuse the run where one is of another."""
+        watch = self.watch
+        while self.givers:
+            peer = self.givers.pop(0)
+            watch.state.waits[watch] = Wait(peer, 0, PostWait(self))
+            try:
+                found = watch.state.posts.take(peer, watch.posted_run, watch.timeout, lambda: bool(watch.verdict))
+            except OSError as error:
+                raise watch.wait_error(peer, error) from None
+            finally:
+                del watch.state.waits[watch]
+            if found is None:
+                raise watch.wait_error(peer, None)
+            if found.identity != watch.post.identity:
+                raise watch.mismatch_error(peer, found.name)
 
     def wait(self, pending: Pending) -> None:
         """Wait for messages, each at most the timeout; raises what `TorchWatch.failed` makes of a failure."""
@@ -180,24 +189,16 @@ class TorchWire:
             raise watch.wait_error(peer, None)
 
     def group_of(self, ranks: tuple[int, ...]) -> Any:
-        """Return the process group of a native collective, in which this run has greeted all members."""
-        state = self.watch.state
-        group = state.members(ranks)
-        if ranks not in self.met:
-            self.met.add(ranks)
-            if ranks not in state.headers:
-                rows = torch.empty((len(ranks) + 1, 2), dtype=torch.int64, device=self.device)
-                state.headers[ranks] = rows[0], rows[1:]
-            mine, theirs = state.headers[ranks]
-            self._header(mine)
-            self.wait_call(ranks, dist.all_gather(list(theirs), mine, group=group, async_op=True))
-            self._refuse_unlike_headers(ranks[0], theirs, mine)
-        return group
+        """Return the process group of a native collective, in which this run has posted to the next member."""
+        me = ranks.index(self.watch.rank)
+        self.exchange_posts([ranks[me - 1]], [ranks[(me + 1) % len(ranks)]])
+        return self.watch.state.members(ranks)
 
     def wait_call(self, ranks: tuple[int, ...], work: Any) -> None:
         """Wait for a collective of some ranks: on a device its stream does, and the host goes on."""
-        self.under_way[work] = 0
+        self.under_way[work], self.calling = 0, ranks
         self.wait_one(ranks[ranks.index(self.watch.rank) - 1], work)
+        self.calling = ()
 
     # After a failure
 
@@ -206,7 +207,7 @@ class TorchWire:
 
         A receive in gloo takes shorter messages, so one of no bytes ends any. The tag is the one of the peer's run.
         """
-        if self.batched:
+        if self.batched or tag < 0:
             return
         useless = torch.empty(sent, dtype=torch.uint8)
         other = copy.copy(self)
@@ -220,9 +221,12 @@ class TorchWire:
         if self.is_streamed:
             self.abort()
             return
-        start = self._batch if self.batched else self.post
-        with contextlib.suppress(RuntimeError, ShardplanError):  # gloo closes all when any wait times out
-            start([(peer, torch.empty(1))], [])[0][0][1].wait(AT_ONCE)
+        group = self.watch.state.groups.get(self.calling)
+        group, place = (
+            (self.group, self.watch.state.rank_in[peer]) if group is None else (group, self.calling.index(peer))
+        )
+        with contextlib.suppress(RuntimeError):  # gloo closes all when any wait times out
+            group.recv([torch.empty(1)], place, self.tag).wait(AT_ONCE)
 
     def abort(self) -> None:
         """End the communicators of a device: no kernel of a failed move waits for a peer that will not come."""
@@ -239,6 +243,21 @@ class TorchWire:
             self.abort()
         if self.under_way:
             self.watch.state.left_behind.append(tuple(self.under_way))
+
+
+@dataclass(slots=True)
+class PostWait:
+    """How a wait for a post ends: by itself, once the run has failed."""
+
+    wire: TorchWire
+    tag: int = -1  # no message of the library ends it
+
+    def answer(self, peer: int, sent: int, tag: int) -> None:
+        """See `TorchWire.answer`."""
+        self.wire.answer(peer, sent, tag)
+
+    def cut(self, peer: int) -> None:
+        """Nothing: it is over at its next look."""
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ Reading order:
 - `filling`      what every byte of a file is
 - `reshard`      the verb
 - `live`         the tensors of a live model, read as those of a checkpoint
+- `job_state`  the state of a live job, written by its processes, and read under any layout
 - `logical`      where an element stands in the model
 - `compare`      two checkpoints, or a live model and one, compared logically
 """

@@ -9,6 +9,7 @@ Reading order:
 - `primitive`  the primitive that carries a move through gradients, `vmap` and `jit`
 - `leaves`     pytrees of arrays and shardings, and their moves under one limit
 - `device_put` `reshard`, which calls them
+- `reductions` `sum_by`: a reduction plan as a function
 - `comparison` what a plan sends beside what XLA sends, in a line
 """
 
@@ -17,8 +18,9 @@ from shardplan.errors import optional
 from shardplan.interop.jax.comparison import compare_with_xla
 from shardplan.interop.jax.device_put import reshard
 from shardplan.interop.jax.plans import plan_of
+from shardplan.interop.jax.reductions import sum_by
 from shardplan.interop.jax.types import spec_of
 
 optional("jax", "jax")
 
-__all__ = ["compare_with_xla", "plan_of", "reshard", "spec_of", "type_of"]
+__all__ = ["compare_with_xla", "plan_of", "reshard", "spec_of", "sum_by", "type_of"]

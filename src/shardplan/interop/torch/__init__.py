@@ -15,6 +15,7 @@ Reading order:
 - `pending_moves` moves that were started and not waited for
 - `compile`    the call under `torch.compile`
 - `state`      a folder: `redistribute_state`, for a whole model
+- `reductions` `ddp_hook` and `fsdp_hook`: a reduction plan where training reduces
 - `refit`      a folder: `Refit`
 """
 
@@ -23,9 +24,10 @@ from shardplan.errors import missing
 try:
     from shardplan.execution.torch.group_state import process_group
     from shardplan.interop.torch.dtensor import redistribute
+    from shardplan.interop.torch.reductions import ddp_hook, fsdp_hook
     from shardplan.interop.torch.refit.handle import Refit
     from shardplan.interop.torch.state.move import redistribute_state
 except ModuleNotFoundError as error:
     raise missing(error, "torch") from None
 
-__all__ = ["Refit", "process_group", "redistribute", "redistribute_state"]
+__all__ = ["Refit", "ddp_hook", "fsdp_hook", "process_group", "redistribute", "redistribute_state"]

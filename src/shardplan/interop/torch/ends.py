@@ -26,7 +26,15 @@ from shardplan.core.dtypes import IDEMPOTENT
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import carrier_of, identity_of, short_name_of
-from shardplan.interop.torch.layout import check_known, reduction_of, respec, text_of, type_at_coordinate, type_of
+from shardplan.interop.torch.layout import (
+    check_known,
+    mesh_of,
+    reduction_of,
+    respec,
+    text_of,
+    type_at_coordinate,
+    type_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -193,7 +201,7 @@ class Ends:
 
 def ranks_of(*meshes: DeviceMesh) -> tuple[int, ...]:
     """Return the ranks of some meshes, ascending."""
-    return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
+    return tuple(sorted({rank for mesh in meshes for rank in mesh_of(mesh).devices}))
 
 
 def _check_kinds(placements: Sequence[Placement], dtype: torch.dtype) -> None:

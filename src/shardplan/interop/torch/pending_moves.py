@@ -72,14 +72,20 @@ def _leave() -> None:
         under_way.clear()
 
 
-class Later(AsyncCollectiveTensor):
+class _Awaited(AsyncCollectiveTensor):
+    """What such a tensor has of its own: not where a copy of its attributes finds it, as an async checkpoint makes."""
+
+    __slots__ = ("_done", "_meta", "_value")
+    _value: Callable[[], torch.Tensor]
+    _done: torch.Tensor | None
+    _meta: torch.Tensor
+
+
+class Later(_Awaited):
     """The result of a move under way: every use but a view waits for it, and a view is one more such tensor."""
 
     # `elem` and `completed` of the base become what is worked out on use
     __slots__ = ()
-    _value: Callable[[], torch.Tensor]
-    _done: torch.Tensor | None
-    _meta: torch.Tensor
 
     @staticmethod
     def __new__(cls: type[Later], meta: torch.Tensor, value: Callable[[], torch.Tensor], device: torch.device) -> Later:
@@ -110,6 +116,14 @@ class Later(AsyncCollectiveTensor):
 
     wait = trigger_wait
     _get_acs_underlying_tensor = trigger_wait
+
+    def data_ptr(self) -> int:
+        """Where the tensor itself lies."""
+        return self.elem.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the tensor itself."""
+        return self.elem.untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the tensor itself."""

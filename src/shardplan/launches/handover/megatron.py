@@ -64,6 +64,9 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
         if getattr(s, name) != plain:
             lines.append(f"{name}={getattr(s, name)}")
             s = replace(s, **{name: plain})
+    if s.loss == "chunked":
+        lines.append(f"loss=chunked loss_chunks={s.loss_chunks}; it runs as loss=fused")
+        s = replace(s, loss="fused", loss_chunks=1)
     return s, tuple(lines)
 
 
@@ -103,6 +106,8 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
     )
     if s.gradient_dtype == "bf16":
         yield "--grad-reduce-in-bf16"
+    if s.loss == "fused":
+        yield from ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te")
     if s.tensor_overlap:
         yield "--tp-comm-overlap"
 

@@ -169,13 +169,14 @@ def _small_strategy(s: Strategy, degrees: Mapping[str, int], model: Model) -> tu
         "expert": math.gcd(s.expert, (shard or degrees["data"]) * degrees["context"] * degrees["tensor"]),
         "global_batch": degrees["data"] * microbatch * count - (1 if uneven and count > 1 else 0),
         "precision": None, "gradient_dtype": None, "reduce_dtype": None, "tensor_overlap": False, "offload_layers": 0,
-        "cuts": None,
+        "cuts": None, "loss_chunks": min(2, s.loss_chunks),
     }  # fmt: skip
     found = replace(s, attention=None, **changes)
     limits = ModelLimits.of(model)
     for one in idle(limits, found):
         found = replace(found, **{one.name: one.runs_as})
-    for name in ("tensor_overlap", "offload_layers", "attention", "cuts", "gradient_dtype", "reduce_dtype", "expert",
+    for name in ("tensor_overlap", "offload_layers", "attention", "cuts", "gradient_dtype", "reduce_dtype",
+                 "loss_chunks", "expert",
                  "shard", "zero", "fsdp", "schedule", "sequence_parallel"):  # fmt: skip
         before, after = getattr(s, name), getattr(found, name)
         if before != after and not isinstance(before, Schedule):

@@ -88,6 +88,9 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
         if getattr(s, name) != plain:
             lines.append(f"{name}={getattr(s, name)}")
             s = replace(s, **{name: plain})
+    if s.loss != "whole":
+        lines.append(f"loss={s.loss}; it runs as loss=whole, whose logits are copied in f32")
+        s = replace(s, loss="whole", loss_chunks=1)
     if s.precision in ("fp16", "fp8", "nvfp4"):
         lines.append(f"precision={s.precision}, which is a converter of the model's spec; written is bf16")
         s = replace(s, precision="bf16")

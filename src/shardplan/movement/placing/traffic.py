@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,13 +140,15 @@ def _hidden_part(text: str) -> tuple[float, float]:
     return float(number) / 100, 0.0
 
 
-def parse_traffic(text: str) -> dict[tuple[str, ...], list[Row]]:
+def parse_traffic(
+    text: str, bare: Callable[[tuple[str, ...], Row], Row] | None = None
+) -> dict[tuple[str, ...], list[Row]]:
     """Return the traffic that a text says, as the command line takes it; terms over the same axes add up to a list.
 
     The terms `axes=bytes` have commas between them: `data=2GB, tensor=500MB`. Joint axes are joined by `+`, another op
     than all_reduce (`permute` for an axis called pp, pipeline, pipe or stage) stands before the bytes, and a count
-    after: `data+tensor=all_gather:64MB*24`. Last stands what runs
-    behind compute: `data=2GB behind 120ms` of it a step, or `behind 90%` of its own seconds.
+    after: `data+tensor=all_gather:64MB*24`. Last stands what runs behind compute: `data=2GB behind 120ms` of it a step,
+    or `behind 90%` of its own seconds. A size without a count is one call, or what `bare` makes of its axes and row.
 
     Raises `ParseError` where a term is malformed, or its unit or its op unknown; it points at the term.
 
@@ -177,8 +179,9 @@ def parse_traffic(text: str) -> dict[tuple[str, ...], list[Row]]:
         except ParseError as error:
             reason = str(error).split("\n", 1)[0]
             raise ParseError(reason, text, start + match.start(part)) from None
-        row = op, nbytes, float(match["count"] or 1)
-        found.setdefault(axes, []).append(row if match["behind"] is None else (*row, match["behind"]))
+        once = op, nbytes, float(match["count"] or 1)
+        row: Row = once if match["behind"] is None else (*once, match["behind"])
+        found.setdefault(axes, []).append(row if match["count"] or bare is None else bare(axes, row))
         start += len(term) + 1
     return found
 

@@ -71,7 +71,10 @@ def _openable(line: JobTimeline, ranks: Sequence[int]) -> list[int]:
     """As many of the ranks as may be looked into op by op."""
     found, left = list[int](), MOST_OPENED
     for r in ranks:
-        left -= sum(issued_of(line.laid.maps[s, kind].nodes) for s, kind, _ in line.swept.ranks[r].actions)
+        left -= sum(
+            issued_of(line.laid.map_at(r, i, (s, kind)).nodes)
+            for i, (s, kind, _) in enumerate(line.swept.ranks[r].actions)
+        )
         if left < 0 and found:
             break
         found.append(r)

@@ -1,14 +1,18 @@
-"""Reports of a redistribution and of an audited launch, of the parts that a plan's report has."""
+"""Reports of a redistribution, of a refit and of an audited launch, of the parts that a plan's report has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.movement.weights.refit import RefitPlan
 from shardplan.plans.plan import Plan
 from shardplan.report.page.figures import SERIES, bar_figure
 from shardplan.report.page.page import PagePart, render_page
 from shardplan.report.svg import svg_picture
+from shardplan.report.weights import moves_rows, refit_text
+
+MOST_MOVES = 500  # of a refit, in its table
 
 
 def movement_page(plan: Plan, title: str) -> str:
@@ -31,6 +35,33 @@ def movement_page(plan: Plan, title: str) -> str:
         PagePart(
             "What each device holds", "Before the first step, and after each.", markup=svg_picture(plan.program, title)
         ),
+    ]
+    return render_page(title, parts)
+
+
+def refit_page(plan: RefitPlan, title: str) -> str:
+    """Return the report of a refit: what it costs, what ranks send and receive, and where each parameter comes from."""
+    _, _, sizes = plan.traffic
+    cards = [
+        (format_seconds(plan.seconds), f"predicted; lower bound {format_seconds(plan.bound_seconds)}"),
+        (format_bytes(int(sizes.sum())), f"travels, in {len(sizes)} pairs of ranks"),
+        (format_bytes(max(plan.sent_bytes, default=0)), "sent at most by a rank"),
+        (format_bytes(max(plan.received_bytes, default=0)), "received at most by one"),
+    ]
+    moves = moves_rows(plan)
+    table = [["to", "type", "from", "type", "bytes"]]
+    table += [
+        [m["target"], m["target_type"], m["source"], m["source_type"], format_bytes(m["bytes"])]
+        for m in moves[:MOST_MOVES]
+    ]
+    left = len(moves) - MOST_MOVES
+    note = f"The first {MOST_MOVES}; {left} more are in --json." if left > 0 else ""
+    ranks = [f"rank {rank}" for rank in plan.ranks]
+    rows = [("sent", list(plan.sent_bytes)), ("received", list(plan.received_bytes))]
+    parts = [
+        PagePart("Plan", cards=cards, text=refit_text(plan)),
+        PagePart("Bytes by rank", "Sent to other ranks, and received from them.", figure=bytes_by_device(ranks, rows)),
+        PagePart("Parameters", note, rows=table),
     ]
     return render_page(title, parts)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.errors import LayoutError
 from shardplan.strategy.schedules.table import GENERATORS
-from shardplan.strategy.strategy import RECOMPUTE, Strategy
+from shardplan.strategy.strategy import LOSS, RECOMPUTE, Strategy
 
 Ints = np.ndarray
 Floats = np.ndarray
@@ -29,11 +29,12 @@ CODES: Mapping[str, tuple[Any, ...]] = {
     "gradient_dtype": (None, "f16", "bf16", "f32", "f64"),
     "reduce_dtype": (None, "f16", "bf16", "f32", "f64"),
     "attention": (None, "unfused", "flash1", "flash2", "cudnn"),
+    "loss": LOSS,
     "order": (*ORDERS, TOGETHER),
 }
 NUMBERS = (
     "data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero",
-    "offload_layers",
+    "offload_layers", "loss_chunks",
 )  # fmt: skip
 FLAGS = ("sequence_parallel", "fsdp", "tensor_overlap")
 # What a column holds where a strategy has no such field, or says nothing.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.dim_names import DimNames, dim_names
+from shardplan.core.dtypes import short_name
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.chunk_kinds import ChunkKinds
@@ -22,7 +23,7 @@ from shardplan.simulation.closed.memory import holdings, least_memory, memory, o
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, layer_rows, recipe, weight_parts
+from shardplan.simulation.closed.stages import Dealt, halved, layer_rows, recipe, weight_parts
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compiled
 from shardplan.strategy.model import Model
@@ -93,8 +94,7 @@ class ClosedForm:
         n = len(c)
         out = {name: np.zeros(n) for name in ("seconds", "peak", "floor", "least")}
         parts: dict[str, Floats] = {}
-        for reading, where, cost in self.classes(c):
-            one = c[where]
+        for reading, where, one, cost in self.classes(c):
             found = self._steps(reading, one, cost)
             for name, values in found.items():
                 (out[name] if name in out else parts.setdefault(name, np.zeros(n)))[where] = values
@@ -103,8 +103,7 @@ class ClosedForm:
     def seconds(self, c: Configurations) -> Floats:
         """Return the seconds alone, [n]."""
         out = np.zeros(len(c))
-        for reading, where, cost in self.classes(c):
-            one = c[where]
+        for reading, where, one, cost in self.classes(c):
             kinds = ChunkKinds.of(reading.layers, one)
             stages = self._stages(one, cost, kinds)
             out[where] = _formula(one, kinds, stages)[0] + stages.after
@@ -115,8 +114,7 @@ class ClosedForm:
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
         made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, column, column)))
-        for reading, where, cost in self.classes(c):
-            one = c[where]
+        for reading, where, one, cost in self.classes(c):
             kinds = ChunkKinds.of(reading.layers, one)
             found = self._stages(one, cost, kinds, waiting=False)
             of_chunk = kinds.pipelines[0].of_chunk
@@ -127,15 +125,13 @@ class ClosedForm:
     def layers(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return the bytes of state, and of what waits for its backward pass, of the layers alone, [n] each."""
         out = np.zeros((2, len(c)))
-        for reading, where, cost in self.classes(c):
-            one = c[where]
+        for reading, where, one, cost in self.classes(c):
             out[:, where] = of_layers(one, cost, ChunkKinds.of(reading.layers, one))
         return out[0], out[1]
 
     def holdings(self, c: Configurations) -> dict[str, Floats]:
         """Return the bytes on each pipeline rank of the first of `c`, by what they are, [ranks]; see `memory`."""
-        one = c[:1]
-        reading, _, cost = next(iter(self.classes(one)))
+        reading, _, one, cost = next(iter(self.classes(c[:1])))
         kinds = ChunkKinds.of(reading.layers, one, every=True)
         return {what: x[:, 0] for what, x in holdings(one, cost, kinds, self.parameters).items()}
 
@@ -157,8 +153,7 @@ class ClosedForm:
         plain = {"recompute": np.zeros(len(c), dtype=np.int64), "zero": np.full(len(c), 2)}
         bare = Configurations({**c.columns, **plain, "fsdp": np.zeros(len(c), dtype=bool)})
         out = np.zeros((2, len(c)))
-        for reading, where, cost in self.classes(bare):
-            one = bare[where]
+        for reading, where, one, cost in self.classes(bare):
             kinds = ChunkKinds.of(reading.layers, one)
             step, busiest, _ = _formula(one, kinds, self._stages(one, cost, kinds, waiting=not events, bare=True))
             out[0, where] = one.microbatches * busiest if events else step
@@ -174,8 +169,8 @@ class ClosedForm:
         is not `bare` with the parameters and gradients that layers gather and reduce.
         """
         out = np.zeros(len(c))
-        for reading, where, cost in self.classes(c):
-            one, degrees = c[where], {axis: d.astype(np.int64) for axis, d in cost.degrees.items()}
+        for reading, where, one, cost in self.classes(c):
+            degrees = {axis: d.astype(np.int64) for axis, d in cost.degrees.items()}
             some = replace(reading, moves=tuple(m for m in reading.moves if keeps(m)))
             kinds = ChunkKinds.of(reading.layers, one)
             stages = self._stages(one, self._cost(some, one, degrees), kinds, waiting, bare)
@@ -203,12 +198,14 @@ class ClosedForm:
         p, interleaved = self.parameters, c.columns["interleave"] > 1
         dealt = Dealt.of(c, cost, self.collectives(), p)
         made: list[Floats] = []
+        idle: list[Floats] = []
         for phase in (FORWARD, BACKWARD):
             rows = layer_rows(c, cost, p, phase, self.topology.device)
             busy = kinds.sums(rows)
             # A chunk's parameters are gathered, and its gradients reduced, beside its layers, one after another.
             taken = busy if bare else np.maximum(busy, kinds.sums(dealt.gathered(phase, self.topology.device)))
             made.append(taken)
+            idle.append(taken - busy)
             if phase == BACKWARD:
                 part = np.divide(kinds.sums(rows * weight_parts(c, cost)), busy, out=0 * busy, where=busy > 0)
                 made.append(taken * part)
@@ -220,10 +217,16 @@ class ClosedForm:
             ):  # the first receives none forward, the last none back
                 there = send * (kinds.counts[end] == 0)
                 seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
-        return StageTimes(made[0], made[1], made[2], send, dealt.once(kinds, self.topology.device, made[1].max(axis=0)))
+        backward = np.where(halved(c), made[2], made[1])
+        after = dealt.once(kinds, self.topology.device, (made[0], idle[0]), (backward, idle[1]))
+        return StageTimes(made[0], made[1], made[2], send, after)
 
-    def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, LayerCost]]:
-        """Yield readings, the places of the configurations that each serves, and what their layers cost."""
+    def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, Configurations, LayerCost]]:
+        """Yield readings, the places of the configurations that each serves, these, and what their layers cost.
+
+        A precision that is not said is the model's own, with gradients as parameters are.
+        """
+        c = self._with_own_precision(c)
         col = c.columns
         code = np.zeros(len(c), dtype=np.int64)
         degrees = self.degrees(c)
@@ -233,6 +236,7 @@ class ClosedForm:
             np.where(col["context"] > 1, col["context_kind"] + 1, 0),
             col["attention"],
             col["precision"],
+            col["loss"] > 0,
         ]
         for values in kinds:
             code = code * 8 + values
@@ -241,7 +245,19 @@ class ClosedForm:
             one = c[where]
             mine = {a: d[where] for a, d in degrees.items() if d[where[0]] > 1}
             reading = self._reading(one.strategy(0), tuple(mine))
-            yield reading, where, self._cost(reading, one, mine)
+            yield reading, where, one, self._cost(reading, one, mine)
+
+    def _with_own_precision(self, c: Configurations) -> Configurations:
+        """The configurations with what the model says of precision where they say nothing."""
+        fields = self.model.fields
+        own, dtype = fields.get("precision"), short_name(str(fields["dtype"]))
+        if own is None or own not in CODES["precision"] or dtype not in CODES["gradient_dtype"]:
+            return c
+        silent = c.columns["precision"] == 0
+        codes = {"precision": own, "gradient_dtype": dtype}
+        said = {name: np.where(silent & (c.columns[name] == 0), CODES[name].index(value), c.columns[name])
+                for name, value in codes.items()}  # fmt: skip
+        return Configurations({**c.columns, **said})
 
     def degrees(self, c: Configurations) -> dict[str, Ints]:
         """Return the sizes of the axes of a stage, as `Strategy.axes` has them: arrays [n] by axis."""
@@ -315,8 +331,10 @@ class ClosedForm:
         precision = CODES["precision"][int(c.columns["precision"][0])]
         dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
         device = with_kernels(self.topology.device, self.parameters, attention)
+        ring = CODES["context_kind"][int(c.columns["context_kind"][0])] == "ring"
         copies = int(self.model.fields.get("experts_per_token") or 0)
-        asked = KernelsAsked(device, dtype, attention, copies)
+        whole = CODES["loss"][int(c.columns["loss"][0])] == "whole"
+        asked = KernelsAsked(device, dtype, attention, whole, ring, copies)
         return layer_costs(reading, asked, self.collectives(), sizes, strides).at(back)
 
     def collectives(self) -> CollectivePrices:

@@ -23,6 +23,7 @@ from shardplan.strategy.strategy import NARROW
 Floats = np.ndarray
 FULL, SELECTIVE, SELECTIVE_OP = (CODES["recompute"].index(name) for name in ("full", "selective", "selective_op"))
 FLASH1 = CODES["attention"].index("flash1")
+WHOLE, CHUNKED = (CODES["loss"].index(name) for name in ("whole", "chunked"))
 UNFUSED = CODES["attention"].index("unfused")
 
 
@@ -63,7 +64,7 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     size = element_bytes(c)
     zero: Floats = np.zeros((len(counts), len(c)))
     layers, work = saved(c, cost)
-    outside = rows.get("saved", zero)[-2:]
+    outside, parts = _outside_bytes(c, cost, size.parameter)
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     ends = np.einsum("rkn,rn->kn", counts[-2:], outside)
     kept = np.einsum("rkn,rn->kn", counts[:-2], layers * staying) + ends
@@ -72,16 +73,31 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     gathered = kinds.sums(elements) * size.parameter
     there = counts[:-2] > 0
     said = {
-        "layer": np.max(work[:, None] * there, axis=0),
+        "layer": np.maximum(np.max(work[:, None] * there, axis=0), counts[-1] * parts),
         "unit": np.max(elements[:-2, None] * there, axis=0) * (col["fsdp"] | (col["zero"] == 3)),
         "weight": size.parameter,
         "summed": size.summed,
-        "logits": counts[-1] * rows["logits"][-1],
+        "logits": counts[-1] * rows["logits"][-1] * (col["loss"] == WHOLE),
         "embedding": counts[-2] * rows.get("tables", zero)[-2],
     }
     eager = col["fsdp"] & (col["attention"] != FLASH1) & (col["attention"] != UNFUSED)
     at_work = np.where(eager, TORCHTITAN.work_bytes(**said), MEGATRON.work_bytes(**said))
     return ChunkBytes(kept, late, gathered * (col["fsdp"] & (col["zero"] == 2)), at_work)
+
+
+def _outside_bytes(c: Configurations, cost: LayerCost, width: Floats) -> tuple[Floats, Floats]:
+    """Return what is saved before and behind the layers, [2, n], and what parts of a loss have at work, [n].
+
+    Of a loss in parts no logits are saved; those of a part are there with their gradients, and then these with what
+    they make of the head's gradient.
+    """
+    chunked, rows = c.columns["loss"] == CHUNKED, cost.rows
+    zero: Floats = np.zeros((2, len(c)))
+    logits = rows["logit bytes"][-1] * chunked
+    head = (rows.get("parameters", zero)[-1] + rows["copies"][-1]) * width * chunked
+    outside = rows.get("saved", zero)[-2:]
+    part = logits / c.columns["loss_chunks"]
+    return outside - np.stack([0 * logits, logits]), part + np.maximum(part, head)
 
 
 def _coming_and_going(kinds: ChunkKinds, chunks: ChunkBytes) -> tuple[Floats, Floats]:
@@ -102,14 +118,14 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     inputs = np.minimum(rows.get("saved", zero)[:-2], cost.carried)
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     kept = np.einsum("rkn,rn->kn", counts[:-2], inputs * staying)
-    kept += np.einsum("rkn,rn->kn", counts[-2:], rows.get("saved", zero)[-2:])
+    kept += np.einsum("rkn,rn->kn", counts[-2:], _outside_bytes(c, cost, size.parameter)[0])
     work = np.maximum(rows.get("work forward", zero), rows.get("work none", zero))[:-2]
     busy = MEGATRON.work_bytes(
         layer=np.max(work[:, None] * (counts[:-2] > 0), axis=0),
         unit=0.0,
         weight=size.parameter,
         summed=size.summed,
-        logits=counts[-1] * rows["logits"][-1],
+        logits=counts[-1] * rows["logits"][-1] * (col["loss"] == WHOLE),
         embedding=counts[-2] * rows.get("tables", zero)[-2],
     )
     nothing: Floats = np.zeros(())

@@ -20,8 +20,8 @@ from shardplan.strategy.strategy import HEADS, RATIO, SHARING
 Floats = np.ndarray
 PHASES = ("forward", "backward")
 TENSOR_AXES = HEADS + RATIO
+CONTEXT_AXES = ("context", SHARING["context"])  # axes around which a ring sends keys and values
 EXPERTS = frozenset(("expert", "expert_context"))  # axes over which tokens go to experts
-AROUND = {"context", SHARING["context"]}  # axes around which a ring sends keys and values
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
 SCORE_BYTES = (9.0, 13.0)  # in the forward pass, and back
@@ -96,6 +96,8 @@ class KernelsAsked(NamedTuple):
     device: DeviceSpec
     product_dtype: str  # of products with the layers' parameters
     attention: str  # its class
+    whole_loss: bool = True  # else it reads its logits once, and once more to write their gradient
+    ring: bool = False  # whether keys go round, past queries that lie in the order of the sequence
     copies: int = 0  # experts to which a token goes; 0 where there are none
 
 
@@ -114,8 +116,9 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
         return [Work(flops, dtype, nbytes, k.kind, sides)]
     if k.kind == "scores":
         asked.device.peak(k.dtype)
+        flops = flops * _busiest_in_ring(k, sizes) if asked.ring else flops
         return _unfused(k, sizes, asked, nbytes) if unfused(asked) else [Work(flops, k.dtype, nbytes, k.kind)]
-    if k.kind == "loss":
+    if k.kind == "loss" and asked.whole_loss:
         nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
     return [Work(0.0, k.dtype, nbytes, k.kind)]
 
@@ -141,6 +144,12 @@ def _unfused(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked, nbytes: Flo
     streamed = scores * (SCORE_BYTES[back] + APART[back][1] * ((b * g * r) % BLOCK > 0))
     flops = scores * (d + e) * 2 * (2 if back else 1)
     return [Work(flops, dtype, nbytes, "product", (s, t, d)), Work(0.0, dtype, streamed)]
+
+
+def _busiest_in_ring(k: LocalKernel, sizes: LocalSizes) -> Floats:
+    """How many times the mean of pairs the device has whose queries are last: all tiles of keys whole, but its own."""
+    around = np.prod([sizes.degrees[axis] for axis in k.extents[1].axes if axis in CONTEXT_AXES], axis=0)
+    return (1 - (1 - k.seen) / around) / k.seen
 
 
 def scores_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
@@ -204,8 +213,8 @@ class MovePrices:
     def seconds(self, move: LocalMove) -> Floats:
         """Return the seconds of a movement, [n].
 
-        An exchange of what tensor axes do not cut is of a part for each of them, which they gather after it, where that
-        takes less time: all of them have the same.
+        What tensor axes do not cut all of them have alike: each moves a part of it, which they gather after that, where
+        it takes less time.
         """
         nbytes = self.sizes.bytes(move.value)
         found = self._lines(move.summed, move.whole, move.axes).seconds(nbytes)
@@ -213,11 +222,12 @@ class MovePrices:
             found = np.minimum(found, self._over_levels(move.axes, nbytes))
         used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
         alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
-        if move.summed or move.whole or not alike:
+        if not alike:
             return found
         parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
-        apart = self._lines(False, False, move.axes).seconds(nbytes / parts)
-        return np.minimum(found, apart + self._lines(False, True, alike).seconds(nbytes / group))
+        apart = self._lines(move.summed, move.whole, move.axes).seconds(nbytes / parts)
+        after = nbytes if move.whole else nbytes / group
+        return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
 
     def _over_levels(self, axes: tuple[str, ...], nbytes: Floats) -> Floats:
         """Return the seconds of tokens that go once to each node that has experts of theirs, and on from there, [n].
@@ -265,8 +275,9 @@ def layer_costs(
             rows[name] = np.zeros((runs + 2, n))
         rows[name][run if run >= 0 else runs - 1 - run] += x
 
-    for k in reading.kernels:
-        seconds, phase = seconds_of(k, sizes, asked), PHASES[k.phase]
+    each = [seconds_of(k, sizes, asked) for k in reading.kernels]
+    for k, seconds in zip(reading.kernels, each, strict=True):
+        phase = PHASES[k.phase]
         if not k.joined:
             add(f"compute {phase}", k.run, seconds)
             add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
@@ -279,6 +290,9 @@ def layer_costs(
             add("scores", k.run, scores_of(k, sizes, asked))
         if k.kind == "loss" and k.phase == FORWARD:
             add("logits", k.run, logits_of(k, sizes))
+            add("logit bytes", k.run, max((sizes.bytes(v) for v in k.values), key=lambda x: float(np.max(x))))
+        if k.phase == FORWARD and k.run == -2 and k.kind == "product":
+            add("again of a loss", k.run, seconds)
         if k.phase == FORWARD and not k.joined:
             add("again needed" if k.needed else "again rest", k.run, seconds)
             add("again launches", k.run, launches_of(k, sizes, asked))
@@ -286,7 +300,11 @@ def layer_costs(
     for m in reading.moves:
         seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
-        if {*m.axes} <= AROUND:
+        if m.beside:
+            add("beside gradients", m.run, np.minimum(seconds, sum(each[k] for k in m.beside)))
+        if m.early:
+            add("early", m.run, seconds)
+        if {*m.axes} <= {*CONTEXT_AXES}:
             add(f"around {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:
@@ -316,8 +334,9 @@ def layer_costs(
             add(name, life.run, nbytes)
     if "copies" not in rows:
         add("copies", -2, 0.0)
-    if "logits" not in rows:
-        add("logits", -2, 0.0)
+    for name in ("logits", "logit bytes"):
+        if name not in rows:
+            add(name, -2, 0.0)
     if "saved" not in rows:
         add("saved", -2, 0.0)
     carried = sizes.bytes(reading.carried) + np.zeros(n)

@@ -32,6 +32,7 @@ class ReadBlock:
     kept: set[str] = field(default_factory=set[str])  # what the backward pass has, too
     parts: dict[str, State] = field(default_factory=dict[str, State])  # addends of the gradients of parameters
     number: int = 0  # of the step that is read
+    made_at: dict[str, int] = field(default_factory=dict[str, int])  # by value how many kernels there were then
     copies: dict[tuple[str, frozenset[tuple[str, int]]], tuple[int, int]] = field(
         default_factory=dict[tuple[str, "frozenset[tuple[str, int]]"], tuple[int, int]]
     )  # by value and state in which steps want it otherwise than it was made: the first of these steps and the last

@@ -15,6 +15,7 @@ from functools import partial
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, as_nested
+from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -192,6 +193,7 @@ class _Reader:
             block.made[r] = [block.state[r]]
             block.maker[r] = op.kernel_class
         self._kernel(block, step, op, types, results, link, extents)
+        block.made_at |= dict.fromkeys(step.results, len(self.kernels))
 
     def _kernel(
         self,
@@ -238,6 +240,7 @@ class _Reader:
                 weighs,
                 self.phase == BACKWARD and any(r in block.held for r in step.results),
                 joins_product(block, step, op, types, results),
+                op.share(*types) if isinstance(op, Composed) else 1.0,
             )
         )
 
@@ -289,9 +292,11 @@ class _Reader:
                 for d, n in enumerate(t.shape)
             )
             run = block.run if self.phase == FORWARD or block.run >= 0 else (-1 if self._behind else -2)
-            self.moves.append(
-                LocalMove(self.phase, run, summed, whole, tuple(axes), LocalValue(t.itemsize, extents), needed)
-            )
+            inside = self.phase == BACKWARD and block.run >= 0
+            since = range(block.made_at.get(name, len(self.kernels)), len(self.kernels)) if inside and summed else ()
+            beside = tuple(k for k in since if self.kernels[k].gradient)
+            value, early = LocalValue(t.itemsize, extents), inside and not summed and name in block.saved
+            self.moves.append(LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early))
         if dict(now) != dict(wanted):
             known.append(dict(wanted))
 

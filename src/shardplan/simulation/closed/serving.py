@@ -4,7 +4,8 @@ A held parameter says which factor its axis carries, and so does one whose gradi
 operands have it, in the order of what it serves; where they have it on factors that are alike and not one, as queries
 and keys, or on one that a parameter holds whole, it goes to the first that it serves there. Axes that cut one dim leave
 it together. Sums pass where the op types so: not into a product that the axis could cut, which every device would do
-whole, and none of what the backward pass has too, which is kept as no sum.
+whole, and none of what the backward pass has too, which is kept as no sum. None is made that is larger than what it is
+made of, as tokens are that are dealt out to slots: then what it is made of is gathered.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ def serving(
     chosen: dict[str, str] = {}
     passed: list[str] = []
     left: set[str] = set()  # factors that an axis was on, and is taken from
+    swelling = _swelling(op, types, link, gradients)
     for axis, groups in serve.items():
         forced, barred = _asked(axis, link, operands, gradients)
-        barred |= link.fixed
+        barred |= link.fixed | swelling
         at = [
             (next((f for f in fs if link.sizes[f] > 1), fs[0]), one.saved)
             for one, dims in zip(operands, link.operands, strict=True)
@@ -97,6 +99,24 @@ def serving(
         elif (there or summed) and legal:
             chosen[axis] = legal[0]
     return chosen, tuple(passed)
+
+
+def _swelling(
+    op: Compute, types: Sequence[TensorType], link: Links, gradients: Sequence[State | None]
+) -> frozenset[str]:
+    """Factors over which an op would make sums larger than what it reads: it is cheaper to have that whole."""
+    if op.kernel_class != "streamed" or any(one is not None for one in gradients):
+        return frozenset()
+    made = {f for dims in link.results for fs in dims for f in fs}
+    read: dict[str, int] = {}
+    for t, dims in zip(types, link.operands, strict=True):
+        for f in (f for fs in dims for f in fs):
+            read[f] = max(read.get(f, 0), t.local_bytes())
+    gone = {f: n for f, n in read.items() if f not in made and link.sizes[f] > 1}
+    if not gone:
+        return frozenset()
+    results = sum(t.local_bytes() for t in results_of(op, tuple(types)))
+    return frozenset(f for f, n in gone.items() if results > n)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import BACKWARD, FORWARD
+from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
 
 Floats = np.ndarray
@@ -70,6 +72,27 @@ def overlapped(c: Configurations) -> Floats:
     return c.columns["tensor_overlap"] | (narrow & ~c.columns["fsdp"])
 
 
+def runs_beside(c: Configurations) -> Floats:
+    """Return whether movements run beside what does not wait for them, bool [n]: in software with fused attention."""
+    return c.columns["attention"] != CODES["attention"].index("unfused")
+
+
+def halved(c: Configurations) -> Floats:
+    """Return where schedules make gradients of parameters apart from the rest of a backward pass, bool [n]."""
+    return np.isin(c.columns["schedule"], _halved_codes())
+
+
+@lru_cache(maxsize=1)
+def _halved_codes() -> tuple[int, ...]:
+    found: list[int] = []
+    for code, name in enumerate(CODES["schedule"]):
+        made = GENERATORS[name]
+        rows = made.rows(2, 4, made.chunks)
+        kinds = {leaf.kind for row in rows for action in row for leaf in action.leaves}
+        found += [] if "B" in kinds else [code]
+    return tuple(found)
+
+
 def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
     """Return the part of a backward pass that makes gradients of parameters, and may come later: [runs + 2, n]."""
     made, busy = cost.rows.get("gradients"), cost.rows.get("compute backward")
@@ -111,6 +134,12 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         whole = whole - hidden_rounds(c, cost, FORWARD)
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
+        parts = col["loss"] == CODES["loss"].index("chunked")
+        busy = busy + parts * rows.get("again of a loss", zero)
+        # What a product sums is on its way while gradients of parameters are made, unless those come later.
+        made, back = rows.get("gradients", zero), rows.get("compute backward", zero)
+        hidden = rows.get("beside gradients", zero) * ~halved(c) + np.minimum(rows.get("early", zero), back - made)
+        busy = busy - moves * hidden * runs_beside(c)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
         size, several = element_bytes(c), c.microbatches > 1
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
@@ -175,21 +204,42 @@ class Dealt:
         reduced = self._collective(True, False, rows, size.summed) + stream_seconds(added, with_kernels(device, self.p))
         return gather * ~kept + reduced * (dealt | (col["zero"] == 2))
 
-    def once(self, kinds: ChunkKinds, device: DeviceSpec, backward: Floats) -> Floats:
-        """Return the seconds of what comes once a step: gradients that are reduced and not hidden, and the update."""
+    def _on_ranks(self, kinds: ChunkKinds, values: Floats) -> Floats:
+        """Sums over the chunks that a rank computes, [combinations, n] of [kinds, n]."""
+        return np.einsum("pkn,kn->pn", kinds.ranks, values)
+
+    def once(
+        self, kinds: ChunkKinds, device: DeviceSpec, forward: tuple[Floats, Floats], backward: tuple[Floats, Floats]
+    ) -> Floats:
+        """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
+
+        `forward` and `backward` are of a microbatch in each kind of chunk, [kinds, n]: what may hide what moves
+        once, and how much longer what moves in every microbatch takes than it computes.
+        """
         col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
-        owned = {
-            k: np.einsum("pkn,kn->pn", kinds.ranks, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows
-        }
-        alone = ~(col["fsdp"] | (col["zero"] >= 2))
-        whole = self._collective(True, True, owned, size.summed)
-        # Software that has fused attention also deals out gradients as it sums them, and does so while the last
-        # backward pass goes on; before, with state alone dealt out, they were summed whole.
-        early = col["attention"] != CODES["attention"].index("unfused")
-        summed = np.where(early, self._collective(True, False, owned, size.summed), whole)
-        dealt = summed + self._collective(False, True, owned, size.parameter)
-        reduced = np.where(col["zero"] == 0, whole, dealt).max(axis=0) * alone
-        reduced = np.maximum(0.0, reduced - early * backward)
+        owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
+        # Software that has fused attention reduces gradients while the last backward pass goes on, and gathers what it
+        # has dealt out the update of in the first forward pass; before, both came behind, and gradients whole.
+        early = runs_beside(self.c)
+        dealt, layered = col["zero"] > 0, col["fsdp"] | (col["zero"] == 3)
+        # What is before the layers, and one of them, has nothing to be beside.
+        ends = {k: self._on_ranks(kinds, kinds.counts[-2] * rows[k][-2]) + rows[k][:-2].max(axis=0) for k in owned}
+
+        def summed(elements: Mapping[str, Floats]) -> Floats:
+            whole, part = (self._collective(True, x, elements, size.summed) for x in (True, False))
+            return np.where(dealt & early, part, whole)
+
+        def gathered(elements: Mapping[str, Floats]) -> Floats:
+            return self._collective(False, True, elements, size.parameter) * (dealt | layered)
+
+        exposed: Floats = np.zeros_like(owned["parameters"])
+        passes = ((summed, backward, layered | (col["zero"] == 2)), (gathered, forward, layered))
+        for moved, (beside, idle), by_pass in passes:
+            whole, bare = moved(owned), moved(ends)
+            hidden = np.minimum(self._on_ranks(kinds, beside), np.maximum(0.0, whole - bare))
+            waited = np.maximum(0.0, bare - self._on_ranks(kinds, idle) / col["interleave"])
+            exposed = exposed + np.where(by_pass, waited, whole - early * hidden)
+        reduced = exposed.max(axis=0)
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
         elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few

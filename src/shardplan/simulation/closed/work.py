@@ -54,12 +54,15 @@ class LocalKernel(NamedTuple):
     weighs: bool  # whether it reads a parameter, or makes the gradient of one
     gradient: bool  # whether it makes the gradient of a parameter
     joined: bool  # whether a product does it to its result before that is written: a bias that is added
+    seen: float = 1.0  # of attention what part of the keys a query sees
 
 
 class LocalMove(NamedTuple):
     """A movement of a value over axes, by the collective that does so.
 
     Summed and made whole it is all-reduced, only summed reduce-scattered, only made whole all-gathered, else exchanged.
+    Of a backward pass `beside` are numbers of kernels that make gradients of parameters while what a product sums is on
+    its way; and `early` says that it moves what the forward pass has kept, and waits for nothing.
     """
 
     phase: int
@@ -69,6 +72,8 @@ class LocalMove(NamedTuple):
     axes: tuple[str, ...]
     value: LocalValue  # whole over these axes
     needed: bool
+    beside: tuple[int, ...] = ()
+    early: bool = False
 
 
 class Saved(NamedTuple):

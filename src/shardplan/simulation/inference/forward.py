@@ -39,8 +39,7 @@ def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
     """Price a forward step of one group of sequences; all of `c` have one number of stages."""
     p, n, pipeline = form.parameters, len(c), int(c.columns["pipeline"][0])
     stages, behind = np.zeros((n, pipeline)), np.zeros(n)
-    for reading, where, cost in form.classes(c):
-        one = c[where]
+    for reading, where, one, cost in form.classes(c):
         rows = layer_rows(one, cost, p, FORWARD, form.topology.device)
         counts = layers_of(reading.layers, pipeline).copy()
         counts[-1] = 0
@@ -56,7 +55,7 @@ def forward_bytes(form: ClosedForm, c: Configurations, positions: int, sequences
     n, pipeline = len(c), int(c.columns["pipeline"][0])
     parameters, caches, work = (np.zeros((n, pipeline)) for _ in range(3))
     behind = np.zeros(n)
-    for reading, where, cost in form.classes(c):
+    for reading, where, _, cost in form.classes(c):
         counts = layers_of(reading.layers, pipeline)
         sizes = _sizes(reading, cost, c.columns["microbatch"][where].astype(float))
         every = _sizes(reading, cost, np.full(len(where), float(sequences)))

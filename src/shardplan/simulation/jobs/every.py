@@ -219,7 +219,7 @@ class _Every:
         while going:
             going = False
             for r, row in enumerate(laid.rows):
-                while at[r] < len(row) and self._act(r, *row[at[r]]):
+                while at[r] < len(row) and self._act(r, at[r], *row[at[r]]):
                     at[r] += 1
                     going = True
         for r, row in enumerate(laid.rows):
@@ -229,13 +229,13 @@ class _Every:
         self._send_all("total", owners)
         for stage in range(job.stages):
             if (stage, "OPT") in laid.maps:
-                self._act(owners[stage], stage, "OPT", -1)
+                self._act(owners[stage], ENDS, stage, "OPT", -1)
         self._send_all("OPT", owners)
         return self._timed()
 
-    def _act(self, r: int, stage: int, kind: str, k: int) -> bool:
+    def _act(self, r: int, at: int, stage: int, kind: str, k: int) -> bool:
         laid = self.laid
-        one = laid.maps[stage, kind]
+        one = laid.map_at(r, at, (stage, kind))
         passing = "total" if kind == "OPT" else way(kind)
         into = {
             m.transfer.target[1]: n

@@ -2,7 +2,8 @@
 
 Gathers of parameters and reductions of gradients have a stream of their own, apart from movements of activations: FSDP2
 and Megatron's distributed optimizer post both beside whatever else goes on. What is cast and added behind a reduction
-follows it there (FSDP2's `foreach_reduce`, on the reduce-scatter stream), as one kernel that writes nothing between. A
+follows it there (FSDP2's `foreach_reduce`, on the reduce-scatter stream). A gradient is cast and added to the sum of
+earlier ones by one kernel, wherever it runs (Megatron's `main_grad.add_`). A
 bias is added in the product that it follows. A loss, whole or over classes that are dealt out, reads and writes its
 logits as often as that of a framework (`LOSS_BYTES`). Our own executors do none of this, and are simulated without it.
 """
@@ -14,13 +15,16 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
 from shardplan.core.pattern import Work
 from shardplan.core.program import Program
 from shardplan.simulation.closed.numbers import LOSS_BYTES
-from shardplan.simulation.jobs.timing import COMPUTE, Node, Pricing, TimedLoop, TimedOp
+from shardplan.simulation.jobs.timing import COMPUTE, Node, OpCost, Pricing, TimedLoop, TimedOp
+from shardplan.strategy.strategy import SHARING
 
 PARAMETERS = "parameters"
+REPLICAS = tuple(part for axis in ("data", "context") for part in (axis, SHARING[axis]))  # axes that copy parameters
 
 
 def as_frameworks(
@@ -45,6 +49,27 @@ def as_frameworks(
     return block.with_loss(block.ops(nodes), logits)
 
 
+def as_updates(nodes: Sequence[Node], program: Program, pricing: Pricing) -> tuple[Node, ...]:
+    """Return the ops of an optimizer, one after another; what an update makes is cast by the kernel that makes it."""
+    found = [*nodes]
+    makers: dict[str, int] = {}
+    for k, node in enumerate(nodes):
+        if not isinstance(node, TimedOp) or not _streams(node):
+            continue
+        at = makers.get(node.reads[0]) if node.issued and len(node.reads) == 1 else None
+        before = None if at is None else found[at]
+        if at is not None and isinstance(before, TimedOp) and before.issued:
+            works = [one.cost.pattern for one in (before, node)]
+            nbytes = sum(w.nbytes for w in works if isinstance(w, Work)) - program.types[node.reads[0]].local_bytes()
+            flops = sum(w.flops for w in works if isinstance(w, Work))
+            joined = Work(flops, works[0].dtype if isinstance(works[0], Work) else "", nbytes)
+            found[at] = replace(before, cost=pricing.repriced(joined, before.cost))
+            found[k] = as_part(node)
+        else:
+            makers |= dict.fromkeys(node.results, k)
+    return tuple(found)
+
+
 @dataclass(slots=True)
 class _Block:
     """A program, or a body: of its values those made of parameters alone, and results that are sums of gradients."""
@@ -55,13 +80,15 @@ class _Block:
     totals: set[str]
     readers: Counter[str] = field(default_factory=Counter[str])
     behind: dict[str, str] = field(default_factory=dict[str, str])  # by value the stream of the reduction before it
+    summed: set[str] = field(default_factory=set[str])  # what only leads to sums of gradients
 
     def ops(self, nodes: Sequence[Node], carried: Collection[str] = ()) -> tuple[Node, ...]:
         """Return its ops; `carried` are results that go on to the next run."""
-        self.readers.update(name for node in nodes for name in _reads(node))
+        self.readers.update(name for node in nodes for name in names_read(node))
         self.readers.update(self.program.outputs)
         self._follow_parameters(nodes)
         ending = self._ending(nodes, carried)
+        self.summed = {r for node in nodes if isinstance(node, TimedOp) and id(node) in ending for r in node.results}
         placed = [self._placed(node, id(node) in ending) for node in nodes]
         return tuple(self._fused(placed))
 
@@ -75,25 +102,26 @@ class _Block:
         other = {name for name in self.program.outputs if name not in self.totals or name in carried}
         found: set[int] = set()
         for node in reversed(nodes):
-            if isinstance(node, TimedOp) and other.isdisjoint(node.results) and (_moves(node) or _streams(node)):
+            if isinstance(node, TimedOp) and other.isdisjoint(node.results) and (is_movement(node) or _streams(node)):
                 found.add(id(node))
             else:
-                other |= {*_reads(node)}
+                other |= {*names_read(node)}
         return found
 
     def _placed(self, node: Node, ends: bool) -> Node:
         """An op on the stream that frameworks give it."""
         if isinstance(node, TimedLoop):
             return self._loop(node)
-        if _moves(node) and (ends or {*node.results} <= self.parameters):
-            axes, _, level = node.cost.stream.partition(", ")
-            node = replace(node, cost=replace(node.cost, stream=f"{axes}.{PARAMETERS}, {level}"))
+        if is_movement(node) and (ends or {*node.results} <= self.parameters):
+            node = replace(node, cost=on_parameters(node.cost, self.program.meshes))
         stream = (
-            node.cost.stream if _moves(node) else next((self.behind[r] for r in node.reads if r in self.behind), "")
+            node.cost.stream
+            if is_movement(node)
+            else next((self.behind[r] for r in node.reads if r in self.behind), "")
         )
         if ends and stream:
             self.behind |= dict.fromkeys(node.results, stream)
-            if node.issued and not _moves(node):
+            if node.issued and not is_movement(node):
                 node = replace(node, cost=replace(node.cost, stream=stream))
         return node
 
@@ -118,12 +146,13 @@ class _Block:
                 before = found[makers[name]] if name in makers and self.readers[name] == 1 else None
                 if not isinstance(before, TimedOp) or not before.issued:
                     continue
-                if name in self.behind and _streams(before) and before.cost.stream != COMPUTE:
+                joins = node.cost.stream != COMPUTE or len(before.reads) == 1
+                if name in self.summed and joins and _streams(before) and before.cost.stream == node.cost.stream:
                     found[k] = self._with(node, before, name)
-                    found[makers[name]] = _as_part(before)
+                    found[makers[name]] = as_part(before)
                     break
-                if _is_product(before) and self._adds_parameter(node, name):
-                    found[k] = _as_part(node)
+                if is_product(before) and self._adds_parameter(node, name):
+                    found[k] = as_part(node)
             makers |= dict.fromkeys(node.results, k)
         return found
 
@@ -141,7 +170,7 @@ class _Block:
         for k, work in at.items():
             node = found[k]
             assert isinstance(node, TimedOp)  # as it was found
-            found[k] = replace(node, cost=self.pricing.kernel(replace(work, nbytes=work.nbytes * scale), node.cost))
+            found[k] = replace(node, cost=self.pricing.repriced(replace(work, nbytes=work.nbytes * scale), node.cost))
         return tuple(found)
 
     def _adds_parameter(self, op: TimedOp, name: str) -> bool:
@@ -157,20 +186,34 @@ class _Block:
         first, second = works
         assert isinstance(first, Work) and isinstance(second, Work)
         nbytes = first.nbytes + second.nbytes - 2 * self.program.types[name].local_bytes()
-        cost = self.pricing.kernel(Work(first.flops + second.flops, second.dtype, nbytes), op.cost)
+        cost = self.pricing.repriced(Work(first.flops + second.flops, second.dtype, nbytes), op.cost)
         return replace(op, cost=cost, reads=(*before.reads, *(r for r in op.reads if r != name)))
 
 
-def _as_part(op: TimedOp) -> TimedOp:
-    """Return an op that another kernel does: it takes no time of its own, and no host issues it."""
+def as_part(op: TimedOp) -> TimedOp:
+    """Return an op that another one does: it takes no time of its own, and no host issues it."""
     return replace(op, issued=False, cost=replace(op.cost, seconds=0.0))
 
 
-def _reads(node: Node) -> Sequence[str]:
+def on_parameters(cost: OpCost, meshes: Sequence[Mesh]) -> OpCost:
+    """Return what a movement takes, on the stream of movements of parameters and their gradients.
+
+    Those between replicas are on one stream at each level, whatever axes they are over: side by side they would have
+    the links twice.
+    """
+    axes, _, level = cost.stream.partition(", ")
+    replicas = [a for mesh in meshes for a in mesh.axes if a in REPLICAS]
+    axes = axes if {*axes.split(".")}.isdisjoint(replicas) else ".".join(dict.fromkeys(replicas))
+    return replace(cost, stream=f"{axes}.{PARAMETERS}, {level}")
+
+
+def names_read(node: Node) -> Sequence[str]:
+    """Return the values that an op or a loop reads."""
     return node.reads if isinstance(node, TimedOp) else [outside for outside, _ in node.enters]
 
 
-def _moves(op: TimedOp) -> bool:
+def is_movement(op: TimedOp) -> bool:
+    """Say whether an op moves values between devices, and does no more."""
     return op.cost.stream != COMPUTE and not isinstance(op.cost.pattern, Work)
 
 
@@ -179,5 +222,6 @@ def _streams(op: TimedOp) -> bool:
     return not op.issued or (isinstance(op.cost.pattern, Work) and op.cost.pattern.kind == "streamed")
 
 
-def _is_product(op: TimedOp) -> bool:
+def is_product(op: TimedOp) -> bool:
+    """Say whether an op is a product."""
     return isinstance(op.cost.pattern, Work) and op.cost.pattern.kind == "product"

@@ -93,7 +93,7 @@ class JobTimeline:
         Without `contention` each has the whole of the links.
         """
         found: dict[str, dict[str, None]] = {}
-        for one in {id(m): m for m in self.laid.maps.values()}.values():
+        for one in self.laid.every_map:
             for stream, level in _loads(one.nodes, self.laid.fabric):
                 found.setdefault(level, {})[stream] = None
         for m in self.laid.messages:
@@ -197,7 +197,14 @@ class JobTimeline:
         """The ranks whose intervals are drawn: all, or as many as are few enough, the first and the last among them."""
         count = len(self.swept.ranks)
         most = max(
-            1, max((sum(self._ops(s, kind) for s, kind, _ in run.actions) for run in self.swept.ranks), default=1)
+            1,
+            max(
+                (
+                    sum(self._ops(r, i, (s, kind)) for i, (s, kind, _) in enumerate(run.actions))
+                    for r, run in enumerate(self.swept.ranks)
+                ),
+                default=1,
+            ),
         )
         fit = max(2, MOST_DRAWN // most)
         chosen = (
@@ -205,8 +212,8 @@ class JobTimeline:
         )
         return tuple(chosen)
 
-    def _ops(self, stage: int, kind: str) -> int:
-        return issued_of(self.laid.maps[stage, kind].nodes) or 1
+    def _ops(self, rank: int, action: int, key: tuple[int, str]) -> int:
+        return issued_of(self.laid.map_at(rank, action, key).nodes) or 1
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
@@ -297,7 +304,7 @@ class JobTimeline:
     def names(self) -> tuple[str, ...]:
         """What of the step can be taken at no cost: names of ops, of axes and levels, and `messages`."""
         found: set[str] = set()
-        for one in self.laid.maps.values():
+        for one in self.laid.every_map:
             found |= _names(one.nodes) | ({one.copy.cost.kind} if one.copy else set())
         found |= {MESSAGES} if any(m.steps for m in self.laid.messages) else set()
         return tuple(sorted(found))

@@ -7,17 +7,19 @@ and in which of a unit's ways they leave it. Where a topology has slow links, no
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardplan.core.program import Program
 from shardplan.hardware.prices.fabric import Fabric, Ints
-from shardplan.simulation.jobs.framework_ops import as_frameworks
+from shardplan.simulation.jobs.framework_ops import as_frameworks, as_updates
 from shardplan.simulation.jobs.maps import ActionMap, copied, mapped
 from shardplan.simulation.jobs.messages import StageMessage, message
 from shardplan.simulation.jobs.settings import Fold, JobSettings
+from shardplan.simulation.jobs.step_traffic import StepTraffic, with_gathers, with_reductions
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, Node, OpCost, Pricing, TimedOp, copying, streams_of
+from shardplan.simulation.jobs.whole_layers import with_whole_layers
 from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import OFFLOADS, rank_actions
@@ -25,11 +27,17 @@ from shardplan.strategy.partition.programs import NEXT, SAVED, TOTAL
 from shardplan.strategy.partition.stage_work import loss_logits
 
 Key = tuple[int, str]
+Row = tuple[tuple[int, str, int], ...]  # stage, kind and microbatch
+MAKES_GRADIENTS = ("B", "W")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaidJob:
-    """A job where it runs; `rows` are the actions of every rank in order: stage, kind and microbatch."""
+    """A job where it runs; `rows` are the actions of every rank in order: stage, kind and microbatch.
+
+    `maps` are of actions by stage and kind; `ends` those of the first forward and the last backward of a stage, which
+    have beside them what moves once a step (`step_traffic`), where it has them.
+    """
 
     job: Job
     fabric: Fabric
@@ -39,12 +47,31 @@ class LaidJob:
     streams: tuple[str, ...]
     maps: Mapping[Key, ActionMap]
     messages: tuple[StageMessage, ...]
-    rows: tuple[tuple[tuple[int, str, int], ...], ...]
+    rows: tuple[Row, ...]
+    ends: Mapping[Key, ActionMap] = field(default_factory=dict[Key, ActionMap])
+    _at: list[Mapping[int, ActionMap]] = field(default_factory=list[Mapping[int, ActionMap]])  # of `rows`, once asked
+
+    def ends_of(self, rows: Sequence[Row]) -> list[Mapping[int, ActionMap]]:
+        """Return the maps of first forwards and last backwards, by rank and place in lists as long as, or shorter."""
+        return [
+            {at: self.ends[key] for key, at in turning_places(row).items() if key in self.ends} for row in rows
+        ]  # fmt: skip
+
+    def map_at(self, rank: int, action: int, key: Key) -> ActionMap:
+        """Return the map of an action of a rank, by its place in the whole list, its stage and its kind."""
+        if not self._at:
+            self._at[:] = self.ends_of(self.rows)
+        return self._at[rank].get(action) or self.maps[key]
+
+    @property
+    def every_map(self) -> tuple[ActionMap, ...]:
+        """All maps, each once."""
+        return tuple({id(m): m for m in (*self.maps.values(), *self.ends.values())}.values())
 
     @property
     def even(self) -> bool:
         """Whether the devices of every stage take equally long, so that each stands for all."""
-        return all(m.even for m in self.maps.values())
+        return all(m.even for m in self.every_map)
 
     def sends(self, stage: int, kind: str) -> list[int]:
         """Return the numbers of the messages that an action sends, in the order of its map's results."""
@@ -53,6 +80,19 @@ class LaidJob:
             k for k, m in enumerate(self.messages) if m.transfer.kind == way(kind) and m.transfer.source[0] == stage
         ]
         return [k for name in sent for k in found if self.messages[k].transfer.source[1] == name]
+
+
+def turning_places(row: Row) -> dict[Key, int]:
+    """Return where in a rank's list the first forward of a stage is, and its last backward (W where it is halved)."""
+    found: dict[Key, int] = {}
+    for at, (stage, kind, _) in enumerate(row):
+        if kind == "F":
+            found.setdefault((stage, kind), at)
+        elif kind in MAKES_GRADIENTS:
+            for other in MAKES_GRADIENTS:
+                found.pop((stage, other), None)
+            found[stage, kind] = at
+    return found
 
 
 def way(kind: str) -> str:
@@ -107,9 +147,10 @@ class _Laying:
             key = number, self.places[stage]
             if key not in nodes:
                 nodes[key] = self._nodes(stage, kind, job.programs.shared[number])
-        streams: dict[str, None] = {HOST: None, COMPUTE: None}
-        streams |= streams_of([n for found in nodes.values() for n in found])
         rows = rank_actions(job)
+        ends = self._ends(nodes, rows)
+        streams: dict[str, None] = {HOST: None, COMPUTE: None}
+        streams |= streams_of([n for found in (*nodes.values(), *ends.values()) for n in found])
         if any(kind in OFFLOADS for row in rows for _, kind, _ in row):
             streams[COPY] = None
         names = tuple(streams)
@@ -122,23 +163,74 @@ class _Laying:
                 mine = nodes[number, self.places[stage]]
                 known[key] = mapped(mine, names, called, self.settings, self.launch, self.fold.layers, _even(mine))
             maps[stage, kind] = known[key]
+        turned: dict[Key, ActionMap] = {}
+        for (stage, kind), mine in ends.items():
+            called = self._names(stage, kind, job.programs.shared[job.programs.which[stage, kind]])
+            key = id(mine), called
+            if key not in known:
+                known[key] = mapped(mine, names, called, self.settings, self.launch, self.fold.layers, _even(mine))
+            (maps if kind == "OPT" else turned)[stage, kind] = known[key]
         for stage, kind in sorted({(s, kind) for row in rows for s, kind, _ in row if kind in OFFLOADS}):
             copy = copying(kind.lower(), self._saved(stage), self.settings)
             maps[stage, kind] = copied(copy, names, self.settings.overlap)
         messages = tuple(self._messages())
-        return LaidJob(job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, rows)
+        return LaidJob(job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, rows, turned)
+
+    def _ends(
+        self, nodes: dict[tuple[int, Hashable], tuple[Node, ...]], rows: Sequence[Row]
+    ) -> dict[Key, tuple[Node, ...]]:
+        """The ops of first forwards and last backwards, with what they do beside; optimizers are left without that.
+
+        Software without fused attention runs it behind the last backward pass: see `closed.stages`.
+        """
+        job, found = self.job, dict[Key, tuple[Node, ...]]()
+        if not self.settings.frameworks or job.strategy.attention == "unfused":
+            return found
+        known: dict[Hashable, tuple[StepTraffic, tuple[Node, ...], tuple[Node, ...]]] = {}
+        sent = {t.source for t in job.transfers if t.kind in ("total", "OPT")} | {t.target for t in job.transfers}
+        lasts = {stage: kind for row in rows for stage, kind in turning_places(row) if kind != "F"}
+        for stage, last in lasts.items():
+            if (stage, "OPT") not in job.programs.which:
+                continue
+            place = self.places[stage]
+            forward, backward, update = (job.programs.which[stage, kind] for kind in ("F", last, "OPT"))
+            apart = tuple(name for at, name in sorted(sent) if at == stage)
+            key = place, forward, backward, update, apart
+            if key not in known:
+                programs = [job.programs.shared[n] for n in (forward, backward)]
+                made = {o.removeprefix(NEXT) for o in programs[1].outputs if o.startswith(NEXT + TOTAL)}
+                read = {n for n, _ in programs[0].inputs}
+                traffic = StepTraffic.of(
+                    nodes[update, place], job.programs.shared[update].meshes, made - {*apart}, read - {*apart}
+                )
+                pricing = self._pricing(stage)
+                known[key] = (
+                    traffic,
+                    with_gathers(nodes[forward, place], programs[0], traffic.gathers, pricing),
+                    with_reductions(nodes[backward, place], traffic.reductions, pricing),
+                )
+            traffic, first, final = known[key]
+            if traffic.gathers or traffic.reductions:
+                found |= {(stage, "F"): first, (stage, last): final, (stage, "OPT"): traffic.left}
+        return found
 
     def _nodes(self, stage: int, kind: str, program: Program) -> tuple[Node, ...]:
-        """The ops of a program of a stage; an optimizer's are one after another in all frameworks."""
+        """The ops of a program of a stage."""
         pricing = self._pricing(stage)
         nodes = pricing.nodes(program)
-        if kind == "OPT" or not self.settings.frameworks:
+        if not self.settings.frameworks:
             return nodes
+        if kind == "OPT":
+            return as_updates(nodes, program, pricing)
         job = self.job
         parameters = {n for n, _ in program.inputs if job.key(stage, n) in job.state} - {*job.batch}
         totals = {o for o in program.outputs if o.startswith(NEXT + TOTAL)}
-        last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs
-        return as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())
+        last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs and job.strategy.loss == "whole"
+        found = as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())
+        if kind in ("B", "I") and job.strategy.recompute == "full" and not job.strategy.fsdp:
+            source = job.programs.shared[job.programs.which[stage, "F"]]
+            found = with_whole_layers(found, program, self._nodes(stage, "F", source), source)
+        return found
 
     def _names(
         self, stage: int, kind: str, program: Program

@@ -64,7 +64,7 @@ class OpenedOps:
         if key not in self.spans:
             run = self.sweep.ranks[rank]
             stage, kind, _ = run.actions[action]
-            found = self.laid.maps[stage, kind]
+            found = self.laid.map_at(rank, action, (stage, kind))
             entry = run.entry[action, : len(self.laid.streams) + 1 + len(found.taken)].tolist()
             self.spans[key] = found.opened(entry)
         return self.spans[key]

@@ -73,7 +73,7 @@ def busy(opened: OpenedOps) -> tuple[tuple[float, float, float], ...]:
         alone = [
             (0.0, joined((op.start, op.end) for op in opened.spans[r, i])) for i in range(len(run.done)) if opened.apart
         ]
-        for at, stretches in alone or _busy(opened.laid, run, known):
+        for at, stretches in alone or _busy(opened.laid, r, run, known):
             for start, end in stretches:
                 first = min(first, at + start)
                 total += max(0.0, at + end - max(reached, at + start))
@@ -82,11 +82,11 @@ def busy(opened: OpenedOps) -> tuple[tuple[float, float, float], ...]:
     return tuple(found)
 
 
-def _busy(laid: LaidJob, run: RankRun, known: dict[Hashable, Stretches]) -> Iterator[tuple[float, Stretches]]:
+def _busy(laid: LaidJob, r: int, run: RankRun, known: dict[Hashable, Stretches]) -> Iterator[tuple[float, Stretches]]:
     """Yield of every action when it begins, and when it is busy from then on."""
     n = len(laid.streams) + 1
     for i, (stage, kind, _) in enumerate(run.actions):
-        one = laid.maps[stage, kind]
+        one = laid.map_at(r, i, (stage, kind))
         begin = float(run.begin[i])
         entry = run.entry[i, : n + len(one.taken)] - begin
         # What was there so long before that no way through the action reaches its begin says nothing.

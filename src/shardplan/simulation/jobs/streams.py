@@ -148,7 +148,7 @@ class StreamRun:
         made = [r for node in loop.early for r in _results(node)]
         self.run(loop.early)
         entering = [name for name, _ in loop.carried]
-        names = [*entering, *made, *(name for _, name in loop.enters if name not in entering)]
+        names = [*dict.fromkeys([*entering, *made, *(name for _, name in loop.enters)])]
         matrix, first = self._body(loop, names, made)
         power, square, count = None, matrix, loop.times - 1
         while count:

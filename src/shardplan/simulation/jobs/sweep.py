@@ -96,6 +96,7 @@ class _Sweep:
             into = {t.target[1]: k for k, t in coming if t.target[0] == stage}
             self.taking[key] = [into[name] for name in found.taken]
             self.sending[key] = laid.sends(stage, kind)
+        self.ends = laid.ends_of(self.rows)
         self.guessed: dict[tuple[int, str], float] = {}
         self.alike = self._windows()
         self.log: list[list[tuple[Floats, float, float, list[tuple[float, float]]]]] = [[] for _ in self.rows]
@@ -128,7 +129,7 @@ class _Sweep:
         stage, kind, k = self.rows[r][rank.at]
         key = stage, kind
         behind = key in rank.behind
-        found = self.laid.maps[key]
+        found = self.ends[r].get(rank.at) or self.laid.maps[key]
         entry = np.full(self.n + 1 + len(found.taken), -np.inf)
         for place, number in enumerate(self.taking[key]):
             mail = self.mail.get((number, k))

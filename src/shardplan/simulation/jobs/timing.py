@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
-from shardplan.core.pattern import AtOnce, InTurn, Local, Overlap, Pattern, Work, communicates
+from shardplan.core.pattern import AtOnce, Groups, InTurn, Local, Overlap, Pattern, Work, communicates
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -101,11 +101,13 @@ class Pricing:
         seconds = 0.0 if free else cost.seconds
         return OpCost(seconds, stream, op.name, pattern, cost, received, _even(cost))
 
-    def kernel(self, work: Work, like: OpCost) -> OpCost:
-        """Return what a kernel takes that does the work of several, on the stream and called as one of them."""
-        cost = price(work, self.fabric, self.settings.algorithm)
-        seconds = 0.0 if like.kind in self.settings.free else cost.seconds
-        return replace(like, seconds=seconds, pattern=work, price=cost)
+    def repriced(self, pattern: Work | Groups, like: OpCost) -> OpCost:
+        """Return what a kernel or a collective takes that does the work of several, called and where one of them is."""
+        cost = price(pattern, self.fabric, self.settings.algorithm)
+        axes, _, level = like.stream.partition(", ")
+        free = not {like.kind, level, *axes.split(".")}.isdisjoint(self.settings.free)
+        seconds = 0.0 if free else cost.seconds
+        return replace(like, seconds=seconds, pattern=pattern, price=cost)
 
     def nodes(self, program: Program) -> tuple[Node, ...]:
         """Return the ops of a program in order, in bodies what is run early apart."""

@@ -30,6 +30,7 @@ from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_o
 from shardplan.simulation.searching.search import SearchResult
 from shardplan.simulation.searching.varied import scalable_parts
 from shardplan.strategy.model import Model
+from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.strategy import Strategy
 
 TIE = 0.05  # relative: two predicted steps that are closer are a tie
@@ -55,7 +56,8 @@ class JudgedPlan(NamedTuple):
         found = ranked_object(self.plan) | {"text": plan_text(self.plan), "seconds_interval": list(self.interval)}
         held = [{"what": what, "bytes": nbytes} for what, nbytes in self.held.parts]
         told = ("tokens_per_second", "mfu", "alike", "lost")
-        causes = {"causes": dict(self.causes), "held": held, "rank": self.held.rank}
+        causes = {"causes": dict(self.causes), "held": held, "rank": self.held.rank,
+                  "runtime": runtime_of(self.plan.strategy).name}  # fmt: skip
         return found | causes | {name: getattr(self, name) for name in told}
 
     @staticmethod

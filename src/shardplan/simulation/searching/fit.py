@@ -24,6 +24,7 @@ from shardplan.simulation.searching.certified import ROOM, Certifier, certified_
 from shardplan.simulation.searching.space import ALIKE, BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
+from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
@@ -46,7 +47,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a strategy fits; `held` is of the pipeline rank that holds most, largest first.
+    """Whether a strategy fits under its `runtime`; `held` is of the pipeline rank that holds most, largest first.
 
     Bytes are certified: those of the job that the strategy comes to; `uncertified` says why they are not, where no job
     can be made of it, and they are the closed form's. Changes are certified to fit.
@@ -62,6 +63,11 @@ class Fit:
     uncertified: str = ""
 
     @property
+    def runtime(self) -> str:
+        """The framework whose memory it is: see `strategy.runtimes`."""
+        return runtime_of(self.strategy).name
+
+    @property
     def fits(self) -> bool:
         """Whether the peak is within the memory."""
         return self.peak_bytes <= self.memory
@@ -74,6 +80,7 @@ class Fit:
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
             "memory": self.memory,
+            "runtime": self.runtime,
             "rank": self.rank,
             "held": [{"what": what, "bytes": nbytes} for what, nbytes in self.held],
             "uncertified": self.uncertified,
@@ -84,7 +91,8 @@ class Fit:
         """Return what is held, a line each, then the changes."""
         peak, memory = format_bytes(self.peak_bytes), format_bytes(self.memory)
         verdict = f"fits: {peak} of {memory}" if self.fits else f"does not fit: {peak}, and a device has {memory}"
-        lines = [f"{verdict}; {format_seconds(self.seconds)} a step; pipeline rank {self.rank} holds most:"]
+        seconds = format_seconds(self.seconds)
+        lines = [f"{verdict} as {self.runtime} has it; {seconds} a step; pipeline rank {self.rank} holds most:"]
         lines += [f"  {format_bytes(nbytes):>10}  {what}" for what, nbytes in self.held]
         lines += [f"not certified, as no job can be made of it: {self.uncertified}"] if self.uncertified else []
         return "\n".join([*lines, *self.change_lines()])

@@ -38,6 +38,8 @@ ALIKE = (
     "reduce_dtype",
     "tensor_overlap",
     "offload_layers",
+    "loss",
+    "loss_chunks",
 )  # what all may have
 BLOCKS = ORDERS[0]
 

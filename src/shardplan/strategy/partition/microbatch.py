@@ -26,6 +26,7 @@ from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
+from shardplan.strategy.partition.loss import with_loss
 from shardplan.strategy.partition.opening import Refused, in_rounds, opened
 from shardplan.strategy.training import rename_values, training_program
 
@@ -74,15 +75,17 @@ def microbatch(
     even: bool = True,
     rounds: bool = False,
     starts: Sequence[int] | None = None,
+    loss_chunks: int | None = None,
 ) -> Microbatch:
     """Return the program of one of `count` microbatches, cut into stages, which begin with the layers `starts`.
 
     Where they are not `even`, an input `weight` says what every sequence counts in a loss over all of them. With
-    `rounds` ops are in rounds where they can be.
+    `rounds` ops are in rounds where they can be; with `loss_chunks` the loss is in one pass, over so many parts.
     """
     program = model.forward or model.program
     program = in_rounds(program) if rounds else program
     dims = {name: model.dims[name] for name, _ in program.inputs}
+    program = program if loss_chunks is None else with_loss(program, dims, loss_chunks)
     told = take_count_as_input(program)
     if told is not program:
         program, dims[COUNT] = told, ()
@@ -115,7 +118,7 @@ def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> S
     """
     if stages == 1 and starts is None:
         return StageCuts((0,) * len(program.steps), {k: ((0, op.times),) for k, op in _loops(program)}, (0,))
-    loops = _loops(program)
+    loops = _layers(program)
     weights = [w for _, op in loops for w in [_flops(op.body)] * op.times]
     if len(weights) < stages:
         raise LayoutError(f"{stages} stages of a model of {len(weights)} layers; legal are 1 to {len(weights)}")
@@ -135,6 +138,7 @@ def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> S
         bounds = [min(max(s - begin, 0), op.times) for s in (*starts, len(weights))]
         rows[k] = tuple(zip(bounds, bounds[1:], strict=False))
         begin += op.times
+    rows |= {k: (*((0, 0),) * (stages - 1), (0, op.times)) for k, op in _loops(program) if k not in rows}
     where: list[int | None] = []
     for k, step in enumerate(program.steps):
         types = program.step_types(step)
@@ -146,6 +150,11 @@ def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> S
 
 def _loops(program: Program) -> list[tuple[int, Nested]]:
     return [(k, op) for k, step in enumerate(program.steps) if (op := as_nested(step.op)) is not None]
+
+
+def _layers(program: Program) -> list[tuple[int, Nested]]:
+    """Those that hand on a value: other loops are parts of one value, one after another."""
+    return [(k, op) for k, op in _loops(program) if op.carried_count]
 
 
 def _flops(program: Program) -> float:
@@ -202,13 +211,15 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
     """Which results are kept for the backward pass: of opened ops those that are smaller than what they are made of.
 
     Of steps in bodies `full` keeps none, `selective` all but attention's, `selective_op` attention and every second
-    product (the first, the third), names all but those of ops of these names.
+    product (the first, the third), names all but those of ops of these names. Of a loss in parts nothing large is
+    kept, nor the head as it is gathered for it.
     """
-    bodies = [op.body for _, op in _loops(program)]
+    bodies = [op.body for _, op in _layers(program)]
+    parts = [(k, op.body) for k, op in _loops(program) if not op.carried_count]
     steps = {step for body in bodies for step in body.steps}
     small = {
         step
-        for one in (program, *bodies)
+        for one in (program, *bodies, *(body for _, body in parts))
         for step in one.steps
         if step in inside and _size(one, step.results) < _size(one, step.operands)
     }
@@ -219,6 +230,10 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
     if recompute != "none" and (not again or not {*names} <= {step.op.name for step in again}):
         legal = ", ".join(sorted({step.op.name for step in steps})) or "none"
         raise LayoutError(f"recompute={recompute!r}: not all of it is in a layer; legal are ops of layers: {legal}")
+    for k, body in parts:
+        heads = {*program.steps[k].operands}
+        again |= {step for step in program.steps if heads & {*step.results} and step.op.view}
+        again |= {*body.steps} - small
     return lambda step, moved: not moved and step not in again and (step not in inside or step in small)
 
 

@@ -102,6 +102,7 @@ class _Partition:
             even=even,
             starts=starts,
             rounds=strategy.rotates,
+            loss_chunks=None if strategy.loss == "whole" else strategy.loss_chunks,
         )
         self._check_layouts()
         self.stages, self.boundaries = staged(self.micro, self.count)

@@ -59,7 +59,8 @@ class ValueSource(NamedTuple):
 class Maker:
     """What chooses: a line; or the type of a value that a loop carries, or that is saved for the backward pass.
 
-    Of such a value `kept` is its type on one device and `dims` the names of its dims; the type is never partial.
+    Of such a value `kept` is its type on one device and `dims` the names of its dims; the type is partial only where it
+    is one of the `sums`, which a loop begins with nothing: operand 0 is what a run leaves, 1 what the first is given.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Maker:
     bounds: Bounds
     kept: TensorType | None = None
     dims: tuple[Names, ...] = ()
+    sums: bool = False
 
 
 class Use(NamedTuple):
@@ -140,6 +142,18 @@ class Cut:
         return not self.kept_dims.isdisjoint(dim for names in block.dims[name] for dim in names)
 
 
+def carries_sum(loop: Loop, number: int) -> bool:
+    """Say whether a loop of the backward pass carries a value only to add to it, as the gradient of an invariant."""
+    name, leaves = loop.block.inputs[number][0], loop.block.outputs[number]
+    reads = [line for line in loop.block.lines if name in line.operands]
+    return len(reads) == 1 and reads[0].results == (leaves,) and isinstance(reads[0], Line) and _adds(reads[0])
+
+
+def _adds(line: Line) -> bool:
+    """Whether the result is a sum where all operands are, and nothing else: an addition."""
+    return line.op.passes(frozenset(range(len(line.types))), "sum", line.types) and len(line.types) == 2
+
+
 class SettleProblem:
     """The choices of a program, and who makes and wants its values.
 
@@ -193,9 +207,9 @@ class SettleProblem:
             self.uses.append(Use(self.saves[key], 0, block.path, block.times, self.sources[key]))
         return ValueSource(self.saves[key], 0)
 
-    def _keeps(self, block: LineBlock, name: str) -> Maker:
+    def _keeps(self, block: LineBlock, name: str, sums: bool = False) -> Maker:
         none = Bounds({}, {})
-        maker = Maker(block.path, block.times, None, none, block.types[name], block.dims[name])
+        maker = Maker(block.path, block.times, None, none, block.types[name], block.dims[name], sums)
         self.makers.append(maker)
         return maker
 
@@ -244,9 +258,9 @@ class SettleProblem:
         carries: list[Maker] = []
         for k, (outside, (name, _)) in enumerate(zip(loop.operands, inner.inputs, strict=True)):
             if k < op.carried_count:
-                maker = self.carries[inner.path, k] = self._keeps(inner, name)
+                maker = self.carries[inner.path, k] = self._keeps(inner, name, carries_sum(loop, k))
                 carries.append(maker)
-                self.uses.append(Use(maker, 0, block.path, block.times, self.sources[block.path, outside]))
+                self.uses.append(Use(maker, maker.sums, block.path, block.times, self.sources[block.path, outside]))
                 self.sources[inner.path, name] = ValueSource(maker, 0)
                 continue
             source = self.sources[block.path, outside]

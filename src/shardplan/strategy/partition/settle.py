@@ -166,7 +166,7 @@ def _start(problem: SettleProblem, maker: Maker) -> Option:
     if maker.line is None:
         assert maker.kept is not None  # by its making
         t = maker.kept.with_layout(Layout(()), problem.mesh)
-        return Option((t,), (t,), 0.0)
+        return Option((t, t), (t,), 0.0)
     laid = problem.layer.typed(maker.line, Choice())
     return Option(laid.operands, laid.results, 0.0, Choice(), laid)
 
@@ -181,6 +181,7 @@ def _options(
         return
     (t,) = now.made
     dims = tuple(tuple(a for a in axes if a != axis) for axes in t.layout.dims)
+    rest = tuple(a for a in t.layout.partial if a != axis)
     every = {name for group in groups or () for name in group}
     may = [
         d
@@ -196,7 +197,9 @@ def _options(
                 u = t.with_layout(Layout(tuple(cut)))
             except ShardplanError:
                 continue
-            yield Option((u,), (u,), 0.0)
+            for over in (rest, *([(*rest, axis)] if maker.sums and d is None else ())):
+                partial = u.with_layout(Layout(u.layout.dims, over, "sum" if over else None))
+                yield Option((partial, u), (partial,), 0.0)
 
 
 def _as_made(types: Types, others: Sequence[Option]) -> list[Option]:

@@ -60,11 +60,15 @@ def _handed_on(program: Program) -> set[str]:
     for step in program.steps:
         op = as_nested(step.op)
         if op is not None and not op.at_once:
-            reads = [_needed(op.body, o) for o in op.body.outputs]
-            for k, (name, _) in enumerate(op.body.inputs[: op.carried_count]):
-                if any(name in read for j, read in enumerate(reads) if j != k):
-                    found.add(step.results[k])
+            found |= {step.results[k] for k in hands_on(op)}
     return found
+
+
+def hands_on(op: Nested) -> list[int]:
+    """Return which of what a repeat carries another result is made of: cotangents, and no sums."""
+    reads = [_needed(op.body, o) for o in op.body.outputs]
+    names = [name for name, _ in op.body.inputs[: op.carried_count]]
+    return [k for k, name in enumerate(names) if any(name in read for j, read in enumerate(reads) if j != k)]
 
 
 def _needed(program: Program, output: str) -> set[str]:
@@ -99,7 +103,8 @@ class _Split:
                 rest.append((number, step))
                 continue
             op = as_nested(step.op)
-            pair = _Pair(step) if op is None or op.at_once else _Loop(op, mine).pair(step, self.types)
+            cuts = op is not None and not op.at_once and hands_on(op)  # of others all rows would be kept
+            pair = _Loop(op, mine).pair(step, self.types) if op is not None and cuts else _Pair(step)
             self.first.append(pair.first)
             self.types |= pair.stacks
             needed |= set(pair.first.operands)

@@ -61,14 +61,16 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
     whole = job.model.forward or job.model.program
     tables = {s.operands[0] for s in whole.steps if s.op.name in READS_ROWS and s.operands[0] in parameters}
     embedding = max((_held_elements(job, name) for name in tables if name in mine), default=0)
-    logits = math.prod(loss_logits(job)) if "loss" in forward.outputs else 0
-    scores = [runtime.score * _scores(op.body) for op, _ in loops]
-    masks = [runtime.mask * math.prod(op.body.input_types[0].local_shape(0)) for op, _ in loops]
+    # A loss in one pass, or in parts, has no more at work than its own steps.
+    logits = math.prod(loss_logits(job)) if "loss" in forward.outputs and strategy.loss == "whole" else 0
+    layers = [(op, names) for op, names in loops if op.carried_count]
+    scores = [runtime.score * _scores(op.body) for op, _ in layers]
+    masks = [runtime.mask * math.prod(op.body.input_types[0].local_shape(0)) for op, _ in layers]
     again = strategy.recompute
-    outputs = [_attention_bytes(op.body) for op, _ in loops]  # which Megatron keeps, and our programs make again
+    outputs = [_attention_bytes(op.body) for op, _ in layers]  # which Megatron keeps, and our programs make again
     kept = [
         op.times * (s * (again == "none") + m * (again != "full") + o * (again == "selective"))
-        for (op, _), s, m, o in zip(loops, scores, masks, outputs, strict=True)
+        for (op, _), s, m, o in zip(layers, scores, masks, outputs, strict=True)
     ]
     more = max((s * (again != "none") + m * (again == "full") for s, m in zip(scores, masks, strict=True)), default=0)
     apart = runtime.apart and strategy.zero > 0 and gradient != weight
@@ -91,7 +93,8 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
 def layer_work(job: Job, program: Program) -> int:
     """Return what a layer of a program holds beside what it reads and leaves; of one without layers all of it.
 
-    Gathered parameters and their gradients are not counted: where they lie is the runtime's affair.
+    Gathered parameters and their gradients are not counted, but for that of a head in parts: where they lie is the
+    runtime's affair.
     """
     loops = list(_loops(program))
     if not loops:
@@ -101,9 +104,16 @@ def layer_work(job: Job, program: Program) -> int:
     for op, operands in loops:
         inside = [name for name, _ in op.body.inputs]
         kept = {n for o, n in zip(operands, inside, strict=True) if o.startswith(KEPT)}  # cotangents that W reads
-        parameters = _of_parameters(op, _reads(job, op, operands), {*inside[: op.carried_count], *kept})
+        parameters = frozenset[str]()
+        if not _makes_loss(op):
+            parameters = _of_parameters(op, _reads(job, op, operands), {*inside[: op.carried_count], *kept})
         work.append(held_inside(op.body, op.carried_count, op.ahead, parameters))
     return max(work)
+
+
+def _makes_loss(op: Nested) -> bool:
+    """Whether the runs are parts of a loss, or of its gradient, and no layers."""
+    return any((one := computing(step.op)) is not None and one.kernel_class == "loss" for step in op.body.steps)
 
 
 def _loops(program: Program) -> Iterator[tuple[Nested, tuple[str, ...]]]:

@@ -39,6 +39,7 @@ def weighed(
 ) -> list[Weight]:
     """Return what each layer weighs, with all that is before the first, or behind the last, on these two."""
     rows = {line.number: Weight() for line in micro.block.lines if isinstance(line, Loop) and line.number < micro.count}
+    parts = {line.number for line in micro.block.lines if isinstance(line, Loop) and not line.op.carried_count}
     ends: list[Weight] = []
     for stage in stages:
         named: dict[str, None] = {}
@@ -62,7 +63,11 @@ def weighed(
                 found = found._replace(saved=saved, state=sum(state(name, True) for name in sliced))
             rows[number] = rows[number].and_(found)
     layers = [rows[line.number] for line in micro.block.lines if isinstance(line, Loop) and line.number in rows
-              for _ in range(line.op.times)]  # fmt: skip
+              and line.number not in parts for _ in range(line.op.times)]  # fmt: skip
+    behind = [(rows[line.number], line.op.times) for line in micro.block.lines if isinstance(line, Loop)
+              and line.number in parts & rows.keys()]  # fmt: skip
+    for weight, times in behind:
+        ends[-1] = ends[-1].and_(weight, times)
     layers[0], layers[-1] = layers[0].and_(ends[0]), layers[-1].and_(ends[-1] if len(ends) > 1 else Weight())
     return layers
 

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
-from shardplan.errors import LayoutError, ShardplanError
+from shardplan.errors import LayoutError, ShardplanError, TimedOut
 from shardplan.execution.drive import Running, finish
+from shardplan.execution.rank_names import format_ranks
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import group_state
@@ -176,6 +177,7 @@ class _Call:
     rank: int
     device: torch.device  # of this rank's shards, and of messages
     timeout: float  # seconds
+    named: bool  # whether the caller said who calls
 
     @staticmethod
     def of(
@@ -194,14 +196,22 @@ class _Call:
         devices = [local_of(x).device for x in tensors]
         kind = "" if device_mesh is None else device_mesh.device_type
         device = devices[0] if devices else device_among(group_state().libraries, kind)
-        return _Call(ranks, rank, device, timeout)
+        return _Call(ranks, rank, device, timeout, group is not None)
 
     def join_values(self, value: T, join: Callable[[T, T], T], what: str) -> T:
         """Return the values of all ranks, joined."""
         if len(self.ranks) == 1:
             return value
         joining = _Joining(self.ranks, self.rank, what, value, join)
-        finish(launch(joining, {"0": torch.empty(0, device=self.device)}, self.timeout))
+        try:
+            finish(launch(joining, {"0": torch.empty(0, device=self.device)}, self.timeout))
+        except TimedOut as error:
+            if self.named:
+                raise
+            raise TimedOut(
+                f"{error}; without group= rank {self.rank} takes it that {format_ranks(self.ranks)} call, by the "
+                "meshes of its state: where ranks come to unlike answers, each passes group="
+            ) from None
         return joining.value
 
     def empty_stand_in(self, item: MovedTensor) -> torch.Tensor:

@@ -1,0 +1,73 @@
+"""`QueryTiles`: attention a few rows of queries at a time on one device, and back, so that few scores are there.
+
+A row sees all its keys in one tile: nothing is folded, and the values are those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.core.namespace import Namespace, Tensor, wide
+from shardplan.core.ops.compute import Where
+from shardplan.core.ops.ring_rounds import tile_backward, tile_forward
+from shardplan.core.ops.zigzag import Zigzag
+from shardplan.core.tensor import TensorType
+
+TILE = 1 << 20  # scores that a device has at once, or those of one row of queries
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """Attention of so many `rows` of queries of a device at a time; `firsts` are where its queries and keys start."""
+
+    rows: int
+    firsts: tuple[Any, Any]
+    scale: float
+    order: Zigzag | None
+
+    @staticmethod
+    def of(operands: Sequence[TensorType], where: Where, scale: float, order: Zigzag | None) -> QueryTiles | None:
+        """Return tiles of at most `TILE` scores; None where all scores are no more."""
+        (b, s, g, r, _), t = where(operands[0])[1], where(operands[1])[1][1]
+        rows = max(1, TILE // max(1, b * g * r * t))
+        firsts = where(operands[0])[0][1], where(operands[1])[0][1]
+        return None if rows >= s else QueryTiles(rows, firsts, scale, order)
+
+    def forward(self, xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the queries see of the values."""
+        q, k, v, *before = arrays
+        k, v = (xp.astype(x, wide(xp.dtype(x))) for x in (k, v))
+        found = [xp.astype(self._tile(xp, part, k, v, at, before)[0], xp.dtype(q)) for at, part in self._parts(q)]
+        return [xp.concatenate(found, 1)]
+
+    def backward(self, needs: Sequence[int], xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
+        """Return the cotangents of the operands `needs`, given that of the result."""
+        (q, k, v, *before), came = arrays[:-1], arrays[-1]
+        kinds = [xp.dtype(x) for x in (q, k, v)]
+        k, v = (xp.astype(x, wide(xp.dtype(x))) for x in (k, v))
+        rows: list[Tensor] = []
+        sums: list[Tensor] = []
+        for at, part in self._parts(q):
+            dy = xp.astype(came[:, at : at + self.rows], xp.dtype(k))
+            out, lse = self._tile(xp, part, k, v, at, before)
+            inner = xp.einsum("bsgre,bsgre->bsgr", dy, out)
+            tile = part, k, v, lse, inner, dy
+            dq, *others = tile_backward(xp, tile, self._numbers(at, before), self.scale, self.order)
+            rows.append(xp.astype(dq, kinds[0]))
+            sums = [a + b for a, b in zip(sums, others, strict=True)] if sums else others
+        found = [xp.concatenate(rows, 1), *(xp.astype(x, kind) for x, kind in zip(sums, kinds[1:], strict=True))]
+        return [found[n] for n in needs]
+
+    def _parts(self, q: Tensor) -> Iterator[tuple[int, Tensor]]:
+        return ((at, q[:, at : at + self.rows]) for at in range(0, q.shape[1], self.rows))
+
+    def _numbers(self, at: int, before: Sequence[Tensor]) -> tuple[Any, Any]:
+        first, keys = self.firsts
+        return (first + at + before[0] if before else first + at), keys
+
+    def _tile(
+        self, xp: Namespace, q: Tensor, k: Tensor, v: Tensor, at: int, before: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        return tile_forward(xp, (q, k, v), self._numbers(at, before), self.scale, self.order)

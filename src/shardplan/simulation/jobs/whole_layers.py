@@ -1,0 +1,76 @@
+"""What a checkpoint computes again beside what a backward pass reads: to the layer's end, as Megatron and DeepSpeed do.
+
+A job's programs stop at the last value that is needed, as non-reentrant checkpoints of torch (FSDP's) do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from shardplan.core.nested import as_nested
+from shardplan.core.program import Program
+from shardplan.simulation.jobs.framework_ops import is_product
+from shardplan.simulation.jobs.timing import Node, TimedLoop, TimedOp
+
+
+def with_whole_layers(
+    nodes: Sequence[Node], program: Program, forward: Sequence[Node], source: Program
+) -> tuple[Node, ...]:
+    """Return the ops of a backward program whose layers run all that they computed, each before what it is for.
+
+    Args:
+        nodes: Its ops.
+        program: Which it is.
+        forward: The ops of the forward program.
+        source: That program.
+    """
+    runs = [(node, _body(source, node)) for node in forward if isinstance(node, TimedLoop)]
+    found: list[Node] = []
+    for node in nodes:
+        if isinstance(node, TimedLoop) and runs and runs[-1][0].times == node.times:
+            loop, body = runs.pop()
+            node = replace(node, late=(*_left_out(node, _body(program, node), loop, body), *node.late))
+        found.append(node)
+    return tuple(found)
+
+
+def _left_out(back: TimedLoop, inside: Program, loop: TimedLoop, body: Program) -> list[TimedOp]:
+    """Ops of a layer that its backward pass has not: products that it has not, and all that is made of them."""
+    there = Counter(_key(op, inside) for op in _products(back))
+    gone: set[str] = set()
+    found: list[TimedOp] = []
+    for op in (*loop.early, *loop.late):
+        if not isinstance(op, TimedOp):
+            continue
+        reads = tuple(name for name in op.reads if name in gone)
+        if not reads and is_product(op):
+            key = _key(op, body)
+            there[key] -= 1
+            if there[key] >= 0:
+                continue
+        elif not reads:
+            continue
+        gone |= {*op.results}
+        found.append(replace(op, reads=tuple(map(_again, reads)), results=tuple(map(_again, op.results))))
+    return found
+
+
+def _again(name: str) -> str:
+    return f"again.{name}"
+
+
+def _products(loop: TimedLoop) -> list[TimedOp]:
+    return [op for op in (*loop.early, *loop.late) if isinstance(op, TimedOp) and is_product(op)]
+
+
+def _key(op: TimedOp, body: Program) -> Hashable:
+    step = body.steps[op.number]
+    return step.op, tuple(body.types[name] for name in step.operands)
+
+
+def _body(program: Program, loop: TimedLoop) -> Program:
+    op = as_nested(program.steps[loop.number].op)
+    assert op is not None  # which it was made of
+    return op.body

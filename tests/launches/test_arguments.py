@@ -1,0 +1,81 @@
+"""Arguments of launches: what `plan --out` writes for Megatron and torchtitan comes back as the strategy it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardplan import ParseError, Strategy, Topology
+from shardplan.launches.arguments import read_arguments
+from shardplan.launches.handover.handed_plan import HandedPlan
+from shardplan.launches.handover.megatron import write_megatron
+from shardplan.launches.handover.torchtitan import write_torchtitan
+from shardplan.strategy.strategy_text import parse_strategy
+
+SIZES = {"layers": 8, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "seq": 8, "vocab": 32}
+BOX = Topology.load("dgx-h100", nodes=4)
+
+
+def handed(text: str, order: tuple[str, ...] = ("pipeline", "data", "context", "tensor")) -> HandedPlan:
+    return HandedPlan("tiny", "llama", SIZES, BOX, parse_strategy(text, BOX.size, global_batch=64), order)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tp=2 pp=2 vpp=2 sp zero=1 precision=bf16", "tp=4 cp=2 context_kind=ring recompute=full precision=bf16",
+     "dp=32 zero=1 shard=8", "fsdp zero=3 tp=2 precision=bf16", "mbs=2 tp=2 recompute=selective"],
+)  # fmt: skip
+def test_megatrons_arguments_come_back(text: str) -> None:
+    made = write_megatron(handed(text))
+    read = read_arguments(made.files["arguments.txt"], BOX.size, SIZES["layers"])
+    assert Strategy(**read.fields) == made.runs and read.order == "tp-cp-ep-dp-pp"
+    assert "num-layers" in read.others and not any("parallel" in name for name in read.others)
+
+
+@pytest.mark.parametrize(
+    "text", ["fsdp zero=3 tp=2 sp precision=bf16", "fsdp zero=3 shard=8 mbs=2 tp=1 sp precision=bf16",
+             "fsdp zero=2 pp=2 tp=2 sp precision=bf16", "fsdp zero=3 dp=8 cp=4 context_kind=gather sp precision=fp32"]
+)  # fmt: skip
+def test_torchtitans_overrides_come_back(text: str) -> None:
+    made = write_torchtitan(handed(text))
+    read = read_arguments(made.files["overrides.txt"], BOX.size)
+    ours = {k: getattr(made.runs, k) for k in ("data", "tensor", "pipeline", "context", "microbatch", "global_batch",
+                                               "zero", "fsdp", "shard", "precision")}  # fmt: skip
+    again = Strategy(**read.fields)
+    assert {k: getattr(again, k) for k in ours} == ours
+
+
+def test_torchtitans_default_keeps_parameters_under_pipelining() -> None:
+    """`fsdp_reshard_after_forward = "default"`: parameters stay gathered under pipelining, and only there."""
+    text = "--parallelism.data_parallel_shard_degree=-1 --parallelism.pipeline_parallel_degree={}"
+    assert [read_arguments(text.format(pp), 8).fields["zero"] for pp in (1, 2)] == [3, 2]
+
+
+def test_a_script_of_megatron() -> None:
+    text = """
+    # --tensor-model-parallel-size 2 is what it was
+    torchrun --nproc-per-node 8 pretrain_gpt.py \\
+      --tensor_model_parallel_size=8 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping \\
+      --lr 1e-4 --sequence-parallel --bf16
+    """
+    read = read_arguments(text, 32)
+    assert read.fields == {"tensor": 8, "pipeline": 2, "sequence_parallel": True, "precision": "bf16",
+                           "schedule": "1f1b", "data": 2}  # fmt: skip
+    assert read.order == "tp-cp-ep-pp-dp" and read.others == ("nproc-per-node", "lr")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--tensor-model-parallel-size eight", "--tensor-model-parallel-size 'eight'; legal is a whole number"),
+        ("--tensor-model-parallel-size 8 --tensor-model-parallel-size 4",
+         "arguments: --tensor-model-parallel-size is said twice, as 8 and as 4"),
+        ("--tensor-model-parallel-size 3", "arguments: a replica has 3 devices, which do not divide the 32 there are"),
+        ("--cp-comm-type ring", "--cp-comm-type 'ring'; legal are p2p, a2a, all_gather"),
+        ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2",
+         "--num-layers-per-virtual-pipeline-stage 3: 8 layers are no whole number of chunks on 2 ranks"),
+    ],
+)  # fmt: skip
+def test_errors(text: str, message: str) -> None:
+    with pytest.raises(ParseError) as caught:
+        read_arguments(text, 32, 8)
+    assert str(caught.value) == message

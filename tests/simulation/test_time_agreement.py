@@ -1,0 +1,37 @@
+"""What a step takes: the closed form and events of stages beside ops, where each effect that both have is large."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import shardplan as sp
+from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.jobs.job_timeline import simulate_job
+from shardplan.simulation.searching.certified import even_cuts
+from shardplan.simulation.steps import delivered, simulate_step
+
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 50304, "precision": "bf16"}
+LLAMA = SIZES | {"kv_heads": 8, "ffn": 12288, "vocab": 128256}
+EXPERTS = SIZES | {"kv_heads": 8, "ffn": 2048, "experts": 8, "experts_per_token": 2}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
+    "gradients hidden": ("llama", LLAMA, {"data": 8, "global_batch": 16}, 0.03),
+    "updates dealt out": ("llama", LLAMA, {"data": 8, "zero": 1, "global_batch": 16}, 0.03),
+    "halved": ("llama", LLAMA, {"data": 8, "zero": 1, "schedule": "zb-h1", "global_batch": 16}, 0.05),
+    "gathers bound it": ("gpt", SIZES, {"data": 8, "tensor": 8, "zero": 3, "global_batch": 16}, 0.05),
+    "beside gradients": ("gpt", SIZES, {"tensor": 8, "microbatch": 4, "global_batch": 16}, 0.05),
+    "to the layer's end": ("gpt", SIZES, {"recompute": "full", "global_batch": 8}, 0.03),
+    "a ring": ("llama", LLAMA | {"seq": 32768}, {"context": 8, "context_kind": "ring", "global_batch": 2}, 0.05),
+    "tokens gathered": ("moe", EXPERTS | {"seq": 8192}, {"context": 4, "expert": 4, "context_kind": "gather"}, 0.06),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_closed_and_events_are_near_ops(name: str) -> None:
+    kind, fields, said, within = CASES[name]
+    model, strategy = sp.Model.load(kind, **fields), sp.Strategy(precision="bf16", **said)
+    where = sp.Topology.load("dgx-h100", node=max(1, strategy.devices // 8), gpu=min(8, strategy.devices))
+    job = sp.partition(model, replace(strategy, cuts=even_cuts(model, strategy)), where)
+    ops = simulate_job(job, delivered(where), launch=of_machine(where).launch).seconds
+    for fidelity in ("closed", "events"):
+        assert simulate_step(model, strategy, where, fidelity).seconds == pytest.approx(ops, rel=within), fidelity
