@@ -359,8 +359,8 @@ class Live:
                 (a, b), (c, d) = (x or (0, self.job.model.program.types[name].shape[0]) for x in (own, some))
                 low, high = max(a, c), min(b, d)
                 if low < high:
-                    ends = (rows(row(x), high - low) for x in (u, t))
-                    yield _Move(home, to, *ends, None if (low, high) == (a, b) else (low - a, high - a))
+                    u, v = (rows(row(x), high - low) for x in (u, t))
+                    yield _Move(home, to, u, v, None if (low, high) == (a, b) else (low - a, high - a))
 
 
 class _Move(NamedTuple):

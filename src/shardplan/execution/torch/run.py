@@ -362,7 +362,13 @@ def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchEx
         results = yield from launch(bound(program, rank), values, timeout, record=record, of_job=JobTurn(watch, turn))
         return by_output(program, results, rank)
 
-    return Hand(start, frozenset((rank,)), to_numpy, lambda array: to_torch(array).to(device), torch.cat)
+    return Hand(
+        start,
+        frozenset((rank,)),
+        to_numpy,
+        lambda array: to_torch(array).to(device),
+        lambda parts: torch.cat(tuple(parts)),
+    )
 
 
 def _tensor(shard: Any) -> torch.Tensor:
