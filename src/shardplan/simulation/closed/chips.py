@@ -80,7 +80,7 @@ def common(chip: Chip | None, mates: Mapping[str, tuple[Parameters, np.ndarray]]
         mates: By name the parameters of machines with the chip, and the variances of their logarithms, [FREE].
 
     >>> _, alone = common(CHIPS[0], {})
-    >>> _, beside = common(CHIPS[0], {"one": (CHIPS[0].kernels, np.zeros(5))})
+    >>> _, beside = common(CHIPS[0], {"one": (CHIPS[0].kernels, np.zeros(6))})
     >>> bool((beside < alone).all())
     True
     """
