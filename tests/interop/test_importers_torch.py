@@ -178,7 +178,7 @@ def test_a_tensor_with_two_names_is_one_parameter() -> None:
 
 class Strange(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(x).real + torch.cumsum(x, 0) + torch.cumsum(x, 1)
+        return torch.fft.fft(x).real + torch.erfinv(x) + torch.erfinv(x * 0.5)
 
 
 def test_all_that_is_unknown_is_said_at_once() -> None:
@@ -187,7 +187,7 @@ def test_all_that_is_unknown_is_said_at_once() -> None:
         load(export)
     text = str(error.value)
     assert "aten.fft_fft.default, 1 times" in text
-    assert "aten.cumsum.default, 2 times" in text
+    assert "aten.erfinv.default, 2 times" in text
     assert "return torch.fft" in text
     assert "opaque=True" in text
 

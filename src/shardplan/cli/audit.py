@@ -146,7 +146,7 @@ def _read_job(
     if model is None or strategy is None:
         raise LayoutError("a job is --model, such as llama3-70b, with --strategy, such as 'tensor=8 pipeline=4'")
     hosts, _ = _read_hosts(hostfile)
-    cluster = _sized(Topology.load(topology), nodes, hosts)
+    cluster = _with_nodes(Topology.load(topology), nodes, hosts)
     asked = parse_model(model)
     text = read_text(strategy, legal="a strategy, or a file of arguments") if Path(strategy).is_file() else strategy
     known: dict[str, Any] = {} if batch is None else {"global_batch": batch}
@@ -192,7 +192,7 @@ def read_launch(
     except ParseError as error:
         raise ParseError(f"--mesh: {error}") from None
     hosts, spread = _read_hosts(hostfile)
-    cluster = _sized(Topology.load(topology), nodes, hosts)
+    cluster = _with_nodes(Topology.load(topology), nodes, hosts)
     listed = hosts
     if hosts is not None:
         hosts = stand_hosts(hosts, _units(hosts, rank_order, switches, cluster))
@@ -238,7 +238,7 @@ def _read(path: Path | str) -> str:
     return read_text(path, legal="a hostfile or a rank order")
 
 
-def _sized(topology: Topology, nodes: int | None, hosts: Hosts | None) -> Topology:
+def _with_nodes(topology: Topology, nodes: int | None, hosts: Hosts | None) -> Topology:
     """The topology with as many hosts as are asked for, or as the hostfile names; a mesh does not resize it."""
     if nodes is not None:
         return topology.resize(node=nodes)

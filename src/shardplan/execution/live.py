@@ -106,7 +106,7 @@ class Live:
         except ShardplanError as error:
             problem = error
         asked = offer(self.job, None if problem is None else LayoutError(str(problem)))
-        hand = self._agreed(asked)
+        hand = self._agree(asked)
         if problem is not None:
             raise problem
         assert source is not None
@@ -150,7 +150,7 @@ class Live:
         except LayoutError as error:
             problem = error
         dealt = frozenset(n for n in shapes if n in given and given[n].shape == shapes[n])
-        hand = self._agreed(offer(self.job, problem))
+        hand = self._agree(offer(self.job, problem))
         if problem is not None:
             raise problem
         if hand is None:
@@ -204,7 +204,7 @@ class Live:
         for name in wanted:
             keys = [key for key, _ in self._first_keys(name)]
             types = tuple(self.job.state[key] for key in keys)
-            hand = self._agreed(_offer_of(everywhere(types, every), every))
+            hand = self._agree(_offer_of(everywhere(types, every), every))
             if hand is not None:
                 shards = [self._shards.get(self.job.parts[key][:2], []) for key in keys]
                 found = JobRun(self.job, hand, {}).gather_arrays(shards, types, 0)
@@ -232,7 +232,7 @@ class Live:
         moves = list(self._moves(after))
         plan = redistribute([m.source for m in moves], [m.target for m in moves], memory_limit=memory_limit)
         devices = tuple(sorted({*parts(self.job).devices, *parts(after).devices}))
-        hand = self._agreed(_offer_of(plan.program, devices))
+        hand = self._agree(_offer_of(plan.program, devices))
         try:
             self._arrive(hand, moves, self._move(hand, moves, plan.program))
         except BaseException as error:
@@ -264,8 +264,8 @@ class Live:
     def vote(self, mine: int) -> list[int]:
         """Return what every device's process says, a number each by ascending id: all wait here for all."""
         devices = parts(self.job).devices
-        hand = self._agreed(_offer_of(_poll(devices), devices))
-        return [] if hand is None else _told(hand, devices, mine)
+        hand = self._agree(_offer_of(_poll(devices), devices))
+        return [] if hand is None else _gather_numbers(hand, devices, mine)
 
     # In this process
 
@@ -282,7 +282,7 @@ class Live:
         """Say whether a device is one of this process's."""
         return self._hand.devices is None or device in self._hand.devices
 
-    def _agreed(self, asked: Offer) -> Hand | None:
+    def _agree(self, asked: Offer) -> Hand | None:
         """Agree with the other processes on what runs now."""
         hand: Hand | None = Hand()
         if self.backend != "reference":
@@ -328,7 +328,7 @@ class Live:
         devices, found = parts(self.job).devices, counting(self.job.model.program)
         assert found is not None
         whole = found.targets not in dealt
-        told = _told(hand, devices, 2 * int(mine) + whole)
+        told = _gather_numbers(hand, devices, 2 * int(mine) + whole)
         if any(n % 2 for n in told):
             return np.asarray(next(n // 2 for n in told if n % 2), mine.dtype)
         first: dict[object, int] = {}
@@ -386,7 +386,7 @@ def _poll(devices: tuple[int, ...]) -> Program:
     return everywhere((TensorType("i64", (len(devices),), ("device",), mesh),), devices)
 
 
-def _told(hand: Hand, devices: tuple[int, ...], mine: int) -> list[int]:
+def _gather_numbers(hand: Hand, devices: tuple[int, ...], mine: int) -> list[int]:
     """What all devices say."""
     if hand.devices is None:
         return [mine] * len(devices)

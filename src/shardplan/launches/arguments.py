@@ -143,7 +143,7 @@ def _titan(said: _Said, found: dict[str, Any], devices: int, layers: int | None)
     names = [f"{TITAN}data_parallel_{word}_degree" for word in ("replicate", "shard")]
     copies, shard = (said.number(name) for name in names)
     copies = copies or 1
-    inside = _inside(found)
+    inside = _replica_devices(found)
     if shard in (None, -1):
         shard = max(devices // (inside * copies), 1)
     found["data"] = copies * shard
@@ -174,7 +174,7 @@ def _titan(said: _Said, found: dict[str, Any], devices: int, layers: int | None)
 
 def _replicas(said: _Said, found: dict[str, Any], devices: int, layers: int | None) -> set[str]:
     """The replicas that are left."""
-    inside = _inside(found)
+    inside = _replica_devices(found)
     if "data" not in found:
         if devices % inside:
             raise ParseError(f"arguments: a replica has {inside} devices, which do not divide the {devices} there are")
@@ -184,6 +184,6 @@ def _replicas(said: _Said, found: dict[str, Any], devices: int, layers: int | No
     return set()
 
 
-def _inside(found: Mapping[str, Any]) -> int:
+def _replica_devices(found: Mapping[str, Any]) -> int:
     """Devices of a replica."""
     return found.get("tensor", 1) * found.get("pipeline", 1) * found.get("context", 1)

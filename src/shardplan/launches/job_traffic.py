@@ -106,7 +106,9 @@ def _rank_rows(job: Job, rank: int, mesh: Mesh) -> Mapping[_Row, tuple[float, fl
                 for axes, name, nbytes in _collective(one.op, one.operands, mesh):
                     sent[axes, name] = sent.get((axes, name), 0.0) + nbytes
             for (axes, name), nbytes in sent.items():
-                _add(found, _Row(axes, name, _behind(job, axes, name, kind)), nbytes, times * runs[stage, kind])
+                _add(
+                    found, _Row(axes, name, _covering_action(job, axes, name, kind)), nbytes, times * runs[stage, kind]
+                )
     for t in job.transfers:
         (source, _), (target, _) = t.source, t.target
         if job.schedule.owners[source] != rank or job.schedule.owners[target] == rank:
@@ -165,7 +167,7 @@ def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[a] for a in axes)
 
 
-def _behind(job: Job, axes: tuple[str, ...], op: str, kind: str) -> str:
+def _covering_action(job: Job, axes: tuple[str, ...], op: str, kind: str) -> str:
     """The kind of action behind whose compute a collective of another runs."""
     if not {*axes} <= {*BATCH, *SEQUENCE}:
         return ""

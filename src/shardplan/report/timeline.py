@@ -122,7 +122,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
     ends = (predicted.seconds, measured.seconds)
     rows.append(["", "makespan", format_seconds(ends[0]), "", format_seconds(ends[1]), "", _ratio(*ends)])
     lines = _table(rows)
-    if ends[0] > 0 and not _near(*ends):
+    if ends[0] > 0 and not _is_near(*ends):
         lines.append("these are not the links that are predicted for: without --topology they are measured first")
     return "\n".join(lines)
 
@@ -134,7 +134,7 @@ def links_text(topology: Topology) -> str:
     return f"{topology.name or 'a topology'}: {topology.describe()}, {rates} between {plural(outer.name)}"
 
 
-def _near(predicted: float, measured: float) -> bool:
+def _is_near(predicted: float, measured: float) -> bool:
     return predicted <= measured * MOST_RATIO and measured <= predicted * MOST_RATIO
 
 
@@ -167,7 +167,7 @@ def _clipped(text: str) -> str:
 
 
 def _ratio(predicted: float, measured: float) -> str:
-    return f"{measured / predicted:.2f}" if predicted > 0 and _near(predicted, measured) else "-"
+    return f"{measured / predicted:.2f}" if predicted > 0 and _is_near(predicted, measured) else "-"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

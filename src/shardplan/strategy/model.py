@@ -56,7 +56,8 @@ class Model:
     output that takes an input's place in the next run: parameters, state and step of an optimizer, caches and position.
     `origins` says of the first steps of a training program which forward step they are the gradient of (None: they are
     forward steps); those behind are the optimizer's. `constants` are the values of inputs that an import's source has,
-    `constraints` the axes that it asks for, by value and dim.
+    `constraints` the axes that it asks for, by value and dim; `spare` names what a checkpoint of the source has and no
+    input is: a tensor's second name, and buffers that an import has evaluated.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Model:
     forward: Program | None = field(default=None, compare=False)  # what it was trained from
     constants: Mapping[str, Array] = field(default_factory=dict[str, Array], compare=False)
     constraints: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict[str, Any], hash=False)
+    spare: frozenset[str] = field(default=frozenset(), compare=False)
 
     @staticmethod
     def load(
@@ -225,11 +227,16 @@ class Model:
     def pack(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return the parameters as inputs of the program, from the tensors of a checkpoint by their names there.
 
+        Constants, which an import's source has, are beside them; one of a checkpoint takes the place of its own.
         Raises `LayoutError` for a tensor that is missing, of another shape, or of no parameter.
         """
         given = border.table("a checkpoint", arrays, "names to arrays")
-        used: set[str] = set()
+        used: set[str] = {n for n in given if n in self.constants} | self.spare
         found: dict[str, Array] = {}
+        for value, array in self.constants.items():
+            found[value] = np.asarray(given.get(value, array))
+            if found[value].shape != array.shape:
+                raise LayoutError(f"{value} of a checkpoint has the shape {found[value].shape}; legal is {array.shape}")
         for value, p in self.parameters.items():
             out = found[value] = np.empty(p.shape, numpy_dtype(self.program.types[value].dtype))
             for index, name in p.names():
@@ -316,7 +323,7 @@ def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
         {k: fields[k] for k in known if k in fields},
     )
     made = assemble_model(model.name, forward, dims, model.parameters, {}, fields, settings)
-    return dataclasses.replace(made, constants=model.constants, constraints=model.constraints)
+    return dataclasses.replace(made, constants=model.constants, constraints=model.constraints, spare=model.spare)
 
 
 def _sizes(name: str, given: Mapping[str, Any], asked: Iterable[str], settings: tuple[str, ...]) -> Any:

@@ -46,10 +46,6 @@ class Composed(Compute):
         """Type the steps."""
         return self._typed_steps(operands)[1]
 
-    def share(self, *operands: TensorType) -> float:
-        """Return the part of its steps' operations that one kernel does; less than 1 where it skips what is masked."""
-        return 1.0
-
     def flops(self, *operands: TensorType) -> float:
         """Add up the steps."""
         return self.share(*operands) * sum(op.flops(*types) for op, _, types in self._typed_steps(operands)[0])

@@ -68,6 +68,10 @@ class Compute(Op):
     def flops(self, *operands: TensorType) -> float:
         """Return the floating-point operations of the worst device."""
 
+    def share(self, *operands: TensorType) -> float:
+        """Return the part of its operations that one kernel does; less than 1 where it skips what is masked."""
+        return 1.0
+
     @property
     def kernel_class(self) -> KernelClass:
         """The class of its kernel: `product`, `scores` (attention), `loss`, or, by what it touches, `streamed`."""

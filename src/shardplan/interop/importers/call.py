@@ -17,7 +17,7 @@ from shardplan.core.expression import Expression
 from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Opaque
 from shardplan.errors import ShardplanError, TypingError, line
-from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.views import Pair, Seen
 from shardplan.interop.importers.writer import FlatWriter, finite
 
 
@@ -114,10 +114,12 @@ class Unknown:
     def __init__(self, source: str, opaque: bool = False) -> None:
         self.source, self.opaque = source, opaque
         self.places: dict[str, list[str]] = {}
+        self.names: set[str] = set()
 
-    def add(self, name: str, place: str) -> None:
-        """Note one."""
-        self.places.setdefault(name, []).append(place)
+    def add(self, name: str, place: str, why: str = "") -> None:
+        """Note one, and why what is known of it does not do."""
+        self.names.add(name)
+        self.places.setdefault(f"{name} ({why})" if why else name, []).append(place)
 
     def check(self) -> None:
         """Raise `TypingError` where there are any."""
@@ -128,10 +130,16 @@ class Unknown:
 
 
 def handle_operation(
-    call: Operation, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any
+    call: Operation,
+    table: Mapping[str, Handler],
+    unknown: Unknown,
+    place: str,
+    args: Any,
+    kwargs: Any,
+    refused: str = "",
 ) -> Any:
-    """What a call makes, by the table; an op that is not known is `opaque`, or noted."""
-    handler = table.get(call.name)
+    """What a call makes, by the table; an op that is not known, or `refused`, is `opaque`, or noted."""
+    handler, why = None if refused else table.get(call.name), refused
     if call.shapes and all(0 in shape for shape in call.shapes):
         made = [call.w.empty(kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
         return made[0] if len(made) == 1 else tuple(made)
@@ -139,15 +147,13 @@ def handle_operation(
         try:
             return handler(call, *args, **kwargs)
         except (NotImplementedError, ShardplanError) as error:
-            name = f"{call.name} ({line(error)})"
+            why = line(error)
         except _UNFORESEEN as error:
-            name = f"{call.name} (with arguments that are not known here: {type(error).__name__}: {line(error)})"
-    else:
-        name = call.name
+            why = f"with arguments that are not known here: {type(error).__name__}: {line(error)}"
     views = [v for v in flat(args) if isinstance(v, Seen)]
     whole = bool(views and call.shapes) and all(0 not in shape for shape in (*call.shapes, *(v.shape for v in views)))
     if not call.w.opaque or not whole:
-        unknown.add(name, place)
+        unknown.add(call.name, place, why)
         made = [call.w.constant(0, kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]
     else:
         call.w.opaques += 1
@@ -160,7 +166,7 @@ def handle_operation(
 
 def flat(values: Any) -> list[Any]:
     """All values in nested lists."""
-    if isinstance(values, (list, tuple)) and not isinstance(values, Seen):
+    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | Pair):
         items: list[Any] = list(values)
         return [x for v in items for x in flat(v)]
     return [values]

@@ -20,6 +20,7 @@ from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import as_nested
+from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
@@ -37,12 +38,13 @@ _FREE = re.compile(r"d\d+")
 
 
 class Flattened(NamedTuple):
-    """What was written, the inputs that are no parameters, the results, and values of inputs that are constants."""
+    """What was written: inputs that are no parameters, results, values of constants; `spare` is a model's."""
 
     writer: FlatWriter
     inputs: Sequence[str]
     outputs: Sequence[Seen]
     constants: Mapping[str, Any]
+    spare: frozenset[str] = frozenset()
 
 
 def write_until_stable(write: Callable[[FlatWriter], Flattened], opaque: bool, training: bool) -> Flattened:
@@ -85,13 +87,16 @@ def model_of(
     pins = ((step.results[0], op.pinned_layout) for level in _programs(program) for step in level.steps
             if (op := computing(step.op)) is not None)  # fmt: skip
     said = {value: layout.dims for value, layout in pins if layout is not None}
-    return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said))
+    return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said), spare=flat.spare)
 
 
 def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
     """The flat program, and what its outputs are called."""
     w = flat.writer
     outputs = [w.materialize_view(v).name for v in flat.outputs]
+    for k, name in enumerate(outputs):  # an input, or twice a result, is a value of its own
+        if name in w.inputs or name in outputs[:k]:
+            outputs[k] = w.draft(Elementwise("a"), name)
     types = w.draft.types
     losses = [o for o in outputs if not types[o].shape and numpy_dtype(types[o].dtype).kind in "fV"]
     if training and len(losses) != 1:
@@ -101,12 +106,10 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
     if training:
         outputs = [losses[0], *others]
     names = [called.get(o, "loss") for o in outputs]
-    inputs = {n: types[n] for n in w.inputs}
-    steps = [w.draft.steps[k] for k in w.draft.live(outputs)]
-    if len(set(outputs)) < len(outputs) or set(outputs) & inputs.keys():
-        raise ShardplanError(
-            "load: a result that is an input, or twice a result; legal are results of steps, once each"
-        )
+    live = sorted(w.draft.live(outputs), key=lambda k: k not in w.hoisted)
+    steps = [w.draft.steps[k] for k in live]
+    used = {o for step in steps for o in step.operands}
+    inputs = {n: types[n] for n in w.inputs if n in used or n not in w.constants}
     return Program(inputs, steps, outputs), names
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.torch_complex import MADE, complex_table
+from shardplan.interop.importers.torch_indexing import INDEXING
+from shardplan.interop.importers.torch_pointwise import POINTWISE
 from shardplan.interop.importers.views import Seen
 
 
@@ -127,19 +130,6 @@ def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, red
     return c.w.reduce_view(losses, range(len(losses.dims)), kind, False) if kind else losses
 
 
-def _slice(c: Operation, x: Seen, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Seen:
-    n = x.shape[dim]
-    first = 0 if start is None else max(start + n, 0) if start < 0 else min(start, n)
-    last = n if stop is None else stop + n if stop < 0 else min(stop, n)
-    if step == 1:
-        return ours.part(c.w, x, dim, first, last)
-    if first >= step or last != n or n % step:
-        raise NotImplementedError("a step that leaves a rest")
-    dim %= len(x.dims)
-    split = c.w.reshape_view(x, [*x.shape[:dim], n // step, step, *x.shape[dim + 1 :]])
-    return ours.part(c.w, split, dim + 1, first, first + 1).squeeze_dims([dim + 1])
-
-
 def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
     at %= x.shape[dim]
     return ours.part(c.w, x, dim, at, at + 1).squeeze_dims([dim])
@@ -214,6 +204,9 @@ _FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "relu", "sigmoid", "
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
+    **POINTWISE,
+    **INDEXING,
+    **MADE,
     **{f"aten.{name}.default": _expression(f"{name}({{a}})") for name in _FUNCTIONS},
     **{f"aten.{name}.{kind}": _compare_handler(sign) for name, sign in _SIGNS.items() for kind in ("Tensor", "Scalar")},
     **{f"aten.{n}.{k}": _scaled_sum_handler(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
@@ -279,7 +272,6 @@ TABLE: dict[str, Handler] = {
     "aten.squeeze.dims": _squeeze,
     "aten.expand.default": lambda c, x, _: x.broadcast_dims(c.shape),
     "aten.expand_as.default": lambda c, x, _: x.broadcast_dims(c.shape),
-    "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
@@ -307,3 +299,4 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), lambda c, x: c.w.stop_gradient(x)),
     "aten._assert_tensor_metadata.default": lambda c, *_, **__: None,
 }  # fmt: skip
+COMPLEX = complex_table(TABLE)

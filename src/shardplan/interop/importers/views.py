@@ -99,6 +99,13 @@ class Seen(NamedTuple):
         )
 
 
+class Pair(NamedTuple):
+    """A complex value: its real and its imaginary part."""
+
+    real: Seen
+    imaginary: Seen
+
+
 def size_of(group: Iterable[Strand]) -> int:
     """The size of a dim."""
     return math.prod(a.size for a in group)

@@ -23,7 +23,7 @@ from shardplan.simulation.closed.memory import holdings, least_memory, memory, o
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, halved, layer_rows, recipe, weight_parts
+from shardplan.simulation.closed.stages import Dealt, is_halved, layer_rows, recipe, weight_parts
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compiled
 from shardplan.strategy.model import Model
@@ -217,7 +217,7 @@ class ClosedForm:
             ):  # the first receives none forward, the last none back
                 there = send * (kinds.counts[end] == 0)
                 seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
-        backward = np.where(halved(c), made[2], made[1])
+        backward = np.where(is_halved(c), made[2], made[1])
         after = dealt.once(kinds, self.topology.device, (made[0], idle[0]), (backward, idle[1]))
         return StageTimes(made[0], made[1], made[2], send, after)
 

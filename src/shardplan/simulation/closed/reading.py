@@ -15,7 +15,6 @@ from functools import partial
 from shardplan.core.dim_names import DimNames, Links, dim_names, links
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, as_nested
-from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -240,7 +239,7 @@ class _Reader:
                 weighs,
                 self.phase == BACKWARD and any(r in block.held for r in step.results),
                 joins_product(block, step, op, types, results),
-                op.share(*types) if isinstance(op, Composed) else 1.0,
+                op.share(*types),
             )
         )
 

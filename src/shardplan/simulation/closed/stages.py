@@ -77,7 +77,7 @@ def runs_beside(c: Configurations) -> Floats:
     return c.columns["attention"] != CODES["attention"].index("unfused")
 
 
-def halved(c: Configurations) -> Floats:
+def is_halved(c: Configurations) -> Floats:
     """Return where schedules make gradients of parameters apart from the rest of a backward pass, bool [n]."""
     return np.isin(c.columns["schedule"], _halved_codes())
 
@@ -140,7 +140,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         busy = busy + parts * rows.get("again of a loss", zero)
         # What a product sums is on its way while gradients of parameters are made, unless those come later.
         made, back = rows.get("gradients", zero), rows.get("compute backward", zero)
-        hidden = rows.get("beside gradients", zero) * ~halved(c) + np.minimum(rows.get("early", zero), back - made)
+        hidden = rows.get("beside gradients", zero) * ~is_halved(c) + np.minimum(rows.get("early", zero), back - made)
         beside = beside + moves * hidden * runs_beside(c)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
         size, several = element_bytes(c), c.microbatches > 1

@@ -63,7 +63,7 @@ def as_updates(nodes: Sequence[Node], program: Program, pricing: Pricing) -> tup
             nbytes = sum(w.nbytes for w in works if isinstance(w, Work)) - program.types[node.reads[0]].local_bytes()
             flops = sum(w.flops for w in works if isinstance(w, Work))
             joined = Work(flops, works[0].dtype if isinstance(works[0], Work) else "", nbytes)
-            found[at] = replace(before, cost=pricing.repriced(joined, before.cost))
+            found[at] = replace(before, cost=pricing.reprice(joined, before.cost))
             found[k] = as_part(node)
         else:
             makers |= dict.fromkeys(node.results, k)
@@ -170,7 +170,7 @@ class _Block:
         for k, work in at.items():
             node = found[k]
             assert isinstance(node, TimedOp)  # as it was found
-            found[k] = replace(node, cost=self.pricing.repriced(replace(work, nbytes=work.nbytes * scale), node.cost))
+            found[k] = replace(node, cost=self.pricing.reprice(replace(work, nbytes=work.nbytes * scale), node.cost))
         return tuple(found)
 
     def _adds_parameter(self, op: TimedOp, name: str) -> bool:
@@ -186,7 +186,7 @@ class _Block:
         first, second = works
         assert isinstance(first, Work) and isinstance(second, Work)
         nbytes = first.nbytes + second.nbytes - 2 * self.program.types[name].local_bytes()
-        cost = self.pricing.repriced(Work(first.flops + second.flops, second.dtype, nbytes), op.cost)
+        cost = self.pricing.reprice(Work(first.flops + second.flops, second.dtype, nbytes), op.cost)
         return replace(op, cost=cost, reads=(*before.reads, *(r for r in op.reads if r != name)))
 
 

@@ -73,10 +73,10 @@ def with_reductions(nodes: Sequence[Node], chains: Chains, pricing: Pricing) -> 
             leaves = {inner for _, inner in node.carried}
             rows = {inner: name.removeprefix(NEXT) for name, inner in node.results if inner not in leaves}
             rows = {inner: name for inner, name in rows.items() if name in whole}
-            layer = _together([((inner,), chains[name]) for inner, name in rows.items()], node.times, pricing)
+            layer = _joined_steps([((inner,), chains[name]) for inner, name in rows.items()], node.times, pricing)
             node = replace(node, late=(*node.late, *layer))
             whole = dict.fromkeys(name for name in whole if name not in rows.values())
-        found += [node, *_together([((NEXT + name,), chains[name]) for name in whole], 1, pricing)]
+        found += [node, *_joined_steps([((NEXT + name,), chains[name]) for name in whole], 1, pricing)]
     return tuple(found)
 
 
@@ -92,15 +92,15 @@ def with_gathers(nodes: Sequence[Node], program: Program, chains: Chains, pricin
             cut = node.enters[len(node.enters) - op.cut :]
             rows = {inner: outside for outside, inner in cut if outside in left}
         whole = [name for name in dict.fromkeys(names_read(node)) if name in left and name not in rows.values()]
-        found += _together([((), left.pop(name)) for name in whole], 1, pricing, tuple(whole))
+        found += _joined_steps([((), left.pop(name)) for name in whole], 1, pricing, tuple(whole))
         if rows and isinstance(node, TimedLoop):
             layer = [((), left.pop(name)) for name in rows.values()]
-            node = replace(node, early=(*node.early, *_together(layer, node.times, pricing, tuple(rows))))
+            node = replace(node, early=(*node.early, *_joined_steps(layer, node.times, pricing, tuple(rows))))
         found.append(node)
     return tuple(found)
 
 
-def _together(
+def _joined_steps(
     chains: Sequence[tuple[tuple[str, ...], tuple[TimedOp, ...]]],
     times: int,
     pricing: Pricing,
@@ -115,7 +115,10 @@ def _together(
             pattern = op.cost.pattern
             assert isinstance(pattern, Groups)  # as `_collective` has it
             alike.setdefault((op.cost.stream, pattern.kind, pattern.members.tobytes()), []).append(op)
-        made = [_joined(ops, reads, (f"once.{step}.{k}",), times, pricing) for k, ops in enumerate(alike.values())]
+        made = [
+            _joined_collective(ops, reads, (f"once.{step}.{k}",), times, pricing)
+            for k, ops in enumerate(alike.values())
+        ]
         reads = tuple(name for op in made for name in op.results)
         found += made
     if found and results:
@@ -123,14 +126,14 @@ def _together(
     return found
 
 
-def _joined(
+def _joined_collective(
     ops: Sequence[TimedOp], reads: tuple[str, ...], results: tuple[str, ...], times: int, pricing: Pricing
 ) -> TimedOp:
     """One collective for those over the same groups, of one in `times` of their bytes."""
     patterns = [op.cost.pattern for op in ops if isinstance(op.cost.pattern, Groups)]
     nbytes = np.sum([pattern.nbytes for pattern in patterns], axis=0) / times
     like = replace(ops[0].cost, received_bytes=sum(op.cost.received_bytes for op in ops) // times)
-    cost = pricing.repriced(Groups(patterns[0].kind, patterns[0].members, nbytes), like)
+    cost = pricing.reprice(Groups(patterns[0].kind, patterns[0].members, nbytes), like)
     return TimedOp(cost, reads, results, ops[0].number, issued=True)
 
 

@@ -101,7 +101,7 @@ class Pricing:
         seconds = 0.0 if free else cost.seconds
         return OpCost(seconds, stream, op.name, pattern, cost, received, _even(cost))
 
-    def repriced(self, pattern: Work | Groups, like: OpCost) -> OpCost:
+    def reprice(self, pattern: Work | Groups, like: OpCost) -> OpCost:
         """Return what a kernel or a collective takes that does the work of several, called and where one of them is."""
         cost = price(pattern, self.fabric, self.settings.algorithm)
         axes, _, level = like.stream.partition(", ")

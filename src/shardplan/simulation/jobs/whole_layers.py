@@ -53,11 +53,11 @@ def _left_out(back: TimedLoop, inside: Program, loop: TimedLoop, body: Program) 
         elif not reads:
             continue
         gone |= {*op.results}
-        found.append(replace(op, reads=tuple(map(_again, reads)), results=tuple(map(_again, op.results))))
+        found.append(replace(op, reads=tuple(map(_again_name, reads)), results=tuple(map(_again_name, op.results))))
     return found
 
 
-def _again(name: str) -> str:
+def _again_name(name: str) -> str:
     return f"again.{name}"
 
 

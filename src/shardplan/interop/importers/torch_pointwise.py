@@ -1,0 +1,257 @@
+"""Pointwise operations of torch that are formulas of ours, and sums and norms on them; a part of torch's table.
+
+What torch itself decomposes into these is not here, but for what its decomposition takes apart into functions of other
+libraries (`expm1`, `log1p`): these are written in the functions that expressions have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from shardplan.core.dtypes import numpy_dtype
+from shardplan.interop.importers import indexing as at
+from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.views import Seen
+
+_EXPM1 = "tanh({a} / 2) * (exp({a}) + 1)"  # which loses no digits where a is small
+_SOFTPLUS = "where({a} * {b} > {c}, {a}, log(1 + exp({a} * {b})) / {b})"
+
+
+def _formula(text: str) -> Handler:
+    return lambda c, *values, **_: c.write_elementwise(text, *values)
+
+
+def _elu(c: Operation, x: Seen, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Seen:
+    below = f"tanh({{a}} * {inner / 2}) * (exp({{a}} * {inner}) + 1) * {alpha * scale}"
+    return c.write_elementwise(f"where({{a}} > 0, {{a}} * {scale}, {below})", x)
+
+
+def _softplus(c: Operation, x: Seen, beta: float = 1.0, threshold: float = 20.0) -> Seen:
+    return c.write_elementwise(_SOFTPLUS, x, float(beta), float(threshold))
+
+
+def _write_trunc(c: Operation, x: Seen) -> Seen:
+    """Without what stands behind the point; what is so large has nothing there."""
+    kind = c.w.dtype(x)
+    if numpy_dtype(kind).kind not in "fV":
+        return x
+    whole = c.w.cast(c.w.cast(c.write_elementwise("where(abs({a}) < 1e15, {a}, 0)", x, dtype=kind), "i64"), kind)
+    return c.write_elementwise("where(abs({a}) < 1e15, {b}, {a})", x, whole, dtype=kind)
+
+
+def _write_floor(c: Operation, x: Seen) -> Seen:
+    kind = c.w.dtype(x)
+    return c.write_elementwise("{b} - where({b} > {a}, 1, 0)", x, _write_trunc(c, x), dtype=kind)
+
+
+def _ceil(c: Operation, x: Seen) -> Seen:
+    return c.write_elementwise("{b} + where({b} < {a}, 1, 0)", x, _write_trunc(c, x))
+
+
+def _round(c: Operation, x: Seen, decimals: int = 0) -> Seen:
+    """To the nearest, and of two to the even one."""
+    if decimals:
+        raise NotImplementedError("to decimals")
+    up = _write_floor(c, c.write_elementwise("{a} + 0.5", x))
+    half = _write_floor(c, c.write_elementwise("{a} / 2", up))
+    return c.write_elementwise("where({b} - {a} == 0.5, where({b} - 2 * {c} == 1, {b} - 1, {b}), {b})", x, up, half)
+
+
+def _quotient(c: Operation, x: Any, y: Any, rounding: Any = None) -> Seen:
+    """A quotient, whole numbers too; of these the digits of f64 are those that count."""
+    kind = c.dtype
+    wide = kind if numpy_dtype(kind).kind in "fV" else "f64"
+    views = [c.w.cast(v, wide) if isinstance(v, Seen) else v for v in (x, y)]
+    found = c.write_elementwise("{a} / {b}", *views, dtype=wide)
+    if rounding is not None:
+        found = (_write_floor if rounding == "floor" else _write_trunc)(c, found)
+    return c.w.cast(found, kind)
+
+
+def _rest_handler(rounding: str) -> Handler:
+    def handler(c: Operation, x: Any, y: Any) -> Seen:
+        return c.write_elementwise("{a} - {b} * {c}", x, y, _quotient(c, x, y, rounding))
+
+    return handler
+
+
+def _divide(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> Seen:
+    return _quotient(c, x, y, rounding_mode)
+
+
+def _is_nan(c: Operation, x: Seen) -> Seen:
+    return c.compare("!=", x, x)
+
+
+def _sum_of_logs(c: Operation, x: Seen, dims: Any, keep: bool = False) -> Seen:
+    every = [dims] if isinstance(dims, int) else dims
+    top = c.w.stop_gradient(c.w.reduce_view(x, every, "max", True))
+    total = c.w.reduce_view(c.write_elementwise("exp({a} - {b})", x, top), every, "sum", True)
+    found = c.write_elementwise("log({a}) + {b}", total, top)
+    return found if keep else found.squeeze_dims(every)
+
+
+def _spread_handler(*, root: bool, mean: bool = False) -> Handler:
+    """Of a variance or a standard deviation."""
+
+    def handler(c: Operation, x: Seen, dims: Any = None, correction: Any = 1, keepdim: bool = False, **_: Any) -> Any:
+        if isinstance(dims, bool):
+            dims, correction = None, int(dims)
+        if isinstance(correction, bool):
+            correction = int(correction)
+        every = list(range(len(x.dims))) if not dims and dims != 0 else [dims] if isinstance(dims, int) else list(dims)
+        every = [d % len(x.dims) for d in every]
+        found, middle = at.variance(c.w, x, every, 1 if correction is None else correction, keepdim)
+        found = c.write_elementwise("sqrt({a})", found) if root else found
+        return [found, middle] if mean else found
+
+    return handler
+
+
+def _group_norm(c: Operation, x: Seen, groups: int, gain: Any = None, bias: Any = None, eps: float = 1e-5,
+                _: Any = None) -> Seen:  # fmt: skip
+    n, channels, *rest = x.shape
+    parts = c.w.reshape_view(x, [n, groups, channels // groups, *rest])
+    y = _normalize(c, parts, range(2, len(parts.dims)), eps)
+    return _apply_gain(c, c.w.reshape_view(y, [n, channels, *rest]), gain, bias)
+
+
+def _instance_norm(c: Operation, x: Seen, gain: Any, bias: Any, mean: Any, variance: Any, use_input: bool,
+                   _: float, eps: float, __: Any) -> Seen:  # fmt: skip
+    if not use_input:
+        return _batch_norm(c, x, gain, bias, mean, variance, False, 0.0, eps, False)
+    return _apply_gain(c, _normalize(c, x, range(2, len(x.dims)), eps), gain, bias)
+
+
+def _normalize(c: Operation, x: Seen, dims: Sequence[int], eps: float) -> Seen:
+    variance, mean = at.variance(c.w, x, dims, 0, True)
+    return c.write_elementwise(f"({{a}} - {{b}}) * rsqrt({{c}} + {eps!r})", x, mean, variance)
+
+
+def _apply_gain(c: Operation, x: Seen, gain: Any, bias: Any) -> Seen:
+    """Times a gain and plus a bias of dim 1, where there are any."""
+    for text, v in (("a * b", gain), ("a + b", bias)):
+        if v is not None:
+            x = c.w.write_elementwise(text, x, _along_channels(v, len(x.dims)))
+    return x
+
+
+def _along_channels(v: Seen, ndim: int) -> Seen:
+    return Seen(v.name, (*v.dims, *((),) * (ndim - 2)))
+
+
+def _batch_norm(c: Operation, x: Seen, gain: Any, bias: Any, mean: Any, variance: Any, train: bool, momentum: float,
+                eps: float, _: Any = None) -> Any:  # fmt: skip
+    if train or mean is None:
+        raise NotImplementedError("in training; export model.eval()")
+    of = [_along_channels(v, len(x.dims)) for v in (mean, variance)]
+    return _apply_gain(c, c.write_elementwise(f"({{a}} - {{b}}) * rsqrt({{c}} + {eps!r})", x, *of), gain, bias)
+
+
+def _cosine(c: Operation, x: Seen, y: Seen, dim: int = 1, eps: float = 1e-8) -> Seen:
+    pairs = ((x, y), (x, x), (y, y))
+    top, one, two = (c.w.reduce_view(c.write_elementwise("{a} * {b}", *p), [dim], "sum", False) for p in pairs)
+    return c.write_elementwise(
+        f"{{a}} / (maximum(sqrt({{b}}), {eps!r}) * maximum(sqrt({{c}}), {eps!r}))", top, one, two
+    )
+
+
+def _binary_cross_entropy(c: Operation, x: Seen, y: Seen, weight: Any = None, positive: Any = None,
+                          reduction: int = 1) -> Seen:  # fmt: skip
+    by = "1" if positive is None else "(1 + ({c} - 1) * {b})"
+    given = [x, y, *(v for v in (positive,) if v is not None)]
+    text = f"(1 - {{b}}) * {{a}} + {by} * (log(1 + exp(-abs({{a}}))) + maximum(-{{a}}, 0))"
+    found = c.write_elementwise(text, *given)
+    found = found if weight is None else c.write_elementwise("{a} * {b}", found, weight)
+    kind = ("", "mean", "sum")[reduction]
+    return c.w.reduce_view(found, range(len(found.dims)), kind, False) if kind else found
+
+
+def _bilinear(c: Operation, x: Seen, y: Seen, weight: Seen, bias: Any = None) -> Seen:
+    lead = [f"d{d}" for d in range(len(x.dims) - 1)]
+    found = c.w.einsum([[*lead, "i"], ["o", "i", "j"]], [*lead, "o", "j"], x, weight)
+    found = c.w.einsum([[*lead, "o", "j"], [*lead, "j"]], [*lead, "o"], found, y)
+    return found if bias is None else c.w.write_elementwise("a + b", found, bias)
+
+
+def _clamp_between(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
+    x = x if low is None else c.write_elementwise("maximum({a}, {b})", x, low)
+    return x if high is None else c.write_elementwise("minimum({a}, {b})", x, high)
+
+
+def _copy(c: Operation, x: Seen, source: Any, *_: Any) -> Seen:
+    view = source if isinstance(source, Seen) else c.w.constant(source, c.dtype)
+    return c.w.cast(view, c.dtype).broadcast_dims(c.shape)
+
+
+def _reduce_all(kind: str) -> Handler:
+    return lambda c, x: c.w.reduce_view(x, range(len(x.dims)), kind, False)
+
+
+_FORMULAS = {
+    "expm1": _EXPM1,
+    "log1p": "log(1 + {a})",
+    "log2": f"log({{a}}) * {1 / math.log(2)!r}",
+    "log10": f"log({{a}}) * {1 / math.log(10)!r}",
+    "exp2": f"exp({{a}} * {math.log(2)!r})",
+    "erfc": "1 - erf({a})",
+    "sign": "where({a} > 0, 1, where({a} < 0, -1, 0))",
+    "sgn": "where({a} > 0, 1, where({a} < 0, -1, 0))",
+    "tan": "sin({a}) / cos({a})",
+    "sinh": "(exp({a}) - exp(-{a})) / 2",
+    "cosh": "(exp({a}) + exp(-{a})) / 2",
+    "log_sigmoid": "minimum({a}, 0) - log(1 + exp(-abs({a})))",
+    "mish": "{a} * tanh(maximum({a}, 0) + log(1 + exp(-abs({a}))))",
+}
+_PRIMS = {"mul": "{a} * {b}", "add": "{a} + {b}", "sub": "{a} - {b}", "div": "{a} / {b}", "neg": "-{a}",
+          "maximum": "maximum({a}, {b})", "minimum": "minimum({a}, {b})", "where": "where({a}, {b}, {c})"}  # fmt: skip
+_UNARY = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
+_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+POINTWISE: dict[str, Handler] = {
+    **{f"{room}.{name}.default": _formula(text) for name, text in _FORMULAS.items() for room in ("aten", "prims")},
+    **{f"prims.{name}.default": _formula(text) for name, text in _PRIMS.items()},
+    **{f"prims.{name}.default": _formula(f"{name}({{a}})") for name in _UNARY},
+    **{f"prims.{name}.default": (lambda c, x, y, sign=sign: c.compare(sign, x, y)) for name, sign in _SIGNS.items()},
+    "prims.convert_element_type.default": lambda c, x, *_: c.w.cast(x, c.dtype),
+    "prims.sum.default": lambda c, x, dims, **_: c.w.reduce_view(c.w.cast(x, c.dtype), dims, "sum", False),
+    "aten.elu.default": _elu,
+    "aten.celu.default": lambda c, x, alpha=1.0: _elu(c, x, alpha, 1.0, 1.0 / alpha),
+    "aten.selu.default": lambda c, x: _elu(c, x, 1.6732632423543772, 1.0507009873554805),
+    "aten.softplus.default": _softplus,
+    "aten.trunc.default": _write_trunc,
+    "aten.fix.default": _write_trunc,
+    "aten.floor.default": _write_floor,
+    "aten.ceil.default": _ceil,
+    "aten.round.default": _round,
+    "aten.div.Tensor_mode": _divide,
+    "aten.div.Scalar_mode": _divide,
+    "aten.floor_divide.default": lambda c, x, y: _quotient(c, x, y, "floor"),
+    **{f"aten.remainder.{kind}": _rest_handler("floor") for kind in ("Scalar", "Tensor", "Scalar_Tensor")},
+    **{f"aten.fmod.{kind}": _rest_handler("trunc") for kind in ("Scalar", "Tensor")},
+    "aten.isnan.default": _is_nan,
+    "aten.logsumexp.default": _sum_of_logs,
+    **{f"aten.var.{kind}": _spread_handler(root=False) for kind in ("default", "dim", "correction")},
+    **{f"aten.std.{kind}": _spread_handler(root=True) for kind in ("default", "dim", "correction")},
+    "aten.var_mean.correction": _spread_handler(root=False, mean=True),
+    "aten.group_norm.default": _group_norm,
+    "aten.instance_norm.default": _instance_norm,
+    "aten.batch_norm.default": _batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": lambda c, x, gain, bias, mean, variance, _, eps: [
+        _batch_norm(c, x, gain, bias, mean, variance, False, 0.0, eps), None, None],
+    "aten.cosine_similarity.default": _cosine,
+    "aten.binary_cross_entropy_with_logits.default": _binary_cross_entropy,
+    "aten.bilinear.default": _bilinear,
+    "aten.clamp.Tensor": _clamp_between,
+    "aten.copy.default": _copy,
+    "aten.fill.Scalar": _copy,
+    "aten.fill.Tensor": _copy,
+    "aten.max.default": _reduce_all("max"),
+    "aten.min.default": _reduce_all("min"),
+    "aten.max.other": _formula("maximum({a}, {b})"),
+    "aten.min.other": _formula("minimum({a}, {b})"),
+    **dict.fromkeys(("aten._assert_async.msg", "aten._assert_async.default", "aten._assert_scalar.default",
+                     "aten._functional_assert_async.msg"), lambda c, *_, **__: None),
+}  # fmt: skip
