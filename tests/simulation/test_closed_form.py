@@ -156,7 +156,8 @@ def test_few_microbatches_through_several_chunks_take_what_events_say(schedule: 
     one = Strategy(pipeline=4, interleave=2, schedule=schedule, global_batch=many) if many > 1 else Strategy(pipeline=4)
     topology = Topology.load("dgx-a100-80g", node=1, gpu=4)
     closed, events = (simulate_step(LLAMA, one, topology, kind).seconds for kind in ("closed", "events"))
-    assert closed == pytest.approx(events, rel=0.1)  # the formula of few is off by a fifth and more
+    # Messages of chunks this small count: up to an eighth. The formula of few is off by a fifth and more.
+    assert closed == pytest.approx(events, rel=0.15)
 
 
 def test_experts_exchange_a_part_each_where_the_tensor_axis_cuts_nothing() -> None:

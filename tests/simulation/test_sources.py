@@ -53,7 +53,7 @@ def test_a_machine_without_rows_is_as_those_with_its_chip() -> None:
     for name in FREE:
         values = [getattr(shipped_fit(mate).parameters, name) for mate in found.taken]
         values.append(getattr(CHIPS[1].kernels, name))
-        assert min(values) <= getattr(found.parameters, name) <= max(values), name
+        assert 0.999 * min(values) <= getattr(found.parameters, name) <= 1.001 * max(values), name
     for mate in found.taken:
         assert (np.diag(found.covariance) >= np.diag(shipped_fit(mate).covariance)).all()
     widths: list[float] = []
