@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from benchmarks.common import RESULTS, record, table, write
-from benchmarks.step_accuracy import hashed
+from benchmarks.step_accuracy import hashed, spearman
 
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.calibration import base_name, fit_machine, presets
@@ -101,14 +101,13 @@ def together(pairs: Pairs) -> dict[str, float]:
     off, half = np.abs(np.log(measured / now)), np.log(high / low) / 2
     constants = np.linspace(0.02, 1.0, 99)
     best = min(interval_score(now * np.exp(-x), now * np.exp(x), measured) for x in constants)
-    ranked = [np.argsort(np.argsort(x)).astype(float) for x in (half, off)]
     return {
         "rows": len(pairs),
         "covered": float((off <= half).mean() * 100),
         "median half width": float(np.median(np.tanh(half)) * 100),
         "interval score": interval_score(low, high, measured),
         "interval score of the best constant": float(best),
-        "spearman of width and error": float(np.corrcoef(*ranked)[0, 1]),
+        "spearman of width and error": spearman(half, off),
     }
 
 

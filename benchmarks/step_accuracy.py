@@ -192,7 +192,7 @@ def intervals(pairs: Sequence[tuple[StepRow, Forecast]]) -> tuple[list[dict[str,
         "covered": float(inside.mean()) * 100,
         "median half width": float(np.median(wide)) * 100,
         "constant half width of equal coverage": _constant(off, inside),
-        "spearman of width and error": _spearman(half, off),
+        "spearman of width and error": spearman(half, off),
     }
 
 
@@ -202,7 +202,7 @@ def _constant(off: np.ndarray, inside: np.ndarray) -> float:
     return float(np.tanh(np.sort(off)[count - 1])) * 100 if count else 0.0
 
 
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """The correlation of ranks; ties have their mean rank."""
 
     def places(x: np.ndarray) -> np.ndarray:

@@ -110,6 +110,8 @@ PLAIN = (
     "SELECTIVE_OP",
     "FLASH1",
     "UNFUSED",
+    "WHOLE",
+    "CHUNKED",
     "NORMAL_90",
     "STEP",
     "ITEMSIZE",

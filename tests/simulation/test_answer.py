@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,15 @@ def test_what_is_not_searched_again_would_not_be_another() -> None:
 
 
 def test_a_machine_that_nobody_measured_is_known_less() -> None:
+    """Where the host is no bound: of its seconds these steps say nothing on either machine."""
     answer = small()
-    unknown = like_fit(BOX, {name: shipped_fit(name) for name in shipped()}, BOX.name)
-    judge = Judge(GPT, BOX, unknown, answer.judge.certifier)
+    known, unknown = answer.judge.machine, like_fit(BOX, {name: shipped_fit(name) for name in shipped()}, BOX.name)
+    quick = replace(known.parameters, launch=1e-9, eager=1e-9)
+    measured, judge = (
+        Judge(GPT, BOX, replace(fit, parameters=quick), answer.judge.certifier) for fit in (known, unknown)
+    )
+    mine, its = (x.judge(answer.plans[0].plan).interval for x in (measured, judge))
+    assert math.log(its[1] / its[0]) > math.log(mine[1] / mine[0])
     assert answer.judge.has_measurements and not judge.has_measurements
     told = " ".join(answer_text(replace(answer, judge=judge)).split())
     assert f"no step was measured on such a machine, which is taken to be as {', '.join(unknown.taken)}" in told

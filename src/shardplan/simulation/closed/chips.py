@@ -80,7 +80,7 @@ def common(chip: Chip | None, mates: Mapping[str, tuple[Parameters, np.ndarray]]
         mates: By name the parameters of machines with the chip, and the variances of their logarithms, [FREE].
 
     >>> _, alone = common(CHIPS[0], {})
-    >>> _, beside = common(CHIPS[0], {"one": (CHIPS[0].kernels, np.zeros(5))})
+    >>> _, beside = common(CHIPS[0], {"one": (CHIPS[0].kernels, np.zeros(6))})
     >>> bool((beside < alone).all())
     True
     """
@@ -93,7 +93,10 @@ def common(chip: Chip | None, mates: Mapping[str, tuple[Parameters, np.ndarray]]
         weight, total = weight + mine, total + mine * _logarithms(parameters)
     values = np.exp(total / weight)
     found = {name: float(v) for name, v in zip(FREE, values, strict=True)}
-    return Parameters(**found), 1 / weight + apart
+    spread = 1 / weight + apart
+    for _, variances in mates.values():  # it is known no better than any of them
+        spread = np.maximum(spread, np.where(np.isfinite(variances), variances, 0.0))
+    return Parameters(**found), spread
 
 
 def _logarithms(p: Parameters) -> np.ndarray:

@@ -55,8 +55,8 @@ def machine_fit(name: str) -> MachineFit:
 
     >>> machine_fit("jean-zay-a100-80g").parameters.network < machine_fit("dgx-a100-80g").parameters.network
     True
-    >>> machine_fit("dgx-h200").taken
-    ('dgx-h100', 'grand-teton-h100')
+    >>> machine_fit("p5-efa").taken
+    ('dgx-h100', 'dgx-h200', 'grand-teton-h100')
     """
     return machine_of(Topology.load(name)) if name not in shipped() else shipped_fit(name)
 

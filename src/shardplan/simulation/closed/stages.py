@@ -118,8 +118,10 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
     col, rows, name = c.columns, cost.rows, PHASES[phase]
     zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
     moves = 1 - (1 - EXPOSED) * overlapped(c)
-    busy = rows.get(f"compute {name}", zero) + rows.get(f"moves {name}", zero) * moves
-    busy = busy - hidden_rounds(c, cost, phase)
+    moved = rows.get(f"moves {name}", zero) * moves
+    # What runs beside products is no longer there to run beside attention.
+    beside = hidden_rounds(c, cost, phase) * moves
+    busy = rows.get(f"compute {name}", zero)
     launches = rows.get(f"launches {name}", zero)
     if phase == BACKWARD:
         layers = np.ones((len(zero), 1))
@@ -131,7 +133,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
         # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
         whole = needed + rest * ~col["fsdp"]
-        whole = whole - hidden_rounds(c, cost, FORWARD)
+        whole = whole - hidden_rounds(c, cost, FORWARD) * moves
         busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
         launches = launches + layers * full * rows.get("again launches", zero)
         parts = col["loss"] == CODES["loss"].index("chunked")
@@ -139,7 +141,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         # What a product sums is on its way while gradients of parameters are made, unless those come later.
         made, back = rows.get("gradients", zero), rows.get("compute backward", zero)
         hidden = rows.get("beside gradients", zero) * ~is_halved(c) + np.minimum(rows.get("early", zero), back - made)
-        busy = busy - moves * hidden * runs_beside(c)
+        beside = beside + moves * hidden * runs_beside(c)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
         size, several = element_bytes(c), c.microbatches > 1
         elements = rows.get("parameters", zero) + rows.get("experts", zero)
@@ -147,6 +149,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         cast = (size.parameter + size.summed) * (size.parameter != size.summed)
         nbytes = np.where(col["fsdp"] | (col["zero"] >= 2), cast, own)
         busy = busy + stream_seconds(elements * nbytes, with_kernels(device, p))
+    busy = busy + np.maximum(0.0, moved - beside)
     issue = np.where(col["attention"] == CODES["attention"].index("unfused"), p.eager, p.launch)
     return (busy**p.order + (launches * issue) ** p.order) ** (1 / p.order)
 
