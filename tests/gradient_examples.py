@@ -15,6 +15,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import (
     Attention,
+    ClassSums,
     Combine,
     Compute,
     Concat,
@@ -100,6 +101,11 @@ class Lettered(Example):
 
 class Ignoring(Lettered):
     """Of its targets some are -100."""
+
+
+def _class_sums(s: Sizes, logits: Any, top: Any, targets: Any) -> Any:
+    chosen = logits.gather(-1, targets.long().clamp(0)[..., None])
+    return (logits - top).exp().sum(-1, keepdim=True), chosen * (targets >= 0)[..., None]
 
 
 def _attention(q: Any, k: Any, v: Any, causal: bool, before: int = 0) -> Any:
@@ -213,6 +219,7 @@ GRADIENTS = (
     lettered(RmsNorm(), ("f64 ijk", "f64 k"), lambda x, g: _of("rms_norm", x, g.shape, g, 1e-6), 18),
     Ignoring(lambda s, layout: CrossEntropy(), ("f64 ija", "i32 ij"),
              lambda s, x, y: _of("cross_entropy", x.permute(0, 2, 1), y.long(), reduction="none"), 11),
+    Ignoring(lambda s, layout: ClassSums(), ("f64 ija", "f64 ijo", "i32 ij"), _class_sums, 19),
     lettered(EmbeddingBag(), ("f64 ij", "i32 ka"), lambda w, ids: _of("embedding_bag", ids, w, mode="sum"), 40),
     lettered(Attention(), ("f64 biakj", "f64 biaj", "f64 biak"), lambda q, k, v: _attention(q, k, v, True), 18),
     lettered(Attention(False, 0.3), ("f64 biakj", "f64 bpaj", "f64 bpai"),

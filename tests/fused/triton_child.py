@@ -230,7 +230,7 @@ def _leave_out_a_signal(made: FusedKernel) -> None:
 ALTERED = {
     "right": ("words", "", ""),
     "wait": ("read_kernel", "source, epoch + 1, epoch, polls", "source, epoch - 1000, epoch, polls"),
-    "mask": ("gemm_kernel", "inner[None, :] < depth", "inner[None, :] < depth - 1"),
+    "mask": ("gemm_kernel", "k[None, :] < depth", "k[None, :] < depth - 1"),
     "slot": ("words", "epoch & tl.load(spot + 2)", "1 - epoch & tl.load(spot + 2)"),
 }
 

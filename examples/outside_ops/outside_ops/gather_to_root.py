@@ -30,9 +30,8 @@ class GatherToRoot(Collective):
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
         tile, first = before.whole_region("x"), group.me == 0
         takes = [group.take(k, after.part("y", Boxes(t, group.place(k)))) for k in range(1, group.size)]
-        yield Round.of(
-            [Copy(tile.restrict(first), after.part("y", before)), group.put(0, tile.restrict(~first)), *takes]
-        )
+        own, put = Copy(tile.restrict(first), after.part("y", before)), group.put(0, tile.restrict(~first))
+        yield Round.of([own, put, *takes])
 
     @classmethod
     def moves(cls, source: TensorType, destination: TensorType) -> list["GatherToRoot"]:

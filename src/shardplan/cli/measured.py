@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.cli.options import Json, check_writable
+from shardplan.cli.options import TOPOLOGY, Json, check_writable
 from shardplan.cli.statuses import VERDICT
 from shardplan.errors import LayoutError, ParseError, line
 
@@ -130,7 +130,7 @@ def calibrate(
         list[Path] | None, typer.Option("--steps", metavar="FILE", help="Rows of measured steps (.jsonl), as FILE.")
     ] = None,
     on: Annotated[
-        str | None, typer.Option("--on", metavar="TOPOLOGY", help="Of steps: the machine that all rows are of, a file.")
+        str | None, typer.Option(*TOPOLOGY, metavar="FILE", help="Of steps: the machine that all rows are of, a file.")
     ] = None,
     library: Annotated[
         str, typer.Option("--library", metavar="NAME|TABLE", help="The table to start from: a library or a .toml file.")

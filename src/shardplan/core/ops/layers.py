@@ -136,7 +136,7 @@ class CrossEntropy(Composed):
         else:
             x = widened(d, "0")
             top = d(ReduceDims((t.ndim - 1,), "max", keep=True), x)
-            total, chosen = _class_sums(d, x, top, "1", t.layout.dims[-1])
+            total, chosen = _class_sums(d, x, top, "1", t.layout.dims[-1], stopped=(1,))
         loss = d(Elementwise("log(a) + b - c"), total, top, chosen, stopped=(1,))
         dims = " ".join(f"d{k}" for k in range(t.ndim - 1))
         loss = d(Reshape(f"{dims} one=1 -> {dims}"), loss)
@@ -173,11 +173,13 @@ class ClassSums(Composed):
         return _class_sums(d, widened(d, "0"), "1", "2", t.layout.dims[-1])
 
 
-def _class_sums(d: Draft, x: str, top: str, targets: str, over: tuple[str, ...]) -> list[str]:
-    """The sum of exponentials less the largest logit, whose part in the gradient is nothing; and the target's logit."""
+def _class_sums(
+    d: Draft, x: str, top: str, targets: str, over: tuple[str, ...], stopped: tuple[int, ...] = ()
+) -> list[str]:
+    """The sum of exponentials of what logits are beside `top`, which counts as a constant if stopped; the target's."""
     t = d.types[x]
     last = (t.ndim - 1,)
-    total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=(1,)))
+    total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=stopped))
     hot = d(Cast("bool"), _hot(d, targets, t.shape[-1], over))
     return [total, d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))]
 
