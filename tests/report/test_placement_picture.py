@@ -1,5 +1,7 @@
 """Pictures of placements: every cell stands on its device, bytes and crossings are the audit's, nothing is too wide."""
 
+import itertools
+import random
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -34,7 +36,7 @@ def test_the_scene_is_the_launch(placement, random):
     for box in drawn.boxes:
         assert len(box.cells) == room
         for k, cell in enumerate(box.cells):
-            device = box.unit * room + k
+            device = box.units[0] * room + k
             seen[device] = cell
             place = launch.ids.index(device)
             assert (cell.rank, cell.coordinates) == (mesh.devices[place], mesh.coordinates(place))
@@ -93,10 +95,54 @@ def test_no_placement_shows_what_groups_span():
 def test_large_clusters_are_elided():
     placement = Placement(Mesh(data=64, tensor=8), Topology.load("dgx-a100", nodes=64), ((64, 1), (1, 8)))
     text = text_placement(placement, TRAFFIC)
+    assert "+ nodes 0-63: 64 alike " in text and "| 0-504:0-63,0 " in text and len(text.splitlines()) < 12
+    assert "nodes 0-63: 64 alike" in svg_placement(placement)
+    ids = list(range(512))
+    random.Random(0).shuffle(ids)
+    mixed = Launch(placement.mesh, placement.topology, tuple(ids))
+    text = text_placement(mixed, TRAFFIC)
     assert "... 58 more nodes" in text and "+ node 63 " in text and len(text.splitlines()) < 40
-    assert "... 56 more nodes" in svg_placement(placement)
+    assert "... 56 more nodes" in svg_placement(mixed)
     wide = text_placement(Placement(Mesh(data=9, tensor=8), Topology.load("nvl72"), ((1, 9), (1, 8))))
     assert "... 40 more devices" in wide
+
+
+@given(placed(most=48), st.integers(1, 6), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_alike_hosts_hold_the_mesh_in_the_same_way(placement, most, random):
+    """Beside a picture of every host: those of a box differ in which coordinates they hold, not in how."""
+    topology = placement.topology
+    ids = list(range(topology.size))
+    if random.random() < 0.5:
+        i = random.randrange(len(ids))
+        ids[0], ids[i] = ids[i], ids[0]
+    launch = Launch(placement.mesh, topology, tuple(ids))
+    traffic = {placement.mesh.axes[0]: 1e6}
+    whole, drawn = scene(launch, traffic, most=10**6), scene(launch, traffic, most=most)
+    every = {box.units[0]: box for box in whole.boxes}
+    assert drawn.hidden + sum(len(box.units) for box in drawn.boxes) == len(every) and len(drawn.boxes) <= max(2, most)
+    for box in drawn.boxes:
+        assert (box.cells, box.last) == (every[box.units[0]].cells, every[box.units[-1]].last)
+        for own in (every[unit] for unit in box.units):
+            assert (own.out, own.busiest) == (box.out, box.busiest)
+            for i in range(len(placement.mesh.axes)):
+                for a, b in itertools.combinations(range(len(box.cells)), 2):
+                    shares = [x.cells[a].groups[i] == x.cells[b].groups[i] for x in (own, box)]
+                    apart = [x.cells[a].coordinates[i] - x.cells[b].coordinates[i] for x in (own, box)]
+                    assert shares[0] == shares[1] and apart[0] == apart[1]
+
+
+def test_pods_are_named_and_folded():
+    found = Placement(Mesh(data=32, tensor=2), switches(4, 8, 2), ((4, 8, 1), (1, 1, 2)))
+    assert "\nl0s 0-3: 4 alike\n+ l1s 0-31: 32 alike -" in text_placement(found)
+    slow = replace(found.topology, levels=tuple(
+        replace(x, degraded=((9, 0.5),)) if x.name == "l1" else x for x in found.topology.levels
+    ))  # fmt: skip
+    text = text_placement(replace(found, topology=slow))
+    assert [line.rstrip(" -+") for line in text.splitlines() if line.startswith(("l0", "+ l1"))] == [
+        "l0 0", "+ l1s 0-7: 8 alike", "l0 1", "+ l1 8", "+ l1 9", "+ l1s 10-15: 6 alike",
+        "l0s 2-3: 2 alike", "+ l1s 16-31: 16 alike",
+    ]  # fmt: skip
 
 
 def test_one_level_is_one_box():

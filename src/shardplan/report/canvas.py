@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import colorsys
 from xml.sax.saxutils import escape, quoteattr
 
 MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 SANS = "system-ui,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif"
 INK, FAINT, LINE, PAPER = "#1f2933", "#616e7c", "#c3ccd5", "#ffffff"
+
+
+def pastels(count: int) -> list[str]:
+    """Return light colours, none twice, neighbours far apart in hue: hues by the golden ratio, in four lightnesses.
+
+    >>> pastels(2)
+    ['#ecb1b1', '#a3b5e0']
+    """
+    found: dict[str, None] = {}
+    number = 0
+    while len(found) < count:  # rounded, a colour may come again: it is one
+        hue, light = number * 0.6180339887498949 % 1.0, (0.81, 0.76, 0.86, 0.71)[number % 4]
+        rgb = colorsys.hls_to_rgb(hue, light, 0.6 - 0.1 * (number % 3))
+        found["#" + "".join(f"{round(255 * x):02x}" for x in rgb)] = None
+        number += 1
+    return list(found)
 
 
 class Canvas:

@@ -1,14 +1,15 @@
 """A placement as text: a box for every host, a cell for every device with its rank and its coordinates in the mesh.
 
 Above the boxes stand the matrix and what each axis crosses; on the boxes, what leaves them in a step: the load that is
-priced.
-`scene` gathers it for this picture and for the SVG (`placement_svg`).
+priced. Of many hosts, those in a row that hold the mesh in the same way are one box with their number, and so are the
+pods of alike hosts. `scene` gathers it for this picture and for the SVG (`placement_svg`).
 """
 
 from __future__ import annotations
 
+import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,13 +42,19 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class HostBox:
-    """A host: its name, its devices in order, and what leaves it in a step: for each demand, by its busiest port."""
+    """A host, or several alike: their devices in order, and what leaves one in a step.
 
-    unit: int
+    `out` are bytes of each demand, `busiest` those of the busiest port. The cells `cells` are of the first of `units`,
+    `last` of the last one; `pods` are the units of the next outer level that these hosts are in.
+    """
+
+    units: tuple[int, ...]
     name: str
     cells: tuple[Cell, ...]
+    last: tuple[Cell, ...]
     out: tuple[float, ...]
     busiest: float
+    pods: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class Scene:
     demands: tuple[Demand, ...]
     level: Level | None  # the level whose units are boxes; None where all devices are in one
     boxes: tuple[HostBox, ...]  # the hosts drawn: the first ones and the last
+    pod: Level | None  # the next outer level, whose units are named above the boxes; None where there is but one
     hidden: int  # hosts left out before the last box
     crossing: tuple[tuple[int, ...], ...]  # for each axis and level the groups that leave the busiest unit
 
@@ -80,7 +88,6 @@ def scene(
     j = host_level(topology, len(launch.hosts) or None)
     room = topology.size if j < 0 else topology.strides[j]
     count = topology.size // room
-    units = list(range(count)) if count <= most else [*range(most - 1), count - 1]
     place = np.empty(topology.size, dtype=np.int64)
     place[list(launch.ids)] = np.arange(mesh.size)
     group = np.empty((len(mesh.axes), mesh.size), dtype=np.int64)
@@ -93,18 +100,64 @@ def scene(
     fabric = Fabric(topology)
     out = [leaving_bytes(launch.groups(d.axes), d, fabric)[j] if j >= 0 else np.zeros((1, 1)) for d in demands]
     ports = sum(out, np.zeros((count, 1))) / fabric.wires[j].parallel
-    boxes: list[HostBox] = []
-    for unit in units:
-        here: list[int] = place[unit * room : (unit + 1) * room].tolist()
-        cells = tuple(
+    cells = [
+        tuple(
             Cell(mesh.devices[p], mesh.coordinates(p), tuple(group[:, p].tolist()), tuple(leaves[:, p].tolist()))
-            for p in here
+            for p in place[unit * room : (unit + 1) * room].tolist()
         )
-        name = launch.hosts[unit] if launch.hosts else ""
-        boxes.append(HostBox(unit, name, cells, tuple(float(x[unit].sum()) for x in out), float(ports[unit].max())))
+        for unit in range(count)
+    ]
+    pod = topology.levels[j - 1] if j > 0 and topology.levels[j - 1].size > 1 else None
+    in_pod = topology.levels[j].size if pod is not None else count
+    if count <= most:
+        rows = [((unit // in_pod,), (unit,)) for unit in range(count)]
+    else:
+        slow = {unit: factor for _, unit, factor in topology.levels[j].slow()}
+        rows = _alike_rows([(_pattern(cells[u]), ports[u].max(), slow.get(u, 1.0)) for u in range(count)], in_pod)
+    kept = rows if len(rows) <= most else [*rows[: most - 1], rows[-1]]
+    names = launch.hosts
+    boxes = tuple(
+        HostBox(
+            units,
+            ("" if not names else names[units[0]] if len(units) == 1 else f"{names[units[0]]} to {names[units[-1]]}"),
+            cells[units[0]],
+            cells[units[-1]],
+            tuple(float(x[units[0]].sum()) for x in out),
+            float(ports[units[0]].max()),
+            pods if pod is not None else (),
+        )
+        for pods, units in kept
+    )
     crossing = tuple(sharing(launch.groups((axis,)), topology) for axis in mesh.axes)
     level = topology.levels[j] if j >= 0 else None
-    return Scene(launch, analyse(launch), demands, level, tuple(boxes), count - len(units), crossing)
+    hidden = count - sum(len(box.units) for box in boxes)
+    return Scene(launch, analyse(launch), demands, level, boxes, pod, hidden, crossing)
+
+
+def _pattern(cells: Sequence[Cell]) -> Hashable:
+    """How a host holds the mesh, whichever part of it: coordinates beside its first device's, and what leaves it."""
+    first = cells[0].coordinates
+    numbers: list[dict[int, int]] = [{} for _ in first]
+    return tuple(
+        (
+            tuple(a - b for a, b in zip(cell.coordinates, first, strict=True)),
+            tuple(n.setdefault(g, len(n)) for n, g in zip(numbers, cell.groups, strict=True)),
+            cell.leaves,
+        )
+        for cell in cells
+    )
+
+
+def _alike_rows(patterns: Sequence[Hashable], in_pod: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Pods, and hosts of them in a row, that hold the mesh in the same way; each host is in one of the rows."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    pods = [tuple(patterns[k : k + in_pod]) for k in range(0, len(patterns), in_pod)]
+    for row, same in itertools.groupby(range(len(pods)), pods.__getitem__):
+        numbers = tuple(same)
+        for _, hosts in itertools.groupby(range(in_pod), row.__getitem__):
+            mine = tuple(hosts)
+            found.append((numbers, tuple(pod * in_pod + host for pod in numbers for host in mine)))
+    return found
 
 
 def heading(drawn: Scene) -> str:
@@ -135,13 +188,31 @@ def load_text(box: HostBox, drawn: Scene) -> str:
     total = sum(box.out)
     several = drawn.level.uplinks > 1 and total
     each = f", up to {format_bytes(box.busiest)} a {uplink_word(drawn.level)}" if several else ""
-    return f"{format_bytes(total)} out{each}"
+    return f"{format_bytes(total)} out{' of each' if len(box.units) > 1 else ''}{each}"
+
+
+def pod_name(box: HostBox, drawn: Scene) -> str:
+    """Return the name of the pods that a box's hosts are in; empty where there is but one."""
+    if drawn.pod is None:
+        return ""
+    first, last = box.pods[0], box.pods[-1]
+    return f"{drawn.pod.name} {first}" if first == last else f"{drawn.pod.name}s {first}-{last}: {len(box.pods)} alike"
+
+
+def span_text(first: Sequence[int], last: Sequence[int]) -> str:
+    """Return numbers of a device of the first and of the last of alike hosts: `0-63,1`."""
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
 
 
 def box_name(box: HostBox, drawn: Scene) -> str:
     """Return the name of a box: the unit's number with the host's name."""
     word = drawn.level.name if drawn.level is not None else drawn.launch.topology.name or "all devices"
-    number = f" {box.unit}" if drawn.level is not None else ""
+    if drawn.level is None:
+        number = ""
+    elif len(box.units) == 1:
+        number = f" {box.units[0]}"
+    else:
+        number = f"s {box.units[0]}-{box.units[-1]}: {len(box.units)} alike"
     return f"{word}{number}" + (f" ({box.name})" if box.name else "")
 
 
@@ -172,7 +243,13 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
     drawn = scene(subject, traffic)
     mesh = drawn.launch.mesh
     lines = [*textwrap.wrap(heading(drawn), WIDTH), "", *_matrix(drawn), ""]
-    labels = [[f"{c.rank}:{','.join(map(str, c.coordinates))}" for c in box.cells[:MOST_CELLS]] for box in drawn.boxes]
+    labels = [
+        [
+            f"{span_text((a.rank,), (b.rank,))}:{span_text(a.coordinates, b.coordinates)}"
+            for a, b in zip(box.cells[:MOST_CELLS], box.last, strict=False)
+        ]
+        for box in drawn.boxes
+    ]
     width = max(len(text) for row in labels for text in row)
     across = max(1, (WIDTH - 4 + 2) // (width + 2))
     longest = max(len(row) for row in labels)
@@ -183,10 +260,14 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
         across = longest
     tops = [(box_name(box, drawn), load_text(box, drawn)) for box in drawn.boxes]
     wide = max(across * (width + 2) - 2, *(len(name) + 2 + (len(load) + 2 if load else 0) for name, load in tops))
+    above = ""
     for box, row, (name, load) in zip(drawn.boxes, labels, tops, strict=True):
         if drawn.hidden and box is drawn.boxes[-1]:
             word = drawn.level.name if drawn.level is not None else "host"
             lines.append(f"... {drawn.hidden} more {word}s")
+        if (pods := pod_name(box, drawn)) != above:
+            lines.append(pods)
+            above = pods
         end = f" {load} +" if load else "+"
         lines.append(f"+ {name} " + "-" * (wide + 4 - len(name) - 3 - len(end)) + end)
         for start in range(0, len(row), across):
@@ -196,7 +277,9 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
             more = f"... {len(box.cells) - MOST_CELLS} more devices"
             lines.append(f"| {more:<{wide}} |")
         lines.append("+" + "-" * (wide + 2) + "+")
-    lines.append(f"a cell is rank:{','.join(mesh.axes)}")
+    folded = any(len(box.units) > 1 for box in drawn.boxes)
+    of = ", each of the first alike host to the last" if folded else ""
+    lines += textwrap.wrap(f"a cell is rank:{','.join(mesh.axes)}{of}", WIDTH)
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
 """A placement as a standalone SVG file: a box for every host, a cell for every device, a strip for every axis.
 
-Cells whose strips of one axis bear one colour and number are a group of that axis. A strip with a dark edge belongs to
-a group that leaves its host; the bar below a host shows what leaves it in a step, by demand.
+Cells whose strips of one axis bear one colour and number are a group of that axis; no other group of the picture has
+that colour. A strip with a dark edge belongs to a group that leaves its host; the bar below a host shows what leaves it
+in a step, by demand. Many hosts are folded as in `placement_picture`: numbers are those of the first and of the last.
 """
 
 from __future__ import annotations
@@ -11,8 +12,19 @@ from collections.abc import Sequence
 from shardplan.hardware.placement import Placement
 from shardplan.launches.launch import Launch
 from shardplan.movement.placing.traffic import Demand, Traffic
-from shardplan.report.canvas import FAINT, LINE, MONO, PAPER, Canvas
-from shardplan.report.placement_picture import Cell, HostBox, Scene, box_name, crossed, heading, load_text, scene
+from shardplan.report.canvas import FAINT, LINE, MONO, PAPER, Canvas, pastels
+from shardplan.report.placement_picture import (
+    Cell,
+    HostBox,
+    Scene,
+    box_name,
+    crossed,
+    heading,
+    load_text,
+    pod_name,
+    scene,
+    span_text,
+)
 
 MARGIN = 24
 MOST_BOXES = 8
@@ -23,19 +35,6 @@ STRIP = 16  # height of an axis's strip
 GAP = 6
 _WIDTH = 2 * MARGIN + ACROSS * (CELL + GAP) - GAP + 24
 _BOX, _EDGE = "#f7f9fb", "#7b1e1e"
-# Pastels that differ in hue; groups take them in turn, and every strip bears its group's number.
-_COLOURS = (
-    "#a9cdea",
-    "#fbd38d",
-    "#b5e3c0",
-    "#f6c4cf",
-    "#d6ccf2",
-    "#f3e79b",
-    "#a8e0dc",
-    "#e3c8a8",
-    "#d5dbe1",
-    "#f5b89a",
-)
 _BARS = ("#3f7fb5", "#d98a1f", "#2f9e5b", "#c9516b", "#7b66bd", "#8a7a1a")
 
 
@@ -63,6 +62,9 @@ class _PlacementPage:
         self.axes = drawn.launch.mesh.axes
         self.canvas = Canvas()
         self.y = float(MARGIN)
+        shown = [cell for box in drawn.boxes for cell in box.cells[:MOST_CELLS]]
+        groups = sorted({(i, g) for cell in shown for i, g in enumerate(cell.groups)})
+        self.colours = dict(zip(groups, pastels(len(groups)), strict=True))
         self.most = max((sum(box.out) for box in drawn.boxes), default=0.0)
 
     def document(self, title: str) -> str:
@@ -74,11 +76,16 @@ class _PlacementPage:
             self.y += 20
         self.table()
         self.legend()
+        above = ""
         for box in self.drawn.boxes:
             if self.drawn.hidden and box is self.drawn.boxes[-1]:
                 word = self.drawn.level.name if self.drawn.level is not None else "host"
                 self.canvas.text(MARGIN, self.y + 10, f"... {self.drawn.hidden} more {word}s", fill=FAINT)
                 self.y += 26
+            if (pods := pod_name(box, self.drawn)) != above:
+                self.canvas.text(MARGIN, self.y + 12, pods, size=14, weight=600)
+                self.y += 24
+                above = pods
             self.box(box)
         height = self.y + MARGIN - 12
         return self.canvas.document(_WIDTH, height, title or heading(self.drawn))
@@ -105,12 +112,20 @@ class _PlacementPage:
 
     def legend(self) -> None:
         x = float(MARGIN)
-        self.canvas.rect(x, self.y - 10, 30, 12, _COLOURS[0])
+        self.canvas.rect(x, self.y - 10, 30, 12, self.colours[0, self.drawn.boxes[0].cells[0].groups[0]])
         words = "one colour and number in an axis's row: one group"
         self.canvas.text(x + 36, self.y, words, size=11)
         x += 36 + 6.1 * len(words) + 14
         if self.drawn.level is not None and any(any(c.leaves) for box in self.drawn.boxes for c in box.cells):
-            self.canvas.rect(x, self.y - 10, 30, 12, _COLOURS[0], _EDGE, ' stroke-width="1.6"')
+            self.canvas.rect(
+                x,
+                self.y - 10,
+                30,
+                12,
+                self.colours[0, self.drawn.boxes[0].cells[0].groups[0]],
+                _EDGE,
+                ' stroke-width="1.6"',
+            )
             self.canvas.text(x + 36, self.y, f"dark edge: the group leaves its {self.drawn.level.name}", size=11)
         self.y += 20
         if self.most > 0:
@@ -135,8 +150,8 @@ class _PlacementPage:
         self.canvas.rect(MARGIN, self.y, _WIDTH - 2 * MARGIN, inside, _BOX, LINE, ' rx="4"')
         self.canvas.text(MARGIN + 12, self.y + 18, box_name(box, self.drawn), size=13, weight=600)
         top = self.y + 26
-        for k, cell in enumerate(cells):
-            self.cell(MARGIN + 12 + k % ACROSS * (CELL + GAP), top + k // ACROSS * (high + GAP), high, cell)
+        for k, (cell, last) in enumerate(zip(cells, box.last, strict=False)):
+            self.cell(MARGIN + 12 + k % ACROSS * (CELL + GAP), top + k // ACROSS * (high + GAP), high, cell, last)
         top += rows * (high + GAP)
         if len(box.cells) > MOST_CELLS:
             self.canvas.text(
@@ -147,22 +162,25 @@ class _PlacementPage:
             self.bar(box, load, top + 4)
         self.y += inside + 12
 
-    def cell(self, x: float, y: float, high: float, cell: Cell) -> None:
+    def cell(self, x: float, y: float, high: float, cell: Cell, last: Cell) -> None:
+        """A device; of alike hosts that of the first one and of the last one."""
         self.canvas.rect(x, y, CELL, high, PAPER, LINE)
-        rank, coordinates = f"rank {cell.rank}", ",".join(map(str, cell.coordinates))
+        rank, coordinates = (
+            f"rank {span_text((cell.rank,), (last.rank,))}",
+            span_text(cell.coordinates, last.coordinates),
+        )
         # Both in one line: the coordinates as small as they must be, but legible.
         size = max(7.0, min(11.0, (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(coordinates))))
         self.canvas.text(x + 5, y + 14, rank, size=11, weight=600)
         self.canvas.text(x + CELL - 5, y + 14, coordinates, size=round(size, 1), font=MONO, anchor="end")
-        for i, (axis, group, edge) in enumerate(zip(self.axes, cell.groups, cell.leaves, strict=True)):
+        groups = zip(self.axes, cell.groups, last.groups, cell.leaves, strict=True)
+        for i, (axis, group, end, edge) in enumerate(groups):
             top = y + 20 + i * STRIP
             stroke = ' stroke-width="1.6"' if edge else ""
-            self.canvas.rect(
-                x + 2, top, CELL - 4, STRIP - 3, _COLOURS[group % len(_COLOURS)], _EDGE if edge else "", stroke
-            )
+            self.canvas.rect(x + 2, top, CELL - 4, STRIP - 3, self.colours[i, group], _EDGE if edge else "", stroke)
             name = axis if len(axis) <= 11 else axis[:10] + "\u2026"
             self.canvas.text(x + 6, top + 10, name, size=9.5)
-            self.canvas.text(x + CELL - 6, top + 10, str(group), size=9.5, anchor="end")
+            self.canvas.text(x + CELL - 6, top + 10, span_text((group,), (end,)), size=9.5, anchor="end")
 
     def bar(self, box: HostBox, load: str, y: float) -> None:
         """What leaves the box, to the scale of the busiest."""

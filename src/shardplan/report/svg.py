@@ -22,8 +22,9 @@ GAP = 20  # between panels
 ACROSS = 8  # panels of a line
 MOST_DEVICES = 32
 MOST_FRAMES = 40
-LEAST_GAP = 1.5  # between grid lines; where they would be closer they are left out, and a line says so
-_EMPTY = "#f3f5f7"
+LEAST_GAP = 4.0  # between grid lines; where they would be closer they hide the fill: none, and a line says so
+THIN = 4.0  # a box of a shorter side has no outline, which would hide its fill, and a strong colour
+_EMPTY, _STRONG = "#f3f5f7", "#3f7fb5"
 _COLOURS = {
     "held": ("#a9cdea", ""),
     "kept": ("#a9cdea", ""),
@@ -99,6 +100,9 @@ class _ContentsPage:
         )
 
     def fill(self, x: float, y: float, w: float, h: float, how: str) -> None:
+        if min(w, h) < THIN:
+            self.canvas.rect(x, y, max(w, 1.0), max(h, 1.0), _COLOURS[how][1] or _STRONG)
+            return
         self.canvas.rect(x, y, w, h, _COLOURS[how][0])
         if _COLOURS[how][1]:
             self.canvas.rect(x, y, w, h, f"url(#{how})")
@@ -205,14 +209,16 @@ class _ContentsPage:
         area = _Area(x, y, wide, high, shape)
         if held.box is not None:
             self.fill(*area.of(tuple(held.box[d] for d in dims)), frame.how)
-            if held.kept is not None and _spans(held.kept, held.box, dims):
-                self.canvas.rect(*area.of(tuple(held.kept[d] for d in dims)), _COLOURS["kept"][0])
+            if frame.how != "held" and held.kept is not None and _spans(held.kept, held.box, dims):
+                self.fill(*area.of(tuple(held.kept[d] for d in dims)), "kept")
         self.grid(area, tuple(self.lines[frame.type.shape][d] for d in dims))
         if held.box is None:
             self.canvas.text(x, y + high + 12, "nothing", size=10, fill=FAINT)
             return
         box = tuple(held.box[d] for d in dims)
-        self.canvas.rect(*area.of(box), "none", INK, ' stroke-width="1.3"')
+        at = area.of(box)
+        if min(at.width, at.height) >= THIN:
+            self.canvas.rect(*at, "none", INK, ' stroke-width="1.3"')
         self.numbers(area, box, frame.type.shape, held.box, dims)
         self.canvas.text(x, y + high + 12, shape_text([b - a for a, b in held.box]), size=10, fill=FAINT)
         others = [f"{a}:{b}" if d not in dims else ":" for d, (a, b) in enumerate(held.box)]
