@@ -102,10 +102,11 @@ def test_a_bare_size_is_a_steps_total():
     """What people type keeps the standard launch: tp in a node, gradients behind the backward pass but for a bucket."""
     found = audit_command("dgx-h100", "dp=4, tp=8", 4, traffic="tp=2GB, dp=4GB")
     assert found.object["answer"] == "well placed"
-    assert found.text.splitlines()[1:3] == [
-        "traffic  `tp`: 2 GB a step as 32 calls of 62.5 MB; tp=SIZE*N says N calls of SIZE",
-        "         `dp`: 4 GB a step as 25 calls of 160 MB, all but the last behind compute; dp=SIZE*N says N calls of "
-        "SIZE",
+    assert found.text.splitlines()[1:5] == [
+        "traffic  `tp`: 2 GB a step as 32 calls of 62.5 MB; tp=SIZE*N says N calls of",
+        "           SIZE",
+        "         `dp`: 4 GB a step as 25 calls of 160 MB, all but the last behind",
+        "           compute; dp=SIZE*N says N calls of SIZE",
     ]
     counts = [(s["op"], s["bytes"], s["count"]) for s in found.object["shares"]]
     assert counts == [("all_reduce", 62.5e6, 32), ("all_reduce", 160e6, 25)]

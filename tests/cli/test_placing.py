@@ -20,9 +20,12 @@ def call(capsys, *arguments):
 
 def test_place_prints_the_ranking(capsys, tmp_path):
     path = tmp_path / "best.svg"
-    status, out, err = call(capsys, "place", *WHERE, "--traffic", "data=2GB,tensor=500MB", "--show", "--svg", path)
+    status, out, err = call(capsys, "place", *WHERE, "--traffic", "data=2GB*1,tensor=500MB", "--show", "--svg", path)
     assert (status, err) == (0, "")
     lines = out.splitlines()
+    assert lines[0].startswith("traffic  `tensor`: 500 MB a step as 8 calls of 62.5 MB")
+    assert max(map(len, lines[:2])) <= 80
+    lines = lines[3:]
     assert lines[0].split() == ["seconds", "x", "best", "bound", "stock", "placement"]
     assert lines[1].endswith("data=[2, 8], tensor=[1, 2]")
     assert "all_reduce over data: 2 GB" in out and "a cell is rank:data,tensor" in out
@@ -30,7 +33,7 @@ def test_place_prints_the_ranking(capsys, tmp_path):
 
 
 def test_place_as_json_has_the_attribute_names(capsys):
-    _, out, _ = call(capsys, "place", *WHERE, "--traffic", "data=2GB", "--json", "--top", "1")
+    _, out, _ = call(capsys, "place", *WHERE, "--traffic", "data=2GB*1", "--json", "--top", "1")
     found = json.loads(out)
     (row,) = found["placements"]
     assert {"placement", "seconds", "plans", "lower_bound_seconds"} <= set(row)
@@ -38,6 +41,17 @@ def test_place_as_json_has_the_attribute_names(capsys):
     assert row["seconds"] == best[0].seconds
     assert found["count"] == len(best) and found["placement_gain"] == best.placement_gain
     assert [sp.Program.parse(p) for p in row["plans"]["data"]] == [best[0].plans["data",].program]
+
+
+def test_a_bare_size_is_a_steps_total(capsys):
+    """As in `audit`, and as `sp.place` reads the same text."""
+    _, out, _ = call(capsys, "place", *WHERE, "--traffic", "data=2GB", "--json", "--top", "1")
+    found = json.loads(out)
+    best = sp.place(sp.Mesh(data=16, tensor=2), sp.Topology.load("gcp-a100x16", nodes=2), "data=2GB")
+    assert found["placements"][0]["seconds"] == best[0].seconds
+    assert found["traffic"] == [
+        "`data`: 2 GB a step as 13 calls of 154 MB, all but the last behind compute; data=SIZE*N says N calls of SIZE"
+    ]
 
 
 def test_place_takes_a_program(capsys, tmp_path):

@@ -23,8 +23,13 @@ def with_torch(case):
 
 
 def with_jax(case):
+    import jax
     import numpy as np
+    from jax._src import mesh_utils
 
+    # The cluster has as many devices as the launch.
+    devices = jax.devices()[: case["size"]]
+    mesh_utils.xb.devices = lambda: devices
     scope = {}
     exec(case["text"], scope)
     mesh = scope["mesh"]

@@ -1,5 +1,7 @@
 """Advice whose answer is worked out by hand: clusters, meshes, traffic, and beside them the arithmetic.
 
+A size without a count is one collective of that size (`parse_traffic`).
+
 On the clusters in round numbers latency is 0 and the library is `ring`: an all-reduce of B bytes over k members puts
 2 (k - 1) / k B on every edge of its ring, an all-gather (k - 1) B, an all-to-all B / k on every pair, a permute B.
 """
@@ -13,6 +15,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.hardware import Level, Placement, Topology
 from shardplan.launches.audit import audit
 from shardplan.launches.launch import Launch
+from shardplan.movement.placing.traffic import parse_traffic
 from shardplan.report.audit import audit_text
 
 GB = 1e9
@@ -146,7 +149,7 @@ def launched(case):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_by_hand(case):
-    found = audit(launched(case), traffic=case.traffic, inside=case.inside)
+    found = audit(launched(case), traffic=parse_traffic(case.traffic), inside=case.inside)
     assert found.seconds == pytest.approx(case.seconds)
     assert found.causes[0] == case.cause
     if case.best is None:
@@ -155,13 +158,13 @@ def test_by_hand(case):
         return
     assert found.fix is not None and found.fix.placement.matrix == found.best.matrix == case.best
     assert found.best_seconds == pytest.approx(case.best_seconds)
-    after = audit(Launch.of(found.best), traffic=case.traffic, inside=case.inside)
+    after = audit(Launch.of(found.best), traffic=parse_traffic(case.traffic), inside=case.inside)
     assert after.seconds == pytest.approx(case.best_seconds) and after.fix is None
 
 
 def test_what_is_gained_has_to_be_worth_a_new_launch():
     """0.15 + 4 * 0.7426 = 3.1204 s against 3 + 0.07426 s: 1.5 % are said, and nothing is advised."""
-    found = audit(range(8), Mesh(dp=2, cp=4), TWO, "cp=1GB, dp=742.6MB")
+    found = audit(range(8), Mesh(dp=2, cp=4), TWO, "cp=1GB*1, dp=742.6MB*1")
     assert (found.seconds, found.best_seconds) == pytest.approx((3.1204, 3.07426))
     assert (found.best.matrix, found.fix) == (SPLIT, None)
     assert found.cause == "no matrix is faster for this traffic by 2 % or more"
@@ -176,12 +179,12 @@ def test_hosts_in_text_order():
     """
     hosts = sorted(range(16), key=lambda k: f"h{k}")
     ids = tuple(8 * host + gpu for host in hosts for gpu in range(8))
-    found = audit(ids, "pp=4, dp=4, tp=8", FAT, "tp=64MB*96, dp=1.82GB")
+    found = audit(ids, "pp=4, dp=4, tp=8", FAT, "tp=64MB*96, dp=1.82GB*1")
     assert found.verdict == "not a placement"
     assert [s.port_bytes[1] for s in found.shares] == pytest.approx([0, 2.73 * GB])
     assert (found.fix, found.slower) == (None, False) and "as on the best matrix\n" in audit_text(found)
     assert found.cause == "no matrix is faster for this traffic by 1 % or more"
-    in_order = audit(range(128), "pp=4, dp=4, tp=8", FAT, "tp=64MB*96, dp=1.82GB")
+    in_order = audit(range(128), "pp=4, dp=4, tp=8", FAT, "tp=64MB*96, dp=1.82GB*1")
     assert found.seconds == pytest.approx(in_order.seconds, rel=0.01)
 
 
@@ -191,7 +194,7 @@ def test_two_racks_in_block_order(traffic):
 
     Both racks have to pass half of the sums of every group, twice: B a group, so 8 B / 72 a NIC.
     """
-    found = audit(range(144), "dp=18, tp=8", Topology.load("gb200-nvl72", nodes=2), traffic)
+    found = audit(range(144), "dp=18, tp=8", Topology.load("gb200-nvl72", nodes=2), parse_traffic(traffic))
     tp, dp = found.shares
     assert (tp.port_bytes[0], dp.port_bytes[0]) == (0, pytest.approx(8 * dp.demand.nbytes / 72))
     assert (found.verdict, found.matrix, found.fix) == ("canonical", ((2, 9), (1, 8)), None)
@@ -216,7 +219,7 @@ MEGATRON = [
 @pytest.mark.parametrize(("mesh", "traffic", "nic"), MEGATRON)
 def test_the_standard_layout_of_megatron(mesh, traffic, nic):
     """Tensor inside the node, pipeline outermost, on 16 nodes of 8 H100: nothing is better by 2 %, and none is said."""
-    found = audit(range(128), mesh, H100, traffic)
+    found = audit(range(128), mesh, H100, parse_traffic(traffic))
     assert found.shares[1].port_bytes[0] == pytest.approx(nic) and found.shares[0].port_bytes[0] == 0
     assert found.ratio <= 1.02 and found.fix is None
     assert found.cause.startswith("no matrix is faster for this traffic")

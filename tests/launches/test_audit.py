@@ -205,7 +205,7 @@ def test_torch_and_jax_fixes_run():
     pytest.importorskip("jax")
     every = list(cases())
     fixes = [fix(launch, placement, device="cpu") for launch, placement in every]
-    forms = {"init_device_mesh": 0, "torch.tensor": 0, "torch.arange": 0}
+    forms = {"init_device_mesh": 0, "torch.tensor": 0, "torch.arange": 0, "create_device_mesh": 0, "np.array": 0}
     made = {}
     for name in ("torch", "jax"):
         texts = [
@@ -223,7 +223,7 @@ def test_torch_and_jax_fixes_run():
             found = analyse(Launch(mesh, launch.topology, tuple(table[r] for r in mesh.devices)))
             assert found.matrix == placement.matrix and found.verdict in ("canonical", "equivalent")
         for form in forms:
-            forms[form] += f"{form}(" in fixes[k].torch
+            forms[form] += f"{form}(" in fixes[k].torch + fixes[k].jax
         # torch sorts the members of its groups; where that costs something the fix says so.
         groups = [[table[r] for r in g] for g in made["torch"][k]["groups"]]
         lost = any(_crossings(g, s) > _least(g, s) for g in groups for s in launch.topology.strides)
@@ -447,8 +447,9 @@ def test_traffic():
         ("data",): [("all_reduce", 2e9, 1.0), ("all_reduce", 2.0**30, 1.0)],
         ("data", "tensor"): [("all_gather", 64e6, 24.0)],
     }
-    text = "data=reduce_scatter:2GB*3 behind 120 ms, data=1GB behind 90%"
+    text = "data=reduce_scatter:2GB*3 behind 120 ms, data=1GB*1 behind 90%"
     assert parse_traffic(text) == {("data",): [("reduce_scatter", 2e9, 3.0, "120 ms"), ("all_reduce", 1e9, 1.0, "90%")]}
+    assert demands_of("tensor=1MB, data=1GB behind 90%", mesh)[1].count == 7  # a bare size is a step's total
     assert demands_of(text, mesh) == (
         Demand(("data",), "reduce_scatter", 2e9, 3.0, hidden_seconds=0.12),
         Demand(("data",), "all_reduce", 1e9, hidden_part=0.9),

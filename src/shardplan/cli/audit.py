@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardplan.cli.options import read_traffic
 from shardplan.core.decoding import read_text
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ParseError, TopologyError, line
@@ -20,7 +21,6 @@ from shardplan.launches.hostfile import Hosts, host_level, launch_of, parse_host
 from shardplan.launches.job_traffic import JobTraffic, job_traffic, with_axes
 from shardplan.launches.launch import Launch
 from shardplan.launches.megatron import DEFAULT, MAPPING, fastest_first, order_ranks
-from shardplan.launches.usual_calls import usual_calls
 from shardplan.movement.placing.placed import SAME
 from shardplan.report.audit import audit_object, audit_text
 from shardplan.report.placement_picture import text_placement
@@ -78,7 +78,7 @@ def audit_command(
             between them, or a file: a rankfile or a hostfile, and then `hostfile` has the hosts in the order of units.
         megatron: An order string such as `tp-cp-ep-dp-pp`, which numbers the ranks of the mesh.
         traffic: What a step communicates, `data=2GB behind 120ms,tensor=500MB`; sizes are a step's totals unless they
-            have a count (`launches.usual_calls`).
+            have a count (`usual_calls`).
         fail_above: Ratio of seconds to those of the best matrix above which the status is 1.
         framework: Whose fix to print.
         show: Whether the text ends with the picture.
@@ -112,10 +112,7 @@ def audit_command(
     if job is not None:
         demands = with_axes(job.traffic, launch.mesh).demands
     elif traffic is not None:
-        try:
-            demands, notes = usual_calls(traffic)
-        except ParseError as error:
-            raise ParseError(f"--traffic: {error}") from None
+        demands, notes = read_traffic(traffic)
     found = audit(launch, traffic=demands, inside=inside, algorithm=algorithm)
     text = audit_text(found, framework, notes)
     if show:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardplan.core.mesh import Mesh
     from shardplan.core.tensor import TensorType
     from shardplan.hardware.topology import Topology
+    from shardplan.movement.placing.traffic import Traffic
 
 MESH_HELP = "Axes and sizes, major first: data=4,tensor=2; add devices=8:16 or devices=[3,1] for other device ids."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -69,6 +70,16 @@ AnyTopology = Annotated[str | None, typer.Option(*TOPOLOGY, metavar="NAME|FILE",
 PlansTopology = Annotated[
     str | None, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=f"{TOPOLOGY_HELP} By default the plan's.")
 ]
+
+
+def read_traffic(text: str) -> tuple[Traffic, tuple[str, ...]]:
+    """Return the traffic of a text, and what its bare sizes were taken for, a line each; an error names the option."""
+    from shardplan.movement.placing.traffic import usual_calls
+
+    try:
+        return usual_calls(text)
+    except ParseError as error:
+        raise ParseError(f"--traffic: {error}") from None
 
 
 def read_mesh(option: str, text: str) -> Mesh:

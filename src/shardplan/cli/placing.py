@@ -25,6 +25,7 @@ from shardplan.cli.options import (
     read_bytes,
     read_mesh,
     read_topology,
+    read_traffic,
 )
 from shardplan.cli.plans import load_plan
 from shardplan.errors import LayoutError, ParseError
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from shardplan.hardware.placement import Placement
     from shardplan.hardware.topology import Topology
     from shardplan.movement.placing.demand import Programs
-    from shardplan.movement.placing.traffic import Traffic
     from shardplan.movement.reductions.reduce import Target
 
 NeededMesh = Annotated[str, typer.Option("--mesh", metavar="MESH", help=MESH_HELP)]
@@ -71,6 +71,7 @@ def place(
     check_writable(svg)
     cluster = _needed(topology, nodes)
     subject: Mesh | Program
+    notes: tuple[str, ...] = ()
     if program is not None:
         if mesh is not None or traffic is not None:
             raise LayoutError("a program says its own mesh and traffic; give it, or --mesh with --traffic")
@@ -79,7 +80,7 @@ def place(
     elif mesh is None or traffic is None:
         raise LayoutError("place needs --mesh with --traffic, such as --traffic data=2GB,tensor=500MB, or a program")
     else:
-        subject, demands = read_mesh("--mesh", mesh), _traffic(traffic)
+        subject, (demands, notes) = read_mesh("--mesh", mesh), read_traffic(traffic)
     if top < 1:
         raise LayoutError(f"--top {top}: at least 1 placement is printed")
     kind = cast("Programs", programs)
@@ -87,9 +88,9 @@ def place(
     if svg is not None:
         write_atomic(svg, svg_placement(found[0].placement, demands).encode())
     if as_json:
-        print(json_text(ranking_object(found, top)))
+        print(json_text(ranking_object(found, top) | {"traffic": list(notes)}))
         return
-    print(ranking_text(found, top))
+    print(ranking_text(found, top, notes))
     if show_picture:
         print(f"\n{text_placement(found[0].placement, demands)}")
 
@@ -244,16 +245,6 @@ def _needed(name: str | None, nodes: int | None) -> Topology:
     if found is None:
         raise LayoutError("--topology is needed: a preset, a .toml file or NCCL's .xml file")
     return found
-
-
-def _traffic(text: str) -> Traffic:
-    """The traffic of a text; an error names the option."""
-    from shardplan.movement.placing.traffic import parse_traffic
-
-    try:
-        return parse_traffic(text)
-    except ParseError as error:
-        raise ParseError(f"--traffic: {error}") from None
 
 
 def _pairs(text: str | None) -> dict[str, str] | None:

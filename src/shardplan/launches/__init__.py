@@ -9,7 +9,6 @@ Reading order:
 - `host_order`  which unit of the topology a host is, by Slurm's topology.conf or by name
 - `arguments`   the strategy that arguments of Megatron-LM or torchtitan say
 - `job_traffic` what a step of a job communicates, by axes and op
-- `usual_calls` what a bare size of traffic means
 - `verdict`     what a launch is as a placement, or which groups do not fit
 - `launchers`   where ranks run as srun and torchrun say it
 - `fixes`       how to launch a placement, as text that runs

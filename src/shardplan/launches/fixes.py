@@ -221,10 +221,17 @@ def _torch(launch: Launch, ranks: Ints, device: str) -> tuple[str, str]:
 
 
 def _jax(placement: Placement, ranks: Ints) -> str:
+    """Python that makes the mesh: by `create_device_mesh` where that keeps the order of the ranks, as off a torus."""
+    names, torus = _names(placement.mesh), any(level.link == "torus" for level in placement.topology.levels)
+    if not torus and np.array_equal(ranks.reshape(-1), np.arange(ranks.size)):
+        return (
+            "from jax.experimental.mesh_utils import create_device_mesh\nfrom jax.sharding import Mesh\n"
+            f"mesh = Mesh(create_device_mesh({tuple(placement.mesh.sizes)}), {names})\n"
+        )
     array = _array_text(ranks, "np.arange", "transpose", "np.array")
     return (
         "import jax\nimport numpy as np\nfrom jax.sharding import Mesh\n"
-        f"mesh = Mesh(np.array(jax.devices())[{array}], {_names(placement.mesh)})\n"
+        f"mesh = Mesh(np.array(jax.devices())[{array}], {names})\n"
     )
 
 

@@ -21,14 +21,14 @@ from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware.placement import Matrix, Placement
 from shardplan.hardware.topology import Topology
-from shardplan.movement.placing.traffic import PIPELINE
+from shardplan.movement.placing.traffic import DATA, PIPELINE
 
 # Megatron's names in its default order, each with the names that an axis of a mesh may bear.
 NAMES: dict[str, tuple[str, ...]] = {
     "tp": ("tp", "tensor", "model"),
     "cp": ("cp", "context", "sequence", "seq"),
     "ep": ("ep", "expert"),
-    "dp": ("dp", "data"),
+    "dp": DATA,
     "pp": PIPELINE,
 }
 DEFAULT = "-".join(NAMES)

@@ -13,6 +13,7 @@ from shardplan.launches.audit import WORTH, Audit
 from shardplan.launches.causes import uplink_word
 from shardplan.launches.launch import article, count_units
 from shardplan.launches.verdict import Stray
+from shardplan.report.place import traffic_lines
 from shardplan.report.text import library_object
 
 MOST_STRAYS = 4  # offending groups printed
@@ -45,7 +46,7 @@ def audit_text(found: Audit, framework: str = "all", notes: Sequence[str] = ()) 
     if framework not in FRAMEWORKS:
         raise LayoutError(f"fix for {framework!r} is unknown; legal: {', '.join(FRAMEWORKS)}")
     launch, findings = found.launch, found.findings
-    lines = [found.answer, *(f"{'traffic' if k == 0 else '':<9}{note}" for k, note in enumerate(notes))]
+    lines = [found.answer, *traffic_lines(notes)]
     lines.append(f"verdict  {found.verdict}")
     if findings.matrix is not None:
         rows = zip(launch.mesh.axes, findings.matrix, strict=True)

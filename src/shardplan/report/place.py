@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,19 @@ SHOWN = 10  # placements printed unless more are asked for
 MOST_RENAMED = 8  # devices of a renaming printed
 
 
-def ranking_text(found: Ranking, top: int = SHOWN) -> str:
-    """Return a ranking as text: a line for each of the first `top` placements, then what placing well is worth."""
+def traffic_lines(notes: Sequence[str]) -> list[str]:
+    """Return what traffic was taken for under one heading, in lines of at most 80 characters."""
+    found: list[str] = []
+    for note in notes:
+        found += textwrap.wrap(note, 71, subsequent_indent="  ", break_long_words=False)
+    return [f"{'traffic' if k == 0 else '':<9}{line}" for k, line in enumerate(found)]
+
+
+def ranking_text(found: Ranking, top: int = SHOWN, notes: Sequence[str] = ()) -> str:
+    """Return a ranking as text: a line for each of the first `top` placements, then what placing well is worth.
+
+    `notes` say what the traffic was taken for.
+    """
     best = found[0]
     rows = [["", "seconds", "x best", "bound", "stock", "placement"]]
     for number, row in enumerate(found[:top]):
@@ -29,7 +41,8 @@ def ranking_text(found: Ranking, top: int = SHOWN) -> str:
         seconds, bound, stock = map(format_seconds, cells)
         rows.append([str(number + 1), seconds, f"{over:.2f}", bound, stock, row.placement.describe()])
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    lines = ["  ".join([*(c.rjust(w) for c, w in zip(r, widths, strict=False)), r[-1]]) for r in rows]
+    lines = [*traffic_lines(notes), ""] if notes else []
+    lines += ["  ".join([*(c.rjust(w) for c, w in zip(r, widths, strict=False)), r[-1]]) for r in rows]
     if len(found) > top:
         lines.append(f"... and {len(found) - top} more, the last {found[-1].seconds / best.seconds:.3g} x the best")
     lines += ["", f"best       {best.placement.describe()} on {best.placement.topology.describe()}"]
@@ -39,10 +52,9 @@ def ranking_text(found: Ranking, top: int = SHOWN) -> str:
         lines.append(f"  {share.demand}: {cost}")
     if best.other_seconds > 0:
         lines.append(f"  other communication: {format_seconds(best.other_seconds)}")
-    lines.append(
-        f"gain       the worst placement takes {found.placement_gain:.3g} x the best with every collective as one op; "
-        f"{found.mitigation(max(found, key=lambda r: r.seconds)):.3g} x with the best programs"
-    )
+    worst = found.mitigation(max(found, key=lambda r: r.seconds))
+    lines.append(f"gain       the worst placement takes {worst:.3g} x the best with the best programs,")
+    lines.append(f"{'':<11}{found.placement_gain:.3g} x with every collective as one op")
     if found.degraded is not None:
         lines += _degraded(found.degraded)
     lines += _caveat(best.placement)

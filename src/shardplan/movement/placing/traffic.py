@@ -4,6 +4,10 @@ Traffic, as `place` and `audit` take it, maps axes to the bytes of one all-reduc
 `(op, bytes, count)`; bytes are what a member holds before the op. What runs behind compute, such as the gradients of
 data parallelism behind the backward pass, says so in a fourth place: a part of its own seconds (`"90%"`), or the
 seconds of compute that hide it (`"120ms"`). It costs what sticks out.
+
+As text a bare size is what people say: a step's bytes, in as many calls as is usual (`usual_calls`). `tensor=2GB` is no
+collective of 2 GB. Activations go a microbatch of a layer at a time; gradients go in buckets while the backward pass
+goes on, and only the last bucket has nothing beside which it could run.
 """
 
 from __future__ import annotations
@@ -29,12 +33,15 @@ OPS = PRICED  # that traffic may name
 Row = tuple[str, float | str, float] | tuple[str, float | str, float, str]
 Rows = float | str | Sequence[Row]
 Traffic = Mapping[tuple[str, ...], Rows] | Mapping[str, Rows] | Mapping[tuple[str, ...] | str, Rows]
+DATA = ("dp", "data")  # what an axis of replicas is called: it sums gradients
 PIPELINE = ("pp", "pipeline", "pipe", "stage")  # what an axis of stages is called: each sends to the next
 _TERM = re.compile(
     r"\s*(?P<axes>[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*)\s*=\s*(?:(?P<op>[a-z_]+)\s*:)?"
     r"(?P<bytes>[^*:=,]+?)\s*(?:\*\s*(?P<count>\d+(?:\.\d+)?))?(?:\s+behind\s+(?P<behind>[^*:=,]+?))?\s*"
 )
 _NUMBERS = (float, int, np.integer, np.floating)
+BUCKET = 160e6  # bytes: 40 million gradients in f32, Megatron-LM's `--ddp-bucket-size` by default
+ACTIVATION = 64e6  # bytes: 4096 tokens of 8192 features in bf16
 MOST = 1e100  # bytes of a demand in a step: any sum over devices is finite
 
 
@@ -88,7 +95,7 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
     """Return the demands of traffic in the order given, the axes of each in mesh order.
 
     Traffic maps axes, or the name of one, to all-reduce bytes or to a list of `(op, bytes, count)`; bytes may be text
-    (`"2 GB"`), and so may the whole: `"data=2GB"`, see `parse_traffic`.
+    (`"2 GB"`), and so may the whole: `"data=2GB"`, see `usual_calls`.
 
     Raises `LayoutError` where an axis is unknown or stands twice, an op is unknown, or bytes or a count are no number
     of 0 or more.
@@ -98,7 +105,7 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
     """
     found: list[Demand] = []
     if isinstance(traffic, str):
-        traffic = parse_traffic(traffic)
+        traffic = usual_calls(traffic)[0]
     for key, value in border.table("traffic", traffic, "axes to bytes, or its text such as 'data=2GB'").items():
         axes = border.names("the axes of traffic", key)
         if not axes or len(set(axes)) < len(axes):
@@ -184,6 +191,37 @@ def parse_traffic(
         found.setdefault(axes, []).append(row if match["count"] or bare is None else bare(axes, row))
         start += len(term) + 1
     return found
+
+
+def usual_calls(text: str) -> tuple[dict[tuple[str, ...], list[Row]], tuple[str, ...]]:
+    """Return the traffic of a text, of a bare size in as many calls as is usual, and a line for each such size.
+
+    Raises as `parse_traffic` does.
+
+    >>> found, lines = usual_calls("dp=4GB,tp=2GB,pp=64MB*8")
+    >>> found["tp",], lines[1]
+    ([('all_reduce', 62500000.0, 32.0)], '`tp`: 2 GB a step as 32 calls of 62.5 MB; tp=SIZE*N says N calls of SIZE')
+    >>> found["dp",][0][3], found["pp",]
+    ('96.0000%', [('permute', 64000000.0, 8.0)])
+    """
+    lines: list[str] = []
+
+    def bare(axes: tuple[str, ...], row: Row) -> Row:
+        op, nbytes = row[0], float(row[1])
+        gradients = all(axis in DATA for axis in axes) and Demand(axes, op, nbytes).letters[:1] == ("P",)
+        calls = max(1, math.ceil(nbytes / (BUCKET if gradients else ACTIVATION)))
+        if calls == 1:
+            return row
+        name, each = "+".join(axes), nbytes / calls
+        told = f"`{name}`: {format_bytes(nbytes)} a step as {calls} calls of {format_bytes(each)}"
+        says = f"; {name}=SIZE*N says N calls of SIZE"
+        if len(row) > 3 or not gradients:
+            lines.append(told + says)
+            return (op, each, float(calls), row[3]) if len(row) > 3 else (op, each, float(calls))
+        lines.append(f"{told}, all but the last behind compute{says}")
+        return op, each, float(calls), f"{100 * (calls - 1) / calls:.4f}%"
+
+    return parse_traffic(text, bare), tuple(lines)
 
 
 def program_traffic(program: Program) -> tuple[Mesh, tuple[Demand, ...], tuple[tuple[int, Pattern], ...]]:
