@@ -125,7 +125,7 @@ class Pair:
 
 
 def _nodes(line: JobTimeline, kind: str) -> list[TimedOp]:
-    return [op for op in line.laid.maps[0, kind].nodes if isinstance(op, TimedOp)]
+    return [op for op in line.compiled.maps[0, kind].nodes if isinstance(op, TimedOp)]
 
 
 def _chain(ops: Sequence[TimedOp], names: set[str]) -> list[TimedOp]:
@@ -158,7 +158,7 @@ def replayed(line: JobTimeline, seconds: Callable[[TimedOp], float]) -> tuple[fl
     rows: list[tuple[TimedOp, float, int]] = []  # op, end, the row that it waited for
     passed = (0.0, -1)
     for kind in ("F", "B", "OPT"):
-        earlier = set(line.laid.maps[0, kind].earlier)
+        earlier = set(line.compiled.maps[0, kind].earlier)
         ready: dict[str, tuple[float, int]] = {}
         last = passed
         for op in _nodes(line, kind):

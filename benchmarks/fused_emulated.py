@@ -25,7 +25,7 @@ from benchmarks.fused_pairs import RankPair, Sizes, away, pair_of, shape_of
 from tests.fused.forked import Exchange, forked
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.asked import starts, tile_sizes
+from shardplan.fused.operators.call_context import starts, tile_sizes
 from shardplan.fused.tiles.events import TilePut
 from shardplan.fused.tiles.schedule import TileSchedule
 

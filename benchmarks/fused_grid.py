@@ -38,7 +38,7 @@ from tests.fused.forked import Exchange, forked
 from torch import distributed as dist
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.asked import Asked, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, tile_sizes
 
 RANKS, CHUNKS = 2, 4
 COUNTS = (1, 2, 4, 8)
@@ -85,8 +85,8 @@ class GridRank:
         if sizes.kind != "gemv":
             self.stays = heap.alloc(self.pair.wanted.shape, "f32", "out").local
             self.sent = heap.alloc(self.pair.wanted.shape, "f32", "sent").local
-            self.run["unfused_out"] = lambda: self.pair.unfused(Asked(heap), self.sent)
-        self.run |= {"unfused": lambda: self.pair.unfused(Asked(heap)), "compute_only": self.pair.compute}
+            self.run["unfused_out"] = lambda: self.pair.unfused(CallContext(heap), self.sent)
+        self.run |= {"unfused": lambda: self.pair.unfused(CallContext(heap)), "compute_only": self.pair.compute}
         self.run["unfused_barrier"] = self._barrier
         whole = self.pair.out[None] if sizes.kind == "gemv" else self.pair.out[: len(self.pair.out) // heap.ranks]
         self.memory = heap.alloc((2, heap.ranks, *whole.shape), "f32", "barrier")
@@ -95,7 +95,7 @@ class GridRank:
 
     def _fused(self, name: str) -> Callable[[], torch.Tensor]:
         variant, _, n = name.partition(" ")
-        asked = Asked(self.heap, int(n or 1))
+        asked = CallContext(self.heap, int(n or 1))
         if variant == "fused_out":
             return lambda: self.pair.fused(asked, variant, self.stays)
         return lambda: self.pair.fused(asked, variant)

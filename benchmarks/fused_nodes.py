@@ -38,7 +38,7 @@ from shardplan.execution.lab.cluster import CONSTANTS
 from shardplan.execution.lab.needs import namespace_command
 from shardplan.fused.calls import instance
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.asked import Asked
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.hardware.prices.fused import FusedConstants, FusedWork, fused_seconds, unfused_seconds
 
 SIZES = Sizes("embedding", (8, 4096, 1, 64))  # tables of a rank, batch of all, bag, dim
@@ -91,10 +91,10 @@ def on_rank(rank: int, exchange: Exchange, cluster: Cluster, seconds: float, cou
                 began = time.perf_counter()
                 if name == "unfused":
                     time.sleep(seconds)
-                    found = pair.unfused(Asked(heap, 1, ORDER))  # type: ignore[arg-type]
+                    found = pair.unfused(CallContext(heap, 1, ORDER))  # type: ignore[arg-type]
                 else:
                     undo = slept(seconds, pair.out.numel())
-                    found = pair.fused(Asked(heap, int(name.split("=")[1]), ORDER), name)  # type: ignore[arg-type]
+                    found = pair.fused(CallContext(heap, int(name.split("=")[1]), ORDER), name)  # type: ignore[arg-type]
                     undo()
                 took = time.perf_counter() - began
                 wrong = max(wrong, away(found, pair.wanted))

@@ -19,7 +19,7 @@ from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, ins
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.kernels.vectors import rows_times, thin
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked, starts, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, starts, tile_sizes
 from shardplan.fused.operators.gemv import in_order
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.schedule import TileSchedule
@@ -92,11 +92,11 @@ class RankPair(Protocol):
         """The same as a call that has everything at hand, as a compiled schedule has."""
         ...
 
-    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
+    def unfused(self, asked: CallContext, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute all, then send it on the heap; `out` is a tensor of the heap, for results that are not copied."""
         ...
 
-    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    def fused(self, asked: CallContext, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Run the fused operator."""
         ...
 
@@ -130,10 +130,10 @@ class GemmPair:
         for first, last in cuts:
             self.tile(first, last, self.out[first:last])
 
-    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
+    def unfused(self, asked: CallContext, out: torch.Tensor | None = None) -> torch.Tensor:
         return moved(asked, "bench_gemm", self.cuts, self.compute(), out)
 
-    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    def fused(self, asked: CallContext, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return gemm.forward(asked, self.a, self.b, out=out)
 
 
@@ -193,10 +193,10 @@ class BagsPair:
             return
         self._kernel(view).store(np.array([(first, last, view.data_ptr(), 0, 0, 0)], TILE), 0)
 
-    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
+    def unfused(self, asked: CallContext, out: torch.Tensor | None = None) -> torch.Tensor:
         return moved(asked, "bench_bags", self.cuts, self.compute(), out)
 
-    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    def fused(self, asked: CallContext, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return embedding.forward(asked, self.tables, self.indices, self.offsets, batch=self.batch, out=out)
 
 
@@ -225,7 +225,7 @@ class VectorPair:
     def ready(self, first: int, last: int, view: torch.Tensor) -> Callable[[], Any]:
         return lambda: self.tile(first, last, view)
 
-    def unfused(self, asked: Asked, out: torch.Tensor | None = None) -> torch.Tensor:
+    def unfused(self, asked: CallContext, out: torch.Tensor | None = None) -> torch.Tensor:
         addends = self.compute()[None]
         made = instance(asked.heap, "bench_vector", TileSchedule(order=asked.order), "", asked.seconds)  # type: ignore[arg-type]
         call = prepared(made, self.out, self.shape, (1,))
@@ -235,7 +235,7 @@ class VectorPair:
 
         return in_order(made.run(call, put)["result"])[:, 0]
 
-    def fused(self, asked: Asked, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    def fused(self, asked: CallContext, variant: str, out: torch.Tensor | None = None) -> torch.Tensor:
         return gemv.forward(asked, self.a, self.x, variant)
 
 
@@ -247,7 +247,7 @@ def prepared(made: FusedInstance, x: torch.Tensor, shape: TileShape, more: Seque
     return made.heap.kept[key]
 
 
-def moved(asked: Asked, op: str, cuts: BlockCuts, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def moved(asked: CallContext, op: str, cuts: BlockCuts, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """The blocks of all ranks, put together, into `out` of the heap if there is one."""
     schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
     made = instance(asked.heap, op, schedule, "", asked.seconds, find_out_tensor(op, asked.heap, out))

@@ -28,7 +28,7 @@ from shardplan.fused.calls.agreement import KNOWN
 from shardplan.fused.heap.header import HeapHeader
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked
+from shardplan.fused.operators.call_context import CallContext
 
 SHARES = {1: 0.05, 2: 0.45, 3: 0.25, 4: 0.25}  # of the sequences, by ranks
 MORE = {"net": {2: 0.02, 3: 0.01}, "triton": {2: 0.006, 3: 0.003}}  # beside them
@@ -77,7 +77,7 @@ def on_rank(rank: int, exchange: Exchange) -> dict[str, list[float]]:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     plain = HeapHeader.exchange
     with SymmetricHeap.create(1 << 22, "shm", exchange, "added") as heap:
-        asked, n = Asked(heap), heap.ranks
+        asked, n = CallContext(heap), heap.ranks
         a, b = torch.ones(8 * n, 16), torch.ones(16, 8)
         matrix, vector = torch.ones(64, 64), torch.ones(64)
         tables, ids, offsets = [torch.ones(5, 8)], torch.zeros(8 * n, dtype=torch.int64), torch.arange(8 * n + 1)

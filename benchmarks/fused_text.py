@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardplan.fused.triton.ahead import compiled, source_hash
+from shardplan.fused.triton.compile_ahead import compile_kernel, source_hash
 
 BLOCKS = {"ranks": 8, "span": 8, "form": 0}
 PUTS = {**BLOCKS, "sends": True, "acked": False}
@@ -180,7 +180,9 @@ def text_of(name: str, target: str, found: Any, aligned: bool = True) -> Text:
     """What Triton makes of a kernel of bf16."""
     spec = KERNELS[name]
     constants = {"programs": 132, **spec["constants"], "aligned": aligned}
-    return compiled(found, spec["types"], constants, target, spec["aligned"] if aligned else (), **spec["options"])
+    return compile_kernel(
+        found, spec["types"], constants, target, spec["aligned"] if aligned else (), **spec["options"]
+    )
 
 
 def altered(module: str, old: str, new: str, folder: Path) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ from benchmarks.gpu_torch import compute_ops, programs_on_nccl, stream_order
 from shardplan import fused
 from shardplan.errors import ShardplanError
 from shardplan.fused.triton import KernelOptions, TileMemory, embedding_bag_all_to_all, gemm_all_to_all, gemv_all_reduce
-from shardplan.fused.triton.ahead import source_hash
+from shardplan.fused.triton.compile_ahead import source_hash
 from shardplan.fused.triton.embedding_kernel import embedding_kernel
 from shardplan.fused.triton.gemm import gemm_prepared
 from shardplan.fused.triton.gemm_kernel import gemm_kernel

@@ -60,7 +60,8 @@ job, partition = timed(lambda: sp.partition(model, strategy, where))
 line, simulate = timed(lambda: simulate_job(job, where))
 _, memory = timed(lambda: line.peak_bytes)
 _, bubble = timed(lambda: line.bubble_seconds)
-ops = sum(issued_of(line.laid.maps[s, k].nodes) * strategy.stage for run in line.swept.ranks for s, k, _ in run.actions)
+maps = line.compiled.maps
+ops = sum(issued_of(maps[s, k].nodes) * strategy.stage for run in line.swept.ranks for s, k, _ in run.actions)
 out = {"partition": partition, "simulate": simulate, "memory": memory, "bubble": bubble, "ops": ops,
        "seconds": line.seconds, "peak_bytes": line.peak_bytes, "left out": line.swept.periods,
        "sweep ranks": len(line.swept.ranks)}

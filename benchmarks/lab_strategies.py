@@ -161,7 +161,7 @@ def predicted(job: Job, topology: Topology) -> Predicted:
 
 def silent(line: JobTimeline) -> JobTimeline:
     """A step whose communication costs nothing."""
-    levels = [level.name for level in line.laid.fabric.topology.levels]
+    levels = [level.name for level in line.compiled.fabric.topology.levels]
     return line.without(*(name for name in (*levels, MESSAGES) if name in line.names))
 
 

@@ -24,7 +24,7 @@ from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.subject import form_of, model_of, strategies_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.machines import machine_fit
-from shardplan.simulation.searching.certified import Certifier
+from shardplan.simulation.searching.certifier import Certifier
 from shardplan.strategy.strategy_text import strategy_text
 
 COUNT = 200

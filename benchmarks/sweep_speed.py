@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from benchmarks.common import arguments, record, table, write
 
-from shardplan.simulation.sweep import StageSeconds, closed_step, compiled, sweep
+from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule, sweep
 from shardplan.strategy.schedules import Times, replay, schedule
 
 EVENTS, CLOSED = 1_000.0, 1_000_000.0  # configurations a second that were asked of events and of the closed form
@@ -60,7 +60,7 @@ def row(name: str, v: int, count: int) -> dict[str, Any]:
     """One schedule at p = RANKS, m = MICROBATCHES."""
 
     def ready() -> Any:
-        return compiled(name, RANKS, MICROBATCHES, v)
+        return compile_schedule(name, RANKS, MICROBATCHES, v)
 
     chunks, many = ready().chunks, MANY * count
     some = [stages(seed, count, chunks) for seed in range(REPEATS)]
@@ -105,7 +105,7 @@ def large(name: str, p: int, m: int, v: int) -> dict[str, Any]:
     skipped: list[int] = []
 
     def work(seed: int) -> None:
-        ready = compiled(name, p, m, v)
+        ready = compile_schedule(name, p, m, v)
         swept = sweep(ready, stages(seed, 1, ready.chunks))
         skipped.append(int(swept.skipped[0]) * (ready.repeats.period if ready.repeats else 0))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardplan.cli import run_command
 from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.launches.handover.scaled import DEGREES
+from shardplan.launches.handover.scaled_plan import DEGREES
 
 CONFIG = Path(__file__).with_name("llama-8b")
 

@@ -67,7 +67,7 @@ FOREIGN = {
     "simulation/closed/form.py": {"attention"},
     "simulation/closed/memory.py": {"attention"},
     "simulation/closed/stages.py": {"attention"},
-    "simulation/inference/answered.py": {"gather"},
+    "simulation/inference/request_timeline.py": {"gather"},
     "simulation/inference/space.py": {"gather", "attention"},
     "simulation/searching/space.py": {"attention"},
     "strategy/strategy.py": {"gather"},

@@ -30,17 +30,17 @@ READERS = {
     "launches/causes.py": "says which links are short",
     "plans/bounds.py": "a lower bound",
     "plans/nominal.py": "a lower bound",
-    "report/measured.py": "prints it",
+    "report/measurements.py": "prints it",
     "report/timeline.py": "prints it",
     "simulation/replay.py": "message by message, as the lab's engine runs",
-    "simulation/searching/varied.py": "another topology, to see what it changes",
-    "simulation/tree.py": "message by message, as the lab's engine runs",
+    "simulation/searching/sensitivity.py": "another topology, to see what it changes",
+    "simulation/switch_tree.py": "message by message, as the lab's engine runs",
 }
 # What makes runs of schedules and prices of kernels: whoever else calls one answers a question of the table again.
 CALLERS = {
     "kernel_seconds": {"hardware/prices/cost.py", "hardware/prices/kernels.py", "simulation/closed/numbers.py"},
     "ListRun": {"strategy/schedules/replay.py", "strategy/schedules/waits.py"},
-    "levelled": {"simulation/sweep/lists.py", "simulation/sweep/placed.py"},
+    "levelled": {"simulation/sweep/pass_lists.py", "simulation/sweep/message_graph.py"},
     "ActionGraph": {"simulation/sweep/graph.py"},
     "StreamRun": {"simulation/jobs/maps.py", "simulation/jobs/streams.py"},
     "serving": {"simulation/closed/reading.py"},

@@ -21,7 +21,7 @@ from shardplan.execution.jobs import parts  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 from shardplan.execution.run import run_recorded  # noqa: E402
 from shardplan.execution.torch.fused import group_heaps  # noqa: E402
-from shardplan.fused.calls.moved import MovedTally, counted  # noqa: E402
+from shardplan.fused.calls.moved_tally import MovedTally, counted  # noqa: E402
 
 CLOSE = 2e-5
 RUNS = 3

@@ -7,8 +7,8 @@ import shardplan as sp
 from shardplan.core.ops import AllGather, Slice
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.execution import launched
 from shardplan.execution import measure as module
+from shardplan.execution import trial
 from shardplan.execution.measure import LARGE, SMALL, measure, measured_links, own_devices, timeline_of
 from shardplan.execution.record import StepSpan
 from shardplan.simulation.interval import Interval
@@ -51,16 +51,16 @@ def test_the_reference_takes_no_time() -> None:
 def test_a_wrong_shard_is_named() -> None:
     got = np.array([1.0, 5.0], np.float32)
     want = np.array([1.0, 2.0], np.float32)
-    launched._compare("output %2, device 1", want, want, ((2, 4),))
-    launched._compare("output %2, device 1", want * np.float32(1 + 1e-7), want, ((2, 4),))
+    trial._compare("output %2, device 1", want, want, ((2, 4),))
+    trial._compare("output %2, device 1", want * np.float32(1 + 1e-7), want, ((2, 4),))
     with pytest.raises(sp.BackendError) as error:
-        launched._compare("output %2, device 1", got, want, ((2, 4),))
+        trial._compare("output %2, device 1", got, want, ((2, 4),))
     assert str(error.value) == "output %2, device 1: 5.0 at index (3,), the reference has 2.0"
     with pytest.raises(sp.BackendError) as error:
-        launched._compare("output %2, device 1", got[:1], want, ((2, 4),))
+        trial._compare("output %2, device 1", got[:1], want, ((2, 4),))
     assert str(error.value) == "output %2, device 1: float32 of shape (1,), the reference has float32 (2,)"
     with pytest.raises(sp.BackendError, match=r": 5 at index \(3,\), the reference has 2$"):
-        launched._compare("x", got.astype(int), want.astype(int), ((2, 4),))
+        trial._compare("x", got.astype(int), want.astype(int), ((2, 4),))
 
 
 def test_links_by_the_seconds_of_all_gathers(monkeypatch: pytest.MonkeyPatch) -> None:

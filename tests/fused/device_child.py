@@ -23,7 +23,7 @@ from shardplan import fused
 from shardplan.fused.heap import devices
 from shardplan.fused.heap.segments import ShmSegment
 from shardplan.fused.operators import gemv
-from shardplan.fused.operators.asked import Asked
+from shardplan.fused.operators.call_context import CallContext
 
 Operands = tuple[Callable[[str], torch.Tensor], list[torch.Tensor]]
 
@@ -140,7 +140,7 @@ def failures(heap: fused.SymmetricHeap, group: str, rank: int, ranks: int) -> di
     with fused.counted(heap):
         said["counted"] = refused(lambda: fused.gemv_all_reduce(a, x, group=group))
     said["flags"] = refused(lambda: heap.flags(2, "mine"))
-    said["placed"] = refused(lambda: gemv.forward(Asked(heap), a.to("meta"), x.to("meta")))
+    said["placed"] = refused(lambda: gemv.forward(CallContext(heap), a.to("meta"), x.to("meta")))
     heap.barrier()
     table, offsets = torch.ones(4, 2), torch.arange(ranks + 1)
     ids = torch.full((ranks,), 4 if rank == 1 else 0)

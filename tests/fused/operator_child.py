@@ -28,7 +28,7 @@ from shardplan.fused.calls.instance import SignalStep, instance
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.kernels import native as natives
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked, starts, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, starts, tile_sizes
 from shardplan.fused.tiles.schedule import TileSchedule
 
 EPOCHS = 3
@@ -93,7 +93,7 @@ def core_gemv(ranks: int, a: np.ndarray, x: np.ndarray) -> np.ndarray:
     return sp.run(program, [sp.distribute(v, t) for v, t in zip((a, x), types, strict=True)])[0][0]
 
 
-def gemms(asked: Asked, shown: Shown) -> None:
+def gemms(asked: CallContext, shown: Shown) -> None:
     """Even and short splits of both scatters against core, with three epochs; then activations and gradients."""
     n, rank = asked.heap.ranks, asked.heap.rank
     for k, (m, depth, columns) in enumerate([(12, 5, 8), (7, 3, 5), (1, 4, 3), (130, 16, 9)]):
@@ -108,14 +108,14 @@ def gemms(asked: Asked, shown: Shown) -> None:
                 rows = starts(tile_sizes(len(a), n))
                 local = (a[rank], b[rank]) if scatter == 0 else (a[rows[rank] : rows[rank + 1]], b)
                 for tiles in (1, 3):
-                    more = Asked(asked.heap, tiles, ("remote_first", "natural")[epoch % 2], asked.seconds)
+                    more = CallContext(asked.heap, tiles, ("remote_first", "natural")[epoch % 2], asked.seconds)
                     found = gemm.forward(more, *(torch.from_numpy(x.copy()) for x in local), scatter=scatter)
                     shown(
                         f"gemm {m} {depth} {columns} scatter {scatter} tiles {tiles} epoch {epoch}", away(found, wanted)
                     )
 
 
-def moe(asked: Asked, shown: Shown) -> None:
+def moe(asked: CallContext, shown: Shown) -> None:
     """Splits that data decides, some empty, other rows on every rank; activations; gradients; dtypes."""
     n, rank = asked.heap.ranks, asked.heap.rank
     for k, (scatter, activation, dtype) in enumerate(
@@ -167,7 +167,7 @@ def moe(asked: Asked, shown: Shown) -> None:
     shown("moe that differs", "" if text == wanted else text or "no error")
 
 
-def gemvs(asked: Asked, shown: Shown) -> None:
+def gemvs(asked: CallContext, shown: Shown) -> None:
     """Both algorithms against core and each other, bits equal on all ranks; parts of K that differ, and none."""
     n, rank = asked.heap.ranks, asked.heap.rank
     for k, (m, depth, columns) in enumerate(
@@ -184,7 +184,7 @@ def gemvs(asked: Asked, shown: Shown) -> None:
                 rounded = (torch.from_numpy(v).to(dtype).float().numpy() for v in (a, x))
                 wanted = core_gemv(n, *rounded)
                 for algorithm in ("one_shot", "two_shot", "auto"):
-                    found = gemv.forward(Asked(asked.heap, 2, asked.order, asked.seconds), la, lx, algorithm)
+                    found = gemv.forward(CallContext(asked.heap, 2, asked.order, asked.seconds), la, lx, algorithm)
                     shown(f"gemv {m} {depth} {columns} {algorithm} {dtype}", away(found, wanted, dtype))
                     bits = asked.heap.gather(found.contiguous().view(torch.uint8).numpy().tobytes()[:4000])
                     shown(f"gemv {algorithm} bits", "" if len(set(bits)) == 1 else "other bits on other ranks")
@@ -195,7 +195,7 @@ def gemvs(asked: Asked, shown: Shown) -> None:
         shown("gemv gradient", away(found, wanted))
 
 
-def embeddings(asked: Asked, shown: Shown) -> None:
+def embeddings(asked: CallContext, shown: Shown) -> None:
     """Odd sizes, empty bags, ranks without tables, weights, means, NaN; gradients."""
     n, rank = asked.heap.ranks, asked.heap.rank
     cases = [(m, w, dtype) for m in ("sum", "mean") for w in (False, True) for dtype in (torch.float32, torch.bfloat16)]
@@ -241,7 +241,7 @@ def embeddings(asked: Asked, shown: Shown) -> None:
         wanted = whole[at[rank] : at[rank + 1]]
         what = f"embedding {mode} weights {weighted} {dtype} dim {dim} batch {batch} held {held.tolist()}"
         for tiles in (1, 3):
-            more = Asked(asked.heap, tiles, asked.order, asked.seconds)
+            more = CallContext(asked.heap, tiles, asked.order, asked.seconds)
             for _ in range(EPOCHS):
                 found = embedding.forward(more, *data[rank], mode, batch, held.tolist() if k % 3 == 0 else None, given)
                 shown(what, away(found, wanted.detach(), dtype))
@@ -260,7 +260,7 @@ def embeddings(asked: Asked, shown: Shown) -> None:
 def values(rank: int, exchange: Exchange) -> Any:
     shown = Shown()
     with SymmetricHeap.create(1 << 23, backend(rank), exchange, "operators") as heap:
-        asked = Asked(heap, seconds=20.0)
+        asked = CallContext(heap, seconds=20.0)
         for work in (gemms, moe, gemvs, embeddings):
             work(asked, shown)
             heap.barrier()
@@ -279,7 +279,7 @@ def told(call: Any) -> tuple[str, float]:
 def silent(rank: int, exchange: Exchange) -> Any:
     """In the third call rank 0 leaves out its last signal; then nobody can go on until a reset."""
     with SymmetricHeap.create(1 << 20, backend(rank), exchange, "silent") as heap:
-        asked = Asked(heap, 4, seconds=1.0)
+        asked = CallContext(heap, 4, seconds=1.0)
         a, b = torch.ones(8 * heap.ranks, 4), torch.ones(4, 4)
         for _ in range(2):
             gemm.forward(asked, a, b)
@@ -301,7 +301,7 @@ def silent(rank: int, exchange: Exchange) -> Any:
 
 def death(rank: int, exchange: Exchange) -> Any:
     with SymmetricHeap.create(1 << 20, backend(rank), exchange, "death") as heap:
-        asked = Asked(heap, seconds=20.0)
+        asked = CallContext(heap, seconds=20.0)
         a, b = torch.ones(8, 4), torch.ones(4, 4)
         gemm.forward(asked, a, b)
         exchange(b"")  # between nodes what a rank said last may die with it
@@ -313,7 +313,7 @@ def death(rank: int, exchange: Exchange) -> Any:
 
 def mismatch(rank: int, exchange: Exchange) -> Any:
     with SymmetricHeap.create(1 << 20, backend(rank), exchange, "mismatch") as heap:
-        asked = Asked(heap, seconds=5.0)
+        asked = CallContext(heap, seconds=5.0)
         a, x = torch.ones(8, 4), torch.ones(4)
         calls = [lambda: gemm.forward(asked, a, torch.ones(4, 4)), lambda: gemv.forward(asked, a, x)]
         return told(calls[rank % 2])[0], told(lambda: gemv.forward(asked, torch.ones(8 + rank, 4), x))[0]
@@ -325,7 +325,7 @@ def index(rank: int, exchange: Exchange) -> Any:
         ids = torch.tensor([0, 1, 2 + (rank == 0), 0])
         table = [torch.ones(3, 4)]
         said, seconds = told(
-            lambda: embedding.forward(Asked(heap, seconds=20.0), table, ids, torch.arange(5), None, "sum", 4)
+            lambda: embedding.forward(CallContext(heap, seconds=20.0), table, ids, torch.arange(5), None, "sum", 4)
         )
         return said, seconds < 1.0
 
@@ -333,7 +333,7 @@ def index(rank: int, exchange: Exchange) -> Any:
 def preset(rank: int, exchange: Exchange) -> Any:
     """Counters over their wrap: an instance begins near the end of 32 bits."""
     with SymmetricHeap.create(1 << 20, backend(rank), exchange, "preset") as heap:
-        asked = Asked(heap, 4, seconds=5.0)
+        asked = CallContext(heap, 4, seconds=5.0)
         a, b = torch.ones(8 * heap.ranks, 4), torch.ones(4, 4)
         gemm.forward(asked, a, b)
         made = instance(heap, "gemm_all_to_all", TileSchedule(tiles=4), "torch.float32", 5.0)

@@ -18,7 +18,7 @@ from shardplan.core.ops.fused import Fused, as_fused
 from shardplan.core.program import Program
 from shardplan.core.reference import run_reference
 from shardplan.execution.lower import members_of
-from shardplan.fused.calls.moved import counted
+from shardplan.fused.calls.moved_tally import counted
 from shardplan.fused.deciding.kernels import fused_call
 from shardplan.fused.heap.symmetric import SymmetricHeap
 

@@ -125,11 +125,11 @@ def test_stamps_are_of_the_clock(text: dict[str, Any]) -> None:
 
 
 def test_targets_are_named() -> None:
-    from shardplan.fused.triton.ahead import compiled
+    from shardplan.fused.triton.compile_ahead import compile_kernel
     from shardplan.fused.triton.gemv_kernel import gemv_kernel
 
     with pytest.raises(TypingError, match="kernel gemv_kernel for sm_70; legal are sm_90, gfx942, without"):
-        compiled(gemv_kernel, {}, {}, "sm_70")
+        compile_kernel(gemv_kernel, {}, {}, "sm_70")
 
 
 @pytest.mark.parametrize(

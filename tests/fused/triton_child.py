@@ -25,7 +25,7 @@ from tests.fused.forked import Exchange, forked, refused
 from tests.fused.operator_child import away
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.asked import starts, tile_sizes
+from shardplan.fused.operators.call_context import starts, tile_sizes
 from shardplan.fused.triton import (
     FusedKernel,
     KernelOptions,
@@ -38,7 +38,7 @@ from shardplan.fused.triton import (
     signal,
     wait,
 )
-from shardplan.fused.triton.ahead import source_hash
+from shardplan.fused.triton.compile_ahead import source_hash
 from shardplan.fused.triton.gemm import gemm_prepared
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 

@@ -19,7 +19,7 @@ from shardplan.cli import run_command
 from shardplan.errors import ParseError
 from shardplan.interop.checkpoint import diff, reshard
 from shardplan.interop.checkpoint.folders import ADMITTED, saved_tensors
-from shardplan.interop.checkpoint.pickled import read_pickle
+from shardplan.interop.checkpoint.pickle_reader import read_pickle
 from shardplan.interop.checkpoint.sources import open_checkpoint
 from shardplan.movement.weights.weights import Weights
 

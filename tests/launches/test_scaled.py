@@ -16,7 +16,7 @@ from shardplan.execution import beside_whole
 from shardplan.execution.beside_whole import step_beside_whole
 from shardplan.launches.handover.folder import write_folder
 from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.launches.handover.scaled import DEGREES, scale_plan
+from shardplan.launches.handover.scaled_plan import DEGREES, scale_plan
 from shardplan.strategy.schedules.table import schedule
 from shardplan.strategy.strategy_text import parse_strategy
 

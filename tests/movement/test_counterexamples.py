@@ -15,7 +15,7 @@ from shardplan.movement.redistribution.candidates import make_problem
 from shardplan.movement.redistribution.emit import edge
 from shardplan.movement.redistribution.orders import MOST_ORDERS, other_orders
 from shardplan.movement.redistribution.pool import MOST_TYPES, finer, neighbours, pool
-from shardplan.movement.redistribution.tiled import Tiled, price_graph
+from shardplan.movement.redistribution.tile_graph import TileGraph, price_graph
 
 SIX = "a=2, b=2, c=2, d=2, e=2, f=2"
 
@@ -117,7 +117,7 @@ def test_uneven_tiles_are_priced_as_their_ops_are(text: str, ndim: int, shape: t
     assert p is not None
     for portable in (False, True):
         graph, allowed, _, _ = price_graph(p, whole.nbytes)
-        assert isinstance(graph, Tiled)
+        assert isinstance(graph, TileGraph)
         types = {int(k): p.type(int(k)) for k in allowed.nonzero()[0]}
         for a, b in itertools.permutations(types, 2):
             row, column = (graph.edges(k, out=k == a, portable=portable) for k in (a, b))

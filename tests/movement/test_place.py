@@ -17,7 +17,7 @@ from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement, count, orders
 from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.movement.placing.placed import rank_placements
+from shardplan.movement.placing.placement_price import rank_placements
 from shardplan.movement.placing.traffic import OPS, demands_of, parse_traffic, program_traffic
 
 

@@ -16,7 +16,7 @@ from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.jobs.job_timeline import simulate_job
-from shardplan.simulation.searching.certified import even_cuts
+from shardplan.simulation.searching.certifier import even_cuts
 from shardplan.simulation.steps import delivered, simulate_step
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options

@@ -10,7 +10,7 @@ from tests.simulation.drawn_strategies import drawn_memory
 import shardplan as sp
 from shardplan.errors import Infeasible, ScheduleError, ShardplanError
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.searching.certified import Certifier, certified_first
+from shardplan.simulation.searching.certifier import Certifier, certified_first
 from shardplan.simulation.searching.fit import fit
 from shardplan.simulation.searching.search import SearchResult
 from shardplan.strategy.partition.memory import holdings

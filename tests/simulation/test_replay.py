@@ -26,8 +26,8 @@ from shardplan.simulation.engine import Uses, fair_rates
 from shardplan.simulation.replay import Constants, replayed
 from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage
 from shardplan.simulation.scripts import script_of
+from shardplan.simulation.switch_tree import Tree
 from shardplan.simulation.timeline import Timeline
-from shardplan.simulation.tree import Tree
 from simulation.fluid import script_seconds
 
 OUTER, INNER = 1e6, 1e7  # bytes per second

@@ -21,8 +21,8 @@ from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.inference.answered import serving_strategy
 from shardplan.simulation.inference.form import PricedRequests, RequestForm
+from shardplan.simulation.inference.request_timeline import serving_strategy
 from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.searching import ranges
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.errors import ScheduleError, ShardplanError
-from shardplan.simulation.sweep import StageSeconds, compiled, sweep, timeline_of
+from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep, timeline_of
 from shardplan.simulation.sweep.periods import PERIODS, periodic
 from shardplan.strategy.schedules import GENERATORS, Schedule, Times, in_flight, place_messages, replay, schedule
 from simulation.slow_pipeline import drawn_stages, named, run
@@ -33,7 +33,7 @@ def beside(found: Schedule, swept, ran, k: int) -> None:
 @settings(max_examples=150)
 def test_named_schedules_are_as_the_plain_run_has_them(sizes: tuple[str, int, int, int], seed: int) -> None:
     name, p, m, v = sizes
-    found, ready = schedule(name, p, m, v), compiled(name, p, m, v)
+    found, ready = schedule(name, p, m, v), compile_schedule(name, p, m, v)
     stages = drawn_stages(seed, 3, ready.chunks)
     swept = sweep(ready, stages, times=True)
     for k in range(3):
@@ -50,7 +50,7 @@ def test_named_schedules_are_as_the_plain_run_has_them(sizes: tuple[str, int, in
 def test_schedules_of_users_are_as_the_plain_run_has_them(seed: int) -> None:
     found = drawn(Random(seed), messages=False)
     stages = drawn_stages(seed, 2, found.stages)
-    swept = sweep(compiled(found), stages)
+    swept = sweep(compile_schedule(found), stages)
     for k in range(2):
         beside(found, swept, run(found, stages, k), k)
 
@@ -67,7 +67,7 @@ def test_placed_messages_hold_their_ranks_as_in_a_replay(messages: str, seed: in
     ready = place_messages(found, times, message)
     wide = [np.array([each]) for each in (times.F, times.I, times.W)]
     stages = StageSeconds(*wide, np.full((1, s - 1), message))
-    swept = sweep(compiled(ready, messages=messages), stages, times=True)
+    swept = sweep(compile_schedule(ready, messages=messages), stages, times=True)
     ran = replay(ready, times, message, messages)
     assert swept.makespan[0] == pytest.approx(ran.makespan, rel=1e-12)
     assert swept.bubble_seconds[0] == pytest.approx(ran.bubble, rel=1e-9, abs=1e-9)
@@ -77,15 +77,15 @@ def test_placed_messages_hold_their_ranks_as_in_a_replay(messages: str, seed: in
 def test_a_placed_message_holds_its_ranks_and_another_does_not() -> None:
     bare = schedule("gpipe", 2, 4)
     stages = StageSeconds.equal(2, 1.0, 1.0, 0.0, 1.0)
-    free = sweep(compiled(bare), stages).makespan
-    held = sweep(compiled(place_messages(bare, Times(1, 1, 0), 1)), stages).makespan
+    free = sweep(compile_schedule(bare), stages).makespan
+    held = sweep(compile_schedule(place_messages(bare, Times(1, 1, 0), 1)), stages).makespan
     assert (free.tolist(), held.tolist()) == ([12.0], [18.0])
 
 
 @given(named(), SEEDS)
 @settings(max_examples=50)
 def test_less_time_for_messages_never_takes_longer(sizes: tuple[str, int, int, int], seed: int) -> None:
-    ready = compiled(*sizes)
+    ready = compile_schedule(*sizes)
     slow = drawn_stages(seed, 4, ready.chunks)
     share = np.random.default_rng(seed).random(slow.send.shape)
     fast = replace(slow, send=slow.send * share, send_back=slow.send_back * share)
@@ -101,7 +101,7 @@ def test_periods_that_are_extrapolated_are_as_those_that_are_swept(
     p, v = p + p % 2 if made.copies == 2 else p, v if made.free else made.chunks
     q = max(1, PERIODS[name](p, p))
     m = q * (90 + more)
-    ready = compiled(name, p, m, v)
+    ready = compile_schedule(name, p, m, v)
     assert ready.periods > 50
     stages = drawn_stages(seed, 8, ready.chunks)
     short, whole = sweep(ready, stages), sweep(ready, stages, extrapolate=False)
@@ -146,7 +146,7 @@ def test_the_two_bubbles_of_the_table_are_exact() -> None:
         ("zb-h1", 1, (p - 1) * (f + i - w)),
         ("zb-h2", 1, (p - 1) * (f + i - 2 * w)),
     ):
-        swept = sweep(compiled(name, p, m, v), StageSeconds.equal(p * v, f, i, w))
+        swept = sweep(compile_schedule(name, p, m, v), StageSeconds.equal(p * v, f, i, w))
         assert swept.bubble_seconds == pytest.approx(wanted, rel=1e-12), name
         assert (swept.idle_seconds >= swept.bubble_seconds * (1 - 1e-12)).all()
         assert name == "zb-h2" or swept.idle_seconds == pytest.approx(wanted, rel=1e-12)
@@ -156,7 +156,7 @@ def test_the_two_bubbles_of_the_table_are_exact() -> None:
 @settings(max_examples=80)
 def test_a_timeline_is_its_sweep(sizes: tuple[str, int, int, int], seed: int, message: float) -> None:
     p = sizes[1]
-    ready, found = compiled(*sizes), schedule(*sizes)
+    ready, found = compile_schedule(*sizes), schedule(*sizes)
     stages = drawn_stages(seed, 2, ready.chunks, message)
     stages = replace(stages, before=np.array([0.0, 0.7]), after=np.array([0.3, 0.0]))
     swept = sweep(ready, stages)
@@ -192,14 +192,14 @@ def most_held(found: Schedule, rank: int, kept: np.ndarray) -> int:
 def test_a_timeline_of_placed_messages_is_its_sweep(messages: str, seed: int) -> None:
     ready = place_messages(drawn(Random(seed), messages=False), Times(1, 1, 1), 0.5)
     stages = drawn_stages(seed, 1, ready.stages)
-    swept = sweep(compiled(ready, messages=messages), stages)
+    swept = sweep(compile_schedule(ready, messages=messages), stages)
     line = timeline_of(swept)
     assert line.seconds == pytest.approx(swept.makespan[0], rel=1e-12)
     assert sum(link.seconds for link in line.critical_path) == pytest.approx(line.seconds, rel=1e-9)
 
 
 def test_messages_on_their_way_at_once_have_lanes() -> None:
-    swept = sweep(compiled("gpipe", 2, 3), StageSeconds.equal(2, 1.0, 1.0, 1.0, 5.0))
+    swept = sweep(compile_schedule("gpipe", 2, 3), StageSeconds.equal(2, 1.0, 1.0, 1.0, 5.0))
     line = timeline_of(swept, names={"P2P": "message", "F": "fwd"}, devices=(4, 7))
     assert {i.stream for i in line.intervals if i.device == 4} == {"compute", "comm", "comm 1", "comm 2"}
     assert line.devices == (4, 7) and {"message", "fwd", "backward"} == {i.kind for i in line.intervals}
@@ -218,26 +218,26 @@ def test_what_is_refused() -> None:
     with pytest.raises(
         ShardplanError, match="sweep of 1f1b: the stages are 3 chunks; legal are StageSeconds of 4 chunks on 4 ranks"
     ):
-        sweep(compiled("1f1b", 4, 8), stages)
+        sweep(compile_schedule("1f1b", 4, 8), stages)
     with pytest.raises(ScheduleError, match="schedule 1f1b has 1 chunks a rank; an interleave of 2 was asked for"):
-        compiled("1f1b", 4, 8, 2)
+        compile_schedule("1f1b", 4, 8, 2)
     with pytest.raises(ScheduleError, match="schedule '1b1f' is unknown; legal: gpipe, 1f1b"):
-        compiled("1b1f", 4, 8)
+        compile_schedule("1b1f", 4, 8)
     with pytest.raises(
         ScheduleError, match="schedule 1f1b: microbatches is None; legal is a whole number of at least 1"
     ):
-        compiled("1f1b", 4)
+        compile_schedule("1f1b", 4)
     with pytest.raises(ScheduleError, match="has 4 ranks and 8 microbatches; 4 and 9 were asked for"):
-        compiled(schedule("1f1b", 4, 8), 4, 9)
+        compile_schedule(schedule("1f1b", 4, 8), 4, 9)
     with pytest.raises(ScheduleError, match=r"1F0 \(rank 1, slot 1\) stands behind 1B0"):
-        compiled(Schedule.parse("schedule, 1 microbatches\n0: 0F0 0B0\n1: 1B0 1F0"))
+        compile_schedule(Schedule.parse("schedule, 1 microbatches\n0: 0F0 0B0\n1: 1B0 1F0"))
     with pytest.raises(ShardplanError, match="kept_bytes has 2 numbers; legal is one for each of 3 chunks"):
-        timeline_of(sweep(compiled("1f1b", 3, 4), stages), kept_bytes=[1, 2])
+        timeline_of(sweep(compile_schedule("1f1b", 3, 4), stages), kept_bytes=[1, 2])
     with pytest.raises(ShardplanError, match="which is 2; legal is a whole number from 0 to 1"):
-        timeline_of(sweep(compiled("1f1b", 3, 4), stages), 2)
+        timeline_of(sweep(compile_schedule("1f1b", 3, 4), stages), 2)
 
 
 def test_no_configurations_are_none() -> None:
     stages = StageSeconds(*(np.ones((0, 4)) for _ in range(3)), np.ones((0, 3)))
-    assert sweep(compiled("1f1b", 4, 8), stages).makespan.shape == (0,)
-    assert sweep(compiled("1f1b", 4, 800), stages).bubble_seconds.shape == (0,)
+    assert sweep(compile_schedule("1f1b", 4, 8), stages).makespan.shape == (0,)
+    assert sweep(compile_schedule("1f1b", 4, 800), stages).bubble_seconds.shape == (0,)

@@ -8,7 +8,7 @@ import pytest
 import shardplan as sp
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.jobs.job_timeline import simulate_job
-from shardplan.simulation.searching.certified import even_cuts
+from shardplan.simulation.searching.certifier import even_cuts
 from shardplan.simulation.steps import delivered, simulate_step
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 50304, "precision": "bf16"}

@@ -2,24 +2,24 @@
 
 What the commands print is made in `report`. Reading order:
 
-- `statuses`      the exit statuses, and how an error becomes one
-- `command_group` which commands are in front, a line and an example of each, what `move` means
-- `options`       what the commands share: options, and how their texts are read
-- `plans`         the commands about plans: redistribute, check, show, run
-- `simulating`    the command simulate
-- `searching`     the command plan
-- `handing`       what plan --out and --report write
-- `handed`        what check, show and run do with what plan --out wrote
-- `why`           the command why: who asks for a movement; why a measured step is longer
-- `fusing`        the command fuse
-- `placing`       the commands about placements: place, reduce, audit
-- `audit`         what `audit` does: a launch read from texts and files, and audited
-- `topologies`    the command that lists topologies
-- `measured`      the commands about measured collectives: validate, calibrate
-- `weights`       the commands about weights: refit, reshard, diff
-- `lab_commands`  the commands of the lab: run, sweep, validate
-- `lab`           what they do: programs measured beside their prediction
-- `bar`           a progress bar on the terminal
+- `statuses`       the exit statuses, and how an error becomes one
+- `command_group`  which commands are in front, a line and an example of each, what `move` means
+- `options`        what the commands share: options, and how their texts are read
+- `plans`          the commands about plans: redistribute, check, show, run
+- `simulating`     the command simulate
+- `searching`      the command plan
+- `handing`        what plan --out and --report write
+- `plan_folder`    what check, show and run do with what plan --out wrote
+- `why`            the command why: who asks for a movement; why a measured step is longer
+- `fusing`         the command fuse
+- `placing`        the commands about placements: place, reduce, audit
+- `audit`          what `audit` does: a launch read from texts and files, and audited
+- `topologies`     the command that lists topologies
+- `measurements`   the commands about measured collectives: validate, calibrate
+- `weights`        the commands about weights: refit, reshard, diff
+- `lab_commands`   the commands of the lab: run, sweep, validate
+- `lab`            what they do: programs measured beside their prediction
+- `bar`            a progress bar on the terminal
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import typer
 from shardplan.cli import lab_commands
 from shardplan.cli.command_group import CommandGroup, command_help
 from shardplan.cli.fusing import fuse
-from shardplan.cli.measured import calibrate, validate
+from shardplan.cli.measurements import calibrate, validate
 from shardplan.cli.placing import audit, place, reduce
 from shardplan.cli.plans import check, redistribute, run, show
 from shardplan.cli.searching import plan

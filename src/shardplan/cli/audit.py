@@ -21,7 +21,7 @@ from shardplan.launches.hostfile import Hosts, host_level, launch_of, parse_host
 from shardplan.launches.job_traffic import JobTraffic, job_traffic, with_axes
 from shardplan.launches.launch import Launch
 from shardplan.launches.megatron import DEFAULT, MAPPING, fastest_first, order_ranks
-from shardplan.movement.placing.placed import SAME
+from shardplan.movement.placing.placement_price import SAME
 from shardplan.report.audit import audit_object, audit_text
 from shardplan.report.placement_picture import text_placement
 from shardplan.report.placement_svg import svg_placement

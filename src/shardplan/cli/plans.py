@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.cli.handed import check_handed, run_handed, show_handed
 from shardplan.cli.options import (
     MESH_HELP,
     TOPOLOGY,
@@ -23,6 +22,7 @@ from shardplan.cli.options import (
     read_topology,
     read_types,
 )
+from shardplan.cli.plan_folder import check_handed, run_handed, show_handed
 from shardplan.cli.statuses import FAILED, complain
 from shardplan.errors import LayoutError, ParseError, line
 
@@ -230,8 +230,8 @@ def _run_launched(
     subject: Plan | Program, backend: str, timeout: float, cluster: Topology | None, trace: Path | None, as_json: bool
 ) -> None:
     """Run as one process of a launcher; the one with the first device prints."""
-    from shardplan.execution.launched import join_launcher, trial
     from shardplan.execution.measure import measured_links
+    from shardplan.execution.trial import join_launcher, trial
     from shardplan.plans.plan import Plan
     from shardplan.report.text import json_text, run_object, run_text
     from shardplan.report.timeline import comparison_text, links_text, timeline_text

@@ -227,7 +227,7 @@ def _judge_one(
 def _judge(model: Model, where: Topology, machine: MachineFit | None) -> Judge:
     from shardplan.simulation.closed.machines import machine_of
     from shardplan.simulation.searching.answer import Judge
-    from shardplan.simulation.searching.certified import Certifier
+    from shardplan.simulation.searching.certifier import Certifier
 
     known = machine or machine_of(where)
     return Judge(model, where, known, Certifier(model, known.parameters, where.device.memory))

@@ -81,7 +81,7 @@ def seconds_to_issue(job: Job, links: Topology, measured: Timeline) -> float:
     for a core is in it where there are more processes than cores.
     """
     line = simulate_job(job, links)
-    issued = {f"{stage}{kind}": issued_of(one.nodes) or 1 for (stage, kind), one in line.laid.maps.items()}
+    issued = {f"{stage}{kind}": issued_of(one.nodes) or 1 for (stage, kind), one in line.compiled.maps.items()}
     return median(i.seconds / issued[i.name] for i in measured.intervals)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardplan.fused.calls.groups import bind, bound, unbind
-    from shardplan.fused.calls.moved import MovedTally, MovedTile, counted
+    from shardplan.fused.calls.moved_tally import MovedTally, MovedTile, counted
     from shardplan.fused.deciding.calibrate import calibrate
     from shardplan.fused.deciding.fuse import fuse
     from shardplan.fused.deciding.graphs import GraphGroup, fuse_graph

@@ -21,7 +21,7 @@ from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.library_blocks import register_blocks
 from shardplan.fused.library_operands import product_operands, refuse_tangents
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +84,10 @@ def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm", 
     return heap
 
 
-def _group_request(group: str, tiles: int = 0, order: str = ORDER) -> Asked:
+def _group_request(group: str, tiles: int = 0, order: str = ORDER) -> CallContext:
     heap = bound(group)
     # In a forward that autograd differentiates it is off; where it is on here, no operand needs a gradient.
-    return Asked(heap, tiles, order, heap.seconds, backward=not torch.is_grad_enabled(), even=True)
+    return CallContext(heap, tiles, order, heap.seconds, backward=not torch.is_grad_enabled(), even=True)
 
 
 with torch.inference_mode(False):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.errors import optional
 from shardplan.fused.calls.groups import bound
 from shardplan.fused.operators import tensor_parallel
-from shardplan.fused.operators.asked import Asked, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ else:
     torch = optional("torch", "torch")
 
 Register = Callable[[str, str, Callable[..., Any], Callable[..., Any]], Any]
-Request = Callable[[str], Asked]
+Request = Callable[[str], CallContext]
 _ARGUMENTS = "(Tensor a, Tensor b, str group, SymInt[]? splits=None, Tensor? anchor=None)"
 _BACKWARD = "(Tensor g, Tensor x, Tensor b, str group, SymInt[]? splits) -> (Tensor, Tensor, Tensor)"
 

@@ -33,7 +33,7 @@ from shardplan.launches.megatron import name_of
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
 from shardplan.movement.placing.place import candidates, outermost
-from shardplan.movement.placing.placed import SAME, Placed, rank_placements
+from shardplan.movement.placing.placement_price import SAME, Placed, rank_placements
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 
 Ints = NDArray[np.int64]

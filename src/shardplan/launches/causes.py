@@ -16,7 +16,7 @@ from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.launch import Launch, article, count_units, detour_text, quote_axes, ring_of, sharing
 from shardplan.launches.verdict import Findings
 from shardplan.movement.placing.demand import demand_pattern
-from shardplan.movement.placing.placed import SAME
+from shardplan.movement.placing.placement_price import SAME
 from shardplan.movement.placing.traffic import Demand
 
 Ints = NDArray[np.int64]

@@ -24,7 +24,7 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.recognise import matrix_of, order_of
 from shardplan.hardware.topology import Topology
 from shardplan.launches.launch import Ints, Launch, Ring, article, count_units, detour_text, plural, quote_axes, ring_of
-from shardplan.movement.placing.placed import SAME
+from shardplan.movement.placing.placement_price import SAME
 
 Verdict = Literal["canonical", "equivalent", "interleaved", "not a placement"]
 _SIZES = (2.0**10, 2.0**20, 2.0**30)  # bytes at which an order may be felt

@@ -9,9 +9,9 @@ from typing import Any
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
-from shardplan.movement.placing.degraded import Degraded
+from shardplan.movement.placing.degradation import Degraded
 from shardplan.movement.placing.place import Ranking
-from shardplan.movement.placing.placed import Placed
+from shardplan.movement.placing.placement_price import Placed
 from shardplan.movement.reductions.enumeration import Reduction
 from shardplan.plans.plan import Plan
 from shardplan.report.text import library_object, plan_object

@@ -18,10 +18,10 @@ from shardplan.core.walk import step_patterns
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.prices.fabric import Floats
 from shardplan.plans.pricing import Where, fabric_of, where_of
+from shardplan.simulation.engine_tasks import clocks
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.predict import curves, live, step_names
 from shardplan.simulation.timeline import Timeline
-from shardplan.simulation.unrolled import clocks
 
 
 def simulate(program: Program, placement: Where | str, algorithm: str = "auto") -> Timeline:

@@ -11,7 +11,7 @@ from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.pricing import Where
 from shardplan.simulation import events
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.inference.answered import simulate_requests
+from shardplan.simulation.inference.request_timeline import simulate_requests
 from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.steps import delivered, simulate_step

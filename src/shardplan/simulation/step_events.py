@@ -10,7 +10,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm, PricedSteps, StageTimes
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.sweep import StageSeconds, compiled, sweep
+from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep
 
 Floats = np.ndarray
 
@@ -79,7 +79,7 @@ class StepEvents:
         """The seconds of strategies that have the schedule of one."""
         col = {name: int(x[0]) for name, x in one.columns.items()}
         name = "gpipe" if self.forward and col["interleave"] == 1 else CODES["schedule"][col["schedule"]]
-        return sweep(compiled(name, col["pipeline"], many, col["interleave"]), self._seconds(made)).makespan
+        return sweep(compile_schedule(name, col["pipeline"], many, col["interleave"]), self._seconds(made)).makespan
 
     def _seconds(self, made: StageTimes) -> StageSeconds:
         send = np.repeat(made.send[:, None], made.forward.shape[1] - 1, axis=1)

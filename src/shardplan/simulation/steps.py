@@ -17,7 +17,7 @@ from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.numbers import with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.interval import Interval, MemoryCurve
-from shardplan.simulation.sweep import StageSeconds, compiled, sweep, timeline_of
+from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep, timeline_of
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
@@ -76,7 +76,7 @@ def simulate_step(
     made = form.stages(columns)
     send = np.repeat(made.send[:, None], made.forward.shape[1] - 1, axis=1)
     stages = StageSeconds(made.forward, made.backward - made.weight, made.weight, send, send, np.zeros(1), made.after)
-    order = compiled(own) if own else compiled(
+    order = compile_schedule(own) if own else compile_schedule(
         str(strategy.schedule), strategy.pipeline, strategy.microbatches, strategy.interleave
     )  # fmt: skip
     line = timeline_of(sweep(order, stages))

@@ -218,10 +218,10 @@ def _transfers(line: JobTimeline) -> Iterator[MovementWhy]:
     ranks = {r: line.exposed_of(r).get(MESSAGES, 0.0) for r in range(len(line.swept.ranks))}
     total: dict[int, float] = {}
     for number, times in found.items():
-        to = job.schedule.owners[line.laid.messages[number].transfer.target[0]]
+        to = job.schedule.owners[line.compiled.messages[number].transfer.target[0]]
         total[to] = total.get(to, 0.0) + sum(times)
     for number, times in found.items():
-        m = line.laid.messages[number]
+        m = line.compiled.messages[number]
         made, wanted = m.transfer.types
         if not sum(times):
             continue

@@ -13,8 +13,8 @@ from shardplan.core.nested import as_nested
 from shardplan.core.pattern import Work
 from shardplan.plans.pricing import fabric_of
 from shardplan.simulation.closed.numbers import LOSS_BYTES
+from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job
 from shardplan.simulation.jobs.job_timeline import simulate_job
-from shardplan.simulation.jobs.laid import LaidJob, laid
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.timing import COMPUTE, Node, TimedLoop, TimedOp
 from shardplan.strategy.partition.job import Job
@@ -31,8 +31,8 @@ def job(kind: str = "gpt", **said: Any) -> Job:
     )
 
 
-def on_streams(one: Job, *, frameworks: bool) -> LaidJob:
-    return laid(one, fabric_of(CLUSTER, one.programs.meshes), JobSettings(frameworks=frameworks), Fold())
+def on_streams(one: Job, *, frameworks: bool) -> CompiledJob:
+    return compile_job(one, fabric_of(CLUSTER, one.programs.meshes), JobSettings(frameworks=frameworks), Fold())
 
 
 def leaves(nodes: Sequence[Node]) -> Iterator[TimedOp]:
@@ -43,7 +43,7 @@ def leaves(nodes: Sequence[Node]) -> Iterator[TimedOp]:
             yield node
 
 
-def loop_of(one: LaidJob, kind: str) -> list[TimedOp]:
+def loop_of(one: CompiledJob, kind: str) -> list[TimedOp]:
     """The ops of a layer."""
     (loop,) = (node for node in one.maps[0, kind].nodes if isinstance(node, TimedLoop))
     return list(leaves([loop]))
@@ -102,7 +102,7 @@ def test_a_loss_moves_what_that_of_a_framework_does(tensor: int, kind: str) -> N
 
 def test_our_own_executors_are_simulated_in_the_order_of_programs() -> None:
     one = job(data=4, fsdp=True, global_batch=8)
-    assert not simulate_job(one, CLUSTER, rendezvous=True).laid.settings.frameworks
+    assert not simulate_job(one, CLUSTER, rendezvous=True).compiled.settings.frameworks
     assert simulate_job(one, CLUSTER).seconds < simulate_job(one, CLUSTER, rendezvous=True).seconds
 
 

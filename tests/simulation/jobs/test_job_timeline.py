@@ -49,7 +49,7 @@ def test_the_peak_is_attributed(name: str) -> None:
     line = simulate_job(job(name), CLUSTER)
     peak = line.peak
     assert peak.nbytes == line.peak_bytes == sum(peak.parts.values())
-    kinds = {(s, kind, k) for row in line.laid.rows for s, kind, k in row}
+    kinds = {(s, kind, k) for row in line.compiled.rows for s, kind, k in row}
     assert (peak.stage, peak.kind, peak.microbatch) in kinds or peak.kind == "OPT"
     assert peak.tensors and peak.op
 

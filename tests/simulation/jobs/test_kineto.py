@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardplan.errors import ParseError, ShardplanError
-from shardplan.report.compared import compared_text
+from shardplan.report.timeline_comparison import compared_text
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.jobs.compare import compare
 from shardplan.simulation.jobs.job_timeline import simulate_job

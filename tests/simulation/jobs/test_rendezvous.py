@@ -10,7 +10,7 @@ from shardplan.errors import ShardplanError
 from shardplan.hardware.level import DeviceSpec, Level
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
-from shardplan.simulation.jobs.opened import MessagePlace
+from shardplan.simulation.jobs.op_intervals import MessagePlace
 from shardplan.strategy.partition.job_order import order, way
 from simulation.jobs.job_cases import SIZES, job
 
@@ -48,7 +48,7 @@ def test_a_message_begins_when_both_are_there(name: str, contention: bool) -> No
     places = {(s, way(kind), k): at for at, (s, kind, k) in enumerate(order(found))}
     at = {(s, way(kind), k): (r, i) for r, run in enumerate(ranks) for i, (s, kind, k) in enumerate(run.actions)}
     seen = 0
-    for number, m in enumerate(line.laid.messages):
+    for number, m in enumerate(line.compiled.messages):
         for (s, kind, k), (r, i) in at.items():
             if not m.seconds or k < 0 or (s, kind) != (m.transfer.target[0], m.transfer.kind):
                 continue
@@ -68,8 +68,8 @@ def test_forwards_in_a_row_by_hand() -> None:
     found = sp.partition(sp.Model.load("gpt", **SIZES), sp.Strategy(pipeline=2, global_batch=3, schedule="gpipe"))
     line = met(found)
     first, second = line.swept.ranks
-    (number,) = (n for n, m in enumerate(line.laid.messages) if m.transfer.kind == "F")
-    s, f = line.laid.messages[number].seconds, float(second.done[0] - second.begin[0])
+    (number,) = (n for n, m in enumerate(line.compiled.messages) if m.transfer.kind == "F")
+    s, f = line.compiled.messages[number].seconds, float(second.done[0] - second.begin[0])
     assert s > 0 and float(first.done[0]) < s + f
     assert float(second.done[2]) == pytest.approx(float(first.done[0]) + 3 * (s + f))
     free = simulate_job(found, SLOW, overlap=False, fold=False)

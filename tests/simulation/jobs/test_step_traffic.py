@@ -8,8 +8,8 @@ import pytest
 import shardplan as sp
 from shardplan.core.pattern import Groups, Work
 from shardplan.plans.pricing import fabric_of
+from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job, turning_places
 from shardplan.simulation.jobs.job_timeline import simulate_job
-from shardplan.simulation.jobs.laid import LaidJob, laid, turning_places
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.timing import COMPUTE, Node, TimedLoop, TimedOp
 from shardplan.strategy.partition.job import Job
@@ -23,8 +23,8 @@ def job(kind: str = "gpt", **said: Any) -> Job:
     return sp.partition(sp.Model.load(kind, precision="bf16", **SIZES), sp.Strategy(precision="bf16", **said))
 
 
-def on_streams(one: Job) -> LaidJob:
-    return laid(one, fabric_of(CLUSTER, one.programs.meshes), JobSettings(launch=0.0), Fold())
+def on_streams(one: Job) -> CompiledJob:
+    return compile_job(one, fabric_of(CLUSTER, one.programs.meshes), JobSettings(launch=0.0), Fold())
 
 
 def moving(nodes: tuple[Node, ...], times: int = 1) -> dict[str, float]:
@@ -79,7 +79,7 @@ def test_a_layers_gradients_go_once_they_are_made_one_layer_behind_the_other() -
 def test_folding_changes_nothing_of_it(said: dict[str, Any]) -> None:
     one = job(data=2, **{"global_batch": 8, **said})
     folded, whole = (simulate_job(one, CLUSTER, fold=f) for f in (True, False))
-    assert folded.laid.ends and folded.seconds == pytest.approx(whole.seconds, rel=1e-11)
+    assert folded.compiled.ends and folded.seconds == pytest.approx(whole.seconds, rel=1e-11)
     assert sum(i.seconds for i in folded.critical_path) == pytest.approx(folded.seconds)
 
 

@@ -16,8 +16,8 @@ from shardplan.hardware.level import Level
 from shardplan.hardware.prices.fabric import Floats
 from shardplan.hardware.topology import Topology
 from shardplan.plans.pricing import fabric_of
+from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job
 from shardplan.simulation.jobs.job_timeline import simulate_job
-from shardplan.simulation.jobs.laid import LaidJob, laid
 from shardplan.simulation.jobs.periods import shorter, spans
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.sweep import JobSweep, sweep
@@ -85,13 +85,13 @@ def test_layers_are_raised_to_a_power_and_prices_remembered() -> None:
     deep = job("tensor", 8)
     assert any(p.steps and p.steps[-1].op.name == "repeat" for p in deep.programs.shared)
     fabric = fabric_of(CLUSTER, deep.programs.meshes)
-    one, other = (laid(deep, fabric, JobSettings(), f) for f in (Fold(), Fold(layers=False, prices=False)))
+    one, other = (compile_job(deep, fabric, JobSettings(), f) for f in (Fold(), Fold(layers=False, prices=False)))
     for key, found in one.maps.items():
         assert np.allclose(found.matrix, other.maps[key].matrix, rtol=1e-12, atol=0.0)
 
 
 @cache
-def bare(name: str, ranks: int, microbatches: int) -> LaidJob:
+def bare(name: str, ranks: int, microbatches: int) -> CompiledJob:
     """A job of a schedule whose maps are scaled later."""
     sizes: dict[str, Any] = {**SIZES, "layers": 2 * ranks}
     strategy = sp.Strategy(
@@ -99,10 +99,10 @@ def bare(name: str, ranks: int, microbatches: int) -> LaidJob:
     )
     model = sp.Model.load("gpt", **sizes)
     found = sp.partition(model, strategy)
-    return laid(found, fabric_of(CLUSTER, found.programs.meshes), JobSettings(), Fold())
+    return compile_job(found, fabric_of(CLUSTER, found.programs.meshes), JobSettings(), Fold())
 
 
-def scaled(one: LaidJob, factors: list[float], message: float) -> LaidJob:
+def scaled(one: CompiledJob, factors: list[float], message: float) -> CompiledJob:
     maps = {
         (stage, kind): replace(
             found, matrix=np.where(np.isfinite(found.matrix), found.matrix * factors[stage], -np.inf)
@@ -164,9 +164,11 @@ def test_one_stream_without_launch_is_the_schedule_replayed(name: str, ranks: in
     """Stage-level events: what `replay` makes of the seconds of every action, messages free and between actions."""
     found = bare(name, ranks, 12).job
     line = simulate_job(found, CLUSTER, overlap=False, launch=0.0).without("messages")
-    n = len(line.laid.streams)
-    maps = {key: at_ends(one.matrix, n) for key, one in line.laid.maps.items()}
-    laid_so = replace(line.laid, maps={key: replace(one, matrix=maps[key]) for key, one in line.laid.maps.items()})
+    n = len(line.compiled.streams)
+    maps = {key: at_ends(one.matrix, n) for key, one in line.compiled.maps.items()}
+    laid_so = replace(
+        line.compiled, maps={key: replace(one, matrix=maps[key]) for key, one in line.compiled.maps.items()}
+    )
 
     def cost(action: Action) -> float:
         return float(maps[action.stage, action.kind][n + 1].max())

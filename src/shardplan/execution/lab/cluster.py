@@ -18,7 +18,7 @@ from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware.level import Level
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.replay import Constants
-from shardplan.simulation.tree import Tree
+from shardplan.simulation.switch_tree import Tree
 
 Leaf = Literal["ns", "lo"]
 Rate = float | str  # in Mbit/s; a text may have uplinks before it

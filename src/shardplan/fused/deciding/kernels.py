@@ -16,7 +16,7 @@ from shardplan.core.ops.fused_forms import BagForm, GemmForm, GemvForm
 from shardplan.errors import optional
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.asked import Asked
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.tiles.shapes import RowShape
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _gemm(
 
     def run(heap: SymmetricHeap, seconds: float, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         torch = optional("torch", "torch")
-        asked = Asked(heap, op.tiles, seconds=seconds)
+        asked = CallContext(heap, op.tiles, seconds=seconds)
         a = _matrices(arrays[form.a], form.sides[0], form.batch, form.rows, form.inner)
         b = _matrices(arrays[form.b], form.sides[1], form.batch, form.inner, form.columns)
         parts = [gemm.forward(asked, x, y, None, form.activation, form.scatter) for x, y in zip(a, b, strict=True)]
@@ -111,7 +111,7 @@ def _gemv(op: Fused, form: GemvForm) -> Callable[[SymmetricHeap, float, Sequence
     algorithm = "one_shot" if op.in_one_shot else "two_shot"
 
     def run(heap: SymmetricHeap, seconds: float, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        asked = Asked(heap, op.tiles, seconds=seconds)
+        asked = CallContext(heap, op.tiles, seconds=seconds)
         a = _matrices(arrays[form.a], form.sides[0], form.rows, form.inner)
         x = _matrices(arrays[form.b], form.sides[1], form.inner, form.columns)
         return gemv.forward(asked, a, x, algorithm).reshape(shape).permute(order).reshape(after)
@@ -150,7 +150,7 @@ def _bags(
         indices = torch.cat([ids.reshape(-1).to(torch.int64) for ids in bags])
         lengths = torch.cat([torch.full((batch,), ids.shape[1]) for ids in bags])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        asked = Asked(heap, op.tiles, seconds=seconds)
+        asked = CallContext(heap, op.tiles, seconds=seconds)
         found = embedding.forward(asked, tables, indices, offsets, None, "sum", batch, [count] * ranks)
         # Of each table the ranks' columns lie side by side.
         return found.view(-1, ranks, count, found.shape[-1]).permute(0, 2, 1, 3).reshape(shape)

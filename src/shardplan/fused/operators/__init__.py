@@ -2,10 +2,10 @@
 
 Reading order:
 
-- `asked`      what all operators are asked beside their tensors: group, tiles, order, how long to wait
-- `moving`     blocks that move back: the inverse all-to-all of gradients
-- `gemm`       a product whose blocks of rows or columns go to all ranks
-- `gemv`       a thin product whose addends are summed on all ranks
+- `call_context`     what all operators are asked beside their tensors: group, tiles, order, how long to wait
+- `moving`           blocks that move back: the inverse all-to-all of gradients
+- `gemm`             a product whose blocks of rows or columns go to all ranks
+- `gemv`             a thin product whose addends are summed on all ranks
 - `tensor_parallel`  a product of rows that all ranks gather, and a product whose addends are scattered and summed
-- `embedding`  bags of embedding rows, of each rank's tables for its batch, to the ranks of the batch
+- `embedding`        bags of embedding rows, of each rank's tables for its batch, to the ranks of the batch
 """

@@ -18,7 +18,7 @@ from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, T
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
-from shardplan.fused.operators.asked import Asked, splits, starts, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, splits, starts, tile_sizes
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.schedule import TileSchedule
@@ -31,7 +31,7 @@ NAME = "embedding_bag_all_to_all"
 LEAST = 1024  # bags of a tile: smaller ones cost 1.2 to 1.3 times (measured, one core)
 
 
-def _check_tables(asked: Asked, tables: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, batch: int) -> None:
+def _check_tables(asked: CallContext, tables: Sequence[torch.Tensor], dim: int, dtype: torch.dtype, batch: int) -> None:
     if any(t.ndim != 2 or t.shape[1] != dim or t.dtype != dtype for t in tables):
         raise TypingError(f"{NAME}: tables {[list(t.shape) for t in tables]}; legal are [R, {dim}] of one dtype")
     if batch < 0:
@@ -83,7 +83,7 @@ class BagsCall:
     call: TileCall | None = None
 
     @classmethod
-    def of(cls, asked: Asked, who: BagBlocks, tiles: int, out: SymmetricTensor | None) -> BagsCall:
+    def of(cls, asked: CallContext, who: BagBlocks, tiles: int, out: SymmetricTensor | None) -> BagsCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
             return cls(who)
@@ -97,7 +97,7 @@ class BagOperands:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: CallContext,
         tables: Sequence[torch.Tensor],
         indices: torch.Tensor,
         offsets: torch.Tensor,
@@ -131,7 +131,7 @@ class BagOperands:
 
 
 def forward(
-    asked: Asked,
+    asked: CallContext,
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,
     offsets: torch.Tensor,
@@ -193,7 +193,7 @@ def _all_at_once(bags: BagCall, steps: Sequence[Any], bag: Sequence[int], stride
 
 
 def backward(
-    asked: Asked,
+    asked: CallContext,
     g: torch.Tensor,
     tables: Sequence[torch.Tensor],
     indices: torch.Tensor,

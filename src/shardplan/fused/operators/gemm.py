@@ -16,7 +16,7 @@ from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, ins
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.activation import activation_gradient, apply_activation
-from shardplan.fused.operators.asked import Asked, splits, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, splits, tile_sizes
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.events import TileBox
@@ -38,7 +38,7 @@ BACK = CallKind(f"{NAME}_backward", (*_FACTS, "gradient"), (*_ALIKE, "gradient")
 
 
 def _facts(
-    asked: Asked,
+    asked: CallContext,
     a: torch.Tensor,
     b: torch.Tensor,
     scatter: int,
@@ -77,7 +77,7 @@ def cuts_of(said: Sequence[Facts]) -> BlockCuts:
 
 
 def check_operands(
-    asked: Asked,
+    asked: CallContext,
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,
@@ -100,7 +100,7 @@ def check_operands(
 
 
 def forward(
-    asked: Asked,
+    asked: CallContext,
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -163,7 +163,7 @@ class GemmCall:
 
     @classmethod
     def of(
-        cls, asked: Asked, cuts: BlockCuts, dtype: torch.dtype, varying: bool, out: SymmetricTensor | None
+        cls, asked: CallContext, cuts: BlockCuts, dtype: torch.dtype, varying: bool, out: SymmetricTensor | None
     ) -> GemmCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
@@ -177,7 +177,7 @@ class GemmCall:
 
 
 def backward(
-    asked: Asked,
+    asked: CallContext,
     g: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,

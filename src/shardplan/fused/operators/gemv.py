@@ -26,7 +26,7 @@ from shardplan.fused.calls.instance import (
     instance,
 )
 from shardplan.fused.kernels.vectors import LANE, WANT, fits, one_shot, rows_times, sum_dtype, thin
-from shardplan.fused.operators.asked import Asked
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import RowShape
 
@@ -42,7 +42,7 @@ KIND = CallKind(NAME, _FACTS, _FACTS)
 LEAST = 256  # rows of a tile
 
 
-def forward(asked: Asked, a: torch.Tensor, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
+def forward(asked: CallContext, a: torch.Tensor, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
     """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], C at most 16: [M] or [M, C] on every rank.
 
     K_r may differ between ranks, or be 0. Addends and sums are f32, of f64 that. Collective; raises `TypingError`
@@ -121,7 +121,7 @@ class GemvCall:
     places: dict[tuple[int, tuple[int, int]], tuple[int, int]] = field(default_factory=dict["Any", "Any"])
 
     @classmethod
-    def of(cls, asked: Asked, m: int, columns: int, one: bool, dtype: torch.dtype, wide: torch.dtype) -> GemvCall:
+    def of(cls, asked: CallContext, m: int, columns: int, one: bool, dtype: torch.dtype, wide: torch.dtype) -> GemvCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
             return cls()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
-from shardplan.fused.operators.asked import Asked
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts
 
@@ -32,7 +32,7 @@ class BlockMove:
     @classmethod
     def of(
         cls,
-        asked: Asked,
+        asked: CallContext,
         op: str,
         cuts: BlockCuts,
         dtype: torch.dtype,
@@ -47,7 +47,7 @@ class BlockMove:
         made = instance(asked.heap, op, schedule, "", asked.seconds)
         return cls(op, cuts, more, varying, made, made.call(cuts.shape(), {"result": dtype}, more))
 
-    def run(self, asked: Asked, g: torch.Tensor) -> torch.Tensor:
+    def run(self, asked: CallContext, g: torch.Tensor) -> torch.Tensor:
         """Return the blocks of all ranks, put together; collective. Raises as `FusedInstance.run`."""
         g = g.contiguous()
         if asked.kernels is not None:

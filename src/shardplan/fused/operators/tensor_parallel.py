@@ -16,7 +16,7 @@ from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_
 from shardplan.fused.calls.instance import FusedInstance, PutStep, ReadStep, TileCall, instance
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.vectors import sum_dtype
-from shardplan.fused.operators.asked import Asked, splits, tile_sizes
+from shardplan.fused.operators.call_context import CallContext, splits, tile_sizes
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts
 
@@ -41,7 +41,7 @@ class BlocksCall:
     call: TileCall | None = None
 
     @classmethod
-    def of(cls, asked: Asked, op: str, said: Sequence[Facts], dtype: torch.dtype) -> BlocksCall:
+    def of(cls, asked: CallContext, op: str, said: Sequence[Facts], dtype: torch.dtype) -> BlocksCall:
         """Return what is to be done, given what all ranks said; collective. Raises `HeapMismatch` where they differ."""
         check_alike(op, said, "backward", ALL_BACK)
         first, rows = said[0], [each["rows"] for each in said]
@@ -62,7 +62,7 @@ class BlocksCall:
 
 
 def _agree(
-    asked: Asked, op: str, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None, back: bool
+    asked: CallContext, op: str, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None, back: bool
 ) -> BlocksCall:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
         said = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (a, b))
@@ -86,7 +86,7 @@ def _agree(
 
 
 def gather_multiply(
-    asked: Asked, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None = None, back: bool = False
+    asked: CallContext, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None = None, back: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of all ranks, of which this one has a [M_r, K], times b [K, N], and these rows: [M, N], [M, K].
 
@@ -115,7 +115,7 @@ def gather_multiply(
 
 
 def multiply_scatter(
-    asked: Asked, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None = None, back: bool = False
+    asked: CallContext, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None = None, back: bool = False
 ) -> torch.Tensor:
     """Return this rank's rows of the sum over ranks of a [M, K_r] times b [K_r, N]: [M_r, N].
 
@@ -144,14 +144,14 @@ def multiply_scatter(
 
 
 def gather_multiply_backward(
-    asked: Asked, g: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, parts: Sequence[int]
+    asked: CallContext, g: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, parts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of a and b of `gather_multiply`, given that of its result and the rows of all ranks."""
     return multiply_scatter(asked, g.contiguous(), b.t().contiguous(), parts, True), rows.t() @ g
 
 
 def multiply_scatter_backward(
-    asked: Asked, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int]
+    asked: CallContext, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of a and b of `multiply_scatter`, given that of its result."""
     da, whole = gather_multiply(asked, g.contiguous(), b.t().contiguous(), parts, True)

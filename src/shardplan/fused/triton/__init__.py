@@ -2,17 +2,17 @@
 
 Reading order:
 
-- `words`      `put`, `signal`, `wait`, memory of peers, and the walk along a schedule's rows, as functions of Triton
-- `memory`     `TileMemory`: the heaps of all ranks, and the ranks that run in this process
-- `rows`       a proved protocol of tiles as the integers that a kernel reads
-- `launches`   `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
-- `options`    `KernelOptions`: programs, order, slices, seconds
-- `record`     what failed in a kernel, seen by the host without a wait
-- `blocks`     `BlockKernel`: blocks from every rank to every rank, of which kernels know a matrix of counts
+- `words`     `put`, `signal`, `wait`, memory of peers, and the walk along a schedule's rows, as functions of Triton
+- `memory`    `TileMemory`: the heaps of all ranks, and the ranks that run in this process
+- `rows`      a proved protocol of tiles as the integers that a kernel reads
+- `launches`  `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
+- `options`   `KernelOptions`: programs, order, slices, seconds
+- `record`    what failed in a kernel, seen by the host without a wait
+- `blocks`    `BlockKernel`: blocks from every rank to every rank, of which kernels know a matrix of counts
 - `gemm`, `gemv`, `embedding`, `tensor_parallel`   the operators, with their kernels in modules of their own
-- `move`       the all-to-all of blocks that gradients need
-- `serving`    all of them as what runs the operators of a heap
-- `ahead`      kernels compiled without a GPU
+- `move`           the all-to-all of blocks that gradients need
+- `serving`        all of them as what runs the operators of a heap
+- `compile_ahead`  kernels compiled without a GPU
 
 One source of a kernel runs in Triton's interpreter (TRITON_INTERPRET=1 before the first import), on NVIDIA and on AMD.
 Names here are imported when they are first used: this needs `pip install 'shardplan[triton]'`.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.errors import optional
 
 if TYPE_CHECKING:
-    from shardplan.fused.triton.ahead import compiled, source_hash
+    from shardplan.fused.triton.compile_ahead import compile_kernel, source_hash
     from shardplan.fused.triton.embedding import embedding_bag_all_to_all
     from shardplan.fused.triton.gemm import gemm_all_to_all
     from shardplan.fused.triton.gemv import gemv_all_reduce
@@ -48,7 +48,7 @@ __all__ = [
     "FusedKernel",
     "KernelOptions",
     "TileMemory",
-    "compiled",
+    "compile_kernel",
     "source_hash",
     "embedding_bag_all_to_all",
     "gemm_all_to_all",
@@ -57,7 +57,7 @@ __all__ = [
 
 _WHERE = {
     "words": ("PUT", "READ", "WIDE", "enter", "peer", "place", "put", "signal", "turn", "wait"),
-    "ahead": ("compiled", "source_hash"),
+    "compile_ahead": ("compile_kernel", "source_hash"),
     "launches": ("FusedKernel",),
     "memory": ("TileMemory",),
     "options": ("KernelOptions",),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import BackendError, TypingError, optional
 from shardplan.fused.heap.symmetric import SymmetricTensor, size_class
-from shardplan.fused.operators.asked import starts
+from shardplan.fused.operators.call_context import starts
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.tiles.symmetry import prove

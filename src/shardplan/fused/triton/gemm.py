@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.heap.symmetric import SymmetricTensor
-from shardplan.fused.operators.asked import splits, tile_sizes
+from shardplan.fused.operators.call_context import splits, tile_sizes
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.blocks import block_kernel
 from shardplan.fused.triton.gemm_kernel import gemm_kernel

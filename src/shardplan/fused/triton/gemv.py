@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, excerpt, optional
-from shardplan.fused.operators.asked import starts
+from shardplan.fused.operators.call_context import starts
 from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.shapes import RowShape
 from shardplan.fused.triton.gemv_kernel import gemv_kernel

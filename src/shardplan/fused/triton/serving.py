@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardplan.errors import BackendError, optional
 from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.bags import BagCall
-from shardplan.fused.operators.asked import Asked
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.out import result_or_out
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.embedding import embedding_bag_all_to_all
@@ -50,7 +50,7 @@ class TritonKernels:
             self.programs = torch.cuda.get_device_properties(self.memory.device).multi_processor_count
             self.block, self.vector = LARGE, (16, 256)
 
-    def _options(self, asked: Asked, fit: int = 1, warps: int = 4) -> KernelOptions:
+    def _options(self, asked: CallContext, fit: int = 1, warps: int = 4) -> KernelOptions:
         """So many programs on each processor of a GPU as registers let fit: `benchmarks.fused_text` counts them."""
         programs = self.programs * (1 if self.heap.device == "cpu" else fit)
         return KernelOptions(programs, asked.order, seconds=asked.seconds, warps=warps)
@@ -68,7 +68,7 @@ class TritonKernels:
 
     def gemm(
         self,
-        asked: Asked,
+        asked: CallContext,
         a: torch.Tensor,
         b: torch.Tensor,
         bias: torch.Tensor | None,
@@ -85,7 +85,7 @@ class TritonKernels:
             found = gemm_all_to_all(self.memory, a.contiguous(), b.contiguous()[None], mine, *given)[0]
             return found if out is None else result_or_out("gemm_all_to_all", found, out)
 
-    def gemv(self, asked: Asked, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
+    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
         """Return the result of `gemv_all_reduce`, [M, C]."""
         with self._propagate_errors("gemv_all_reduce"):
             given = (shots, self.vector, asked.tiles, self._options(asked))
@@ -93,7 +93,7 @@ class TritonKernels:
 
     def bags(
         self,
-        asked: Asked,
+        asked: CallContext,
         call: BagCall,
         held: Sequence[int],
         batches: Sequence[int],
@@ -110,7 +110,7 @@ class TritonKernels:
             return found if out is None else result_or_out("embedding_bag_all_to_all", found, out)
 
     def gather_multiply(
-        self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
+        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `all_gather_gemm`."""
         with self._propagate_errors("all_gather_gemm"):
@@ -118,13 +118,13 @@ class TritonKernels:
             out, rows = gather_multiply(self.memory, *operands, self.block, self._options(asked, warps=8))
             return out[0], rows[0]
 
-    def multiply_scatter(self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
+    def multiply_scatter(self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
         """Return the result of `gemm_reduce_scatter`."""
         with self._propagate_errors("gemm_reduce_scatter"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
             return multiply_scatter(self.memory, *operands, self.block, self._options(asked, warps=8))[0]
 
-    def move(self, asked: Asked, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
+    def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         with self._propagate_errors(op):
             return move(self.memory, op, cuts, g, self._options(asked, fit=8), varying=varying)

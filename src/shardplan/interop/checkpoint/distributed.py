@@ -24,7 +24,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import LayoutError, ParseError, excerpt, line, optional
 from shardplan.interop.checkpoint.folders import ADMITTED, SavedPlace, saved_tensors
-from shardplan.interop.checkpoint.pickled import PickledCall, read_pickle
+from shardplan.interop.checkpoint.pickle_reader import PickledCall, read_pickle
 
 # zipfile has no error of its own for much of what can be wrong with an archive
 _UNSAID = OSError, ValueError, RuntimeError, EOFError, OverflowError, struct.error, zlib.error, zipfile.BadZipFile

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.errors import ParseError, excerpt, line, optional
-from shardplan.interop.checkpoint.pickled import PickledCall, PickledName, PickledRows, read_pickle
+from shardplan.interop.checkpoint.pickle_reader import PickledCall, PickledName, PickledRows, read_pickle
 
 METADATA = ".metadata"
 MOST_BYTES = 2**30  # some six million chunks

@@ -4,13 +4,13 @@ What a framework cannot say is a line in its file and in the answer, with the st
 
 Reading order:
 
-- `handed_plan`  `HandedPlan`: what is handed over, as `plan.json`, and back
-- `written`      `WrittenFiles`: what a framework gets, and what it cannot say
-- `torchtitan`   a function that sets a config of torchtitan 0.3, and the same as overrides
-- `megatron`     arguments of Megatron-LM
-- `specs`        how the tensors of a checkpoint are cut: torch's mesh and plan, JAX's mesh and specs
-- `scripts`      `torchrun.sh` and `slurm.sh`: nodes, tasks, binding, the order of ranks
-- `folder`       all of it in a folder
-- `scaled`       a plan on small sizes, to be run here
-- `handed_job`   its job, and the machine as it delivers
+- `handed_plan`    `HandedPlan`: what is handed over, as `plan.json`, and back
+- `written_files`  `WrittenFiles`: what a framework gets, and what it cannot say
+- `torchtitan`     a function that sets a config of torchtitan 0.3, and the same as overrides
+- `megatron`       arguments of Megatron-LM
+- `specs`          how the tensors of a checkpoint are cut: torch's mesh and plan, JAX's mesh and specs
+- `scripts`        `torchrun.sh` and `slurm.sh`: nodes, tasks, binding, the order of ranks
+- `folder`         all of it in a folder
+- `scaled_plan`    a plan on small sizes, to be run here
+- `handed_job`     its job, and the machine as it delivers
 """

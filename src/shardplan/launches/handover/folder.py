@@ -11,7 +11,7 @@ from shardplan.launches.handover.megatron import write_megatron
 from shardplan.launches.handover.scripts import write_scripts
 from shardplan.launches.handover.specs import write_jax, write_torch
 from shardplan.launches.handover.torchtitan import write_torchtitan
-from shardplan.launches.handover.written import WrittenFiles
+from shardplan.launches.handover.written_files import WrittenFiles
 from shardplan.plans.plan_file import write_atomic
 
 WRITERS: Sequence[Callable[[HandedPlan], WrittenFiles]] = (write_torchtitan, write_megatron, write_torch, write_jax)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardplan.hardware.topology import Topology
 from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.simulation.searching.certified import even_cuts
+from shardplan.simulation.searching.certifier import even_cuts
 from shardplan.simulation.steps import delivered
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.partition import partition

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.launches.handover.handed_plan import ORDER, HandedPlan
-from shardplan.launches.handover.written import WrittenFiles, comment_lines
-from shardplan.simulation.searching.certified import even_cuts
+from shardplan.launches.handover.written_files import WrittenFiles, comment_lines
+from shardplan.simulation.searching.certifier import even_cuts
 from shardplan.strategy.strategy import Strategy
 
 SWAPPED = ("data", "pipeline", "context", "tensor")  # outermost first: `--use-tp-pp-dp-mapping`

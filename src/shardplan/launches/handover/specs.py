@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.launches.fixes import strided_text
 from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.launches.handover.written import WrittenFiles, comment_lines
+from shardplan.launches.handover.written_files import WrittenFiles, comment_lines
 from shardplan.simulation.searching.plans import RankedPlan
 from shardplan.strategy.model import Model
 from shardplan.strategy.parameter import Parameter

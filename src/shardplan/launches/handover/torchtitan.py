@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardplan.launches.handover.handed_plan import ORDER, HandedPlan
-from shardplan.launches.handover.written import WrittenFiles, comment_lines
-from shardplan.simulation.searching.certified import even_cuts
+from shardplan.launches.handover.written_files import WrittenFiles, comment_lines
+from shardplan.simulation.searching.certifier import even_cuts
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import schedule
 from shardplan.strategy.strategy import Strategy

@@ -2,9 +2,9 @@
 
 Reading order:
 
-- `traffic`    what a job communicates
-- `demand`     one collective of it on a placement: its program, its seconds, its bound
-- `placed`     a placement with its price
-- `degraded`   what slow units cost, and whether renaming devices helps
-- `place`      the verb: every placement of a mesh, best first
+- `traffic`          what a job communicates
+- `demand`           one collective of it on a placement: its program, its seconds, its bound
+- `placement_price`  a placement with its price
+- `degradation`      what slow units cost, and whether renaming devices helps
+- `place`            the verb: every placement of a mesh, best first
 """

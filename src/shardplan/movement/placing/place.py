@@ -17,9 +17,9 @@ from shardplan.hardware.placement import Placement, orders, placements
 from shardplan.hardware.prices.cost import checked_algorithm
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.movement.placing.degraded import Degraded, degradation
+from shardplan.movement.placing.degradation import Degraded, degradation
 from shardplan.movement.placing.demand import Programs
-from shardplan.movement.placing.placed import Placed, in_best_order, rank_placements
+from shardplan.movement.placing.placement_price import Placed, in_best_order, rank_placements
 from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
 
 

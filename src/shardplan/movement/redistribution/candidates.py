@@ -21,7 +21,7 @@ from shardplan.movement.redistribution.fallback_candidates import fallback_candi
 from shardplan.movement.redistribution.limits import Narrowing
 from shardplan.movement.redistribution.problem import Problem, common, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest
-from shardplan.movement.redistribution.tiled import Graph, price_graph
+from shardplan.movement.redistribution.tile_graph import Graph, price_graph
 
 ROUND_CHARGE = 0.002  # of bound_bytes, per round; scale-free, so that tiny arrays are not gathered to save rounds
 # What variants charge for a round where the price is not exact on the graph: 25 times as much, for fewer, larger steps.

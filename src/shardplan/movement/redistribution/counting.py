@@ -11,7 +11,7 @@ from shardplan.errors import LayoutError, TypingError
 from shardplan.movement.redistribution.emit import edge
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.search import Objective, Path, shortest
-from shardplan.movement.redistribution.tiled import Graph, price_graph
+from shardplan.movement.redistribution.tile_graph import Graph, price_graph
 
 # Edges whose price is counted: mostly the path stays, or the next one is right.
 _MOST_COUNTED = 24

@@ -35,7 +35,7 @@ from shardplan.movement.redistribution.space import (
     SCATTER,
     SPREAD,
 )
-from shardplan.movement.redistribution.tiled import Graph
+from shardplan.movement.redistribution.tile_graph import Graph
 
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

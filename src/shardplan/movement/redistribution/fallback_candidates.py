@@ -13,7 +13,7 @@ from shardplan.movement.redistribution.emit import ops_of_path
 from shardplan.movement.redistribution.orders import other_orders
 from shardplan.movement.redistribution.problem import MOST_POOLED, Problem, pool_types, problem
 from shardplan.movement.redistribution.search import Objective, Path
-from shardplan.movement.redistribution.tiled import price_graph
+from shardplan.movement.redistribution.tile_graph import price_graph
 
 # Each search takes few: its first expansion finds every path of two steps.
 _EXPANSIONS = 10

@@ -30,7 +30,7 @@ from shardplan.movement.redistribution.space import (
     Edges,
     doublings,
 )
-from shardplan.movement.redistribution.tiled import Graph
+from shardplan.movement.redistribution.tile_graph import Graph
 
 # Ties go to fewer steps: far below what a round costs (0.002), far above the rounding of a sum. In units of the bound.
 STEP = 1e-7

@@ -17,7 +17,7 @@ from shardplan.simulation.jobs.spans import joined, uncovered_stretches
 from shardplan.simulation.jobs.timing import COMPUTE, issued_of
 from shardplan.simulation.searching.answer import Judge
 from shardplan.simulation.searching.plans import RankedPlan, plan_text
-from shardplan.simulation.searching.varied import scalable_parts
+from shardplan.simulation.searching.sensitivity import scalable_parts
 from shardplan.simulation.why import WhyMovements
 from shardplan.strategy.partition.memory import Holdings
 
@@ -72,7 +72,7 @@ def _openable(line: JobTimeline, ranks: Sequence[int]) -> list[int]:
     found, left = list[int](), MOST_OPENED
     for r in ranks:
         left -= sum(
-            issued_of(line.laid.map_at(r, i, (s, kind)).nodes)
+            issued_of(line.compiled.map_at(r, i, (s, kind)).nodes)
             for i, (s, kind, _) in enumerate(line.swept.ranks[r].actions)
         )
         if left < 0 and found:

@@ -17,7 +17,7 @@ from shardplan.report.page.figures import (
     timeline_figure,
 )
 from shardplan.report.page.page import PagePart, render_page
-from shardplan.report.page.placed import placed_markup
+from shardplan.report.page.placement import placed_markup
 from shardplan.report.plan import strategy_words
 from shardplan.report.why import remedy_text
 from shardplan.simulation.searching.answer import Judge, JudgedPlan, PlanAnswer

@@ -4,7 +4,7 @@ Reading order:
 
 - `work`            what a device does: `LocalKernel`, `LocalMove`, `HeldParameter`, `Saved`; a `Reading` of them
 - `serving`         which factor of a step every axis carries
-- `kept`            what layers keep between steps beside parameters: caches
+- `caches`          what layers keep between steps beside parameters: caches
 - `addends`         how a value may be kept, and how addends of gradients lie
 - `read_block`      `ReadBlock`: a program while it is read
 - `reading`         from a model and a strategy's tables to a `Reading`

@@ -25,7 +25,7 @@ from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.reading import read
 from shardplan.simulation.closed.stages import Dealt, is_halved, layer_rows, recipe, weight_parts
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
-from shardplan.simulation.sweep import StageSeconds, closed_step, compiled
+from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import NARROW, SHARING, Strategy
 
@@ -380,6 +380,6 @@ def _scheduled(c: Configurations, kinds: ChunkKinds, stages: StageTimes, where: 
             x[of_chunk][:, where[at]].T for x in (stages.forward, stages.backward, stages.weight)
         )
         nothing = np.zeros((len(at), len(of_chunk) - 1))
-        order = compiled(CODES["schedule"][schedule], pipeline, m, interleave)
+        order = compile_schedule(CODES["schedule"][schedule], pipeline, m, interleave)
         found[at] = closed_step(order, StageSeconds(forward, backward - weight, weight, nothing), near=False)
     return found

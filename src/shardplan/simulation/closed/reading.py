@@ -19,9 +19,9 @@ from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.addends import addends, no_larger
-from shardplan.simulation.closed.kept import kept_values
+from shardplan.simulation.closed.caches import kept_values
 from shardplan.simulation.closed.lifetimes import layer_life
-from shardplan.simulation.closed.outside import is_read_early, outside_layers, run_of
+from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
 from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values
 from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (

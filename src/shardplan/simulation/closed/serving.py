@@ -122,12 +122,12 @@ def _swelling(
 @lru_cache(maxsize=1 << 12)
 def _passes(op: Compute, summed: frozenset[int], types: tuple[TensorType, ...]) -> bool:
     """Whether sums pass, as the op is typed, into nothing larger: later there would be more to reduce."""
-    laid = [
+    sharded = [
         t.with_layout(Layout(((),) * t.ndim, ("sum",), "sum") if k in summed else Layout(((),) * t.ndim), _TWO)
         for k, t in enumerate(types)
     ]
     try:
-        results = results_of(op.on_mesh(_TWO), tuple(laid))
+        results = results_of(op.on_mesh(_TWO), tuple(sharded))
     except ShardplanError:
         return False
     if not all(t.layout.partial for t in results):

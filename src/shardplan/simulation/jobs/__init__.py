@@ -2,21 +2,21 @@
 
 Reading order:
 
-- `settings`    `Fold` and `JobSettings`: what is folded, and what is assumed of hosts and streams
-- `timing`      `TimedOp` and `TimedLoop`: the ops of a program with their seconds and streams; where an op is priced
-- `framework_ops`  what frameworks run beside, or as one kernel, where a program has one op after another
-- `streams`     a run of them on streams, in numbers or in rows of (max,+)
-- `maps`        `ActionMap`: a program as a matrix of (max,+), from when streams are free to when they are free again
-- `laid`        `LaidJob`: a job on a fabric: which stages are alike, and the maps of their actions
-- `messages`    `StageMessage`: what goes between stages, how long it takes and whom it is for
-- `periods`     which actions of a schedule say nothing new, and are left out of a sweep
-- `sweep`       the schedule run over the maps, action by action: when each begins and ends
-- `holdings`    whose bytes they are when a device holds most
-- `opened`      actions as intervals of ops, and the chain of those that the makespan consists of
-- `every`       the same job device by device, op by op, on shared links: what folding is held against
-- `job_timeline`  `JobTimeline` and `simulate_job`
-- `kineto`      a profiler's own trace as a `Timeline`
-- `compare`     a predicted timeline beside a measured one, step by step
+- `settings`           `Fold` and `JobSettings`: what is folded, and what is assumed of hosts and streams
+- `timing`             `TimedOp` and `TimedLoop`: the ops of a program with their seconds and streams, priced here
+- `framework_ops`      what frameworks run beside, or as one kernel, where a program has one op after another
+- `streams`            a run of them on streams, in numbers or in rows of (max,+)
+- `maps`               `ActionMap`: a program as a matrix of (max,+), from streams free to streams free again
+- `compiled_job`       `CompiledJob`: a job on a fabric: which stages are alike, and the maps of their actions
+- `messages`           `StageMessage`: what goes between stages, how long it takes and whom it is for
+- `periods`            which actions of a schedule say nothing new, and are left out of a sweep
+- `sweep`              the schedule run over the maps, action by action: when each begins and ends
+- `holdings`           whose bytes they are when a device holds most
+- `op_intervals`       actions as intervals of ops, and the chain of those that the makespan consists of
+- `per_device_events`  the same job device by device, op by op, on shared links: what folding is held against
+- `job_timeline`       `JobTimeline` and `simulate_job`
+- `kineto`             a profiler's own trace as a `Timeline`
+- `compare`            a predicted timeline beside a measured one, step by step
 
 Source: arXiv 2111.05426, simulator; (max,+): Baccelli, Cohen, Olsder, Quadrat, Synchronization and Linearity, 1992.
 """

@@ -15,11 +15,11 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_seconds
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval, MemoryCurve
-from shardplan.simulation.jobs.every import every_device
+from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job
 from shardplan.simulation.jobs.holdings import HeldPeak, attributed
-from shardplan.simulation.jobs.laid import LaidJob, laid
 from shardplan.simulation.jobs.messages import MESSAGES
-from shardplan.simulation.jobs.opened import HostPlace, MessagePlace, OpenedOps, OpPlace, Place
+from shardplan.simulation.jobs.op_intervals import HostPlace, MessagePlace, OpenedOps, OpPlace, Place
+from shardplan.simulation.jobs.per_device_events import per_device_events
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.spans import busy, exposed
 from shardplan.simulation.jobs.sweep import JobSweep, sweep
@@ -49,7 +49,7 @@ class JobTimeline:
 
     job: Job
     where: Where
-    laid: LaidJob
+    compiled: CompiledJob
     swept: JobSweep
     opened: OpenedOps  # its ops, opened action by action
     title: str = ""
@@ -63,7 +63,7 @@ class JobTimeline:
     @cached_property
     def held(self) -> Holdings:
         """The bytes of every rank, action by action."""
-        return holdings(self.laid.job)
+        return holdings(self.compiled.job)
 
     @property
     def peak_bytes(self) -> int:
@@ -73,7 +73,7 @@ class JobTimeline:
     @cached_property
     def peak(self) -> HeldPeak:
         """Where and when a device holds most, and of what."""
-        return attributed(self.laid.job, self.held)
+        return attributed(self.compiled.job, self.held)
 
     @cached_property
     def stands_for(self) -> Mapping[int, tuple[int, ...]]:
@@ -84,7 +84,7 @@ class JobTimeline:
     @property
     def even(self) -> bool:
         """Whether all devices of a stage take equally long in each op; else the slowest of them is what stands."""
-        return self.laid.even
+        return self.compiled.even
 
     @cached_property
     def shared_levels(self) -> Mapping[str, tuple[str, ...]]:
@@ -93,12 +93,12 @@ class JobTimeline:
         Without `contention` each has the whole of the links.
         """
         found: dict[str, dict[str, None]] = {}
-        for one in self.laid.every_map:
-            for stream, level in _loads(one.nodes, self.laid.fabric):
+        for one in self.compiled.every_map:
+            for stream, level in _loads(one.nodes, self.compiled.fabric):
                 found.setdefault(level, {})[stream] = None
-        for m in self.laid.messages:
+        for m in self.compiled.messages:
             for cost in m.steps:
-                for level in loaded(cost, self.laid.fabric):
+                for level in loaded(cost, self.compiled.fabric):
                     found.setdefault(level, {})[MESSAGES] = None
         return {level: tuple(names) for level, names in found.items() if len(names) > 1 or MESSAGES in names}
 
@@ -153,7 +153,7 @@ class JobTimeline:
         found: dict[tuple[str, str, int], float] = {}
         for place, link in zip(self.places, self.critical_path, strict=True):
             if isinstance(place, MessagePlace):
-                m = self.laid.messages[place.number]
+                m = self.compiled.messages[place.number]
                 key = MESSAGES, m.level, m.transfer.source[0]
             else:
                 stage = self.swept.ranks[place.rank].actions[place.action][0]
@@ -213,7 +213,7 @@ class JobTimeline:
         return tuple(chosen)
 
     def _ops(self, rank: int, action: int, key: tuple[int, str]) -> int:
-        return issued_of(self.laid.map_at(rank, action, key).nodes) or 1
+        return issued_of(self.compiled.map_at(rank, action, key).nodes) or 1
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
@@ -297,16 +297,16 @@ class JobTimeline:
                 raise ShardplanError(
                     f"without {excerpt(name)}: nothing of the step is called so; legal: {', '.join(legal)}"
                 )
-        settings = replace(self.laid.settings, free=(*self.laid.settings.free, *names))
-        return _simulated(self.job, self.where, settings, self.laid.fold)
+        settings = replace(self.compiled.settings, free=(*self.compiled.settings.free, *names))
+        return _simulated(self.job, self.where, settings, self.compiled.fold)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """What of the step can be taken at no cost: names of ops, of axes and levels, and `messages`."""
         found: set[str] = set()
-        for one in self.laid.every_map:
+        for one in self.compiled.every_map:
             found |= _names(one.nodes) | ({one.copy.cost.kind} if one.copy else set())
-        found |= {MESSAGES} if any(m.steps for m in self.laid.messages) else set()
+        found |= {MESSAGES} if any(m.steps for m in self.compiled.messages) else set()
         return tuple(sorted(found))
 
     def __repr__(self) -> str:
@@ -392,9 +392,9 @@ def _simulated(job: Job, where: Where, settings: JobSettings, fold: Fold) -> Job
     fabric = fabric_of(where, job.programs.meshes)
     title = f"ops, {fabric.topology.name or 'topology'}"
     if fold.ranks and not (settings.contention or settings.rendezvous):
-        found = laid(job, fabric, settings, fold)
+        found = compile_job(job, fabric, settings, fold)
         swept = sweep(found)
         return JobTimeline(job, where, found, swept, OpenedOps(found, swept), title)
-    found = laid(job, fabric, settings, replace(fold, prices=False) if settings.contention else fold)
-    swept, spans = every_device(found, settings.contention)
+    found = compile_job(job, fabric, settings, replace(fold, prices=False) if settings.contention else fold)
+    swept, spans = per_device_events(found, settings.contention)
     return JobTimeline(job, where, found, swept, OpenedOps(found, swept, spans, apart=True), title)

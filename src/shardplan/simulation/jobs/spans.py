@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 
-from shardplan.simulation.jobs.laid import LaidJob
+from shardplan.simulation.jobs.compiled_job import CompiledJob
 from shardplan.simulation.jobs.messages import MESSAGES
-from shardplan.simulation.jobs.opened import OpenedOps
+from shardplan.simulation.jobs.op_intervals import OpenedOps
 from shardplan.simulation.jobs.sweep import RankRun
 from shardplan.simulation.jobs.timing import COMPUTE
 
@@ -73,7 +73,7 @@ def busy(opened: OpenedOps) -> tuple[tuple[float, float, float], ...]:
         alone = [
             (0.0, joined((op.start, op.end) for op in opened.spans[r, i])) for i in range(len(run.done)) if opened.apart
         ]
-        for at, stretches in alone or _busy(opened.laid, r, run, known):
+        for at, stretches in alone or _busy(opened.compiled, r, run, known):
             for start, end in stretches:
                 first = min(first, at + start)
                 total += max(0.0, at + end - max(reached, at + start))
@@ -82,11 +82,13 @@ def busy(opened: OpenedOps) -> tuple[tuple[float, float, float], ...]:
     return tuple(found)
 
 
-def _busy(laid: LaidJob, r: int, run: RankRun, known: dict[Hashable, Stretches]) -> Iterator[tuple[float, Stretches]]:
+def _busy(
+    compiled: CompiledJob, r: int, run: RankRun, known: dict[Hashable, Stretches]
+) -> Iterator[tuple[float, Stretches]]:
     """Yield of every action when it begins, and when it is busy from then on."""
-    n = len(laid.streams) + 1
+    n = len(compiled.streams) + 1
     for i, (stage, kind, _) in enumerate(run.actions):
-        one = laid.map_at(r, i, (stage, kind))
+        one = compiled.map_at(r, i, (stage, kind))
         begin = float(run.begin[i])
         entry = run.entry[i, : n + len(one.taken)] - begin
         # What was there so long before that no way through the action reaches its begin says nothing.
@@ -111,11 +113,11 @@ def exposed(opened: OpenedOps, rank: int) -> dict[str, float]:
     computed = joined(streams.pop(COMPUTE, []))
     out = {name: length(uncovered_stretches(joined(spans), computed)) for name, spans in streams.items()}
     working = joined([*computed, *(span for spans in streams.values() for span in spans)])
-    owners = opened.laid.job.schedule.owners
+    owners = opened.compiled.job.schedule.owners
     coming = [
         (start, end)
         for place, (start, end, _, _) in opened.messages.items()
-        if owners[opened.laid.messages[place.number].transfer.target[0]] == rank
+        if owners[opened.compiled.messages[place.number].transfer.target[0]] == rank
     ]
     if coming:
         out[MESSAGES] = length(uncovered_stretches(joined(coming), working))

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardplan.errors import ScheduleError
 from shardplan.hardware.prices.fabric import Floats, Ints
-from shardplan.simulation.jobs.laid import LaidJob, way
+from shardplan.simulation.jobs.compiled_job import CompiledJob, message_pass
 from shardplan.simulation.jobs.periods import PeriodCut, Shorter, shorter
 
 _KEEP = 8  # periods at first
@@ -48,17 +48,17 @@ class JobSweep:
     periods: int  # that were left out
 
 
-def sweep(laid: LaidJob) -> JobSweep:
+def sweep(compiled: CompiledJob) -> JobSweep:
     """Return what the ranks of a job do; raises `ScheduleError` where they wait for each other in a circle."""
     keep = _KEEP
-    most = max((len(row) for row in laid.rows), default=0)
-    while laid.fold.microbatches and keep < most:
-        for short in shorter(laid.rows, keep):
-            found = _Sweep(laid, short).run()
+    most = max((len(row) for row in compiled.rows), default=0)
+    while compiled.fold.microbatches and keep < most:
+        for short in shorter(compiled.rows, keep):
+            found = _Sweep(compiled, short).run()
             if found is not None:
                 return found
         keep *= 4
-    found = _Sweep(laid, None).run()
+    found = _Sweep(compiled, None).run()
     assert found is not None, "nothing is left out, so that nothing need settle"
     return found
 
@@ -76,27 +76,27 @@ class _RankClock:
 
 
 class _Sweep:
-    def __init__(self, laid: LaidJob, short: Shorter | None) -> None:
-        self.laid, self.short = laid, short
-        self.rows = laid.rows if short is None else short.rows
+    def __init__(self, compiled: CompiledJob, short: Shorter | None) -> None:
+        self.compiled, self.short = compiled, short
+        self.rows = compiled.rows if short is None else short.rows
         self.cuts: tuple[tuple[PeriodCut, ...], ...] = tuple(() for _ in self.rows) if short is None else short.cuts
-        n = self.n = len(laid.streams)
+        n = self.n = len(compiled.streams)
         self.ranks = [_RankClock(np.zeros(n)) for _ in self.rows]
         self.done: dict[tuple[int, int], tuple[float, bool]] = {}  # by stage and microbatch; whether behind its cut
         self.mail: dict[tuple[int, int], tuple[float, bool]] = {}  # by message and microbatch when it arrives
-        self.line: list[float] = [0.0] * len(laid.messages)  # by message until when its connection is taken
+        self.line: list[float] = [0.0] * len(compiled.messages)  # by message until when its connection is taken
         self.jump: dict[tuple[int, str], float] = {}  # by stage and kind what is added behind its cut
         self.growth: dict[tuple[int, str], float] = {}
         self.taking: dict[tuple[int, str], list[int]] = {}
         self.sending: dict[tuple[int, str], list[int]] = {}
-        for key, found in laid.maps.items():
+        for key, found in compiled.maps.items():
             stage, kind = key
-            passing = "total" if kind == "OPT" else way(kind)
-            coming = [(k, m.transfer) for k, m in enumerate(laid.messages) if m.transfer.kind == passing]
+            passing = "total" if kind == "OPT" else message_pass(kind)
+            coming = [(k, m.transfer) for k, m in enumerate(compiled.messages) if m.transfer.kind == passing]
             into = {t.target[1]: k for k, t in coming if t.target[0] == stage}
             self.taking[key] = [into[name] for name in found.taken]
-            self.sending[key] = laid.sends(stage, kind)
-        self.ends = laid.ends_of(self.rows)
+            self.sending[key] = compiled.sends(stage, kind)
+        self.ends = compiled.ends_of(self.rows)
         self.guessed: dict[tuple[int, str], float] = {}
         self.alike = self._windows()
         self.log: list[list[tuple[Floats, float, float, list[tuple[float, float]]]]] = [[] for _ in self.rows]
@@ -129,7 +129,7 @@ class _Sweep:
         stage, kind, k = self.rows[r][rank.at]
         key = stage, kind
         behind = key in rank.behind
-        found = self.ends[r].get(rank.at) or self.laid.maps[key]
+        found = self.ends[r].get(rank.at) or self.compiled.maps[key]
         entry = np.full(self.n + 1 + len(found.taken), -np.inf)
         for place, number in enumerate(self.taking[key]):
             mail = self.mail.get((number, k))
@@ -152,7 +152,7 @@ class _Sweep:
         sent: list[tuple[float, float]] = []
         for number, made in zip(self.sending[key], after[n + 2 :], strict=True):
             start = max(made, self.line[number])
-            arrives = self.line[number] = start + self.laid.messages[number].seconds
+            arrives = self.line[number] = start + self.compiled.messages[number].seconds
             self.mail[number, k] = arrives, behind
             sent.append((start, arrives))
         self.log[r].append((entry, begin, end, sent))
@@ -169,8 +169,8 @@ class _Sweep:
         self.guessed[source] = self.jump[source]
 
     def _from(self, number: int) -> tuple[int, str]:
-        stage, kind = self.laid.messages[number].transfer.source[0], self.laid.messages[number].transfer.kind
-        return (stage, "I") if (stage, kind) not in self.laid.maps or (stage, "I") in self.jump else (stage, kind)
+        stage, kind = self.compiled.messages[number].transfer.source[0], self.compiled.messages[number].transfer.kind
+        return (stage, "I") if (stage, kind) not in self.compiled.maps or (stage, "I") in self.jump else (stage, kind)
 
     def _moved(self, at: tuple[float, bool], behind: bool, source: tuple[int, str]) -> float:
         """A time of a microbatch as the one has it that reads it: those between the cuts of the two were left out."""
@@ -236,7 +236,9 @@ class _Sweep:
                 place = self._place(r, number)
                 for key in cut.kinds:
                     mine = [k for k, (s, kind, _) in enumerate(self.rows[r]) if (s, kind) == key and k < place]
-                    each = sum((s, kind) == key for s, kind, _ in self.laid.rows[r][cut.place : cut.place + cut.length])
+                    each = sum(
+                        (s, kind) == key for s, kind, _ in self.compiled.rows[r][cut.place : cut.place + cut.length]
+                    )
                     kept[key] = cut.before
                     at[key] = len(mine) // max(1, each)
         # How many periods a message reaches back: by how much the two ends are apart, counted from where they repeat.
@@ -262,13 +264,13 @@ class _Sweep:
 
     def _optimize(self) -> list[tuple[int, float, float]]:
         """Totals that go to other stages, optimizers, and what they send; the messages among it."""
-        laid, job = self.laid, self.laid.job
+        compiled, job = self.compiled, self.compiled.job
         found: list[tuple[int, float, float]] = []
         done = [max((end for _, _, end, _ in log), default=0.0) for log in self.log]
         owners = job.schedule.owners
 
         def send(kind: str) -> None:
-            for number, m in enumerate(laid.messages):
+            for number, m in enumerate(compiled.messages):
                 if m.transfer.kind == kind:
                     start = done[owners[m.transfer.source[0]]]
                     self.mail[number, -1] = start + m.seconds, True
@@ -277,9 +279,9 @@ class _Sweep:
         send("total")
         self.optimizers: list[list[int]] = [[] for _ in self.rows]
         for stage in range(job.stages):
-            if (stage, "OPT") in laid.maps:
+            if (stage, "OPT") in compiled.maps:
                 r = owners[stage]
-                one = laid.maps[stage, "OPT"]
+                one = compiled.maps[stage, "OPT"]
                 mail = [self.mail[number, -1][0] for number in self.taking[stage, "OPT"]]
                 entry = np.array([*self.ranks[r].free, done[r], *mail])
                 after = (one.matrix + entry).max(axis=1)
@@ -312,12 +314,12 @@ class _Sweep:
         fresh = np.ones(len(done), dtype=bool)
         for cut in self.cuts[r]:
             fresh[cut.place : cut.place + cut.length * cut.times] = False
-        actions = (*self.laid.rows[r], *((stage, "OPT", -1) for stage in self.optimizers[r]))
+        actions = (*self.compiled.rows[r], *((stage, "OPT", -1) for stage in self.optimizers[r]))
         return RankRun(actions, entries, begin, done, sent, ~fresh)
 
     def _said(self, r: int, entries: Floats, done: Floats) -> None:
         """Write in what was left out when the action before it of the same microbatch was done: periods earlier."""
-        row = np.array([(stage, k) for stage, _, k in self.laid.rows[r]])
+        row = np.array([(stage, k) for stage, _, k in self.compiled.rows[r]])
         order = np.lexsort((np.arange(len(row)), row[:, 0], row[:, 1]))
         same = (row[order[1:]] == row[order[:-1]]).all(axis=1)
         entries[order[1:][same], self.n] = done[order[:-1][same]]

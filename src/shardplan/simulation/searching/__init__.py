@@ -2,12 +2,12 @@
 
 Reading order:
 
-- `space`    `StrategySpace`: which strategies there are, as columns: frames, and what varies inside one
-- `bounds`   what a space and its prices are to a search; what no strategy of a frame is below, in seconds and in bytes
-- `front`    the best few, and what nothing is better than in both
-- `ranges`   a range of frames searched; journals of ranges
-- `plans`    what results have in common: strategies as text and as JSON, why others were left out
-- `varied`   a search repeated with a part of the topology slower, or faster
-- `search`   `search` and `SearchResult`
-- `fit`      `fit`: whether one strategy fits, what takes the memory, and what near it would
+- `space`        `StrategySpace`: which strategies there are, as columns: frames, and what varies inside one
+- `bounds`       what a space and its prices are to a search; the least seconds and bytes of a frame of strategies
+- `front`        the best few, and what nothing is better than in both
+- `ranges`       a range of frames searched; journals of ranges
+- `plans`        what results have in common: strategies as text and as JSON, why others were left out
+- `sensitivity`  a search repeated with a part of the topology slower, or faster
+- `search`       `search` and `SearchResult`
+- `fit`          `fit`: whether one strategy fits, what takes the memory, and what near it would
 """

@@ -24,11 +24,11 @@ from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import MachineFit
-from shardplan.simulation.searching.certified import CertifiedPeak, Certifier
+from shardplan.simulation.searching.certifier import CertifiedPeak, Certifier
 from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import SearchResult
-from shardplan.simulation.searching.varied import scalable_parts
+from shardplan.simulation.searching.sensitivity import scalable_parts
 from shardplan.strategy.model import Model
 from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.strategy import Strategy

@@ -20,7 +20,7 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.searching.certified import ROOM, Certifier, certified_first
+from shardplan.simulation.searching.certifier import ROOM, Certifier, certified_first
 from shardplan.simulation.searching.space import ALIKE, BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options

@@ -18,15 +18,15 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.requests import OBJECTIVES, Requests
-from shardplan.simulation.inference.served import ServedPlan, ServingResult, ServingTask, served_plans
+from shardplan.simulation.inference.serving_plans import ServedPlan, ServingResult, ServingTask, served_plans
 from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.searching.bounds import FlooredForm
-from shardplan.simulation.searching.certified import ROOM, Certifier, RefusedPlan, certified_first
+from shardplan.simulation.searching.certifier import ROOM, Certifier, RefusedPlan, certified_first
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, searched
+from shardplan.simulation.searching.sensitivity import sensitivity
 from shardplan.simulation.searching.space import SCHEDULES, StrategySpace
-from shardplan.simulation.searching.varied import varied
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy_text import strategy_text
 
@@ -86,7 +86,7 @@ class SearchResult:
 
     def sensitivity(self, topology: Topology, share: float = 0.2) -> dict[str, tuple[RankedPlan, RankedPlan]]:
         """Return the best on the topology with a part of it slower, and faster, by a share: searched again each."""
-        return varied(topology, self.again, share)
+        return sensitivity(topology, self.again, share)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as one object of JSON."""

@@ -18,9 +18,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.simulation.sweep.compiled import Compiled, checked
+from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, checked
 from shardplan.simulation.sweep.graph import code, message_code
-from shardplan.simulation.sweep.lists import B, F, I, W
+from shardplan.simulation.sweep.pass_lists import B, F, I, W
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
 
 BLOCK = 4096  # configurations at once: what a cache holds
@@ -51,14 +51,14 @@ class BoundForms:
         return np.maximum(found.max(axis=0), (self.chains @ table).max(axis=0))
 
 
-def lower_bound(compiled: Compiled, stages: StageSeconds) -> np.ndarray:
+def lower_bound(compiled: CompiledSchedule, stages: StageSeconds) -> np.ndarray:
     """Return seconds [n] that no configuration is done in less, in whatever order its ranks do their work.
 
     Only which rank has which chunks is used, how often, and whether backwards are halved. Raises `ShardplanError` for
     another number of chunks.
 
-    >>> from shardplan.simulation.sweep import compiled
-    >>> lower_bound(compiled("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0))
+    >>> from shardplan.simulation.sweep import compile_schedule
+    >>> lower_bound(compile_schedule("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0))
     array([33.])
     """
     checked("lower_bound", compiled, stages)
@@ -70,7 +70,7 @@ def lower_bound(compiled: Compiled, stages: StageSeconds) -> np.ndarray:
 
 
 @lru_cache(maxsize=1024)
-def bound_forms(compiled: Compiled) -> BoundForms:
+def bound_forms(compiled: CompiledSchedule) -> BoundForms:
     """The forms of a schedule."""
     chunks, copies, ranks = compiled.chunks, compiled.copies, compiled.ranks
     codes = 1 + 4 * chunks + 2 * (chunks - 1)

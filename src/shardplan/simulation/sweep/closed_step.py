@@ -13,29 +13,29 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.simulation.sweep.bounds import BLOCK, bound_forms
-from shardplan.simulation.sweep.compiled import Compiled, checked
+from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, checked
+from shardplan.simulation.sweep.critical_paths import critical_paths
 from shardplan.simulation.sweep.equal_lines import equal_lines
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
-from shardplan.simulation.sweep.ways import ways
 
 
-def closed_step(compiled: Compiled, stages: StageSeconds, near: bool = True) -> np.ndarray:
+def closed_step(compiled: CompiledSchedule, stages: StageSeconds, near: bool = True) -> np.ndarray:
     """Return seconds [n], never more than `sweep` says; the same for equal chunks whose messages take no time.
 
-    `near` also takes the `ways` of the schedule, which are looked for once, in some milliseconds: where chunks differ
-    and messages take time it is then some tenths of a percent below events, otherwise some percent. Raises
-    `ShardplanError` for another number of chunks.
+    `near` also takes the `critical_paths` of the schedule, which are looked for once, in some milliseconds: where
+    chunks differ and messages take time it is then some tenths of a percent below events, otherwise some percent.
+    Raises `ShardplanError` for another number of chunks.
 
     Source: DESIGN, schedules as data (the table of bubbles).
 
-    >>> from shardplan.simulation.sweep import compiled
-    >>> closed_step(compiled("zb-h1", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0))
+    >>> from shardplan.simulation.sweep import compile_schedule
+    >>> closed_step(compile_schedule("zb-h1", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0))
     array([27.])
     """
     checked("closed_step", compiled, stages)
     forms, lines, found = bound_forms(compiled), equal_lines(compiled), np.empty(len(stages))
     if border.flag("near", near):
-        forms = replace(forms, chains=np.concatenate([forms.chains, ways(compiled)]))
+        forms = replace(forms, chains=np.concatenate([forms.chains, critical_paths(compiled)]))
     for low in range(0, len(stages), BLOCK):
         part = slice(low, low + BLOCK)
         table = stages.table(part)

@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 
 from shardplan.errors import ShardplanError
-from shardplan.simulation.sweep.compiled import Compiled
+from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
 from shardplan.simulation.sweep.sweeping import sweep
 
@@ -74,13 +74,13 @@ FORMULAS: dict[str, tuple[Callable[[int], int], Callable[[int, int, int], Lines]
 
 
 @lru_cache(maxsize=1024)
-def equal_lines(compiled: Compiled) -> np.ndarray:
+def equal_lines(compiled: CompiledSchedule) -> np.ndarray:
     """Return float [lines, 3]: the makespan of equal chunks is the largest of `lines @ (F, I, W)`, whatever they take.
 
     Of a schedule with messages, these take no time.
 
-    >>> from shardplan.simulation.sweep import compiled
-    >>> equal_lines(compiled("zb-h1", 4, 8)).astype(int).tolist()
+    >>> from shardplan.simulation.sweep import compile_schedule
+    >>> equal_lines(compile_schedule("zb-h1", 4, 8)).astype(int).tolist()
     [[8, 11, 8], [11, 8, 8], [11, 11, 5]]
     """
     p, m = compiled.ranks, compiled.microbatches
@@ -91,7 +91,7 @@ def equal_lines(compiled: Compiled) -> np.ndarray:
     return found_lines(compiled)
 
 
-def found_lines(compiled: Compiled) -> np.ndarray:
+def found_lines(compiled: CompiledSchedule) -> np.ndarray:
     """Return the lines of any schedule, found and proved by sweeps, as `equal_lines` has them."""
     random = np.random.default_rng(0)
     lines, corners = np.zeros((0, 3)), np.eye(3)
@@ -107,11 +107,11 @@ def found_lines(compiled: Compiled) -> np.ndarray:
     raise ShardplanError(f"{compiled.name or 'a schedule'}: no closed form was found in {ROUNDS} rounds")
 
 
-def _makespan(compiled: Compiled, points: np.ndarray) -> np.ndarray:
+def _makespan(compiled: CompiledSchedule, points: np.ndarray) -> np.ndarray:
     return sweep(compiled, StageSeconds.equal(compiled.chunks, *points.T)).makespan
 
 
-def _slopes(compiled: Compiled, points: np.ndarray) -> np.ndarray:
+def _slopes(compiled: CompiledSchedule, points: np.ndarray) -> np.ndarray:
     """The lines that are the highest at points, [n, 3]; those left out that are not in the same field a step away."""
     around = points[:, None, :] + _SLOPE * np.concatenate([np.zeros((1, 3)), np.eye(3)])
     seconds = _makespan(compiled, around.reshape(-1, 3)).reshape(-1, 4)

@@ -51,8 +51,8 @@ def timeline_of(
     all the time (none, if they are not given). `devices` [ranks] are ids, 0, 1, ... by default. Raises `ShardplanError`
     for a configuration that is not there, an unknown kind, or another number of bytes or devices.
 
-    >>> from shardplan.simulation.sweep import StageSeconds, compiled, sweep
-    >>> swept = sweep(compiled("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0, 0.5))
+    >>> from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep
+    >>> swept = sweep(compile_schedule("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0, 0.5))
     >>> line = timeline_of(swept, kept_bytes=[100] * 4)
     >>> line.seconds, line.peak_bytes, {k: float(v) for k, v in line.breakdown.items()}
     (41.0, 400, {'backward': 22.0, 'forward': 11.0, 'p2p': 8.0})

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.simulation.sweep.graph import ActionGraph
-from shardplan.simulation.sweep.lists import F, PassLists, W, of_actions
+from shardplan.simulation.sweep.pass_lists import F, PassLists, W, of_actions
 from shardplan.strategy.schedules import GENERATORS
 
 _Rows = list[np.ndarray]  # of each rank, kind * stages + stage of its passes

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.core import border
-from shardplan.simulation.sweep.compiled import Compiled, checked
+from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, checked
 from shardplan.simulation.sweep.graph import ActionGraph
 from shardplan.simulation.sweep.periods import PeriodicLists
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
@@ -41,7 +41,7 @@ class Swept:
     span: np.ndarray
     in_flight: tuple[int, ...]
     skipped: np.ndarray
-    compiled: Compiled
+    compiled: CompiledSchedule
     stages: StageSeconds
     start: np.ndarray | None = None
     end: np.ndarray | None = None
@@ -61,7 +61,7 @@ class Swept:
         return (self.makespan[:, None] - self.busy).max(axis=1)
 
 
-def sweep(compiled: Compiled, stages: StageSeconds, extrapolate: bool = True, times: bool = False) -> Swept:
+def sweep(compiled: CompiledSchedule, stages: StageSeconds, extrapolate: bool = True, times: bool = False) -> Swept:
     """Return when n configurations of one schedule are done.
 
     `stages` has as many chunks as the schedule. Periods that repeat are extrapolated unless `extrapolate` is false, or
@@ -69,8 +69,8 @@ def sweep(compiled: Compiled, stages: StageSeconds, extrapolate: bool = True, ti
 
     Source: DESIGN, simulation: stage-level events.
 
-    >>> from shardplan.simulation.sweep import compiled
-    >>> swept = sweep(compiled("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0))
+    >>> from shardplan.simulation.sweep import compile_schedule
+    >>> swept = sweep(compile_schedule("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0))
     >>> swept.bubble_seconds, swept.idle_seconds
     (array([9.]), array([9.]))
     """
@@ -116,7 +116,7 @@ def _whole(graph: ActionGraph, table: np.ndarray, first: np.ndarray, last: np.nd
 
 
 def _shortened(
-    compiled: Compiled,
+    compiled: CompiledSchedule,
     repeats: PeriodicLists,
     table: np.ndarray,
     first: np.ndarray,

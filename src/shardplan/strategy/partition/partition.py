@@ -31,12 +31,12 @@ from shardplan.strategy.partition.prefetch import early
 from shardplan.strategy.partition.prices import prices_on
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
+from shardplan.strategy.partition.refusals import check_bucket, check_kept
 from shardplan.strategy.partition.row_plans import RowPlans
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.tables import LAYER, Layouts
-from shardplan.strategy.partition.unused import check_bucket, check_kept
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import AXES, BATCH, Strategy

@@ -14,7 +14,7 @@ from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, plan_object
 from shardplan.simulation.searching.ranges import SearchTask
-from shardplan.simulation.searching.varied import varied
+from shardplan.simulation.searching.sensitivity import sensitivity
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
@@ -86,7 +86,7 @@ class ServingResult:
 
     def sensitivity(self, topology: Topology, share: float = 0.2) -> dict[str, tuple[ServedPlan, ServedPlan]]:
         """Return the best on the topology with a part of it slower, and faster, by a share: searched again each."""
-        return varied(topology, self.again, share)
+        return sensitivity(topology, self.again, share)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as one object of JSON."""

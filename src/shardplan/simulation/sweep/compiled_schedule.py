@@ -1,4 +1,4 @@
-"""`Compiled`: a schedule made ready for sweeps, once for each name, sizes and way of sending messages."""
+"""`CompiledSchedule`: a schedule made ready for sweeps, once for each name, sizes and way of sending messages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from shardplan.core import border
 from shardplan.errors import ScheduleError, ShardplanError, excerpt
 from shardplan.simulation.sweep.graph import KINDS, ActionGraph
-from shardplan.simulation.sweep.lists import I, PassLists, of_actions
+from shardplan.simulation.sweep.message_graph import graph_of_placed
+from shardplan.simulation.sweep.pass_lists import I, PassLists, of_actions
 from shardplan.simulation.sweep.periods import PeriodicLists, periodic
-from shardplan.simulation.sweep.placed import graph_of_placed
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
 from shardplan.strategy.schedules import GENERATORS, Schedule, check
 from shardplan.strategy.schedules import schedule as named
@@ -20,7 +20,7 @@ from shardplan.strategy.schedules.run import MODES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compiled:
+class CompiledSchedule:
     """What a sweep needs to know of a schedule, whatever the times.
 
     `forwards` and `backwards` [ranks, chunks] count what each rank does of each chunk in a step; `owners` says the rank
@@ -28,7 +28,7 @@ class Compiled:
     done, in chunks times microbatches. `split` says whether some backward is halved. `repeats` is what repeats in it,
     if that shortens a sweep.
 
-    >>> compiled("1f1b", 4, 8).in_flight
+    >>> compile_schedule("1f1b", 4, 8).in_flight
     (4, 3, 2, 1)
     """
 
@@ -60,13 +60,13 @@ class Compiled:
         return 0 if self.repeats is None else (self.microbatches - self.repeats.microbatches) // self.repeats.period
 
 
-def compiled(
+def compile_schedule(
     schedule: Schedule | str,
     pipeline: int | None = None,
     microbatches: int | None = None,
     interleave: int | None = None,
     messages: str = "blocking",
-) -> Compiled:
+) -> CompiledSchedule:
     """Return a schedule, or the one called so of `pipeline` ranks with `interleave` chunks each, ready for `sweep`.
 
     Where a schedule has sends and receives, `messages` says how they are sent, as in `check`, and they hold their
@@ -74,7 +74,7 @@ def compiled(
     schedule that `check` refuses, an unknown name, and sizes for which that schedule is not defined.
 
     >>> from shardplan.simulation.sweep import StageSeconds, sweep
-    >>> sweep(compiled("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0)).makespan
+    >>> sweep(compile_schedule("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0)).makespan
     array([33.])
     """
     border.choice("messages", messages, MODES, ScheduleError)
@@ -95,7 +95,7 @@ def compiled(
     return _compiled_name(schedule, p, m, v)
 
 
-def checked(what: str, schedule: Compiled, stages: object) -> None:
+def checked(what: str, schedule: CompiledSchedule, stages: object) -> None:
     """Raise `ShardplanError` unless the stages have as many chunks as the schedule."""
     if not isinstance(stages, StageSeconds) or stages.chunks != schedule.chunks:
         has = f"{stages.chunks} chunks" if isinstance(stages, StageSeconds) else excerpt(stages)
@@ -106,7 +106,7 @@ def checked(what: str, schedule: Compiled, stages: object) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _compiled_name(name: str, p: int, m: int, v: int) -> Compiled:
+def _compiled_name(name: str, p: int, m: int, v: int) -> CompiledSchedule:
     repeats = periodic(name, p, m, v)
     if repeats is None:
         return _of(_named_lists(name, p, m, v), name, m, v, None, "blocking", None)
@@ -116,7 +116,7 @@ def _compiled_name(name: str, p: int, m: int, v: int) -> Compiled:
 
 
 @lru_cache(maxsize=64)
-def _compiled_schedule(schedule: Schedule, name: str, messages: str) -> Compiled:
+def _compiled_schedule(schedule: Schedule, name: str, messages: str) -> CompiledSchedule:
     check(schedule, messages=messages if schedule.has_messages else "buffered")
     lists = of_actions(schedule.ranks, schedule.owners, schedule.copies)
     v = schedule.stages // len(schedule.ranks)
@@ -131,13 +131,13 @@ def _of(
     repeats: PeriodicLists | None,
     messages: str,
     schedule: Schedule | None,
-) -> Compiled:
+) -> CompiledSchedule:
     forwards, backwards = lists.counts()
     if repeats is not None:
         more = (m - repeats.microbatches) // repeats.period - 1
         one, none = (repeats.lists(times).counts() for times in (1, 0))
         forwards, backwards = (a + more * (a - b) for a, b in zip(one, none, strict=True))
-    return Compiled(
+    return CompiledSchedule(
         name,
         lists.ranks,
         lists.chunks,

@@ -13,7 +13,7 @@ from shardplan.hardware.topology import Topology
 Best = TypeVar("Best")
 
 
-def varied(topology: Topology, again: Callable[[Topology], Best], share: float) -> dict[str, tuple[Best, Best]]:
+def sensitivity(topology: Topology, again: Callable[[Topology], Best], share: float) -> dict[str, tuple[Best, Best]]:
     """Return by part of a topology what is found with it slower, and faster, by a share."""
     return {
         name: (again(change(1 - share)), again(change(1 + share))) for name, change in scalable_parts(topology).items()

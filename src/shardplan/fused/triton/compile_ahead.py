@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, without a GPU: `compiled`, and `source_hash`, which says of which text."""
+"""Kernels compiled ahead of time, without a GPU: `compile_kernel`, and `source_hash`, which says of which text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST = {
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
-def compiled(
+def compile_kernel(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],

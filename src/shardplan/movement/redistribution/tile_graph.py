@@ -73,7 +73,7 @@ class _Dim:
         return _Meeting(np.maximum(overlap, 0), np.where(needs, full[last] - full[first], 0), first, moved)
 
 
-class Tiled:
+class TileGraph:
     """A `Space` without partial or root runs, priced for one array of `shape`, over the types `allowed`."""
 
     def __init__(self, graph: Space, shape: Sequence[int], digits: np.ndarray, allowed: np.ndarray) -> None:
@@ -159,7 +159,7 @@ class Tiled:
         return Edges(nbytes, np.where(legal, nbytes, np.inf), rounds, group, kind)
 
 
-Graph = Space | Tiled
+Graph = Space | TileGraph
 
 
 class Searched(NamedTuple):
@@ -178,6 +178,6 @@ def price_graph(p: Problem, bound: int) -> Searched:
     graph, flat = p.graph, np.array_equal(allowed, even)
     plain = not (graph.partial.any() or graph.root.any())
     if not flat and plain and int(allowed.sum()) * p.source.mesh.size <= MOST_BOXES:
-        return Searched(Tiled(graph, p.heads, p.digits, allowed), allowed, True, False)
+        return Searched(TileGraph(graph, p.heads, p.digits, allowed), allowed, True, False)
     ends = p.source.all_even and p.target.all_even
     return Searched(graph, even if ends else allowed, flat, flat and p.countable)

@@ -23,7 +23,7 @@ class LocalKernels(Protocol):
 
     def gemm(
         self,
-        asked: Asked,
+        asked: CallContext,
         a: torch.Tensor,
         b: torch.Tensor,
         bias: torch.Tensor | None,
@@ -36,13 +36,13 @@ class LocalKernels(Protocol):
         """Return the result of `operators.gemm.forward`, in `out` where that is given, which lies in `into`."""
         ...
 
-    def gemv(self, asked: Asked, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
+    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
         """Return the sum over ranks of a [M, K_r] times x [K_r, C]: [M, C]."""
         ...
 
     def bags(
         self,
-        asked: Asked,
+        asked: CallContext,
         call: BagCall,
         held: Sequence[int],
         batches: Sequence[int],
@@ -58,22 +58,22 @@ class LocalKernels(Protocol):
         ...
 
     def gather_multiply(
-        self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
+        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `operators.tensor_parallel.gather_multiply`."""
         ...
 
-    def multiply_scatter(self, asked: Asked, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
+    def multiply_scatter(self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
         """Return the result of `operators.tensor_parallel.multiply_scatter`."""
         ...
 
-    def move(self, asked: Asked, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
+    def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallContext:
     """The heap of the group, tiles a destination (0: chosen by size), their order, and the seconds of a wait.
 
     Ranks must say the same of `backward`, whether autograd would call it here. With `tile_sizes` ranks have as many

@@ -22,7 +22,7 @@ from shardplan.errors import ScheduleError, ShardplanError
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.hardware.prices.group_loads import group_loads, resource_starts
 from shardplan.simulation.engine import Tasks, Uses, ends
-from shardplan.simulation.jobs.laid import LaidJob, way
+from shardplan.simulation.jobs.compiled_job import CompiledJob, message_pass
 from shardplan.simulation.jobs.streams import OpSpan, StreamRun
 from shardplan.simulation.jobs.sweep import JobSweep, RankRun
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, OpCost, TimedOp
@@ -176,70 +176,70 @@ class _TaskRun(StreamRun):
 
 
 class _Every:
-    def __init__(self, laid: LaidJob, shared: bool) -> None:
-        self.laid, self.tasks = laid, TaskList(laid.fabric, shared)
-        meshes = laid.job.programs.meshes
+    def __init__(self, compiled: CompiledJob, shared: bool) -> None:
+        self.compiled, self.tasks = compiled, TaskList(compiled.fabric, shared)
+        meshes = compiled.job.programs.meshes
         self.devices = [meshes[0].ids for _ in meshes]  # under the names that programs have
         self.fabrics = [self._fabric(mesh.ids) for mesh in meshes]
         self.none = np.zeros(1, dtype=np.int64)
-        self.issued = [0] * len(laid.rows)
-        none: dict[str, Waits] = dict.fromkeys(laid.streams, ())
-        self.free = [dict(none) for _ in laid.rows]
+        self.issued = [0] * len(compiled.rows)
+        none: dict[str, Waits] = dict.fromkeys(compiled.streams, ())
+        self.free = [dict(none) for _ in compiled.rows]
         self.done: dict[tuple[int, int], Waits] = {}
         self.mail: dict[tuple[int, int], Waits] = {}
         self.line: dict[int, int] = {}
         self.begun: dict[tuple[int, int], int] = {}  # by message and microbatch the task with which it begins
         self.away: list[list[tuple[int, int]]] = [
-            [] for _ in laid.rows
+            [] for _ in compiled.rows
         ]  # sent: where in the order it is taken, its begin
-        self.places = {(s, passes(kind), k): at for at, (s, kind, k) in enumerate(order(laid.job))}
+        self.places = {(s, passes(kind), k): at for at, (s, kind, k) in enumerate(order(compiled.job))}
         self.log: list[list[tuple[tuple[int, str, int], _TaskRun, Waits, list[tuple[int, int]]]]] = [
-            [] for _ in laid.rows
+            [] for _ in compiled.rows
         ]
         self.last: list[tuple[int, int, int]] = []
 
     def _fabric(self, ids: Ints) -> Fabric:
-        first = self.laid.job.programs.meshes[0].ids
+        first = self.compiled.job.programs.meshes[0].ids
         position = np.full(int(first.max(initial=0)) + 1, -1, dtype=np.int64)
-        position[first] = self.laid.fabric.topology_ids(ids)
-        made = Fabric(self.laid.fabric.topology, position, launch=self.laid.fabric.launch)
-        return made.with_library(self.laid.fabric.library)
+        position[first] = self.compiled.fabric.topology_ids(ids)
+        made = Fabric(self.compiled.fabric.topology, position, launch=self.compiled.fabric.launch)
+        return made.with_library(self.compiled.fabric.library)
 
     def issue(self, rank: int) -> int:
         """Add what a host issues next; it waits for nothing."""
         self.issued[rank] += 1
-        if not self.laid.launch:
+        if not self.compiled.launch:
             return -1
-        return int(self.tasks.add([self.issued[rank] * self.laid.launch], [0.0], [-1])[0])
+        return int(self.tasks.add([self.issued[rank] * self.compiled.launch], [0.0], [-1])[0])
 
     def run(self) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
-        laid, job = self.laid, self.laid.job
-        at = [0] * len(laid.rows)
+        compiled, job = self.compiled, self.compiled.job
+        at = [0] * len(compiled.rows)
         going = True
         while going:
             going = False
-            for r, row in enumerate(laid.rows):
+            for r, row in enumerate(compiled.rows):
                 while at[r] < len(row) and self._act(r, at[r], *row[at[r]]):
                     at[r] += 1
                     going = True
-        for r, row in enumerate(laid.rows):
+        for r, row in enumerate(compiled.rows):
             if at[r] < len(row):
                 raise ScheduleError(f"simulate: rank {r} waits for ever at {row[at[r]]}; see check")
         owners = job.schedule.owners
         self._send_all("total", owners)
         for stage in range(job.stages):
-            if (stage, "OPT") in laid.maps:
+            if (stage, "OPT") in compiled.maps:
                 self._act(owners[stage], ENDS, stage, "OPT", -1)
         self._send_all("OPT", owners)
         return self._timed()
 
     def _act(self, r: int, at: int, stage: int, kind: str, k: int) -> bool:
-        laid = self.laid
-        one = laid.map_at(r, at, (stage, kind))
-        passing = "total" if kind == "OPT" else way(kind)
+        compiled = self.compiled
+        one = compiled.map_at(r, at, (stage, kind))
+        passing = "total" if kind == "OPT" else message_pass(kind)
         into = {
             m.transfer.target[1]: n
-            for n, m in enumerate(laid.messages)
+            for n, m in enumerate(compiled.messages)
             if m.transfer.target[0] == stage and m.transfer.kind == passing
         }
         values: dict[str, Waits] = {}
@@ -249,7 +249,7 @@ class _Every:
             values[name] = self.mail[into[name], k]
         earlier = self._all(r) if kind == "OPT" else self.done.get((stage, k), ())
         values |= dict.fromkeys(one.earlier, earlier)
-        if laid.settings.rendezvous and kind != "OPT":  # behind the last action both ends have met
+        if compiled.settings.rendezvous and kind != "OPT":  # behind the last action both ends have met
             self._meet(r, [into[name] for name in one.taken], k, self.places.get((stage, passes(kind), k), ENDS))
         free = self.free[r]
         run = _TaskRun(free, values, self, r, stage, one.one)
@@ -264,7 +264,7 @@ class _Every:
             used[one.one or op.cost.stream] = mine
         self.done[stage, k] = tuple(used.values()) or (*earlier, *free[COMPUTE])
         sent: list[tuple[int, int]] = []
-        for number, name in zip(laid.sends(stage, kind) if kind != "OPT" else (), one.sent, strict=True):
+        for number, name in zip(compiled.sends(stage, kind) if kind != "OPT" else (), one.sent, strict=True):
             sent.append(self._send(number, k, run.values.get(name, ())))
         self.log[r].append(((stage, kind, k), run, self.done[stage, k], sent))
         return True
@@ -280,7 +280,7 @@ class _Every:
         begins = [begin for taken, begin in self.away[r] if taken < place]
         self.away[r] = [(taken, begin) for taken, begin in self.away[r] if taken >= place]
         self._behind(r, begins)
-        for number in sorted(n for n in numbers if self.laid.messages[n].seconds):
+        for number in sorted(n for n in numbers if self.compiled.messages[n].seconds):
             self.tasks.after(self.begun[number, k], _tasks(self._all(r)))
             self._behind(r, _tasks(self.mail[number, k]))
 
@@ -295,28 +295,28 @@ class _Every:
 
     def _send(self, number: int, k: int, made: Waits) -> tuple[int, int]:
         """Add a message: its steps one after another, behind the one before it."""
-        m = self.laid.messages[number]
+        m = self.compiled.messages[number]
         tasks = self.tasks
         gate = tasks.one([*_tasks(made), *([self.line[number]] if number in self.line else [])])
         last = self.begun[number, k] = gate
         for cost in m.steps if m.seconds else ():
-            mine = int(tasks.moving(cost, self.laid.fabric, self.none)[0])
+            mine = int(tasks.moving(cost, self.compiled.fabric, self.none)[0])
             tasks.before.append((np.array([last]), np.array([mine])))
             last = mine
         self.line[number] = last
         (source, _), (target, _) = m.transfer.source, m.transfer.target
         if m.seconds and k >= 0:
             taken = self.places[target, passes(m.transfer.kind), k]
-            self.away[self.laid.job.schedule.owners[source]].append((taken, gate))
+            self.away[self.compiled.job.schedule.owners[source]].append((taken, gate))
         self.mail[number, k] = (np.full(len(self.devices[target]), last),)
         return gate, last
 
     def _send_all(self, kind: str, owners: Sequence[int]) -> None:
-        for number, m in enumerate(self.laid.messages):
+        for number, m in enumerate(self.compiled.messages):
             if m.transfer.kind == kind:
                 ends = {owners[m.transfer.source[0]]: None, owners[m.transfer.target[0]]: None}
                 self.last.append((number, *self._send(number, -1, self._all(next(iter(ends))))))
-                if self.laid.settings.rendezvous and m.seconds:  # both ends are there, and wait for it
+                if self.compiled.settings.rendezvous and m.seconds:  # both ends are there, and wait for it
                     for r in ends:
                         self._meet(r, (), -1, ENDS)
                         self.tasks.after(self.begun[number, -1], _tasks(self._all(r)))
@@ -367,9 +367,9 @@ def _tasks(waits: Waits) -> list[int]:
     return sorted({int(t) for wait in waits for t in np.unique(wait) if t >= 0})
 
 
-def every_device(laid: LaidJob, shared: bool) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
+def per_device_events(compiled: CompiledJob, shared: bool) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
     """Return what the ranks of a job do, and the ops of the first device of each, action by action.
 
     Raises `ShardplanError` for a job of too many ops and devices.
     """
-    return _Every(laid, shared).run()
+    return _Every(compiled, shared).run()

@@ -10,7 +10,7 @@ from shardplan.execution.beside_whole import EQUAL, StepComparison
 from shardplan.execution.measured_step import ActionTimes
 from shardplan.hardware.units import format_seconds
 from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.launches.handover.scaled import ScaledPlan
+from shardplan.launches.handover.scaled_plan import ScaledPlan
 from shardplan.report.plan import headline, judged_lines, strategy_words, wrap_text
 from shardplan.report.text import table
 from shardplan.simulation.searching.answer import Judge, JudgedPlan

@@ -1,4 +1,4 @@
-"""`LaidJob`: a job on a fabric: the maps of its actions and its messages, each made once for stages that are alike.
+"""`CompiledJob`: a job on a fabric: the maps of its actions and its messages, each made once for stages that are alike.
 
 Stages are alike where their devices lie alike: equal up to the names of the units that they are in, level by level,
 and in which of a unit's ways they leave it. Where a topology has slow links, none is like another.
@@ -32,7 +32,7 @@ MAKES_GRADIENTS = ("B", "W")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LaidJob:
+class CompiledJob:
     """A job where it runs; `rows` are the actions of every rank in order: stage, kind and microbatch.
 
     `maps` are of actions by stage and kind; `ends` those of the first forward and the last backward of a stage, which
@@ -77,7 +77,9 @@ class LaidJob:
         """Return the numbers of the messages that an action sends, in the order of its map's results."""
         sent = self.maps[stage, kind].sent
         found = [
-            k for k, m in enumerate(self.messages) if m.transfer.kind == way(kind) and m.transfer.source[0] == stage
+            k
+            for k, m in enumerate(self.messages)
+            if m.transfer.kind == message_pass(kind) and m.transfer.source[0] == stage
         ]
         return [k for name in sent for k in found if self.messages[k].transfer.source[1] == name]
 
@@ -95,17 +97,17 @@ def turning_places(row: Row) -> dict[Key, int]:
     return found
 
 
-def way(kind: str) -> str:
+def message_pass(kind: str) -> str:
     """Return the pass whose messages an action takes and sends."""
     return "B" if kind == "I" else "" if kind == "W" else kind
 
 
-def laid(job: Job, fabric: Fabric, settings: JobSettings, fold: Fold) -> LaidJob:
-    """Return a job laid on a fabric."""
-    return _Laying(job, fabric, settings, fold).laid()
+def compile_job(job: Job, fabric: Fabric, settings: JobSettings, fold: Fold) -> CompiledJob:
+    """Return a job on a fabric: its maps and messages, once for stages that are alike."""
+    return _JobCompiler(job, fabric, settings, fold).compile()
 
 
-def alike(fabric: Fabric, devices: Ints) -> Hashable:
+def equivalence_key(fabric: Fabric, devices: Ints) -> Hashable:
     """Return what is equal for devices, in order, that lie alike."""
     ids = fabric.topology_ids(devices)
     if any(w.factors is not None or w.port_factors is not None for w in fabric.wires):
@@ -127,20 +129,20 @@ def _renamed(names: Ints) -> bytes:
     return order[number].tobytes()
 
 
-class _Laying:
+class _JobCompiler:
     def __init__(self, job: Job, fabric: Fabric, settings: JobSettings, fold: Fold) -> None:
         self.job, self.fabric, self.settings, self.fold = job, fabric, settings, fold
         self.launch = fabric.topology.device.launch if settings.launch is None else settings.launch
         self.pricing: dict[Hashable, Pricing] = {}
         self.ids = [mesh.ids for mesh in job.programs.meshes]
-        self.places = [alike(fabric, ids) if fold.prices else s for s, ids in enumerate(self.ids)]
+        self.places = [equivalence_key(fabric, ids) if fold.prices else s for s, ids in enumerate(self.ids)]
         self.takes: dict[Key, list[str]] = {}
         self.gives: dict[Key, list[str]] = {}
         for t in job.transfers:
             self.takes.setdefault((t.target[0], t.kind), []).append(t.target[1])
             self.gives.setdefault((t.source[0], t.kind), []).append(t.source[1])
 
-    def laid(self) -> LaidJob:
+    def compile(self) -> CompiledJob:
         job = self.job
         nodes: dict[tuple[int, Hashable], tuple[Node, ...]] = {}
         for (stage, kind), number in job.programs.which.items():
@@ -174,7 +176,7 @@ class _Laying:
             copy = copying(kind.lower(), self._saved(stage), self.settings)
             maps[stage, kind] = copied(copy, names, self.settings.overlap)
         messages = tuple(self._messages())
-        return LaidJob(job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, rows, turned)
+        return CompiledJob(job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, rows, turned)
 
     def _ends(
         self, nodes: dict[tuple[int, Hashable], tuple[Node, ...]], rows: Sequence[Row]
@@ -238,7 +240,7 @@ class _Laying:
         """Inputs from earlier actions, those from other stages, and results for others."""
         job = self.job
         inputs = [name for name, _ in program.inputs]
-        passing = "total" if kind == "OPT" else way(kind)
+        passing = "total" if kind == "OPT" else message_pass(kind)
         taken = [n for n in self.takes.get((stage, passing), []) if n in inputs]
         local = {n for n in inputs if n not in taken and n not in job.batch}
         earlier = [
@@ -246,7 +248,7 @@ class _Laying:
             for n in inputs
             if n in local and (job.key(stage, n) not in job.state or (kind == "OPT" and n.startswith(TOTAL)))
         ]
-        sent = self.gives.get((stage, way(kind)), []) if kind != "OPT" else []
+        sent = self.gives.get((stage, message_pass(kind)), []) if kind != "OPT" else []
         return tuple(earlier), tuple(taken), tuple(dict.fromkeys(n for n in sent if n in program.types))
 
     def _saved(self, stage: int) -> int:
@@ -277,7 +279,7 @@ class _Laying:
             ends = [x.mesh for x in t.types]
             ids = np.concatenate([m.ids for m in ends])
             told = tuple((x.dtype, x.shape, x.layout, x.mesh.axes, x.mesh.sizes) for x in t.types)
-            key = (told, ends[0] == ends[1], alike(self.fabric, ids)) if self.fold.prices else len(found)
+            key = (told, ends[0] == ends[1], equivalence_key(self.fabric, ids)) if self.fold.prices else len(found)
             if key not in known:
                 known[key] = message(t, pricing)
             way = t.kind, t.source[0], t.target[0]

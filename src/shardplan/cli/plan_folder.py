@@ -21,7 +21,7 @@ def judged_plan(plan: HandedPlan) -> tuple[Judge, JudgedPlan]:
     """Return what was predicted of a plan when it was written, and what tells of it."""
     from shardplan.simulation.closed.machines import machine_of
     from shardplan.simulation.searching.answer import Judge, JudgedPlan
-    from shardplan.simulation.searching.certified import Certifier
+    from shardplan.simulation.searching.certifier import Certifier
 
     known = machine_of(plan.topology)
     judge = Judge(
@@ -33,8 +33,8 @@ def judged_plan(plan: HandedPlan) -> tuple[Judge, JudgedPlan]:
 def check_handed(path: Path, plan: HandedPlan, devices: int | None, as_json: bool) -> None:
     """Run a plan scaled down on the reference, and compare its step with the whole model's."""
     from shardplan.execution.beside_whole import step_beside_whole
-    from shardplan.launches.handover.scaled import MOST, scale_plan
-    from shardplan.report.handed import beside_whole_object, beside_whole_text
+    from shardplan.launches.handover.scaled_plan import MOST, scale_plan
+    from shardplan.report.plan_folder import beside_whole_object, beside_whole_text
     from shardplan.report.text import json_text
     from shardplan.strategy.partition.partition import partition
 
@@ -50,7 +50,7 @@ def show_handed(path: Path, plan: HandedPlan, as_json: bool) -> None:
     """Print a plan as it was told, and what its folder has."""
     import json
 
-    from shardplan.report.handed import handed_text
+    from shardplan.report.plan_folder import handed_text
     from shardplan.report.text import json_text
 
     if as_json:
@@ -66,11 +66,11 @@ def run_handed(
 ) -> None:
     """Run a plan scaled down on the processes of torchrun, its values beside the whole model's, its times predicted."""
     from shardplan.execution.beside_whole import draw_arrays, step_beside_whole
-    from shardplan.execution.launched import join_launcher
     from shardplan.execution.measure import measured_links
     from shardplan.execution.measured_step import action_times, measure_step, predict_step, seconds_to_issue
-    from shardplan.launches.handover.scaled import scale_plan
-    from shardplan.report.handed import action_times_text, beside_whole_object, beside_whole_text
+    from shardplan.execution.trial import join_launcher
+    from shardplan.launches.handover.scaled_plan import scale_plan
+    from shardplan.report.plan_folder import action_times_text, beside_whole_object, beside_whole_text
     from shardplan.report.text import json_text
     from shardplan.simulation.trace import save_traces
     from shardplan.strategy.partition.partition import partition

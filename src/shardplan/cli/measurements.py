@@ -55,7 +55,7 @@ def validate(
     if _steps([file]):
         _validate_steps(file, params, source, explain, gate, as_json)
         return
-    from shardplan.report.measured import validation_text
+    from shardplan.report.measurements import validation_text
     from shardplan.report.text import json_text
     from shardplan.simulation.validation import validate_samples
 
@@ -161,7 +161,7 @@ def calibrate(
     from shardplan.hardware.prices.library import library as load
     from shardplan.hardware.prices.library import library_text
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.measured import calibration_object, calibration_text
+    from shardplan.report.measurements import calibration_object, calibration_text
     from shardplan.report.text import json_text
     from shardplan.simulation.validation import of_library
 

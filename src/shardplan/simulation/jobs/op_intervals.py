@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.simulation.interval import TOLERANCE, Interval
-from shardplan.simulation.jobs.laid import LaidJob, way
+from shardplan.simulation.jobs.compiled_job import CompiledJob, message_pass
 from shardplan.simulation.jobs.streams import OpSpan
 from shardplan.simulation.jobs.sweep import JobSweep
 from shardplan.simulation.jobs.timing import COMPUTE
@@ -53,7 +53,7 @@ Place = OpPlace | MessagePlace | HostPlace
 class OpenedOps:
     """The ops of a run, opened action by action, or given: where devices were followed one by one (`apart`)."""
 
-    laid: LaidJob
+    compiled: CompiledJob
     sweep: JobSweep
     spans: dict[tuple[int, int], list[OpSpan]] = field(default_factory=dict[tuple[int, int], list[OpSpan]])
     apart: bool = False
@@ -64,8 +64,8 @@ class OpenedOps:
         if key not in self.spans:
             run = self.sweep.ranks[rank]
             stage, kind, _ = run.actions[action]
-            found = self.laid.map_at(rank, action, (stage, kind))
-            entry = run.entry[action, : len(self.laid.streams) + 1 + len(found.taken)].tolist()
+            found = self.compiled.map_at(rank, action, (stage, kind))
+            entry = run.entry[action, : len(self.compiled.streams) + 1 + len(found.taken)].tolist()
             self.spans[key] = found.opened(entry)
         return self.spans[key]
 
@@ -73,14 +73,14 @@ class OpenedOps:
     def messages(self) -> dict[MessagePlace, tuple[float, float, int, int]]:
         """When each message starts and arrives, and the rank and action that send it (-1: behind the last)."""
         found: dict[MessagePlace, tuple[float, float, int, int]] = {}
-        sends = {key: self.laid.sends(*key) for key in self.laid.maps}
+        sends = {key: self.compiled.sends(*key) for key in self.compiled.maps}
         for r, run in enumerate(self.sweep.ranks):
             for i, ((stage, kind, k), times) in enumerate(zip(run.actions, run.sent.tolist(), strict=True)):
                 for number, (start, end) in zip(sends[stage, kind] if kind != "OPT" else (), times, strict=False):
                     found[MessagePlace(number, k)] = start, end, r, i
-        owners = self.laid.job.schedule.owners
+        owners = self.compiled.job.schedule.owners
         for number, start, end in self.sweep.last:
-            r = owners[self.laid.messages[number].transfer.source[0]]
+            r = owners[self.compiled.messages[number].transfer.source[0]]
             found[MessagePlace(number, -1)] = start, end, r, -1
         return found
 
@@ -132,7 +132,7 @@ class OpenedOps:
         _, _, r, i = self.messages[place]
         ends, places = self.lines[place.number]
         k = bisect_left(ends, start - self.slack)
-        if self.laid.messages[place.number].seconds > 0 and k < len(ends) and ends[k] <= start + self.slack:
+        if self.compiled.messages[place.number].seconds > 0 and k < len(ends) and ends[k] <= start + self.slack:
             return places[k]
         return self._ending(r, i if i >= 0 else len(self.sweep.ranks[r].actions) - 1, start)
 
@@ -149,9 +149,9 @@ class OpenedOps:
                 return other
         run = self.sweep.ranks[r]
         stage, kind, k = run.actions[i]
-        taken = self.laid.maps[stage, kind].taken
-        passing = "total" if kind == "OPT" else way(kind)
-        for number, m in enumerate(self.laid.messages):
+        taken = self.compiled.maps[stage, kind].taken
+        passing = "total" if kind == "OPT" else message_pass(kind)
+        for number, m in enumerate(self.compiled.messages):
             if m.transfer.kind == passing and m.transfer.target[0] == stage and m.transfer.target[1] in taken:
                 mail = MessagePlace(number, k)
                 if mail in self.messages and abs(self.messages[mail][1] - start) <= self.slack:
@@ -164,12 +164,12 @@ class OpenedOps:
             found := self._ending(r, earlier, start, deep=1)
         ) is not None:
             return found
-        if abs(op.issued - start) <= self.slack and self.laid.launch > 0:
+        if abs(op.issued - start) <= self.slack and self.compiled.launch > 0:
             return HostPlace(r, i, op.issued)
         return self._ending(r, i - 1, start)
 
     def _stream(self, op: OpSpan) -> str:
-        return op.op.cost.stream if self.laid.settings.overlap else COMPUTE
+        return op.op.cost.stream if self.compiled.settings.overlap else COMPUTE
 
     def _ending(self, r: int, i: int, at: float, stream: str = "", deep: int = 1 << 30) -> Place | None:
         """The last op, of an action and those before it, that ends then, on a stream or any."""
@@ -212,17 +212,17 @@ class OpenedOps:
         """Return a place as an interval of the device that stands for its rank, a message at its sender or `there`."""
         start, end = self.times(place)
         if isinstance(place, MessagePlace):
-            m = self.laid.messages[place.number]
+            m = self.compiled.messages[place.number]
             side = m.transfer.target if there else m.transfer.source
             name = f"{'receive' if there else 'send'} %{side[1]}" + (
                 f" of {place.microbatch}" if place.microbatch >= 0 else ""
             )
-            who = self.laid.job.programs.meshes[side[0]].devices[0] if device is None else device
+            who = self.compiled.job.programs.meshes[side[0]].devices[0] if device is None else device
             return Interval(who, f"{'receive' if there else 'send'} {m.stream}", start, end, name, "message", None,
                             m.steps[-1].received_bytes if there and m.steps else 0, causes)  # fmt: skip
         run = self.sweep.ranks[place.rank]
         stage, kind, k = run.actions[place.action]
-        who = self.laid.job.programs.meshes[stage].devices[0] if device is None else device
+        who = self.compiled.job.programs.meshes[stage].devices[0] if device is None else device
         action = f"{stage}{kind}{k if k >= 0 else ''}"
         if isinstance(place, HostPlace):
             return Interval(who, HOST, start, end, f"{action} issued", "launch", None, 0, causes)
@@ -240,11 +240,11 @@ class OpenedOps:
             places += (
                 OpPlace(r, i, k) for i in range(len(self.sweep.ranks[r].actions)) for k in range(len(self.ops(r, i)))
             )
-        owners = self.laid.job.schedule.owners
+        owners = self.compiled.job.schedule.owners
         chosen = set(ranks)
         for m in self.messages:
-            transfer = self.laid.messages[m.number].transfer
-            if {owners[transfer.source[0]], owners[transfer.target[0]]} <= chosen and self.laid.messages[
+            transfer = self.compiled.messages[m.number].transfer
+            if {owners[transfer.source[0]], owners[transfer.target[0]]} <= chosen and self.compiled.messages[
                 m.number
             ].seconds > 0:
                 places.append(m)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.simulation.sweep.compiled import Compiled
+from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule
 from shardplan.simulation.sweep.graph import FREE, ActionGraph, code
 from shardplan.simulation.sweep.periods import PeriodicLists
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
@@ -23,12 +23,12 @@ SLOWER, MESSAGE = 1.1, 0.05  # of a chunk's F = I = W
 
 
 @lru_cache(maxsize=1024)
-def ways(compiled: Compiled) -> np.ndarray:
+def critical_paths(compiled: CompiledSchedule) -> np.ndarray:
     """Return float [ways, codes]: how often each row of the table of times stands on a way.
 
-    >>> from shardplan.simulation.sweep import compiled
+    >>> from shardplan.simulation.sweep import compile_schedule
     >>> stages = StageSeconds.equal(4, 1.0, 1.0, 1.0, 0.5)
-    >>> float((ways(compiled("1f1b", 4, 8)) @ stages.table()).max())
+    >>> float((critical_paths(compile_schedule("1f1b", 4, 8)) @ stages.table()).max())
     41.0
     """
     if compiled.repeats is None:

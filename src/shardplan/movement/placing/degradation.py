@@ -16,7 +16,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.demand import demand_plan
-from shardplan.movement.placing.placed import Placed, rank_placements
+from shardplan.movement.placing.placement_price import Placed, rank_placements
 from shardplan.plans.pricing import price_program
 
 # Devices up to which renamings around a degraded unit are tried: each prices all programs again, without the price's
