@@ -182,7 +182,7 @@ def test_a_text_is_taken_where_its_value_is() -> None:
     for topology in ("dgx-h100", str(whole)):
         assert sp.redistribute(*ends, topology=topology) == sp.redistribute(*ends, topology=whole)
         assert [p.matrix for p in sp.placements(str(mesh), topology)] == [p.matrix for p in sp.placements(mesh, whole)]
-        said = sp.place(str(mesh), topology, "data=2GB, tensor=all_gather:1MB*3")
+        said = sp.place(str(mesh), topology, "data=2GB*1, tensor=all_gather:1MB*3")
         meant = sp.place(mesh, whole, {"data": 2e9, "tensor": [("all_gather", 1e6, 3)]})
         assert [(r.placement, r.seconds) for r in said] == [(r.placement, r.seconds) for r in meant]
     assert sp.place(mesh, whole, {"data": "2 GB"})[0].seconds == sp.place(mesh, whole, {"data": 2e9})[0].seconds
@@ -206,7 +206,7 @@ def test_audit_is_a_value() -> None:
     assert "init_device_mesh" in found.fixes["torch"] or "DeviceMesh" in found.fixes["torch"]
     good = sp.audit(range(16), sp.Mesh(data=8, tensor=2), TOPO, {"tensor": 2e9})
     assert good.fixes == {} and good.causes == ("no matrix is faster for this traffic",)
-    assert sp.audit(good.launch, traffic="tensor=2GB") == good
+    assert sp.audit(good.launch, traffic="tensor=2GB*1") == good
     with pytest.raises(sp.TopologyError, match=r"mesh data=5, tensor=8 has 40 devices, topology 'dgx-a100' has 32"):
         sp.audit(range(40), "data=5, tensor=8", "dgx-a100")
     with pytest.raises(sp.TopologyError, match="a Launch brings its own mesh, topology and hosts; give none with it"):

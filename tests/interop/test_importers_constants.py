@@ -25,6 +25,7 @@ from shardplan.core.ops import Attention, Elementwise, LayerNorm, ReduceDims, Rm
 from shardplan.core.program import Program
 from shardplan.core.reference import run_reference
 from shardplan.interop.importers import load
+from shardplan.interop.importers.call import eval_number
 from shardplan.strategy import Model
 
 DIGITS = 1e-10  # relative, of a number in f64: ten digits
@@ -279,3 +280,8 @@ def test_a_number_that_its_dtype_has_rounded_is_the_rounded_one() -> None:
         return 0.5 * x * (1 + torch.erf(x * torch.full((), root.item() + 1e-9, dtype=torch.float32)))
 
     assert Elementwise(GELU_EXACT) not in [*ops(imported(function, X).program)]
+
+
+def test_an_expression_of_numbers_alone_is_a_number() -> None:
+    assert eval_number("2 * (3 + 4) / 4") == 3.5
+    assert eval_number("exp(0) - 3") == -2

@@ -216,6 +216,9 @@ class InPlace(Collective):
         return Packed(0, 0, True, True)
 
 
+SCATTERING = ("reduce_scatter", "all_to_all")  # kinds whose members send a part of what they hold to each other one
+
+
 @dataclass(frozen=True, slots=True)
 class Grouped(Collective):
     """A collective in groups over its axes, whose algorithm the cost model chooses by its kind."""
@@ -249,6 +252,10 @@ class Grouped(Collective):
         held = np.zeros(len(places))
         for operand in operands:
             held += (operand.elements() * operand.itemsize)[places].max(axis=1)
+        if self.kind in SCATTERING and not all(result_type(self, operand).all_even for operand in operands):
+            # Of uneven parts the largest says how long a round takes: as much as where all are of its size.
+            most = np.maximum(self.received_bytes(*operands), self.sent_bytes(*operands)[1])[places].max(axis=1)
+            held = np.maximum(held, most * places.shape[1] / (places.shape[1] - 1))
         live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
         found = Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
         if self._everywhere(operands, places[live]):
