@@ -42,6 +42,7 @@ class Namespace:
     erf: Callable[[Tensor], Tensor]
     sin: Callable[[Tensor], Tensor]
     cos: Callable[[Tensor], Tensor]
+    eager: bool = False  # whether each call runs as it comes, and makes an array that can be written
 
 
 def wide(dtype: Dtype) -> Dtype:
@@ -70,7 +71,7 @@ NUMPY = Namespace(
     astype=lambda x, dtype: x.astype(dtype, copy=False),
     arange=lambda n: np.arange(n, dtype=np.int32),
     full=np.full,
-    broadcast_to=np.broadcast_to,
+    broadcast_to=lambda x, shape: x if x.shape == shape else np.broadcast_to(x, shape),
     concatenate=np.concatenate,
     where=np.where,
     take=lambda x, index: x[index],
@@ -86,4 +87,5 @@ NUMPY = Namespace(
     erf=erf,
     sin=np.sin,
     cos=np.cos,
+    eager=True,
 )

@@ -164,9 +164,16 @@ def run_reference(program: Program, inputs: Sequence[Shards]) -> list[list[Array
     """
     if len(inputs) != len(program.inputs):
         raise LayoutError(f"{len(inputs)} inputs given, but the program has {len(program.inputs)}")
-    values: dict[str, list[Array]] = {}
-    for (name, t), shards in zip(program.inputs, inputs, strict=True):
-        values[name] = check_shards(name, t, shards)
+    return run_values(program, {
+        name: check_shards(name, t, shards) for (name, t), shards in zip(program.inputs, inputs, strict=True)
+    })  # fmt: skip
+
+
+def run_values(program: Program, values: dict[str, list[Array]]) -> list[list[Array]]:
+    """Return the shards of every output, given by name those of the inputs, as `check_shards` returns them.
+
+    The values are emptied on the way: each is let go with its last use, if nobody else has it.
+    """
     for visit in walk(program):
         step = visit.step
         results = step.op.reference([values[o] for o in step.operands], visit.operands)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.core.program import Program
-from shardplan.core.reference import run_reference
+from shardplan.core.reference import check_shards, run_values
 from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running
 from shardplan.execution.rank_names import NAME_DIGITS
@@ -41,7 +41,10 @@ class Offer(NamedTuple):
 def on_reference(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
     """Run a program on all devices, in this process."""
     yield from ()
-    return run_reference(program, inputs)
+    values = {name: check_shards(name, t, shards) for (name, t), shards in zip(program.inputs, inputs, strict=True)}
+    for shards in inputs:
+        shards.clear()
+    return run_values(program, values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Elementwise(Ruled):
     """
 
     name: ClassVar[str] = "elementwise"
+    pointwise: ClassVar[bool] = True
     expr: str
 
     def __post_init__(self) -> None:

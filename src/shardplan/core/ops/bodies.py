@@ -110,14 +110,15 @@ class Repeat(Nested):
         """Run the body again and again."""
         whole = len(operands) - self.sliced
         state: list[Shards] = list(operands[: self.carried])
-        runs: list[list[list[Array]]] = []  # by run, by stacked result: shards
-        for k in self.order:
+        stacks: list[list[Array]] = []  # by stacked result, by device
+        for number, k in enumerate(self.order):
             mine = [[x[k, ...] for x in shards] for shards in operands[whole:]]
             found = run_reference(self.body, [*state, *operands[self.carried : whole], *mine])
             state = [*found[: self.carried]]
-            runs.append(found[self.carried :])
-        runs = runs[:: -1 if self.reverse else 1]
-        stacks = [[np.stack(shards) for shards in zip(*results, strict=True)] for results in zip(*runs, strict=True)]
+            stacks = stacks or [[np.empty((self.n, *x.shape), x.dtype) for x in each] for each in found[self.carried :]]
+            for stack, shards in zip(stacks, found[self.carried :], strict=True):
+                for rows, x in zip(stack, shards, strict=True):
+                    rows[self.n - 1 - number if self.reverse else number] = x
         return [*(list(shards) for shards in state), *stacks]
 
     def received_bytes(self, *operands: TensorType) -> np.ndarray:

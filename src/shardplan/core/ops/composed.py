@@ -20,8 +20,9 @@ from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.nested import Nested, as_nested
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
+from shardplan.core.ops.blocks import run_in_blocks
 from shardplan.core.ops.collective import moving
-from shardplan.core.ops.compute import Compute, IdRange, KernelClass, LocalRun, Where, computing
+from shardplan.core.ops.compute import At, Compute, IdRange, KernelClass, LocalRun, Ruled, Size, Where, computing
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.reshard_cotangent import reshard_cotangent
 from shardplan.core.step import Step
@@ -52,7 +53,8 @@ class Composed(Compute):
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Bind the steps; what none of those to come reads is let go."""
-        steps = [(step, op.bind(types, where)) for op, step, types in self._typed_steps(operands)[0]]
+        typed, found = self._typed_steps(operands)
+        steps = [(step, op.bind(types, where)) for op, step, types in typed]
         results = self.decomposition(*operands).results
         ends: list[set[str]] = []
         read = {*results}
@@ -69,7 +71,23 @@ class Composed(Compute):
                     del values[name]
             return [values[name] for name in results]
 
-        return run
+        shapes = {where(t)[1] for t in found}
+        ops = [op for op, _, _ in typed if isinstance(op, Ruled) and op.pointwise]
+        if len(shapes) > 1 or len(ops) < len(typed):
+            return run
+        # All of a block before the next one: what goes from step to step is no larger than a block.
+        (shape,), kinds = shapes, [numpy_dtype(t.dtype) for t in found]
+        makes = [[numpy_dtype(t.dtype) for t in results_of(op, types)] for op, _, types in typed]
+        nowhere, any_size = At((), ()), Size((), (), ())  # pointwise, an op asks neither
+
+        def run_block(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
+            values = {str(k): x for k, x in enumerate(arrays)}
+            for op, (_, step, _), dtypes in zip(ops, typed, makes, strict=True):
+                made = op.local(xp, [values[o] for o in step.operands], nowhere, any_size)
+                values.update(zip(step.results, map(xp.astype, made, dtypes), strict=True))
+            return [values[name] for name in results]
+
+        return lambda xp, arrays: run_in_blocks(xp, run_block, arrays, shape, kinds)
 
     def bind_gradient(self, operands: Sequence[TensorType], where: Where, needs: Sequence[int]) -> LocalRun | None:
         """Return the gradient on one device, of the operands and the results' cotangents; None: as its steps say."""

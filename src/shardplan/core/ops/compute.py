@@ -21,6 +21,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Namespace, Tensor
 from shardplan.core.op import Array, Op, Shards, poison, results_of
+from shardplan.core.ops.blocks import run_in_blocks
 from shardplan.core.pattern import Pattern, Work
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -58,6 +59,7 @@ class IdRange(NamedTuple):
 class Compute(Op):
     """An op that computes, on every device alone unless it says otherwise."""
 
+    pointwise: ClassVar[bool] = False  # whether an element of a result is of the elements at its place alone
     alone: ClassVar[bool] = True  # else its lowering says what goes between devices, and what they compute meanwhile
 
     @abc.abstractmethod
@@ -169,8 +171,11 @@ class Compute(Op):
                     found = self.bind(types, at_place(k))(NUMPY, [x[k] for x in operands])
             else:
                 found = [poison(t.local_shape(k), numpy_dtype(t.dtype)) for t in results]
-            for shards, x in zip(out, found, strict=True):
-                shards.append(np.array(x))
+            others = [x[k] for x in operands]
+            for shards, x in zip(out, map(np.asarray, found), strict=True):
+                # A view would keep what it is of, and nobody's array may be another's.
+                shards.append(np.array(x) if x.base is not None or any(x is y for y in others) else x)
+                others.append(shards[-1])
         return out
 
     def received_bytes(self, *operands: TensorType) -> np.ndarray:
@@ -278,11 +283,12 @@ class Ruled(FactorTyped):
         size = Size(tuple(shape for _, shape in ins), shapes, tuple(t.shape for t in operands))
         kinds = [numpy_dtype(t.dtype) for t in results]
 
+        def rounded(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
+            return [xp.astype(x, dtype) for x, dtype in zip(self.local(xp, arrays, at, size), kinds, strict=True)]
+
         def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
-            found = self.local(xp, arrays, at, size)
-            return [
-                xp.broadcast_to(xp.astype(x, dtype), shape)
-                for x, dtype, shape in zip(found, kinds, shapes, strict=True)
-            ]
+            if self.pointwise:
+                return run_in_blocks(xp, rounded, arrays, shapes[0], kinds)
+            return [xp.broadcast_to(x, shape) for x, shape in zip(rounded(xp, arrays), shapes, strict=True)]
 
         return run

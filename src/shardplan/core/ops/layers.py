@@ -14,13 +14,14 @@ from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
-from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.composed import Backward, Composed
 from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, LocalRun, Where, check_arity
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.query_tiles import QueryTiles
 from shardplan.core.ops.ring import RingAttention, mask_scores
+from shardplan.core.ops.row_tiles import tile_rows
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -142,6 +143,16 @@ class CrossEntropy(Composed):
         loss = d(Reshape(f"{dims} one=1 -> {dims}"), loss)
         loss = d(Elementwise("where(a, b, 0)"), d(Cast("bool"), _counts(d, "1")), loss)
         return [cast_to(d, loss, t.dtype)]
+
+    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
+        """Some targets at a time, so that few logits are there in a wider dtype, or as exponentials."""
+        plain = super(CrossEntropy, self).bind
+        return tile_rows(plain, operands, self.infer(*operands), where) or plain(operands, where)
+
+    def bind_gradient(self, operands: Sequence[TensorType], where: Where, needs: Sequence[int]) -> LocalRun | None:
+        """The same back: from the cotangent of each target to those of its logits."""
+        back, given = Backward(self, tuple(needs)), (*operands, *self.infer(*operands))
+        return tile_rows(partial(Composed.bind, back), given, back.infer(*given), where) if needs else None
 
     def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
         """A target is a class, or ignored."""

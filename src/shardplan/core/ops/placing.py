@@ -220,6 +220,7 @@ class Cast(Ruled):
     """The values in another dtype."""
 
     name: ClassVar[str] = "cast"
+    pointwise: ClassVar[bool] = True
     dtype: str
 
     def __post_init__(self) -> None:

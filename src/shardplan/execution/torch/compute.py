@@ -31,17 +31,27 @@ def bind_compute(op: Op, operands: Sequence[TensorType], results: Sequence[Tenso
     if local is None:
         raise BackendError(f"torch cannot run {op.name}")
     makers = [maker(u, device) for u in results]
+    dtypes = [torch_dtype(u.dtype) for u in results]
     place = place_of(results[0], device)
     held = place is not None and bool(at_root(results[0])[place])
     bound = local.bind(operands, at_place(place)) if place is not None and held else None
     foreign = any(torch_dtype(t.dtype) in FOREIGN for t in (*operands, *results))
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Generator[None, None, list[torch.Tensor]]:
-        out = [make(wire) for make in makers]
-        if bound:
-            found = on_host(bound, arrays) if foreign else bound(torch_namespace(wire.device), arrays)
-            for x, y in zip(out, found, strict=True):
-                x.copy_(y)
+        if not bound:
+            return [make(wire) for make in makers]
+        found = on_host(bound, arrays) if foreign else bound(torch_namespace(wire.device), arrays)
+        others = {x.untyped_storage().data_ptr() for x in arrays}
+        out: list[torch.Tensor] = []
+        for make, dtype, x in zip(makers, dtypes, found, strict=True):
+            storage = x.untyped_storage()
+            # A view would keep what it is of, and no tensor may be another's: what is neither is a result as it is.
+            if x.dtype != dtype or x.device != wire.device or not x.is_contiguous() or storage.nbytes() != x.nbytes:
+                x = make(wire).copy_(x)
+            elif storage.data_ptr() in others:
+                x = x.clone()
+            others.add(x.untyped_storage().data_ptr())
+            out.append(x)
         return out
         yield  # never reached: it makes this a generator, as every bound step is, and no message is waited for
 
@@ -103,6 +113,7 @@ def torch_namespace(device: torch.device) -> Namespace:
         erf=torch.erf,
         sin=torch.sin,
         cos=torch.cos,
+        eager=device.type == "cpu",  # elsewhere a call costs more than memory does
     )
 
 
