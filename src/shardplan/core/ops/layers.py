@@ -189,10 +189,9 @@ def _class_sums(
 ) -> list[str]:
     """The sum of exponentials of what logits are beside `top`, which counts as a constant if stopped; the target's."""
     t = d.types[x]
-    last = (t.ndim - 1,)
-    total = d(ReduceDims(last, keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=stopped))
+    total = d(ReduceDims((t.ndim - 1,), keep=True), d(Elementwise("exp(a - b)"), x, top, stopped=stopped))
     hot = d(Cast("bool"), _hot(d, targets, t.shape[-1], over))
-    return [total, d(ReduceDims(last, keep=True), d(Elementwise("where(a, b, 0)"), hot, x))]
+    return [total, d(ReduceDims((t.ndim - 1,), keep=True), d(Elementwise("where(a, b, 0)"), hot, x))]
 
 
 @dataclass(frozen=True, slots=True)
