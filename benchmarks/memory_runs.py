@@ -4,7 +4,7 @@
 
 On the reference the peak is that of tracemalloc (numpy tells it of every array), of three steps of a live job on one
 device. On torch it is the resident set of each gloo rank (VmHWM, reset once everything is imported) above what it was,
-which counts pages and whatever torch's kernels take as workspace; glibc maps blocks of 64 KiB and more, so that what is
+which counts pages and whatever torch's kernels take as workspace; glibc maps blocks of 4 MiB and more, so that what is
 let go is given back. The certificate is `certify`'s, of our own executors.
 """
 
@@ -137,7 +137,7 @@ def _run(name: str, most: int) -> dict[str, Any]:
     ranks = JOBS[name].ranks
     module = ["-m", "benchmarks.memory_runs", "--child", name]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**22)}
     done = subprocess.run([sys.executable, *launch, *module], capture_output=True, text=True, timeout=most, env=env,
                           cwd=Path(__file__).parents[1])  # fmt: skip
     if done.returncode:

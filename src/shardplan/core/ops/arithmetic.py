@@ -109,6 +109,11 @@ class Elementwise(Ruled):
         fill = identity(reduction, numpy_dtype(self.dtypes(*operands)[0]))
         return expression.commutes(names, reduction, finite=bool(np.isfinite(fill)))
 
+    def makes_between(self, operands: Sequence[TensorType]) -> bool:
+        """Of more than one operation, and of floats that are computed wider than they are."""
+        kind = numpy_dtype(self.dtypes(*operands)[0])
+        return self.expression.flops() > 1 or (kind.kind not in "iub" and wide(kind) != kind)
+
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Evaluate; floats in f32 or wider, integers in their own dtype."""
         kinds = [xp.dtype(x) for x in arrays]

@@ -281,6 +281,10 @@ class Ruled(FactorTyped):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Return the results on one device, given its shards; the caller rounds and broadcasts them."""
 
+    def makes_between(self, operands: Sequence[TensorType]) -> bool:
+        """Say whether arrays as large as the results lie between the calls that it comes to."""
+        return False
+
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Work out starts and sizes, once."""
         results = results_of(self, tuple(operands))
@@ -290,11 +294,13 @@ class Ruled(FactorTyped):
         size = Size(tuple(shape for _, shape in ins), shapes, tuple(t.shape for t in operands))
         kinds = [numpy_dtype(t.dtype) for t in results]
 
+        blocks = self.pointwise and self.makes_between(operands)
+
         def rounded(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
             return [xp.astype(x, dtype) for x, dtype in zip(self.local(xp, arrays, at, size), kinds, strict=True)]
 
         def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
-            if self.pointwise:
+            if blocks:
                 return run_in_blocks(xp, rounded, arrays, shapes[0], kinds)
             return [xp.broadcast_to(x, shape) for x, shape in zip(rounded(xp, arrays), shapes, strict=True)]
 
