@@ -68,7 +68,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return (
                 nodeid.partition("::")[0]
-                if nodeid.startswith(("tests/execution/", "tests/fused/", "tests/interop/"))
+                if nodeid.startswith(
+                    ("tests/execution/", "tests/fused/", "tests/interop/", "tests/report/test_page.py")
+                )
                 else nodeid
             )
 

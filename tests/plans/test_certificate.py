@@ -357,3 +357,11 @@ def test_a_kept_source_is_a_claim_that_follows(tmp_path: Path) -> None:
     assert freed < plan.certificate.workspace_bytes
     with pytest.raises(CertificateError, match="workspace_bytes is claimed to be"):
         dataclasses.replace(plan.certificate, workspace_bytes=freed).check()
+
+
+def test_a_plan_and_its_certificate_are_a_line() -> None:
+    plan = sp.redistribute("f32[8@x, 8]", "f32[8, 8@x]", mesh="x=4")
+    assert repr(plan) == "<Plan f32[8@x, 8] to f32[8, 8@x]: 1 step, 48 B received, 15 us>"
+    assert repr(plan.certificate) == ("<Certificate f32[8@x, 8] to f32[8, 8@x]: 1 step, 48 B received, 15 us, floor>")
+    t, u = plan.certificate.sources[0], plan.certificate.destinations[0]
+    assert repr(sp.redistribute([t, t], [u, u])).startswith("<Plan of 2 tensors: ")

@@ -21,6 +21,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import CertificateError, ShardplanError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.library import library
+from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.plans.nominal import nominal_bound
 from shardplan.plans.pricing import Where, fabric_of, price_program, seconds_bound
 
@@ -65,6 +66,19 @@ class Certificate:
     lower_bound_seconds: float
     algorithm: str = "auto"
     least_seconds: float | None = None
+
+    @property
+    def summary(self) -> str:
+        """A line: what is moved, in how many steps, the bytes that the worst device receives, the seconds."""
+        many = len(self.sources)
+        ends = f"{self.sources[0]} to {self.destinations[0]}" if many == 1 else f"of {many} tensors"
+        steps = len(self.program.steps)
+        received = format_bytes(max(self.received_bytes, default=0))
+        return f"{ends}: {steps} step{'s' * (steps != 1)}, {received} received, {format_seconds(self.seconds)}"
+
+    def __repr__(self) -> str:
+        """Return that line, and whether a bound is met."""
+        return f"<Certificate {self.summary}, {self.status}>"
 
     @property
     def gap(self) -> float:

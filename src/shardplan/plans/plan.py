@@ -90,3 +90,7 @@ class Plan:
     def __str__(self) -> str:
         """Return the program with bytes and seconds beside every step, and what a better placement would take."""
         return "\n".join(filter(None, (annotate_steps(self.certificate), self.better)))
+
+    def __repr__(self) -> str:
+        """Return what it moves, in how many steps, and what its certificate says of them."""
+        return f"<Plan {self.certificate.summary}>"

@@ -171,11 +171,13 @@ class Compute(Op):
                     found = self.bind(types, at_place(k))(NUMPY, [x[k] for x in operands])
             else:
                 found = [poison(t.local_shape(k), numpy_dtype(t.dtype)) for t in results]
-            others = [x[k] for x in operands]
+            others = [id(_memory(x[k])) for x in operands]
             for shards, x in zip(out, map(np.asarray, found), strict=True):
-                # A view would keep what it is of, and nobody's array may be another's.
-                shards.append(np.array(x) if x.base is not None or any(x is y for y in others) else x)
-                others.append(shards[-1])
+                # A view of a part would keep the whole, and nobody's array may be another's.
+                memory = _memory(x)
+                mine = memory.nbytes == x.nbytes and x.flags.writeable and id(memory) not in others
+                shards.append(x if mine else np.array(x))
+                others.append(id(_memory(shards[-1])))
         return out
 
     def received_bytes(self, *operands: TensorType) -> np.ndarray:
@@ -201,6 +203,11 @@ class Compute(Op):
         kind = self.kernel_class
         sides = self.product_sides(*operands) if kind == "product" else ()
         return Work(self.flops(*operands), dtype, float(self.touched_bytes(*operands)), kind, sides)
+
+
+def _memory(x: Array) -> Array:
+    """The array whose memory an array is a view of; itself, where it is none."""
+    return _memory(x.base) if isinstance(x.base, np.ndarray) else x
 
 
 def at_place(place: int) -> Where:
