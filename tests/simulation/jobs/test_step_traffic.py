@@ -58,6 +58,8 @@ def test_a_layers_gradients_go_once_they_are_made_one_layer_behind_the_other() -
     one = job(data=4, global_batch=8)
     found = on_streams(one)
     clock = line = 0.0
+    loops = [node for node in found.ends[0, "B"].nodes if isinstance(node, TimedLoop)]
+    assert loops and all(any(op.cost.stream != COMPUTE for op in node.late) for node in loops), "a layer at a time"
     for node in found.ends[0, "B"].nodes:
         runs = [(*node.early, *node.late)] * node.times if isinstance(node, TimedLoop) else [(node,)]
         for ops in runs:
