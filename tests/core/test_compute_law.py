@@ -30,3 +30,21 @@ def test_every_legal_assignment_equals_the_whole(example: Example) -> None:
         assert oracle.wrong(shards, found, whole) is None, (op, [str(t) for t in types], str(found))
         count += 1
     assert count == example.legal
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(next(e.assigned(UNEQUAL))[0]))
+def test_a_result_is_nobody_elses_array(example: Example) -> None:
+    """No device's result lies in the memory of another's or of an operand, and writing to it changes no later one."""
+    rng = np.random.default_rng(0)
+    arrays = example.arrays(UNEQUAL, rng)
+    for op, types in example.legal_ones(UNEQUAL):
+        given = [oracle.spread(a, t, rng) for a, t in zip(arrays, types, strict=True)]
+        results = [x for shards in op.reference(given, types) for x in shards]
+        before = [x.tobytes() for x in results]
+        others = [x for shards in given for x in shards]
+        for x in results:
+            assert not any(np.shares_memory(x, y) for y in others), op
+            others.append(x)
+        for x in results:
+            x.fill(0)
+        assert [x.tobytes() for shards in op.reference(given, types) for x in shards] == before

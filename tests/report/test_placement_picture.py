@@ -117,7 +117,7 @@ def test_alike_hosts_hold_the_mesh_in_the_same_way(placement, most, random):
         i = random.randrange(len(ids))
         ids[0], ids[i] = ids[i], ids[0]
     launch = Launch(placement.mesh, topology, tuple(ids))
-    traffic = {placement.mesh.axes[0]: 1e6}
+    traffic = dict.fromkeys(placement.mesh.axes, 1000000.0)
     whole, drawn = scene(launch, traffic, most=10**6), scene(launch, traffic, most=most)
     every = {box.units[0]: box for box in whole.boxes}
     assert drawn.hidden + sum(len(box.units) for box in drawn.boxes) == len(every) and len(drawn.boxes) <= max(2, most)
@@ -142,6 +142,24 @@ def test_pods_are_named_and_folded():
     assert [line.rstrip(" -+") for line in text.splitlines() if line.startswith(("l0", "+ l1"))] == [
         "l0 0", "+ l1s 0-7: 8 alike", "l0 1", "+ l1 8", "+ l1 9", "+ l1s 10-15: 6 alike",
         "l0s 2-3: 2 alike", "+ l1s 16-31: 16 alike",
+    ]  # fmt: skip
+
+
+def test_a_host_with_a_slow_part_stands_alone():
+    """A slow GPU or port is no less than a slow node; what is slow in the same way is alike."""
+    found = Placement(Mesh(data=32, tensor=2), switches(4, 8, 2), ((4, 8, 1), (1, 1, 2)))
+
+    def lines(**slow):
+        levels = tuple(replace(x, **slow.get(x.name, {})) for x in found.topology.levels)
+        text = text_placement(replace(found, topology=replace(found.topology, levels=levels)))
+        return [line.rstrip(" -+") for line in text.splitlines() if line.startswith(("l0", "+ l1"))]
+
+    assert lines(l2={"degraded": ((3, 0.5),)}) == [
+        "l0 0", "+ l1 0", "+ l1 1", "+ l1s 2-7: 6 alike", "l0s 1-3: 3 alike", "+ l1s 8-31: 24 alike",
+    ]  # fmt: skip
+    ports = tuple((unit, port, 0.5) for unit in (1, 9, 17, 25) for port in (0, 1))
+    assert lines(l1={"uplinks": 2, "slow_ports": ports}) == [
+        "l0s 0-3: 4 alike", "+ l1 0 of each: 4 alike", "+ l1 1 of each: 4 alike", "+ l1s 2-7 of each: 24 alike",
     ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from shardplan.hardware.level import Level
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
+from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes
 from shardplan.launches.audit import leaving_bytes
 from shardplan.launches.causes import uplink_word
@@ -65,7 +66,7 @@ class Scene:
     findings: Findings
     demands: tuple[Demand, ...]
     level: Level | None  # the level whose units are boxes; None where all devices are in one
-    boxes: tuple[HostBox, ...]  # the hosts drawn: the first ones and the last
+    boxes: tuple[HostBox, ...]  # those drawn: the first ones and the last
     pod: Level | None  # the next outer level, whose units are named above the boxes; None where there is but one
     hidden: int  # hosts left out before the last box
     crossing: tuple[tuple[int, ...], ...]  # for each axis and level the groups that leave the busiest unit
@@ -76,8 +77,8 @@ def scene(
 ) -> Scene:
     """Return what a picture of a placement or a launch shows.
 
-    `traffic` is what a step communicates, for the loads; of more than `most` hosts the first ones and the last are
-    drawn. Raises `LayoutError` for malformed traffic.
+    `traffic` is what a step communicates, for the loads. Of more than `most` hosts those in a row that are alike are
+    one box, and of more boxes than that the first ones and the last are drawn. Raises `LayoutError` for malformed traffic.
     """
     launch = Launch.of(subject) if isinstance(subject, Placement) else subject
     mesh, topology = launch.mesh, launch.topology
@@ -112,8 +113,11 @@ def scene(
     if count <= most:
         rows = [((unit // in_pod,), (unit,)) for unit in range(count)]
     else:
-        slow = {unit: factor for _, unit, factor in topology.levels[j].slow()}
-        rows = _alike_rows([(_pattern(cells[u]), ports[u].max(), slow.get(u, 1.0)) for u in range(count)], in_pod)
+        slow = _slow_parts(topology, j)
+        patterns = [
+            (_pattern(cells[u]), tuple(x[u].sum() for x in out), ports[u].max(), slow.get(u)) for u in range(count)
+        ]
+        rows = _alike_rows(patterns, in_pod)
     kept = rows if len(rows) <= most else [*rows[: most - 1], rows[-1]]
     names = launch.hosts
     boxes = tuple(
@@ -146,6 +150,17 @@ def _pattern(cells: Sequence[Cell]) -> Hashable:
         )
         for cell in cells
     )
+
+
+def _slow_parts(topology: Topology, host: int) -> dict[int, tuple[tuple[int, int, str, float], ...]]:
+    """What is slow of each host that is not sound: level, unit inside the host, port if it is one, and the factor."""
+    found: dict[int, tuple[tuple[int, int, str, float], ...]] = {}
+    for k, level in enumerate(topology.levels[host:], host):
+        inside = topology.strides[host] // topology.strides[k]
+        for name, unit, factor in level.slow():
+            part = (k, unit % inside, name.partition("]")[2], factor)
+            found[unit // inside] = (*found.get(unit // inside, ()), part)
+    return found
 
 
 def _alike_rows(patterns: Sequence[Hashable], in_pod: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -211,8 +226,11 @@ def box_name(box: HostBox, drawn: Scene) -> str:
         number = ""
     elif len(box.units) == 1:
         number = f" {box.units[0]}"
-    else:
+    elif box.units[-1] - box.units[0] + 1 == len(box.units):
         number = f"s {box.units[0]}-{box.units[-1]}: {len(box.units)} alike"
+    else:  # some of each pod
+        last = box.units[len(box.units) // len(box.pods) - 1]
+        number = f"{'s' * (last > box.units[0])} {span_text(box.units[:1], (last,))} of each: {len(box.units)} alike"
     return f"{word}{number}" + (f" ({box.name})" if box.name else "")
 
 

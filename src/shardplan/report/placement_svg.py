@@ -112,20 +112,13 @@ class _PlacementPage:
 
     def legend(self) -> None:
         x = float(MARGIN)
-        self.canvas.rect(x, self.y - 10, 30, 12, self.colours[0, self.drawn.boxes[0].cells[0].groups[0]])
+        example = self.colours[0, self.drawn.boxes[0].cells[0].groups[0]]
+        self.canvas.rect(x, self.y - 10, 30, 12, example)
         words = "one colour and number in an axis's row: one group"
         self.canvas.text(x + 36, self.y, words, size=11)
         x += 36 + 6.1 * len(words) + 14
         if self.drawn.level is not None and any(any(c.leaves) for box in self.drawn.boxes for c in box.cells):
-            self.canvas.rect(
-                x,
-                self.y - 10,
-                30,
-                12,
-                self.colours[0, self.drawn.boxes[0].cells[0].groups[0]],
-                _EDGE,
-                ' stroke-width="1.6"',
-            )
+            self.canvas.rect(x, self.y - 10, 30, 12, example, _EDGE, ' stroke-width="1.6"')
             self.canvas.text(x + 36, self.y, f"dark edge: the group leaves its {self.drawn.level.name}", size=11)
         self.y += 20
         if self.most > 0:
@@ -165,10 +158,8 @@ class _PlacementPage:
     def cell(self, x: float, y: float, high: float, cell: Cell, last: Cell) -> None:
         """A device; of alike hosts that of the first one and of the last one."""
         self.canvas.rect(x, y, CELL, high, PAPER, LINE)
-        rank, coordinates = (
-            f"rank {span_text((cell.rank,), (last.rank,))}",
-            span_text(cell.coordinates, last.coordinates),
-        )
+        rank = f"rank {span_text((cell.rank,), (last.rank,))}"
+        coordinates = span_text(cell.coordinates, last.coordinates)
         # Both in one line: the coordinates as small as they must be, but legible.
         size = max(7.0, min(11.0, (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(coordinates))))
         self.canvas.text(x + 5, y + 14, rank, size=11, weight=600)
