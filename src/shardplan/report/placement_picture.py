@@ -78,7 +78,7 @@ def scene(
     """Return what a picture of a placement or a launch shows.
 
     `traffic` is what a step communicates, for the loads. Of more than `most` hosts those in a row that are alike are
-    one box, and of more boxes than that the first ones and the last are drawn. Raises `LayoutError` for malformed traffic.
+    one box; of more boxes than that the first ones and the last are drawn. Raises `LayoutError` for malformed traffic.
     """
     launch = Launch.of(subject) if isinstance(subject, Placement) else subject
     mesh, topology = launch.mesh, launch.topology

@@ -109,7 +109,7 @@ class Elementwise(Ruled):
         fill = identity(reduction, numpy_dtype(self.dtypes(*operands)[0]))
         return expression.commutes(names, reduction, finite=bool(np.isfinite(fill)))
 
-    def makes_between(self, operands: Sequence[TensorType]) -> bool:
+    def has_temporaries(self, operands: Sequence[TensorType]) -> bool:
         """Of more than one operation, and of floats that are computed wider than they are."""
         kind = numpy_dtype(self.dtypes(*operands)[0])
         return self.expression.flops() > 1 or (kind.kind not in "iub" and wide(kind) != kind)

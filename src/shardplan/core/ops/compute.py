@@ -171,13 +171,13 @@ class Compute(Op):
                     found = self.bind(types, at_place(k))(NUMPY, [x[k] for x in operands])
             else:
                 found = [poison(t.local_shape(k), numpy_dtype(t.dtype)) for t in results]
-            others = [id(_memory(x[k])) for x in operands]
+            others = [id(_base_array(x[k])) for x in operands]
             for shards, x in zip(out, map(np.asarray, found), strict=True):
                 # A view of a part would keep the whole, and nobody's array may be another's.
-                memory = _memory(x)
+                memory = _base_array(x)
                 mine = memory.nbytes == x.nbytes and x.flags.writeable and id(memory) not in others
                 shards.append(x if mine else np.array(x))
-                others.append(id(_memory(shards[-1])))
+                others.append(id(_base_array(shards[-1])))
         return out
 
     def received_bytes(self, *operands: TensorType) -> np.ndarray:
@@ -205,9 +205,9 @@ class Compute(Op):
         return Work(self.flops(*operands), dtype, float(self.touched_bytes(*operands)), kind, sides)
 
 
-def _memory(x: Array) -> Array:
+def _base_array(x: Array) -> Array:
     """The array whose memory an array is a view of; itself, where it is none."""
-    return _memory(x.base) if isinstance(x.base, np.ndarray) else x
+    return _base_array(x.base) if isinstance(x.base, np.ndarray) else x
 
 
 def at_place(place: int) -> Where:
@@ -281,7 +281,7 @@ class Ruled(FactorTyped):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Return the results on one device, given its shards; the caller rounds and broadcasts them."""
 
-    def makes_between(self, operands: Sequence[TensorType]) -> bool:
+    def has_temporaries(self, operands: Sequence[TensorType]) -> bool:
         """Say whether arrays as large as the results lie between the calls that it comes to."""
         return False
 
@@ -294,7 +294,7 @@ class Ruled(FactorTyped):
         size = Size(tuple(shape for _, shape in ins), shapes, tuple(t.shape for t in operands))
         kinds = [numpy_dtype(t.dtype) for t in results]
 
-        blocks = self.pointwise and self.makes_between(operands)
+        blocks = self.pointwise and self.has_temporaries(operands)
 
         def rounded(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
             return [xp.astype(x, dtype) for x, dtype in zip(self.local(xp, arrays, at, size), kinds, strict=True)]

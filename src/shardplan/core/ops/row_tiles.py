@@ -41,11 +41,11 @@ def tile_rows(
         types = [TensorType(t.dtype, (count, *t.shape[lead:]), (), _ONE) for t in operands]
         return bind(types, at_place(0))
 
-    whole, tile, rest = bind(operands, where), bound(many), bound(rows % many) if rows % many else None
+    tile, rest = bound(many), bound(rows % many) if rows % many else None
 
     def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
         if not xp.eager:
-            return whole(xp, arrays)
+            return bind(operands, where)(xp, arrays)
         flat = [x.reshape((rows, *x.shape[lead:])) for x in arrays]
         out = [xp.full(shape, 0, kind) for shape, kind in zip(ends, kinds, strict=True)]
         views = [y.reshape((rows, *y.shape[lead:])) for y in out]
