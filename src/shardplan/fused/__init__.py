@@ -72,7 +72,7 @@ __all__ = [
 
 _WHERE = {
     "calls.groups": ("bind", "bound", "unbind"),
-    "calls.moved": ("MovedTally", "MovedTile", "counted"),
+    "calls.moved_tally": ("MovedTally", "MovedTile", "counted"),
     "deciding.calibrate": ("calibrate",),
     "deciding.fuse": ("fuse",),
     "deciding.graphs": ("GraphGroup", "fuse_graph"),

@@ -118,7 +118,7 @@ class SymmetricHeap:
         self._exchange: GatherBytes | None = None
         self._close: Callable[[], None] | None = None
         self.seconds = SECONDS  # that an operator waits
-        self.tally: Any = None  # that counts what operators move, where somebody asks: `calls.moved`
+        self.tally: Any = None  # that counts what operators move, where somebody asks: `calls.moved_tally`
         self.tensors: dict[int, SymmetricTensor] = {}  # by offset
         self.kernels: Any = None  # that run the operators where those of CPUs do not: `operators.asked.LocalKernels`
         self.parts: list[torch.Tensor] = []  # the data of every rank, where that is on GPUs
