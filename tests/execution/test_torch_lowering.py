@@ -20,7 +20,8 @@ from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round, places_of
 from shardplan.core.messages import at_root
 from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Op, Reduce, ReduceScatter, Send, Together
-from shardplan.core.ops.collective import Collective, Grouped, moving
+from shardplan.core.ops.collective import Collective, moving
+from shardplan.core.ops.grouped import Grouped
 from shardplan.core.pattern import Messages
 from shardplan.core.program import Program, Step
 from shardplan.core.reference import run_reference
@@ -163,9 +164,9 @@ def test_by_any_algorithm_ranks_stage_no_more_than_is_said(
         by = replace(move, algorithm=algorithm).in_chunks(chunks)
         program = program_of(by, t.mesh, *[str(t)] * n)
         assert max(staged(program, d) for d in t.mesh.devices) <= by.staging(*[t] * n), by
-        assert (
-            by.sent_bytes(*[t] * n)[1].sum() == by.received_bytes(*[t] * n).sum() == move.received_bytes(*[t] * n).sum()
-        )
+        said = by.received_bytes(*[t] * n).sum()
+        assert by.sent_bytes(*[t] * n)[1].sum() == said >= move.received_bytes(*[t] * n).sum()
+        assert said == move.received_bytes(*[t] * n).sum() or algorithm == "padded"
 
 
 COMPOSED = [
@@ -188,6 +189,10 @@ def test_ranks_obey_the_algorithm_of_a_step(text: str, op: Grouped, batched: boo
         program = one(text, by, mesh)
         assert f"algorithm={algorithm}" in str(program) and Program.parse(str(program)) == program
         network = same(program, "torch", batched)
+        if algorithm == "padded":  # to a library one collective: all pairs of a group say as much to each other
+            got = by.received_bytes(*program.input_types)
+            assert {d: network.received(d) for d in mesh.devices} == dict(zip(mesh.devices, got.tolist(), strict=True))
+            continue
         pattern = by.pattern(*program.input_types)
         rounds = [pattern] if isinstance(pattern, Messages) else [s.pattern for s in pattern.steps * pattern.times]
         said: Counter[tuple[int, int]] = Counter()

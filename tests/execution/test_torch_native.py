@@ -31,6 +31,20 @@ PROGRAMS = [
     "mesh a=2, b=2\ninput %0: i32[4@b]{+a}\ninput %1: i32[6]{+a}\n%2, %3 = all_reduce(%0, %1; axes=(a))\noutput %2, %3",
     "mesh a=2, b=2\ninput %0: i32[8@a]{band:b}\n%1 = all_gather(%0; dim=0, axes=(a))\noutput %1",
     "mesh a=4 devices=[2,0,3,1]\ninput %0: i32[4]{root:a}\n%1 = broadcast(%0; axes=(a))\noutput %1",
+    # Padded: behind the result, inside it, along a minor dim, in chunks, of several arrays, with empty parts.
+    "mesh a=4\ninput %0: i32[63@a, 5]\n%1 = all_gather(%0; dim=0, axes=(a), algorithm=padded)\noutput %1",
+    "mesh a=4\ninput %0: i32[5@a]\n%1 = all_gather(%0; dim=0, axes=(a), algorithm=padded)\noutput %1",
+    "mesh a=2, b=2\ninput %0: i32[9@(a,b), 3]\n%1 = all_gather(%0; dim=0, axes=(a,b), algorithm=padded)\noutput %1",
+    "mesh a=2, b=2\ninput %0: i32[3, 7@(a,b)]\n"
+    "%1 = all_gather(%0; dim=1, axes=(a,b), chunks=2, algorithm=padded)\noutput %1",
+    "mesh a=2, b=2\ninput %0: i32[7@a, 5@b]\n%1 = all_gather(%0; dim=(0,1), axes=(a,b), algorithm=padded)\noutput %1",
+    "mesh a=4\ninput %0: i16[3, 9@a]\ninput %1: i32[2, 5@a]\ninput %2: i16[4, 6@a]\n"
+    "%3, %4, %5 = all_gather(%0, %1, %2; dim=1, axes=(a), algorithm=padded)\noutput %3, %4, %5",
+    "mesh a=4\ninput %0: i32[13, 5]{+a}\n%1 = reduce_scatter(%0; dim=0, axes=(a), algorithm=padded)\noutput %1",
+    "mesh a=4\ninput %0: i32[3, 9]{+a}\n%1 = reduce_scatter(%0; dim=1, axes=(a), chunks=2, algorithm=padded)\n"
+    "output %1",
+    "mesh a=2, b=2\ninput %0: i16[7@(b,a), 5]\n"
+    "%1 = all_to_all(%0; src_dim=0, dst_dim=1, axes=(b,a), order=(a,b), algorithm=padded)\noutput %1",
 ]
 
 

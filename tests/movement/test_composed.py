@@ -11,7 +11,7 @@ import replay
 import shardplan as sp
 import strategies as some
 from shardplan.core.ops import AllGather, AllReduce, ReduceScatter
-from shardplan.core.ops.collective import Grouped
+from shardplan.core.ops.grouped import Grouped
 from shardplan.core.pattern import Groups
 from shardplan.core.program import Program
 from shardplan.core.step import Step

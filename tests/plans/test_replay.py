@@ -13,7 +13,7 @@ import strategies as some
 from benchmarks import claimed_seconds, suites
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Send
-from shardplan.core.ops.collective import Grouped
+from shardplan.core.ops.grouped import Grouped
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType

@@ -10,7 +10,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from shardplan.core.lowering import Ints
 from shardplan.core.op import Op
+from shardplan.core.ops.collective import PADDED, result_type
+from shardplan.core.ops.grouped import grouped, slot_elements
 from shardplan.core.pattern import Groups
 from shardplan.core.tensor import TensorType
 
@@ -26,6 +29,8 @@ class LibraryCall(NamedTuple):
     gives: bool = False
     gets: bool = False
     folds: bool = False  # whether parts are reduced
+    slots: tuple[Ints, ...] = ()  # of padded parts, the elements of a slot in a chunk, by operand: int64 [devices]
+    in_result: bool = False  # whether slots go where the result is, whose storage is as long as all of them
 
     @property
     def in_place(self) -> bool:
@@ -46,9 +51,10 @@ class LibraryCall(NamedTuple):
         own, parts = results if self.in_place else operands, len(places) if self.gives else 1
         for numbers, chunk in itertools.product(self.packs(operands), range(chunks)):
             nbytes = 0
-            for t in (own[k] for k in numbers):
+            for k, t in ((k, own[k]) for k in numbers):
                 n = int(t.elements()[places[0]]) // parts
-                nbytes += (n * (chunk + 1) // chunks - n * chunk // chunks) * parts * t.itemsize
+                here = n * (chunk + 1) // chunks - n * chunk // chunks
+                nbytes += (int(self.slots[k][places[0]]) if self.slots else here) * parts * t.itemsize
             if nbytes:
                 yield nbytes, operands[numbers[0]].itemsize if self.folds else 1
 
@@ -75,4 +81,10 @@ def library_call(op: Op, operands: Sequence[TensorType]) -> LibraryCall | None:
     ('all_reduce', True)
     """
     pattern = op.pattern(*operands)
-    return _CALLS.get(pattern.kind) if isinstance(pattern, Groups) and pattern.composed is None else None
+    if not isinstance(pattern, Groups) or pattern.composed is not None:
+        return None
+    call, move = _CALLS.get(pattern.kind), grouped(op)
+    if call is None or move is None or op.algorithm != PADDED:
+        return call
+    behind = move.overhang(operands[0], result_type(move, operands[0])) if len(operands) == 1 else None
+    return call._replace(slots=tuple(slot_elements(move, t) for t in operands), in_result=behind is not None)

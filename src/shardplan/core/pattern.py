@@ -27,6 +27,7 @@ class Groups:
     # The messages that run instead where a library has it only for equal parts, and for reductions that all libraries
     # have; None where it is one of those. The same object at every call.
     composed: Callable[[], Pattern] | None = None
+    copied: float = 0.0  # bytes that the busiest device copies to pad its parts, or to take padding out, and only then
 
 
 class MessageTotals(NamedTuple):

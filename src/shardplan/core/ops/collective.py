@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import zip_longest
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,22 +16,17 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
 from shardplan.core.message_totals import own_copy_bytes
-from shardplan.core.messages import FIGURES, Packed, at_root
+from shardplan.core.messages import FIGURES, Packed
 from shardplan.core.op import Array, Op, Shards, poison
-from shardplan.core.pattern import Groups, InTurn, Local, Messages, Pattern, StepPattern, taking_part
+from shardplan.core.pattern import Local, Messages, Pattern
 from shardplan.core.round_messages import Counted, RoundMessages, count
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError, excerpt
 
 # What may be asked for of any op; one without it takes its first.
-ALGORITHMS = ("direct", "ring", "doubling", "chain", "tree")
+PADDED = "padded"  # the library's collective on parts of one size, the largest one's
+ALGORITHMS = ("direct", "ring", "doubling", "chain", "tree", PADDED)
 SEGMENTED = ("chain", "tree")  # whose chunks are no rounds of their own, but the least segments
-# What libraries reduce as the reference does, floating-point sums in an order of their own.
-LIBRARY_REDUCTIONS = ("sum", "product", "min", "max")
-LIBRARY_DTYPES = frozenset({"i8", "u8", "i32", "i64", "f16", "bf16", "f32", "f64"})
-# Messages of a step up to which they are listed; the price of more is that of the library's collective.
-MOST_LISTED = 2**20
-
 
 @dataclass(frozen=True, slots=True)
 class Collective(Op):
@@ -100,13 +95,13 @@ class Collective(Op):
         return [self.move(shards, t, result_type(self, t)) for shards, t in zip(operands, types, strict=True)]
 
     @property
-    def _saying(self) -> type[Collective]:
+    def saying(self) -> type[Collective]:
         """Who says its bytes and staging: its class for its usual algorithm; those of another one are counted."""
         return type(self) if self.algorithm in ("", self.algorithms[0]) else Collective
 
     def received_bytes(self, *operands: TensorType) -> np.ndarray:
         """Sum over the operands."""
-        parts = [self._saying.received_one(self, t, result_type(self, t)) for t in operands]
+        parts = [self.saying.received_one(self, t, result_type(self, t)) for t in operands]
         return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def received_one(self, t: TensorType, u: TensorType) -> np.ndarray:
@@ -115,7 +110,7 @@ class Collective(Op):
 
     def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
         """Sum over the operands."""
-        parts = [self._saying.sent_one(self, t, result_type(self, t)) for t in operands]
+        parts = [self.saying.sent_one(self, t, result_type(self, t)) for t in operands]
         return operands[0].mesh.ids, parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
 
     def sent_one(self, t: TensorType, u: TensorType) -> np.ndarray:
@@ -166,7 +161,7 @@ class Collective(Op):
         """
         pairs = [(t, result_type(self, t)) for t in operands]
         # Thousands of a batch are of a few types.
-        known = {t: self._saying.packing(self, t, u) for t, u in dict(pairs).items()}
+        known = {t: self.saying.packing(self, t, u) for t, u in dict(pairs).items()}
         packed = [known[t] for t in operands]
         pieces: list[tuple[int, int]] = []  # counted when they are first needed: one chunk is the common case
 
@@ -182,7 +177,7 @@ class Collective(Op):
                     for t, p in zip(operands, packed, strict=True)
                 )
             if not pieces:
-                pieces.extend(self._saying.pieces(self, t, u) for t, u in pairs)
+                pieces.extend(self.saying.pieces(self, t, u) for t, u in pairs)
             return sum(
                 (chunk_elements(p.sent, chunks, to) + chunk_elements(p.received + p.buffers, chunks, frm)) * t.itemsize
                 for t, p, (to, frm) in zip(operands, packed, pieces, strict=True)
@@ -214,90 +209,6 @@ class InPlace(Collective):
     def packing(self, t: TensorType, u: TensorType) -> Packed:
         """Nothing."""
         return Packed(0, 0, True, True)
-
-
-SCATTERING = ("reduce_scatter", "all_to_all")  # kinds whose members send a part of what they hold to each other one
-
-
-@dataclass(frozen=True, slots=True)
-class Grouped(Collective):
-    """A collective in groups over its axes, whose algorithm the cost model chooses by its kind."""
-
-    kind: ClassVar[str]
-
-    def members(self, t: TensorType) -> tuple[str, ...]:
-        """Return its axes."""
-        return self.axes  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-
-    def pieces(self, t: TensorType, u: TensorType) -> tuple[int, int]:
-        """One a member."""
-        q = math.prod(t.mesh.span(a).size for a in self.members(t))
-        return q, q
-
-    def rounds(self, *operands: TensorType) -> int:
-        """ceil(log2 q) for gathers and reductions over q devices."""
-        if self._saying is Collective:
-            return Collective.rounds(self, *operands)
-        q = math.prod(operands[0].mesh.span(a).size for a in self.members(operands[0]))
-        return math.ceil(math.log2(q)) if q > 1 else 0
-
-    def pattern(self, *operands: TensorType) -> Pattern:
-        """All groups at once, the bytes of all operands together; by an algorithm that is said its messages."""
-        t = operands[0]
-        places = t.mesh.group_places(self.members(t))
-        if places.shape[1] < 2:
-            return Local(0.0)
-        if self.algorithm:
-            return self._as_messages(*operands)
-        held = np.zeros(len(places))
-        for operand in operands:
-            held += (operand.elements() * operand.itemsize)[places].max(axis=1)
-        if self.kind in SCATTERING and not all(result_type(self, operand).all_even for operand in operands):
-            # Of uneven parts the largest says how long a round takes: as much as where all are of its size.
-            most = np.maximum(self.received_bytes(*operands), self.sent_bytes(*operands)[1])[places].max(axis=1)
-            held = np.maximum(held, most * places.shape[1] / (places.shape[1] - 1))
-        live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
-        found = Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
-        if self._everywhere(operands, places[live]):
-            return found
-        if places.size * places.shape[1] > MOST_LISTED:
-            return replace(found, composed=lambda: found)
-        return replace(found, composed=cache(partial(replace(self, algorithm=self.algorithms[0]).pattern, *operands)))
-
-    def compositions(self, *operands: TensorType) -> Sequence[Self]:
-        """By every algorithm, where not all libraries have it and none was said."""
-        pattern = self.pattern(*operands)
-        if not isinstance(pattern, Groups) or pattern.composed is None or isinstance(pattern.composed(), Groups):
-            return ()
-        return [replace(self, algorithm=algorithm) for algorithm in self.algorithms]
-
-    def _everywhere(self, operands: Sequence[TensorType], places: np.ndarray) -> bool:
-        """Say whether every library has it: members with equal parts, and a reduction that all have."""
-        results = [result_type(self, t) for t in operands]
-        folds = any(t.layout.partial != u.layout.partial for t, u in zip(operands, results, strict=True))
-        if folds and not {t.layout.reduction for t in operands} <= set(LIBRARY_REDUCTIONS):
-            return False
-        if folds and not {t.dtype for t in operands} <= LIBRARY_DTYPES:
-            return False
-        sizes = (t.elements()[places] for t in (*operands, *results) if not t.all_even)
-        return all(bool((size == size[:, :1]).all()) for size in sizes)
-
-    def _as_messages(self, *operands: TensorType) -> Pattern:
-        """Return the messages of the algorithm that is said, in their rounds."""
-        times = 1 if self.algorithm in SEGMENTED else self.chunks
-        found = [RoundMessages.merge_parts(turn) for turn in self.turns(*operands)]
-        own = self._kept_bytes(operands) / times
-        rounds = [
-            Messages(one.sender, one.receiver, one.amount / times, own=own * (k == 0)) for k, one in enumerate(found)
-        ]
-        if not rounds:
-            return Local(0.0)
-        if len(rounds) == 1:
-            return Messages(rounds[0].sender, rounds[0].receiver, rounds[0].nbytes * times, times, own * times)
-        steps = (
-            StepPattern(one, taking_part(one, operands[0].mesh.ids), (k - 1,) * (k > 0)) for k, one in enumerate(rounds)
-        )
-        return InTurn(times, tuple(steps))
 
 
 def moving(op: Op) -> Collective | None:

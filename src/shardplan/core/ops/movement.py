@@ -16,7 +16,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.group_rounds import Of, exchanges, gather, prepend_actions
 from shardplan.core.layout import Layout
-from shardplan.core.lowering import Boxes, Copy, Group, Ints, Round
+from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Round
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import (
     Packed,
@@ -27,18 +27,21 @@ from shardplan.core.messages import (
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
 from shardplan.core.ops.collective import (
+    PADDED,
     Collective,
-    Grouped,
     InPlace,
     assemble,
     cut_box,
     major,
 )
+from shardplan.core.ops.grouped import Grouped, slot_elements
+from shardplan.core.padded_rounds import dealt_slots, gathered_slots, slot_buffers
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 Dims = int | tuple[int, ...]
+FEW = 64  # padding of up to one in so many of a result's elements may lie behind it as long as it lives
 
 
 def check_dim(op: str, t: TensorType, dim: int) -> None:
@@ -110,6 +113,11 @@ def unused_atoms(op: str, t: TensorType, axes: tuple[str, ...]) -> tuple[int, ..
     return atoms
 
 
+def slots(op: Grouped, t: TensorType, group: Group) -> np.ndarray:
+    """Return the elements of a slot of a padded op on the devices of some groups, int64 [devices]."""
+    return np.where(group.live, slot_elements(op, t)[group.places], 0)
+
+
 def group_move(op: Collective, shards: Shards, t: TensorType, u: TensorType) -> list[Array]:
     """Return every device's new shard, put together from the shards of its group."""
     before, after = t.boxes(), u.boxes()
@@ -158,7 +166,7 @@ class AllGather(Grouped):
 
     name: ClassVar[str] = "all_gather"
     kind: ClassVar[str] = "all_gather"
-    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "doubling")
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "doubling", PADDED)
     dim: Dims
     axes: tuple[str, ...]
     chunks: int = 1
@@ -189,12 +197,44 @@ class AllGather(Grouped):
         shape = u.local_shape()
         return Packed(math.prod(t.local_shape()), math.prod(shape), True, len(dims) == 1 and major(shape, dims[0]))
 
+    def padding_copies(self, t: TensorType, u: TensorType) -> int:
+        """The result, where it is one run of memory and padding lies inside, or much of it behind."""
+        whole = self.chunks == 1 and AllGather.packing(self, t, u).received_contiguous
+        return u.local_bytes() if whole and self.overhang(t, u) is None else 0
+
+    def overhang(self, t: TensorType, u: TensorType) -> int | None:
+        """Where slots lie in the result one behind the other, and little padding behind it."""
+        dims = list(by_dim(self.name, self.dim, self.axes))
+        if self.chunks > 1 or len(dims) > 1 or not major(u.local_shape(), dims[0]):
+            return None
+        (d,), ours, whole = dims, t.boxes(), u.boxes()
+        extent, places = ours[:, d, 1] - ours[:, d, 0], t.mesh.group_places(self.axes)
+        slot = np.zeros_like(extent)
+        slot[places] = extent[places].max(axis=1, keepdims=True)
+        begins = ours[:, d, 0] - whole[:, d, 0] == t.mesh.index(self.axes) * slot
+        if not bool(begins[extent > 0].all()):
+            return None
+        behind = int((slot_elements(self, t) * places.shape[1] - u.elements()).max(initial=0))
+        return behind if behind * FEW <= math.prod(u.local_shape()) else None
+
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Pass the shards on whole."""
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
         block: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
         own = before.whole_region("x")
-        yield from prepend_actions([Copy(own, block(group.me))], gather(group, own, block, self.chunks, algorithm))
+        if algorithm == PADDED:
+            rounds = gathered_slots(group, own, block, slots(self, t, group), self.chunks)
+        else:
+            rounds = gather(group, own, block, self.chunks, algorithm)
+        yield from prepend_actions([Copy(own, block(group.me))], rounds)
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        """Room for slots."""
+        if algorithm != PADDED:
+            return {}
+        group, (_, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
+        block: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
+        return slot_buffers(group, None, block, slots(self, t, group), self.chunks, t.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +243,7 @@ class AllToAll(Grouped):
 
     name: ClassVar[str] = "all_to_all"
     kind: ClassVar[str] = "all_to_all"
-    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring")
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", PADDED)
     src_dim: int
     dst_dim: int
     axes: tuple[str, ...]
@@ -247,11 +287,39 @@ class AllToAll(Grouped):
         sent_contiguous = natural and major(before, self.dst_dim)
         return Packed(math.prod(before), math.prod(after), sent_contiguous, major(after, self.src_dim))
 
+    def padding_copies(self, t: TensorType, u: TensorType) -> int:
+        """Either shard, where its parts are runs of it one behind the other."""
+        if self.chunks > 1:
+            return 0
+        sides = self.packing(t, u)
+        return t.local_bytes() * sides.sent_contiguous + u.local_bytes() * sides.received_contiguous
+
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Give every member its part; in a "ring" those one member further, then two, and so on."""
+        group, given, taken = self._parts(t, u, devices)
+        if algorithm == PADDED:
+            rounds = dealt_slots(group, given, taken, slots(self, t, group), self.chunks)
+        else:
+            rounds = exchanges(group, given, taken, self.chunks, algorithm)
+        yield from prepend_actions([Copy(given(group.me), taken(group.me))], rounds)
+
+    def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
+        """Room for slots."""
+        if algorithm != PADDED:
+            return {}
+        group, given, taken = self._parts(t, u, devices)
+        return slot_buffers(group, given, taken, slots(self, t, group), self.chunks, t.dtype)
+
+    def _parts(self, t: TensorType, u: TensorType, devices: Ints) -> tuple[Group, Of, Of]:
+        """The groups, what a device gives a member, and what it takes from one."""
         group, (before, after) = Group(t, self.axes, devices), Boxes.ends(t, u, devices)
-        given: Of = lambda k: before.part("x", Boxes(u, group.place(k)))  # noqa: E731
-        taken: Of = lambda k: after.part("y", Boxes(t, group.place(k)))  # noqa: E731
-        yield from prepend_actions(
-            [Copy(given(group.me), taken(group.me))], exchanges(group, given, taken, self.chunks, algorithm)
+        return (
+            group,
+            lambda k: before.part("x", Boxes(u, group.place(k))),
+            lambda k: after.part("y", Boxes(t, group.place(k))),
         )
+
+    def part_elements(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """The largest part that a device gives, to whomever."""
+        group, given, _ = self._parts(t, u, t.mesh.ids)
+        return np.max([given(k).elements() for k in range(group.size)], axis=0)

@@ -19,17 +19,20 @@ from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Ro
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
-from shardplan.core.ops.collective import Grouped, InPlace, cut_box, major
+from shardplan.core.ops.collective import PADDED, InPlace, cut_box, major
+from shardplan.core.ops.grouped import Grouped
 from shardplan.core.ops.movement import (
     Dims,
     by_dim,
     check_chunks,
     check_dim,
     check_nested,
+    slots,
     unused_atoms,
     with_dims,
     without_suffix,
 )
+from shardplan.core.padded_rounds import slot_buffers, summed_slots
 from shardplan.core.pattern import Local, Pattern
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -66,7 +69,7 @@ class ReduceScatter(Grouped):
 
     name: ClassVar[str] = "reduce_scatter"
     kind: ClassVar[str] = "reduce_scatter"
-    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "doubling")
+    algorithms: ClassVar[tuple[str, ...]] = ("direct", "ring", "doubling", PADDED)
     dim: Dims
     axes: tuple[str, ...]
     reduction: str = "sum"
@@ -117,11 +120,26 @@ class ReduceScatter(Grouped):
 
     def lower(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> Iterator[Round]:
         """Give every member its addends, and add up what comes."""
-        yield from scatter_sums(*self._parts(t, u, devices), self.reduction, self.chunks, algorithm)
+        group, addend, total = self._parts(t, u, devices)
+        if algorithm == PADDED:
+            yield from summed_slots(group, addend, total, self.reduction, slots(self, t, group), self.chunks)
+        else:
+            yield from scatter_sums(group, addend, total, self.reduction, self.chunks, algorithm)
 
     def buffers(self, t: TensorType, u: TensorType, devices: Ints, algorithm: str) -> dict[str, Buffer]:
         """Room for addends."""
-        return addends(*self._parts(t, u, devices), t.dtype, self.chunks, algorithm)
+        group, addend, total = self._parts(t, u, devices)
+        if algorithm == PADDED:
+            return slot_buffers(group, addend, None, slots(self, t, group), self.chunks, t.dtype)
+        return addends(group, addend, total, t.dtype, self.chunks, algorithm)
+
+    def part_elements(self, t: TensorType, u: TensorType) -> np.ndarray:
+        """The part that a device keeps."""
+        return u.elements()
+
+    def padding_copies(self, t: TensorType, u: TensorType) -> int:
+        """The addends, where even parts lie in them one behind the other."""
+        return t.local_bytes() if self.chunks == 1 and self.packing(t, u).sent_contiguous else 0
 
 
 @dataclass(frozen=True, slots=True)

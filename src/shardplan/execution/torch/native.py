@@ -71,6 +71,8 @@ def bind_native(
     if place is None or not at_root(t)[places].any():  # nobody of its group has anything
         return _make_results(makers)
     ranks = tuple(t.mesh.devices[m] for m in places)
+    if native.in_result:
+        makers = [maker(results[0], device, len(places) * int(native.slots[0][place]))]
     calls = list(_calls(native, op.chunks, operands, results, places, place))
     room: dict[str, tuple[int, torch.dtype]] = {}
     for spot in (spot for one in calls for spot in (one.into, one.out) if spot.buffer[0] not in "xy"):
@@ -132,14 +134,21 @@ def _calls(
     if native.in_place:
         before = after
     for numbers, chunk in itertools.product(native.packs(operands), range(chunks)):
+        # Where there are slots, whoever has no part of an array goes through the call too.
         given, taken = (
-            [x for m in (places if each else (None,)) for k in numbers for x in side.spots(k, m, (chunk, chunks))]
+            [
+                Slot(side.spots(k, m, (chunk, chunks)), int(native.slots[k][me]) if native.slots else None, side.dtype(k))
+                for m in (places if each else (None,))
+                for k in numbers
+            ]
             for side, each in ((before, native.gives), (after, native.gets))
         )
-        if given:
+        if any(one.elements for one in given):
             into, packs = _run("in", given)
             # What runs in place comes out of the buffer that it goes into.
             out, unpacks = _run("in" if native.in_place else "out", taken, back=True)
+            if native.in_result:
+                out, unpacks = out._replace(buffer="y0"), ()
             yield GroupCall(into, out, packs, unpacks)
 
 
@@ -150,6 +159,10 @@ class _Side(NamedTuple):
     own: Sequence[TensorType]
     other: Sequence[TensorType]
     me: int
+
+    def dtype(self, k: int) -> str:
+        """Return the dtype of a shard."""
+        return self.own[k].dtype
 
     def spots(self, k: int, member: int | None, chunk: tuple[int, int]) -> list[Spot]:
         """Return a chunk of the part of shard `k` that a member has on the other side; of all of it without one."""
@@ -164,16 +177,36 @@ class _Side(NamedTuple):
         return [Spot(f"{self.letter}{k}", t.dtype, view_of(t.local_shape(self.me), part)) for part in parts]
 
 
-def _run(name: str, parts: Sequence[Spot], *, back: bool = False) -> tuple[Spot, tuple[SpotCopy, ...]]:
-    """The run of the parts as they stand, or of a staging buffer into which, or `back` from which, they are copied."""
-    at = parts[0].view.offset
-    for part in parts:
+class Slot(NamedTuple):
+    """Parts that lie one behind the other in a call, and the elements that are theirs there; None for what they have."""
+
+    parts: Sequence[Spot]
+    asked: int | None
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """The elements of the slot."""
+        return sum(part.view.elements for part in self.parts) if self.asked is None else self.asked
+
+
+def _run(name: str, slots: Sequence[Slot], *, back: bool = False) -> tuple[Spot, tuple[SpotCopy, ...]]:
+    """The run of the slots as they stand, or of a staging buffer into which, or `back` from which, parts are copied."""
+    parts = [part for one in slots for part in one.parts]
+    filled = all(one.elements == sum(part.view.elements for part in one.parts) for one in slots)
+    at = parts[0].view.offset if filled else 0
+    for part in parts if filled else ():
         if part.buffer != parts[0].buffer or not part.view.contiguous or part.view.offset != at:
             break
         at += part.view.elements
     else:
-        return flat(parts[0], at - parts[0].view.offset), ()
-    n = sum(part.view.elements for part in parts)
-    run = Spot(f"{name} {parts[0].dtype}", parts[0].dtype, View((n,), (1,), 0))
-    ends = (cut_spot(run, parts), parts) if back else (parts, cut_spot(run, parts))
-    return run, merge_copies(map(SpotCopy, *ends))
+        if filled:
+            return flat(parts[0], at - parts[0].view.offset), ()
+    dtype = slots[0].dtype
+    copies: list[SpotCopy] = []
+    at = 0
+    for one in slots:
+        ends = cut_spot(Spot(f"{name} {dtype}", dtype, View((one.elements,), (1,), at)), one.parts)
+        copies += map(SpotCopy, *((ends, one.parts) if back else (one.parts, ends)))
+        at += one.elements
+    return Spot(f"{name} {dtype}", dtype, View((at,), (1,), 0)), merge_copies(copies)

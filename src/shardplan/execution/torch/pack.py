@@ -280,11 +280,14 @@ def copy(held: Held, copies: Iterable[SpotCopy]) -> None:
             fold(y, x, reduction)
 
 
-def maker(t: TensorType, device: int) -> Callable[[TorchWire], torch.Tensor]:
-    """Return how the shard of a device, given by id, is allocated."""
+def maker(t: TensorType, device: int, elements: int = 0) -> Callable[[TorchWire], torch.Tensor]:
+    """Return how the shard of a device, given by id, is allocated: in a storage of at least so many elements."""
     shape, dtype = shape_of(t, device), torch_dtype(t.dtype)
+    n = math.prod(shape)
 
     def make(wire: TorchWire) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=wire.device)
+        if elements <= n:
+            return torch.empty(shape, dtype=dtype, device=wire.device)
+        return torch.empty(elements, dtype=dtype, device=wire.device)[:n].view(shape)
 
     return make

@@ -77,9 +77,7 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
     pattern = as_messages(pattern, fabric.library)
     match pattern:
         case Local():
-            # A copy reads and writes.
-            device = fabric.topology.device
-            copied = 2 * pattern.nbytes / (device.memory_bandwidth * device.kernels.stream)
+            copied = _copy_seconds(pattern.nbytes, fabric)
             return Price("copy", 0.0, copied, _no_bytes(fabric), own=copied)
         case Work():
             busy = float(kernel_seconds(pattern, fabric.topology.device))
@@ -343,7 +341,15 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
         )
     if members.size == 0 or members.shape[1] == 1 or not bool((nbytes > 0).any()):
         return Price("none", 0.0, 0.0, _no_bytes(fabric))
-    return min(_rows(pattern, _lay_groups(members, fabric), nbytes, algorithm), key=lambda one: one.seconds)
+    found = min(_rows(pattern, _lay_groups(members, fabric), nbytes, algorithm), key=lambda one: one.seconds)
+    copied = _copy_seconds(pattern.copied, fabric)
+    return replace(found, transfer=found.transfer + copied, own=found.own + copied) if copied else found
+
+
+def _copy_seconds(nbytes: float, fabric: Fabric) -> float:
+    """What a copy takes, which reads and writes."""
+    device = fabric.topology.device
+    return 2 * nbytes / (device.memory_bandwidth * device.kernels.stream)
 
 
 def _lay_groups(members: Ints, fabric: Fabric) -> tuple[Laid, Ints]:
