@@ -90,6 +90,36 @@ def runs_natively(op: Any, operands: Any, results: Any) -> bool:
     return not op.algorithm and (not reduced or (kinds and known))
 
 
+def slots_of(op: Any, t: Any, u: Any) -> tuple[list[float], int]:
+    """What a member of each group puts into a padded collective, and the bytes that are copied for padding's sake.
+
+    The elements of arrays are numbered, and slots written out: -1 is padding.
+    """
+    numbers = np.arange(math.prod(t.shape)).reshape(t.shape)
+
+    def seen(x: Any, place: int) -> np.ndarray:
+        return numbers[tuple(slice(a, b) for a, b in x.boxes()[place].tolist())].reshape(-1)
+
+    held: list[float] = []
+    copied = 0
+    for group in t.mesh.group_places(op.members(t)).tolist():
+        whole, cut = (u, t) if op.name == "all_gather" else (t, u)  # of an all-to-all, what is given
+        parts = [[np.intersect1d(seen(t, a), seen(u, b)) for b in group] for a in group]
+        slot = max(len(part) for row in parts for part in row)
+        if op.name != "all_to_all":
+            slot = max(len(seen(cut, a)) for a in group)
+        held.append(slot * t.itemsize * (1 if op.name == "all_gather" else len(group)))
+        for a in group:
+            flat = np.concatenate([np.pad(seen(cut, b), (0, slot - len(seen(cut, b))), constant_values=-1) for b in group])
+            inside = flat[: len(seen(whole, a))]
+            if not np.array_equal(flat[flat >= 0], seen(whole, a)):
+                continue  # of even parts it would be copied as well
+            in_place = np.array_equal(inside, seen(whole, a)) and 8 * (len(flat) - len(inside)) <= whole.local_bytes() / t.itemsize
+            if op.name == "reduce_scatter" or not in_place:
+                copied = whole.local_bytes()
+    return held, copied
+
+
 class Replay:
     """A topology, and the topology id of each device id."""
 
@@ -143,6 +173,13 @@ class Replay:
             flops = dict(device.flops).get("*", math.inf)
             busy = max(pattern.flops / flops, pattern.nbytes / device.memory_bandwidth)
             return Weight(0.0, busy, {}, everyone, busy)
+        if op.algorithm == "padded":
+            assert isinstance(pattern, Groups) and op.name != "all_to_all"
+            found = [slots_of(op, t, u) for t, u in zip(operands, results, strict=True)]
+            assert np.allclose(pattern.nbytes, np.sum([held for held, _ in found], axis=0))
+            copied_too = found[0][1] if len(found) == 1 and op.chunks == 1 else 0
+            weight, busy = self._groups(pattern), 2 * copied_too / device.memory_bandwidth
+            return weight._replace(transfer=weight.transfer + busy, own=weight.own + busy)
         if (isinstance(pattern, Groups | InTurn) and self.library.even_only) or op.algorithm:
             if not runs_natively(op, operands, results):
                 return self._composed(op, operands, results)

@@ -73,12 +73,20 @@ def test_every_step_of_a_plan_costs_what_will_run(ends: tuple[TensorType, Tensor
         if not isinstance(step.op, Grouped) or operands[0].mesh.size < 2:
             continue
         runs = native.bind_native(step.op, operands, results, operands[0].mesh.devices[0]) is not None
-        assert runs == (not step.op.algorithm) == isinstance(pattern, Groups), step
-        if not runs:
-            others = (alone(replace(step.op, algorithm=name), operands) for name in step.op.algorithms)
-            least = min(replay.replayed(one, topology, place) for one in others)
-            assert cost.seconds == pytest.approx(least, rel=1e-9), step
-            assert cost.algorithm.startswith("p2p") and cost.algorithm in str(plan)
+        assert runs == (step.op.algorithm in ("", "padded")) == isinstance(pattern, Groups), step
+        if step.op.algorithm:
+            known = reduced_everywhere(operands[0], results[0])
+            others = (replace(step.op, algorithm=name) for name in step.op.algorithms if known or name != "padded")
+            replays = (replay.replayed(alone(one, operands), topology, place) for one in others if one.name != "all_to_all" or one.algorithm != "padded")
+            assert cost.seconds == pytest.approx(min(replays), rel=1e-9), step
+            assert (cost.algorithm.startswith("p2p") or runs) and cost.algorithm in str(plan)
+
+
+def reduced_everywhere(t: TensorType, u: TensorType) -> bool:
+    """Whether every library reduces as the step does."""
+    return t.layout.partial == u.layout.partial or (
+        t.layout.reduction in ("sum", "product", "min", "max") and t.dtype not in ("u16", "bool")
+    )
 
 
 NODE, WIDTH = 2, 8
@@ -108,14 +116,24 @@ def test_no_more_enters_a_node_than_in_a_ring(how: str) -> None:
     assert max(here) <= max(ring) and 7 * max(here) < max(direct), (here, ring, direct)
 
 
-def test_an_exchange_to_even_parts_makes_a_gather_the_librarys() -> None:
-    """Where messages inside a node are dear: parts that are cut along a dim that divides are gathered at its rate."""
+def test_a_gather_of_uneven_parts_is_the_librarys_padded() -> None:
+    """It costs what that of the next even size does; padding is among the bytes received, and said."""
     ends = [sp.TensorType.parse(f"bf16{text}", sp.Mesh(x=16)) for text in ("[100003@x, 4096]", "[100003, 4096]")]
-    plan = sp.redistribute(*ends, topology=CLUSTERS[0])
-    assert [step.op.name for step in plan.program.steps] == ["exchange", "all_gather"]
-    for algorithm in ("ring", "direct"):
+    even = [sp.TensorType.parse(f"bf16{text}", sp.Mesh(x=16)) for text in ("[100016@x, 4096]", "[100016, 4096]")]
+    plan, other = (sp.redistribute(*types, topology=CLUSTERS[0]) for types in (ends, even))
+    assert [step.op for step in plan.program.steps] == [AllGather(0, ("x",), algorithm="padded")]
+    assert plan.seconds == pytest.approx(other.seconds)
+    row = 4096 * 2
+    assert plan.certificate.received_bytes == (15 * 6251 * row,) * 16
+    # All parts are full but the last, which lacks 13 rows: what lies behind the result. That device holds them twice.
+    slot = 6251 * row
+    assert plan.certificate.padding == (13 * row, 2 * slot, 13 * row)
+    assert plan.certificate.workspace_bytes == slot + 100003 * row + 2 * slot + 13 * row
+    plan.certificate.check()
+    assert "padding    106 kB of those received; slots of 102 MB staged, 106 kB behind a result" in str(plan)
+    for algorithm in ("ring", "direct", "doubling"):
         alone = chain([AllGather(0, ("x",), algorithm=algorithm)], ends[0])
-        assert 1.15 * plan.seconds < price_program(alone, Fabric(CLUSTERS[0])).seconds
+        assert 1.3 * plan.seconds < price_program(alone, Fabric(CLUSTERS[0])).seconds
 
 
 def test_a_limit_is_kept_by_an_algorithm_that_stages_less() -> None:
@@ -123,7 +141,7 @@ def test_a_limit_is_kept_by_an_algorithm_that_stages_less() -> None:
     s, t = (sp.TensorType.parse(text, mesh) for text in ("bf16[100003@x, 4096]", "bf16[100003, 4096]"))
     free = sp.redistribute(s, t, topology=CLUSTERS[0])
     ends = s.local_bytes() + t.local_bytes()
-    assert free.certificate.workspace_bytes > 1.5 * ends
+    assert free.certificate.workspace_bytes > ends
     tight = sp.redistribute(s, t, topology=CLUSTERS[0], memory_limit=ends)
     (step,) = tight.program.steps
     assert tight.certificate.workspace_bytes <= ends and step.op.algorithm in ("direct", "ring")
@@ -163,7 +181,8 @@ def test_more_messages_than_can_be_listed_cost_what_the_collective_would() -> No
     t = sp.TensorType("f32", (2049,), ("x",), mesh)
     pattern = AllGather(0, ("x",)).pattern(t)
     assert isinstance(pattern, Groups) and pattern.composed is not None and isinstance(pattern.composed(), Groups)
-    assert AllGather(0, ("x",)).compositions(t) == ()
+    # In slots its parts are the collective's.
+    assert [op.algorithm for op in AllGather(0, ("x",)).compositions(t)] == ["padded"]
 
 
 @pytest.mark.parametrize("op", [AllGather(0, ("x",), algorithm="tree"), AllReduce(("x",), algorithm="chain")])

@@ -21,7 +21,7 @@ from shardplan.core.nested import Nested
 from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, live_reduction
-from shardplan.core.walk import walk
+from shardplan.core.walk import program_leaves, walk
 
 Bytes = np.ndarray | int  # per device of `Program.devices`, or the same on all
 # A step in more chunks than these pays its latency so often that a plan says so; `Infeasible.least_bytes` is what works
@@ -143,15 +143,41 @@ def holds(program: Program, devices: tuple[int, ...], outside: Sequence[str] = (
         if name not in used:
             live = live - sizes[name]
     found: list[Hold] = []
+    behind: dict[str, int] = {}  # by storage, the padding that lies behind it: no part of any shard
     for step, ends in zip(program.steps, ended, strict=True):
         for name in step.results:
             if of[name] == name:
                 live = live + sizes[name]
-        during = live
+        if more := step.op.overhang_bytes(*program.step_types(step)[0]):
+            behind[of[step.results[0]]] = more
+        during = live + sum(behind.values())
         for name in ends:
             live = live - sizes[name]
+            behind.pop(name, None)
         found.append(Hold(during, live))
     return start, found
+
+
+class Padding(NamedTuple):
+    """What parts of one size cost where arrays have others: bytes on the worst device."""
+
+    received: int  # among those received
+    staged: int  # of the largest step's slots
+    behind: int  # of results that are in slots, beside them as long as they live
+
+
+def padding_of(program: Program) -> Padding:
+    """Return what the padding of a program costs."""
+    ledger = _Ledger(program.devices)
+    received, staged, behind = np.zeros(len(program.devices), dtype=np.int64), 0, 0
+    for leaf in program_leaves(program):
+        found = leaf.op.padding_bytes(*leaf.operands)
+        if found.any() or leaf.op.overhang_bytes(*leaf.operands):
+            ids = leaf.op.devices(*leaf.op.infer(*leaf.operands))
+            received = received + leaf.times * ledger.spread(ids, found)
+            staged = max(staged, leaf.op.staging(*leaf.operands))
+            behind = max(behind, leaf.op.overhang_bytes(*leaf.operands))
+    return Padding(int(received.max(initial=0)), staged, behind)
 
 
 class _Entry(NamedTuple):

@@ -88,6 +88,14 @@ class Op(abc.ABC):
         need = self.staging(*operands)
         return lambda chunks: need
 
+    def padding_bytes(self, *operands: TensorType) -> np.ndarray:
+        """Return the bytes of padding among those that each of its `devices` receives, int64 [devices]."""
+        return np.zeros_like(self.devices(*self.infer(*operands)))
+
+    def overhang_bytes(self, *operands: TensorType) -> int:
+        """Return the bytes of padding that stay behind its results, as long as these live, on the worst device."""
+        return 0
+
     @abc.abstractmethod
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the communication of the op over all devices."""

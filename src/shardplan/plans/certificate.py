@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.core.accounting import Account, account, bound_bytes, lower_bound
+from shardplan.core.accounting import Account, Padding, account, bound_bytes, lower_bound, padding_of
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import CertificateError, ShardplanError, excerpt
@@ -85,6 +85,11 @@ class Certificate:
         """Bytes at the worst device over the lower bound there; 1 when both are 0, infinite when only the bound is."""
         got, least = max(self.received_bytes, default=0), max(self.lower_bound_bytes, default=0)
         return got / least if least else math.inf if got else 1.0
+
+    @property
+    def padding(self) -> Padding:
+        """What padded collectives cost in bytes received, staged, and behind results, on the worst device."""
+        return padding_of(self.program)
 
     @property
     def kept_inputs(self) -> tuple[str, ...]:

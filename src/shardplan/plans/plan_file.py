@@ -151,6 +151,11 @@ def annotate_steps(c: Certificate) -> str:
             "on the slowest level, then devices in a step, collectives by name, and steps"
         )
     lines += [f"library    {caveat}"] if caveat else []
+    if any(padding := c.padding):
+        lines.append(
+            f"padding    {format_bytes(padding.received)} of those received; slots of {format_bytes(padding.staged)} "
+            f"staged, {format_bytes(padding.behind)} behind a result as long as it lives"
+        )
     lines += remarks(c)
     if c.level_bytes:
         topology = c.where.topology if isinstance(c.where, Placement) else c.where

@@ -120,6 +120,19 @@ class Grouped(Collective):
         """
         return None
 
+    def padding_bytes(self, *operands: TensorType) -> Ints:
+        """Return what slots hold beside parts."""
+        if self.algorithm != PADDED:
+            return np.zeros(operands[0].mesh.size, dtype=np.int64)
+        return self.received_bytes(*operands) - replace(self, algorithm="").received_bytes(*operands)
+
+    def overhang_bytes(self, *operands: TensorType) -> int:
+        """Return what the slots of a single result hold beside it."""
+        if self.algorithm != PADDED or len(operands) > 1:
+            return 0
+        (t,) = operands
+        return (self.overhang(t, result_type(self, t)) or 0) * t.itemsize
+
     def _as_padded(self, operands: Sequence[TensorType], places: Ints) -> Groups:
         """Return the collective on slots."""
         given = places.shape[1] if self.kind in SCATTERING else 1

@@ -41,7 +41,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 Dims = int | tuple[int, ...]
-FEW = 64  # padding of up to one in so many of a result's elements may lie behind it as long as it lives
+FEW = 8  # padding of up to one in so many of a result's elements may lie behind it as long as it lives
 
 
 def check_dim(op: str, t: TensorType, dim: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardplan.core.accounting import MANY_CHUNKS, Account, account
 from shardplan.core.op import Op
+from shardplan.core.ops.collective import PADDED
 from shardplan.core.pattern import Groups, communicates
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -258,8 +259,11 @@ def _compose_collectives(program: Program, rules: Rules) -> Iterator[Program]:
     """
     fabric = rules.fabric
     steps = [(step.op, program.step_types(step)[0]) for step in program.steps]
-    if fabric is None or not fabric.library.even_only or not any(op.compositions(*types) for op, types in steps):
+    if not any(op.compositions(*types) for op, types in steps) or (fabric and not fabric.library.even_only):
         yield program
+        return
+    if fabric is None:
+        yield _pad_parts(program, rules.bound)
         return
 
     def by(key: Callable[[Op, Sequence[TensorType]], float]) -> tuple[Op, ...]:
@@ -269,6 +273,25 @@ def _compose_collectives(program: Program, rules: Rules) -> Iterator[Program]:
     lean = by(lambda op, types: op.staging(*types)) if rules.narrow else cheap
     for ops in dict.fromkeys((cheap, lean)):
         yield chain(ops, program.input_types[0])
+
+
+def _pad_parts(program: Program, bound: int) -> Program:
+    """Return a program without a topology with library collectives on parts of one size, where padding is little.
+
+    Composed of messages a step hears from all peers, a collective takes log2 of their number in rounds: padding may
+    weigh as much as the rounds that it saves, and as much as one in any case.
+    """
+    ops: list[Op] = []
+    for step in program.steps:
+        (t, *_), op = program.step_types(step)[0], step.op
+        padded = next((one for one in op.compositions(t) if one.algorithm == PADDED), op)
+        more = int(padded.received_bytes(t).max(initial=0)) - int(op.received_bytes(t).max(initial=0))
+        peers = math.prod(t.mesh.span(a).size for a in op.members(t)) - 1
+        saved = max(1, peers - padded.rounds(t))
+        ops.append(padded if more <= saved * ROUND_CHARGE * bound else op)
+    if all(op is step.op for op, step in zip(ops, program.steps, strict=True)):
+        return program
+    return chain(ops, program.input_types[0])
 
 
 @lru_cache(maxsize=64)  # asked for again on every placement
