@@ -17,9 +17,10 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.messages import message_count
 from shardplan.core.ops import AllReduce, Broadcast, Exchange, Op, ReduceScatter, Send, ToPartial
 from shardplan.core.tensor import TensorType, same
+from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.prices.cost import Fabric
 from shardplan.movement.batches.idle_peers import relayed_ops
-from shardplan.movement.batches.tiles import digits_by_id, tiles
+from shardplan.movement.batches.tiles import digits_by_id, tiles, with_split_axes
 from shardplan.movement.redistribution.candidates import Candidate
 
 # Messages of a move on one mesh for which tiles and relays are sought.
@@ -44,7 +45,7 @@ def relabel(s: TensorType, mesh: Mesh) -> TensorType | None:
 
 
 def reduce_fully(s: TensorType) -> list[tuple[list[Op], TensorType]]:
-    """Ways to make `s` neither partial nor rooted: reduce-scatter into any dim that divides, or all-reduce."""
+    """Ways to make `s` neither partial nor rooted: reduce-scatter, best into a dim that divides, or all-reduce."""
     ops: list[Op] = []
     current = s
     if s.mesh.expand(s.layout.root):  # root axes of size 1 say nothing
@@ -54,9 +55,15 @@ def reduce_fully(s: TensorType) -> list[tuple[list[Op], TensorType]]:
         return [([], s)] if not ops else [([], s), (ops, current)]
     reduction = s.layout.reduction or "sum"
     q = math.prod(s.mesh.span(a).size for a in s.layout.partial)
-    dims = [d for d in range(s.ndim) if s.even[d] and s.local_shape()[d] % q == 0][:_MOST_SCATTERED]
-    found = [*(ReduceScatter(d, s.layout.partial, reduction) for d in dims), AllReduce(s.layout.partial, reduction)]
-    return [([*ops, op], op.infer(current)[0]) for op in found]
+    long = [d for d in range(s.ndim) if s.local_shape()[d] >= q]
+    dims = sorted(long, key=lambda d: not (s.even[d] and s.local_shape()[d] % q == 0))[:_MOST_SCATTERED]
+    found: list[tuple[list[Op], TensorType]] = []
+    for op in (*(ReduceScatter(d, s.layout.partial, reduction) for d in dims), AllReduce(s.layout.partial, reduction)):
+        try:
+            found.append(([*ops, op], op.infer(current)[0]))
+        except (LayoutError, TypingError):  # an uneven dim takes whole axes only
+            continue
+    return found
 
 
 def crossings(
@@ -89,6 +96,18 @@ def crossings(
             for ops in ((Send(tile.type.layout, t.mesh),), relayed_ops(ready, tile.type, fabric)):
                 if ops:
                     yield Candidate((*head, *ops, *tile.gathers, *tail))
+        for ops in _split_moves(ready, plain, fabric):
+            yield Candidate((*head, *ops, *([Send(plain.layout, plain.mesh), *tail] if tail else ())))
+
+
+def _split_moves(s: TensorType, t: TensorType, fabric: Fabric | None) -> Iterator[tuple[Op, ...]]:
+    """Yield sends to smaller tiles of a dim that the free axes do not divide, over factors of these, and the gathers."""
+    free = math.prod(a.size for k, a in enumerate(t.mesh.atoms) if k not in set(t.mesh.expand(t.layout.used_axes)))
+    if all(n % free == 0 for n in t.local_shape()) or (split := with_split_axes(t)) is None:
+        return
+    for tile in tiles(s, split, fabric):
+        if tile.gathers and not tile.type.all_even:
+            yield (Send(tile.type.layout, tile.type.mesh), *tile.gathers)
 
 
 def near_moves(s: TensorType, t: TensorType, fabric: Fabric) -> Iterator[Candidate]:
@@ -99,3 +118,4 @@ def near_moves(s: TensorType, t: TensorType, fabric: Fabric) -> Iterator[Candida
         for ops in ((Exchange(tile.type.layout),), relayed_ops(s, tile.type, fabric)):
             if ops:
                 yield Candidate((*ops, *tile.gathers))
+    yield from map(Candidate, _split_moves(s, t, fabric))

@@ -27,6 +27,8 @@ from shardplan.movement.redistribution.emit import dims_and_axes
 MOST_TILES = 6
 # Messages of all sends that are priced, where there is more than one: to price a million takes some 2 s.
 MOST_LISTED = 1 << 19
+# Axes of a mesh on which factors are axes: their sets are tried one by one.
+MOST_SPLIT = 7
 
 Atoms = tuple[int, ...]
 
@@ -57,6 +59,30 @@ def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
     found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
     listed = itertools.accumulate(_tiles_met(s, tile.type) * t.mesh.size for tile in found)
     return [tile for k, (tile, n) in enumerate(zip(found, listed, strict=True)) if n <= MOST_LISTED or not k]
+
+
+def with_split_axes(t: TensorType) -> TensorType | None:
+    """Return a type on a mesh of the same devices where every prime factor of the axes that it leaves free is an axis.
+
+    An uneven dim takes whole axes only: there each factor is one. None where nothing is to be split, or too much.
+    """
+    mesh, used = t.mesh, set(t.mesh.expand(t.layout.used_axes))
+    axes: dict[str, int] = {}
+    for axis in mesh.axes:
+        atoms = mesh.span(axis).atoms
+        if len(atoms) < 2 or used & set(atoms):
+            axes[axis] = mesh.span(axis).size
+            continue
+        taken = {*mesh.axes, *axes}
+        for k, atom in enumerate(atoms):
+            name = next(n for n in (f"{axis}{'_' * m}{k}" for m in itertools.count()) if n not in taken)
+            axes[name] = mesh.atoms[atom].size
+    if len(axes) == len(mesh.axes) or len(axes) > MOST_SPLIT:
+        return None
+    try:
+        return t.with_layout(t.layout, Mesh(axes, devices=mesh.devices))
+    except LayoutError:  # it names parts of axes, of a mesh that says their factors in another order
+        return None
 
 
 def _levels(mesh: Mesh, fabric: Fabric | None) -> list[int]:
@@ -106,7 +132,9 @@ def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]
 
 
 def _cut(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[int]) -> Iterator[Tile]:
-    """Yield the tile of `t` cut by these, each in a dim that it divides, `first` before others, else in the longest.
+    """Yield the tile of `t` cut by these, each in a dim that it divides, `first` before others.
+
+    Where it divides none, in the first one, if most parts have some of it, else in the longest.
 
     Once with a gather for every level, and once with one.
     """
@@ -115,7 +143,7 @@ def _cut(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[in
     grown, added = list(t.atoms), dict[tuple[int, int], Atoms]()  # by level and dim
     for piece in pieces:
         size = math.prod(mesh.atoms[a].size for a in piece)
-        d = next((d for d in dims if left[d] % size == 0), max(dims, key=lambda d: left[d]))
+        d = next((d for d in dims if left[d] % size == 0), first if 2 * left[first] > size else max(dims, key=left.__getitem__))
         left[d] = -(-left[d] // size)
         grown[d] += piece
         at = min(levels[a] for a in piece), d

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, Slice, ToPartial
+from shardplan.core.ops import AllGather, AllReduce, Broadcast, Exchange, Op, Permute, ReduceScatter, Slice, ToPartial
 from shardplan.core.tensor import TensorType, live_reduction, same
 from shardplan.movement.redistribution.closed_form import closed_form
 from shardplan.movement.redistribution.counting import counted_paths
@@ -139,6 +139,8 @@ def direct_candidates(s: TensorType, t: TensorType, portable: bool = False) -> I
         yield from map(Candidate, _gather_then_slice(s, t))
     yield Candidate((Permute(t.layout),))
     yield Candidate(tuple(_settle_partial(s, t)))
+    if not (s.all_even and t.all_even):
+        yield from map(Candidate, _scatter_then_gather(s, t))
 
 
 def _swap_then_exchange(s: TensorType, t: TensorType, portable: bool) -> Iterator[Candidate]:
@@ -175,6 +177,17 @@ def _gather_then_slice(s: TensorType, t: TensorType) -> Iterator[tuple[Op, ...]]
     yield (*([AllGather(dims[0] if len(gone) == 1 else tuple(dims), axes)] if axes else []), *grown)
     yield (*(AllGather(d, names) for d, names in gone), *grown)
     yield (*(AllGather(d, (a,)) for d, names in gone for a in reversed(names)), *grown)
+
+
+def _scatter_then_gather(s: TensorType, t: TensorType) -> Iterator[tuple[Op, ...]]:
+    """Reduce into what the target adds to each dim, and, over the other axes, into any dim, along which they gather."""
+    done = [a for a in s.layout.partial if a not in t.layout.partial]
+    kept = [(d, a) for d, names in enumerate(t.layout.dims) for a in names[len(s.layout.dims[d]) :] if a in done]
+    rest = tuple(a for a in done if a not in {name for _, name in kept})
+    for d in range(s.ndim) if rest else ():
+        into = [*kept, *((d, a) for a in rest)]
+        scatter = ReduceScatter(tuple(d for d, _ in into), tuple(a for _, a in into), s.layout.reduction or "sum")
+        yield scatter, AllGather(d, rest)
 
 
 def _settle_partial(s: TensorType, t: TensorType) -> list[Op]:

@@ -28,6 +28,7 @@ from shardplan.plans.nominal import longest_path, patterns
 from shardplan.plans.pricing import NOISE, price_program
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
+PADDING_TIE = ROUND_CHARGE / 2  # relative: where parts are padded, by how much does not decide between programs
 FEW_BYTES = 0.05  # relative: bytes that nobody would trade anything for
 
 
@@ -92,6 +93,11 @@ class Chosen:
         return Chosen(program, books, exact, found.seconds, tuple(itertools.accumulate(found.level_bytes)))
 
     @cached_property
+    def is_padded(self) -> bool:
+        """Whether any of its steps pads its parts."""
+        return any(step.op.algorithm == PADDED for step in self.program.steps)
+
+    @cached_property
     def simplicity(self) -> Simplicity:
         """How simple the program is: only asked where prices tie."""
         steps, rounds = self.program.steps, self.books.rounds
@@ -138,13 +144,23 @@ class Contest:
     def __init__(self, rules: Rules, below: float = math.inf) -> None:
         """Begin; what cannot cost less than `below` is not counted."""
         self.rules, self.below = rules, below
-        self.margin = TIE if rules.fabric is None else NOISE
         self.entered: list[Chosen] = []
+
+    @property
+    def margin(self) -> float:
+        """By how much above the least a price may be of what is chosen among: relative."""
+        return self.tie if self.rules.fabric is None else NOISE
+
+    @property
+    def tie(self) -> float:
+        """Up to what difference prices are equal."""
+        padded = self.rules.fabric is None and any(x.is_padded for x in self.entered)
+        return PADDING_TIE if padded else TIE
 
     @property
     def cheapest(self) -> Chosen | None:
         """The cheapest so far; of equal prices the simplest, then the first."""
-        return _cheapest(self.entered)
+        return _cheapest(self.entered, self.tie)
 
     def enter(self, found: Iterable[tuple[Program, bool]]) -> None:
         """Price programs, which come with whether they are exact; live shards between steps keep the bound."""
@@ -158,9 +174,9 @@ class Contest:
 
     def add(self, new: Chosen) -> None:
         """Let in one whose price is known."""
-        every = [*self.entered, new]
-        most = min(x.price for x in every) * (1 + self.margin)
-        self.entered = [x for x in every if x.price <= most]
+        self.entered.append(new)
+        most = min(x.price for x in self.entered) * (1 + self.margin)
+        self.entered = [x for x in self.entered if x.price <= most]
 
     @property
     def winner(self) -> Chosen | None:
@@ -176,11 +192,11 @@ class Contest:
         return best if best.price <= least.price * (1 + TIE) else replace(best, exact=False, least=least.price)
 
 
-def _cheapest(found: Sequence[Chosen]) -> Chosen | None:
+def _cheapest(found: Sequence[Chosen], tie: float) -> Chosen | None:
     """The cheapest; of equal prices the simplest, then the first."""
     if len(found) < 2:
         return found[0] if found else None
-    most = min(x.price for x in found) * (1 + TIE)
+    most = min(x.price for x in found) * (1 + tie)
     return min((x for x in found if x.price <= most), key=lambda x: x.simplicity)
 
 
@@ -275,6 +291,11 @@ def _compose_collectives(program: Program, rules: Rules) -> Iterator[Program]:
         yield chain(ops, program.input_types[0])
 
 
+def _moved_bytes(op: Op, t: TensorType) -> int:
+    """What the busiest device sends, or receives if that is more."""
+    return max(int(op.received_bytes(t).max(initial=0)), int(op.sent_bytes(t)[1].max(initial=0)))
+
+
 def _pad_parts(program: Program, bound: int) -> Program:
     """Return a program without a topology with library collectives on parts of one size, where padding is little.
 
@@ -285,7 +306,7 @@ def _pad_parts(program: Program, bound: int) -> Program:
     for step in program.steps:
         (t, *_), op = program.step_types(step)[0], step.op
         padded = next((one for one in op.compositions(t) if one.algorithm == PADDED), op)
-        more = int(padded.received_bytes(t).max(initial=0)) - int(op.received_bytes(t).max(initial=0))
+        more = _moved_bytes(padded, t) - _moved_bytes(op, t)
         peers = math.prod(t.mesh.span(a).size for a in op.members(t)) - 1
         saved = max(1, peers - padded.rounds(t))
         ops.append(padded if more <= saved * ROUND_CHARGE * bound else op)
