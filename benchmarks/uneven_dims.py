@@ -58,7 +58,7 @@ def named() -> Iterator[Case]:
     """The cases of the request; the send is to four replicas of 64 devices, nine elements above a multiple."""
     for mesh, s, t, nodes in NAMED:
         yield Case("named", nodes, *(sp.TensorType.parse(x, mesh) for x in (s, t)))
-    ours, theirs = sp.Mesh(a=32), sp.Mesh(dict(p=8, q=4), devices=range(32, 64))
+    ours, theirs = sp.Mesh(a=32), sp.Mesh({"p": 8, "q": 4}, devices=range(32, 64))
     for text in ("bf16[262153@a, 4096]", "f32[4096, 65545@a]"):
         s = sp.TensorType.parse(text, ours)
         target = text.replace("@a", "@q")
@@ -87,12 +87,12 @@ def drawn(rng: random.Random) -> Case:
         suites.pick_names(rng, [x for x in mesh.axes if x not in reduced], ndim, 0.75),
         suites.pick_names(rng, other.axes, ndim, 0.6),
     )
-    cuts = [
-        math.lcm(suites.cuts(mesh, a), suites.cuts(other, b)) for a, b in zip(*names, strict=True)
-    ]
+    cuts = [math.lcm(suites.cuts(mesh, a), suites.cuts(other, b)) for a, b in zip(*names, strict=True)]
     base = [max(n, 16) if n > 1 else rng.choice((1, 64, 1024)) for n in cuts]
     shape = grown(rng, base, cuts, 2 if dtype == "bf16" else 4)
-    missed = tuple(n - rng.randrange(q) if q > 1 and rng.random() < 0.9 else n for n, q in zip(shape, cuts, strict=True))
+    missed = tuple(
+        n - rng.randrange(q) if q > 1 and rng.random() < 0.9 else n for n, q in zip(shape, cuts, strict=True)
+    )
     source = sp.TensorType(dtype, missed, names[0], mesh, partial=dict.fromkeys(reduced, "sum"))
     return Case(kind, nodes, source, sp.TensorType(dtype, missed, names[1], other))
 
@@ -141,8 +141,9 @@ def padding_ends(t: sp.TensorType) -> bool:
 
 def topology_of(case: Case) -> sp.Topology | None:
     """Where it is planned."""
-    last = 1 + max(max(x.mesh.devices) for x in (case.source, case.target))
-    return sp.Topology.load("dgx-h100", nodes=max(case.nodes, -(-last // WIDE))) if case.nodes else None
+    last = 1 + max(d for x in (case.source, case.target) for d in x.mesh.devices)
+    need = -(-last // WIDE)
+    return sp.Topology.load("dgx-h100", nodes=max(case.nodes, need)) if case.nodes else None
 
 
 def on_nodes(plan: sp.Plan) -> float:
@@ -172,8 +173,8 @@ def row_of(case: Case) -> dict[str, Any]:
     got = max(ours.certificate.received_bytes)
     return row | {
         "pass": passes,
-        "received over even": got / max(1, max(theirs.certificate.received_bytes)),
-        "received over bound": got / max(1, max(ours.certificate.lower_bound_bytes)),
+        "received over even": got / max(1, *theirs.certificate.received_bytes),
+        "received over bound": got / max(1, *ours.certificate.lower_bound_bytes),
         "array": case.source.nbytes,
         "steps": " ".join(steps_text(ours)),
         "even steps": " ".join(steps_text(theirs)),

@@ -110,11 +110,16 @@ def slots_of(op: Any, t: Any, u: Any) -> tuple[list[float], int]:
             slot = max(len(seen(cut, a)) for a in group)
         held.append(slot * t.itemsize * (1 if op.name == "all_gather" else len(group)))
         for a in group:
-            flat = np.concatenate([np.pad(seen(cut, b), (0, slot - len(seen(cut, b))), constant_values=-1) for b in group])
+            flat = np.concatenate(
+                [np.pad(seen(cut, b), (0, slot - len(seen(cut, b))), constant_values=-1) for b in group]
+            )
             inside = flat[: len(seen(whole, a))]
             if not np.array_equal(flat[flat >= 0], seen(whole, a)):
                 continue  # of even parts it would be copied as well
-            in_place = np.array_equal(inside, seen(whole, a)) and 8 * (len(flat) - len(inside)) <= whole.local_bytes() / t.itemsize
+            in_place = (
+                np.array_equal(inside, seen(whole, a))
+                and 8 * (len(flat) - len(inside)) <= whole.local_bytes() / t.itemsize
+            )
             if op.name == "reduce_scatter" or not in_place:
                 copied = whole.local_bytes()
     return held, copied

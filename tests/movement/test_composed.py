@@ -77,7 +77,11 @@ def test_every_step_of_a_plan_costs_what_will_run(ends: tuple[TensorType, Tensor
         if step.op.algorithm:
             known = reduced_everywhere(operands[0], results[0])
             others = (replace(step.op, algorithm=name) for name in step.op.algorithms if known or name != "padded")
-            replays = (replay.replayed(alone(one, operands), topology, place) for one in others if one.name != "all_to_all" or one.algorithm != "padded")
+            replays = (
+                replay.replayed(alone(one, operands), topology, place)
+                for one in others
+                if one.name != "all_to_all" or one.algorithm != "padded"
+            )
             assert cost.seconds == pytest.approx(min(replays), rel=1e-9), step
             assert (cost.algorithm.startswith("p2p") or runs) and cost.algorithm in str(plan)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.dtypes import COMBINE, numpy_dtype
 from shardplan.core.interpret import interpret
 from shardplan.core.lowering import Buffer, Ints, Lowering, Round, side_by_side
 from shardplan.core.message_totals import own_copy_bytes
@@ -27,6 +26,7 @@ from shardplan.errors import TypingError, excerpt
 PADDED = "padded"  # the library's collective on parts of one size, the largest one's
 ALGORITHMS = ("direct", "ring", "doubling", "chain", "tree", PADDED)
 SEGMENTED = ("chain", "tree")  # whose chunks are no rounds of their own, but the least segments
+
 
 @dataclass(frozen=True, slots=True)
 class Collective(Op):
@@ -240,6 +240,14 @@ def chunk_elements(elements: int, chunks: int, pieces: int) -> int:
 def major(shape: tuple[int, ...], dim: int) -> bool:
     """Say whether a piece cut along `dim` of a local array is one contiguous run: all dims before have extent 1."""
     return all(n <= 1 for n in shape[:dim])
+
+
+def reduce_in_order(shards: Shards, group: np.ndarray, reduction: str) -> Array:
+    """Reduce the shards of a group in member order, each result rounded to the dtype: the order is part of meaning."""
+    total = shards[group[0]]
+    for m in group[1:]:
+        total = COMBINE[reduction](total, shards[m]).astype(total.dtype)
+    return total
 
 
 def cut_box(array: Array, frm: Sequence[Sequence[int]] | np.ndarray, to: Sequence[Sequence[int]] | np.ndarray) -> Array:

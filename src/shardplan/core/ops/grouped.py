@@ -130,7 +130,7 @@ class Grouped(Collective):
         """Return what the slots of a single result hold beside it."""
         if self.algorithm != PADDED or len(operands) > 1:
             return 0
-        (t,) = operands
+        t = operands[0]
         return (self.overhang(t, result_type(self, t)) or 0) * t.itemsize
 
     def _as_padded(self, operands: Sequence[TensorType], places: Ints) -> Groups:
@@ -165,8 +165,6 @@ class Grouped(Collective):
             StepPattern(one, taking_part(one, operands[0].mesh.ids), (k - 1,) * (k > 0)) for k, one in enumerate(rounds)
         )
         return InTurn(times, tuple(steps))
-
-
 
 
 def grouped(op: Op) -> Grouped | None:

@@ -12,14 +12,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardplan.core.dtypes import COMBINE, IDEMPOTENT, identity, numpy_dtype
+from shardplan.core.dtypes import IDEMPOTENT, identity, numpy_dtype
 from shardplan.core.group_rounds import Of, addends, binomial, double_tree, gather, passed_on, scatter_sums, tree_room
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.lowering import Boxes, Buffer, Copy, Group, Ints, Region, Round, places_of, run_of
 from shardplan.core.messages import Packed, at_root
 from shardplan.core.notation import axes_text
 from shardplan.core.op import Array, Shards, poison
-from shardplan.core.ops.collective import PADDED, InPlace, cut_box, major
+from shardplan.core.ops.collective import PADDED, InPlace, cut_box, major, reduce_in_order
 from shardplan.core.ops.grouped import Grouped
 from shardplan.core.ops.movement import (
     Dims,
@@ -46,14 +46,6 @@ def _leave(op: str, t: TensorType, axes: tuple[str, ...], reduction: str) -> tup
         legal = f"partial over {axes_text(t.layout.partial)} with {t.layout.reduction}" if held else "not partial"
         raise TypingError(f"{op}({reduction}) over {axes_text(axes)}: {t} is {legal}")
     return t.mesh.fold(tuple(a for a in held if a not in set(atoms)))
-
-
-def _sum(shards: Shards, group: np.ndarray, reduction: str) -> Array:
-    """Reduce the shards of a group in member order, each result rounded to the dtype: the order is part of meaning."""
-    total = shards[group[0]]
-    for m in group[1:]:
-        total = COMBINE[reduction](total, shards[m]).astype(total.dtype)
-    return total
 
 
 def _chunk_bytes(t: TensorType, q: int, index: np.ndarray) -> np.ndarray:
@@ -101,7 +93,7 @@ class ReduceScatter(Grouped):
         """Sum in member order, then cut."""
         out = list(shards)
         for group in t.mesh.group_places(self.axes):
-            total = _sum(shards, group, self.reduction)
+            total = reduce_in_order(shards, group, self.reduction)
             for m in group:
                 out[m] = cut_box(total, t.boxes()[m], u.boxes()[m]).copy()
         return out
@@ -174,7 +166,7 @@ class AllReduce(Grouped):
         """Sum in member order."""
         out = list(shards)
         for group in t.mesh.group_places(self.axes):
-            total = _sum(shards, group, self.reduction)
+            total = reduce_in_order(shards, group, self.reduction)
             for m in group:
                 out[m] = total.copy()
         return out
@@ -252,7 +244,7 @@ class Reduce(Grouped):
         """Sum at the first member; the others' values are lost."""
         out = [poison(x.shape, x.dtype) for x in shards]
         for group in t.mesh.group_places(self.axes):
-            out[group[0]] = _sum(shards, group, self.reduction)
+            out[group[0]] = reduce_in_order(shards, group, self.reduction)
         return out
 
     def packing(self, t: TensorType, u: TensorType) -> Packed:

@@ -137,7 +137,9 @@ def _calls(
         # Where there are slots, whoever has no part of an array goes through the call too.
         given, taken = (
             [
-                Slot(side.spots(k, m, (chunk, chunks)), int(native.slots[k][me]) if native.slots else None, side.dtype(k))
+                Slot(
+                    side.spots(k, m, (chunk, chunks)), int(native.slots[k][me]) if native.slots else None, side.dtype(k)
+                )
                 for m in (places if each else (None,))
                 for k in numbers
             ]
@@ -178,7 +180,7 @@ class _Side(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Parts that lie one behind the other in a call, and the elements that are theirs there; None for what they have."""
+    """Parts that lie one behind the other in a call, and the elements that are theirs; None for what they have."""
 
     parts: Sequence[Spot]
     asked: int | None

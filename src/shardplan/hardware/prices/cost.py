@@ -77,8 +77,7 @@ def price(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> Price:
     pattern = as_messages(pattern, fabric.library)
     match pattern:
         case Local():
-            copied = _copy_seconds(pattern.nbytes, fabric)
-            return Price("copy", 0.0, copied, _no_bytes(fabric), own=copied)
+            return Price("copy", 0.0, copied := _copy_seconds(pattern.nbytes, fabric), _no_bytes(fabric), own=copied)
         case Work():
             busy = float(kernel_seconds(pattern, fabric.topology.device))
             return Price("kernel", 0.0, busy, _no_bytes(fabric), own=busy)
@@ -347,16 +346,12 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
 
 
 def _copy_seconds(nbytes: float, fabric: Fabric) -> float:
-    """What a copy takes, which reads and writes."""
-    device = fabric.topology.device
+    device = fabric.topology.device  # a copy reads and writes
     return 2 * nbytes / (device.memory_bandwidth * device.kernels.stream)
 
 
 def _lay_groups(members: Ints, fabric: Fabric) -> tuple[Laid, Ints]:
-    """Lay groups on a topology, in the order of the numbers returned.
-
-    The order in which groups are listed means nothing: heads of trees are given in the order of the devices.
-    """
+    """Lay groups on a topology in the order of the numbers returned: heads of trees go in the order of the devices."""
     order = np.argsort(members.min(axis=1), kind="stable")
     return Laid(members[order], fabric), order
 

@@ -101,7 +101,7 @@ def crossings(
 
 
 def _split_moves(s: TensorType, t: TensorType, fabric: Fabric | None) -> Iterator[tuple[Op, ...]]:
-    """Yield sends to smaller tiles of a dim that the free axes do not divide, over factors of these, and the gathers."""
+    """Yield sends to uneven smaller tiles over factors of the axes that are free, and the gathers behind."""
     free = math.prod(a.size for k, a in enumerate(t.mesh.atoms) if k not in set(t.mesh.expand(t.layout.used_axes)))
     if all(n % free == 0 for n in t.local_shape()) or (split := with_split_axes(t)) is None:
         return

@@ -143,7 +143,10 @@ def _cut(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[in
     grown, added = list(t.atoms), dict[tuple[int, int], Atoms]()  # by level and dim
     for piece in pieces:
         size = math.prod(mesh.atoms[a].size for a in piece)
-        d = next((d for d in dims if left[d] % size == 0), first if 2 * left[first] > size else max(dims, key=left.__getitem__))
+        d = next(
+            (d for d in dims if left[d] % size == 0),
+            first if 2 * left[first] > size else max(dims, key=left.__getitem__),
+        )
         left[d] = -(-left[d] // size)
         grown[d] += piece
         at = min(levels[a] for a in piece), d
