@@ -131,6 +131,8 @@ def chain(rng: random.Random, devices: int, kinds: Sequence[str], steps: int) ->
             op = replace(op, chunks=rng.randint(2, 5))
         if not suitable(op, here):
             continue
+        if "padded" in getattr(op, "algorithms", ()) and random.Random(f"{here} {op}").random() < 0.4:
+            op = replace(op, algorithm="padded")
         ops.append(op)
         here = op.infer(here)[0]
         if "even" not in kinds[0] or here.all_even:

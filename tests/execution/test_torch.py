@@ -38,6 +38,11 @@ def test_what_reaches_process_groups() -> None:
         "gather of a minor dim, in two chunks": (
             [["allgather_base", [0, 1], 64]] * 2, [["allgather_base", [2, 3], 64]] * 2),
         "exchange of dims": ([["alltoall_base", [0, 2, 1, 3], 16]],) * 2,
+        # slots of 16 rows of 5, of 3 of 3, of 4 of 5 for each member, and of 2 by 2
+        "padded gather, padding behind the result": ([["allgather_base", every, 320]],) * 2,
+        "padded gather, padding inside": ([["allgather_base", every, 36]],) * 2,
+        "padded scatter": ([["reduce_scatter_base", every, 320]],) * 2,
+        "padded exchange of dims": ([["alltoall_base", [0, 2, 1, 3], 32]],) * 2,
         "scatter": ([["reduce_scatter_base", every, 160]],) * 2,
         "reduce": ([["allreduce", [0, 2], 48]], [["allreduce", [1, 3], 48]]),
         "to a root and back": ([["reduce", every, 24], ["broadcast", every, 24]],) * 2,

@@ -51,6 +51,19 @@ PROGRAMS = {
         "mesh a=2, b=2\ninput %0: i16[8@(b,a), 4]\n%1 = all_to_all(%0; src_dim=0, dst_dim=1, axes=(b,a), "
         "order=(a,b))\noutput %1"
     ),
+    "padded gather, padding behind the result": (
+        "mesh a=4\ninput %0: i32[63@a, 5]\n%1 = all_gather(%0; dim=0, axes=(a), algorithm=padded)\noutput %1"
+    ),
+    "padded gather, padding inside": (
+        "mesh a=2, b=2\ninput %0: f32[9@(a,b), 3]\n%1 = all_gather(%0; dim=0, axes=(a,b), algorithm=padded)\noutput %1"
+    ),
+    "padded scatter": (
+        "mesh a=4\ninput %0: i32[13, 5]{+a}\n%1 = reduce_scatter(%0; dim=0, axes=(a), algorithm=padded)\noutput %1"
+    ),
+    "padded exchange of dims": (
+        "mesh a=2, b=2\ninput %0: i16[7@(b,a), 5]\n%1 = all_to_all(%0; src_dim=0, dst_dim=1, axes=(b,a), "
+        "algorithm=padded)\noutput %1"
+    ),
     "scatter": "mesh a=4\ninput %0: i32[8, 5]{+a}\n%1 = reduce_scatter(%0; dim=0, axes=(a))\noutput %1",
     "reduce": "mesh a=2, b=2\ninput %0: i64[6]{max:a}\n%1 = all_reduce(%0; axes=(a), reduction=max)\noutput %1",
     "to a root and back": (
