@@ -179,10 +179,11 @@ class Replay:
             busy = max(pattern.flops / flops, pattern.nbytes / device.memory_bandwidth)
             return Weight(0.0, busy, {}, everyone, busy)
         if op.algorithm == "padded":
-            assert isinstance(pattern, Groups) and op.name != "all_to_all"
+            assert isinstance(pattern, Groups)
             found = [slots_of(op, t, u) for t, u in zip(operands, results, strict=True)]
             assert np.allclose(pattern.nbytes, np.sum([held for held, _ in found], axis=0))
             copied_too = found[0][1] if len(found) == 1 and op.chunks == 1 else 0
+            copied_too = pattern.copied if op.name == "all_to_all" else copied_too
             weight, busy = self._groups(pattern), 2 * copied_too / device.memory_bandwidth
             return weight._replace(transfer=weight.transfer + busy, own=weight.own + busy)
         if (isinstance(pattern, Groups | InTurn) and self.library.even_only) or op.algorithm:

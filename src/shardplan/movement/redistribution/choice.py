@@ -29,6 +29,7 @@ from shardplan.plans.pricing import NOISE, price_program
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
 PADDING_TIE = ROUND_CHARGE / 2  # relative: where parts are padded, by how much does not decide between programs
+LEAST_PADDED = 2**16  # bytes that a device receives in a step, below which a plan without a topology keeps their floor
 LITTLE_PADDING = 8  # of what a device receives it may be one part in so many
 FEW_BYTES = 0.05  # relative: bytes that nobody would trade anything for
 
@@ -301,17 +302,19 @@ def _pad_parts(program: Program, bound: int) -> Program:
     """Return a program without a topology with library collectives on parts of one size, where padding is little.
 
     Composed of messages a step hears from all peers, a collective takes log2 of their number in rounds: padding may
-    weigh as much as the rounds that it saves, and as much as one in any case. A device may receive an eighth more.
+    weigh as much as the rounds that it saves, and as much as one in any case. A device may receive an eighth more, of no
+    less than 64 KiB.
     """
     ops: list[Op] = []
     for step in program.steps:
         (t, *_), op = program.step_types(step)[0], step.op
         padded = next((one for one in op.compositions(t) if one.algorithm == PADDED), op)
         more, got = _moved_bytes(padded, t) - _moved_bytes(op, t), int(op.received_bytes(t).max(initial=0))
-        few = int(padded.received_bytes(t).max(initial=0)) - got <= got / LITTLE_PADDING
+        few = int(padded.received_bytes(t).max(initial=0)) <= got * (1 + 1 / LITTLE_PADDING) and got >= LEAST_PADDED
         peers = math.prod(t.mesh.span(a).size for a in op.members(t)) - 1
         saved = max(1, peers - padded.rounds(t))
-        ops.append(padded if few and more <= saved * ROUND_CHARGE * bound else op)
+        slow = peers > 1 and padded.rounds(t) >= peers  # an all-to-all is messages in a library, too
+        ops.append(padded if few and not slow and more <= saved * ROUND_CHARGE * bound else op)
     if all(op is step.op for op, step in zip(ops, program.steps, strict=True)):
         return program
     return chain(ops, program.input_types[0])
