@@ -109,7 +109,7 @@ def slots_of(op: Any, t: Any, u: Any) -> tuple[list[float], int]:
         if op.name != "all_to_all":
             slot = max(len(seen(cut, a)) for a in group)
         held.append(slot * t.itemsize * (1 if op.name == "all_gather" else len(group)))
-        for a in group:
+        for a in group if op.name != "all_to_all" else ():
             flat = np.concatenate(
                 [np.pad(seen(cut, b), (0, slot - len(seen(cut, b))), constant_values=-1) for b in group]
             )

@@ -1,4 +1,4 @@
-"""Uneven dims cost about what the next even ones do; what padding costs is said; plans by slots deliver what is asked."""
+"""Uneven dims cost about what the next even ones do; padding is said; plans by slots deliver what is asked."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ def text_of(plan: Plan) -> list[str]:
 
 
 def test_without_a_topology_large_arrays_are_padded_and_small_ones_are_not() -> None:
-    """A device may receive an eighth more: 7 slots of 2 rows are more than that of 9, slots of 3,142 not of 50,257."""
+    """An eighth more may be received: 7 slots of 2 rows are more than that of 9, 15 of 3,142 not of 50,257."""
     large = sp.redistribute("bf16[50257@(d,t), 4096]", "bf16[50257, 4096]", mesh="d=2, t=8")
     small = sp.redistribute("bf16[9@x, 4096]", "bf16[9, 4096]", mesh="x=8")
     assert text_of(large) == ["all_gather padded"] and not any(s.op.algorithm for s in small.program.steps)

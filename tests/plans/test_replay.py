@@ -70,7 +70,8 @@ def test_a_step_by_an_algorithm_takes_its_rounds(where: str) -> None:
         place = np.array(rng.sample(range(16), 16))
         for step, operands in steps_of(some.random_program(rng, 16, together=False, repeat=False)):
             if isinstance(step.op, Grouped) and operands[0].mesh.size > 1:
-                op = replace(step.op, algorithm=rng.choice(step.op.algorithms))
+                # Slots are no messages: `test_composed` compares them.
+                op = replace(step.op, algorithm=rng.choice([x for x in step.op.algorithms if x != "padded"]))
                 names = tuple(map(str, range(len(operands))))
                 results = tuple(f"r{name}" for name in names)
                 program = Program(dict(zip(names, operands, strict=True)), [Step(op, names, results)], results)

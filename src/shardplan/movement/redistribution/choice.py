@@ -29,7 +29,7 @@ from shardplan.plans.pricing import NOISE, price_program
 
 TIE = 1e-9  # relative: prices closer than this are equal, whatever the order in which they were summed
 PADDING_TIE = ROUND_CHARGE / 2  # relative: where parts are padded, by how much does not decide between programs
-LEAST_PADDED = 2**16  # bytes that a device receives in a step, below which a plan without a topology keeps their floor
+LEAST_PADDED = 2**16  # bytes that a device receives in a step, below which nothing is padded without a topology
 LITTLE_PADDING = 8  # of what a device receives it may be one part in so many
 FEW_BYTES = 0.05  # relative: bytes that nobody would trade anything for
 
@@ -310,7 +310,8 @@ def _pad_parts(program: Program, bound: int) -> Program:
         (t, *_), op = program.step_types(step)[0], step.op
         padded = next((one for one in op.compositions(t) if one.algorithm == PADDED), op)
         more, got = _moved_bytes(padded, t) - _moved_bytes(op, t), int(op.received_bytes(t).max(initial=0))
-        few = int(padded.received_bytes(t).max(initial=0)) <= got * (1 + 1 / LITTLE_PADDING) and got >= LEAST_PADDED
+        most = got * (1 + 1 / LITTLE_PADDING) if got >= LEAST_PADDED else 0
+        few = int(padded.received_bytes(t).max(initial=0)) <= most
         peers = math.prod(t.mesh.span(a).size for a in op.members(t)) - 1
         saved = max(1, peers - padded.rounds(t))
         slow = peers > 1 and padded.rounds(t) >= peers  # an all-to-all is messages in a library, too
