@@ -89,7 +89,7 @@ def test_without_a_topology_large_arrays_are_padded_and_small_ones_are_not() -> 
 
 
 def test_a_copy_that_padding_asks_for_is_counted_once() -> None:
-    """Inside the result: one copy of it. Behind it: none. Along a minor dim, or in chunks: none that even parts lack."""
+    """Inside the result: one copy of it. Behind it, along a minor dim, or in chunks: none that even parts lack."""
     mesh = sp.Mesh(d=2, t=8)
 
     def copied(text: str, op: AllGather | ReduceScatter) -> float:

@@ -302,8 +302,8 @@ def _pad_parts(program: Program, bound: int) -> Program:
     """Return a program without a topology with library collectives on parts of one size, where padding is little.
 
     Composed of messages a step hears from all peers, a collective takes log2 of their number in rounds: padding may
-    weigh as much as the rounds that it saves, and as much as one in any case. A device may receive an eighth more, of no
-    less than 64 KiB.
+    weigh as much as the rounds that it saves, and as much as one in any case. A device may receive an eighth more, and
+    not of less than 64 KiB.
     """
     ops: list[Op] = []
     for step in program.steps:
