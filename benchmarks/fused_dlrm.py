@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, arguments, record, table, write
-from benchmarks.fused_constants import KindConstants
-from benchmarks.fused_pairs import Sizes
 
 import shardplan as sp
+from shardplan.fused.deciding.trials import shape_work
 from shardplan.hardware.prices.fused import TILE_COUNTS, FusedConstants, FusedWork, fused_seconds
+from shardplan.hardware.prices.fused_kernels import KernelConstants
 from shardplan.hardware.units import parse_seconds
 from shardplan.simulation.jobs.job_timeline import JobTimeline
 from shardplan.simulation.jobs.timing import COMPUTE, TimedOp
@@ -48,28 +48,30 @@ def assumptions(path: Path = ASSUMED) -> dict[str, dict[str, Any]]:
 class MeasuredCosts:
     """What a result file measured: bags and products, tax of tiles, seconds of a signal."""
 
-    bags: KindConstants
-    product: KindConstants
+    bags: KernelConstants
+    product: KernelConstants
+    signal: float
     tile_tax: tuple[tuple[int, float], ...]
 
     @classmethod
     def load(cls, path: Path) -> MeasuredCosts:
         """Read it."""
         data = json.loads(path.read_text(encoding="utf-8"))
-        found: dict[str, KindConstants] = {}
-        for kind, each in data["constants"].items():
-            rest: dict[str, float] = {name: float(x) for name, x in each.items() if name != "line"}
-            found[kind] = KindConstants(tuple(each["line"]), **rest)
-        return cls(found["embedding"], found["gemm"], tuple((int(n), e) for n, e in data["tile_tax"]["embedding"]))
+        constants = FusedConstants.parse(data["constants"])
+        bags, product = constants.kernel("bags"), constants.kernel("product")
+        assert bags is not None
+        assert product is not None
+        taxes = tuple((int(n), e) for n, e in data["tile_tax"]["embedding"])
+        return cls(bags, product, constants.of_kind("bags").signal, taxes)
 
 
 def device(facts: Facts, which: str, costs: MeasuredCosts) -> tuple[str, str]:
     """FLOP/s and B/s of a device, as a topology says them."""
     if which == "accelerator":
         return facts["accelerator_flops"], facts["accelerator_memory"]
-    product = Sizes("gemm", (facts["batch"], facts["mlp_width"], facts["mlp_width"]))
-    bags = Sizes("embedding", (facts["tables"], facts["batch"], facts["pooling"], facts["dim"]))
-    flops, rate = product.flops / costs.product.seconds(product), bags.read_bytes / costs.bags.seconds(bags)
+    product = shape_work(("product", (facts["batch"], facts["mlp_width"], facts["mlp_width"])))
+    bags = shape_work(("bags", (facts["tables"], facts["batch"], facts["pooling"], facts["dim"])))
+    flops, rate = product[0] / costs.product.fused.seconds(*product), bags[1] / costs.bags.fused.seconds(*bags)
     return f"{flops / 1e12:.9g} TFLOP/s", f"{rate / 1e9:.9g} GB/s"
 
 
@@ -207,7 +209,7 @@ def constants_of(
     latency = parse_seconds(facts["latency"])
     wire = max(sum(op.cost.seconds for op in moves) - latency, 1e-12)
     ranks = facts["nodes"]
-    signal = parse_seconds(facts["signal"]) if which == "accelerator" else costs.bags.signal
+    signal = parse_seconds(facts["signal"]) if which == "accelerator" else costs.signal
     taxes = tuple((n, max(1.0, 1 + (e - 1) * facts["tax"]) if n > 1 else 1.0) for n, e in costs.tile_tax)
     return FusedConstants("dlrm", latency, pair.nbytes * (ranks - 1) / ranks / wire, math.inf, signal, taxes)
 
