@@ -33,6 +33,7 @@ from shardplan.strategy.partition.partition import partition
 
 ASSUMED = Path(__file__).with_suffix(".toml")
 PUBLISHED = 0.21
+TABLES = (16, 32, 64, 128, 256, 512, 1024)
 DEVICES = ("measured", "accelerator")
 TORUS = {8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
 
@@ -243,6 +244,16 @@ def step(facts: Facts, which: str, costs: MeasuredCosts, scale: float = 1.0) -> 
     return Step(unfused, fused, tiles, (float(work.seconds), moves, together), (before, after))
 
 
+def by_tables(facts: Facts, which: str, costs: MeasuredCosts) -> list[dict[str, Any]]:
+    """The reduction by the number of tables, with gradients reduced after the backward pass, and hidden."""
+    rows: list[dict[str, Any]] = []
+    for tables in TABLES:
+        found = {g: step({**facts, "tables": tables, "gradients": g}, which, costs) for g in ("after", "hidden")}
+        rows.append({"tables": tables} | {f"gradients {g}": s.reduction for g, s in found.items()}
+                    | {f"unfused, gradients {g}": s.unfused for g, s in found.items()})  # fmt: skip
+    return rows
+
+
 def sensitivity(facts: Facts, which: str, costs: MeasuredCosts) -> list[dict[str, Any]]:
     """One factor at a time, and both corners: all factors where each alone gives least, and most."""
     rows: list[dict[str, Any]] = []
@@ -316,6 +327,10 @@ def main() -> None:
             f"{kind} {100 * s / each['unfused']:.0f} %" for kind, s in list(each["path unfused"].items())[:5]
         )
         print(f"{each['device']}, {each['link']}: critical path unfused: {told}")
+    curves = {which: by_tables(facts, which, costs) for which in DEVICES}
+    for which, each in curves.items():
+        cells = [[r["tables"], *(f"{100 * r[f'gradients {g}']:.1f}" for g in ("after", "hidden"))] for r in each]
+        print(table(("tables", "gradients after %", "gradients hidden %"), cells, f"by tables, {which}, torus"))
     rows = {which: sensitivity(facts, which, costs) for which in DEVICES}
     for which, each in rows.items():
         cells = [
@@ -336,7 +351,8 @@ def main() -> None:
         print(f"{each['device']}, torus, {under}: {100 * each['reduction']:.2f} %; {times}")
     measured = json.loads((RESULTS / facts["costs"]).read_text(encoding="utf-8"))
     head = {"assumed": assumed, "costs of": {k: measured[k] for k in ("date", "commit", "constants", "tile_tax")}}
-    write(options.out, record(head, {"steps": steps, "sensitivity": rows, "what would give it": asked}))
+    write(options.out, record(head, {"steps": steps, "by tables": curves, "sensitivity": rows,
+                                     "what would give it": asked}))  # fmt: skip
 
 
 if __name__ == "__main__":
