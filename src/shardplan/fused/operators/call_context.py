@@ -67,13 +67,13 @@ class LocalKernels(Protocol):
         """Return the result of `operators.tensor_parallel.multiply_scatter`."""
         ...
 
-    def grouped(
+    def grouped_multiply(
         self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `operators.grouped.forward`; the host does not read `counts`."""
         ...
 
-    def grouped_back(
+    def move_grouped_back(
         self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
     ) -> torch.Tensor:
         """Return the rows of g that this rank's experts made, by destination and expert; `most` are any rank's."""

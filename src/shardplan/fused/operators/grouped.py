@@ -85,7 +85,7 @@ def forward(
     torch = optional("torch", "torch")
     found, rank = _agree(asked, KIND, a, b, counts, capacity), asked.heap.rank
     if asked.kernels is not None:
-        return asked.kernels.grouped(asked, a, b, counts, capacity)
+        return asked.kernels.grouped_multiply(asked, a, b, counts, capacity)
     assert found.made is not None and found.call is not None and found.cuts is not None
     own, boxes = found.counts[rank], found.cuts.shape().boxes[rank]
     first = starts([n for each in own for n in each])  # of a's rows, by expert and destination
@@ -114,7 +114,7 @@ def backward(
     torch = optional("torch", "torch")
     found, rank = _agree(asked, BACK, a, b, counts, capacity), asked.heap.rank
     if asked.kernels is not None:
-        came = asked.kernels.grouped_back(asked, g, counts, len(a), found.most)
+        came = asked.kernels.move_grouped_back(asked, g, counts, len(a), found.most)
     else:
         assert found.move is not None and found.cuts is not None
         came = found.move.run(asked, g[: found.cuts.result(rank)[0]])

@@ -125,7 +125,7 @@ class TritonKernels:
             operands = (a.contiguous(), b.contiguous()[None], cuts)
             return multiply_scatter(self.memory, *operands, self.block, self._options(asked, warps=8))[0]
 
-    def grouped(
+    def grouped_multiply(
         self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `grouped_gemm_all_to_all`."""
@@ -133,7 +133,7 @@ class TritonKernels:
             operands = (a.contiguous(), b.contiguous(), counts, capacity)
             return grouped_multiply(self.memory, *operands, self.block, self._options(asked, warps=8))
 
-    def grouped_back(
+    def move_grouped_back(
         self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
     ) -> torch.Tensor:
         """Return the rows of g that this rank's experts made, `rows` of them."""
