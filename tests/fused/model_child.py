@@ -22,7 +22,7 @@ from torch.distributed import _functional_collectives as funcol  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from torch.nn.functional import relu, silu  # noqa: E402
 
 from shardplan.fused import bind_group, fuse_graph  # noqa: E402
 
@@ -48,7 +48,7 @@ class LlamaBlock(nn.Module):
         seen = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1) @ v
         x = x + self.o(seen.transpose(1, 2).reshape(1, TOKENS, -1))
         h = self.between(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(silu(self.gate(h)) * self.up(h))
 
 
 class Mixture(nn.Module):
@@ -61,7 +61,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         came = funcol.all_to_all_single_autograd(x, self.parts, self.parts, self.group)
-        made = F.relu(came @ self.up) @ self.down
+        made = relu(came @ self.up) @ self.down
         return x + funcol.all_to_all_single_autograd(made, self.parts, self.parts, self.group)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tests.fused.forked import run
 
+TORCH = find_spec("torch") is not None and find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: shardplan[triton]")
 
 
@@ -35,3 +36,16 @@ def test_what_does_not_fit_is_refused(said: list[dict[str, Any]]) -> None:
         assert each["few"].startswith("TypingError: grouped_gemm_all_to_all: ")
         legal = f"legal are at most the capacity, {ranks - 1}", f"legal are 0 to {ranks - 2}"
         assert each["few"].endswith(legal)
+
+
+@pytest.mark.skipif(not TORCH, reason="torch and triton are not installed")
+def test_rows_beyond_the_capacity_are_cut_off() -> None:
+    """Of what goes to a rank, by source, the last rows."""
+    import torch
+
+    from shardplan.fused.triton.grouped import matrix_of
+
+    counts = torch.tensor([[[1, 4], [2, 0]], [[3, 1], [0, 3]]])  # by source, expert and destination
+    assert matrix_of(counts, 99).tolist() == [3, 4, 3, 4, 0]
+    assert matrix_of(counts, 5).tolist() == [3, 4, 2, 1, 0]
+    assert matrix_of(counts, 2).tolist() == [2, 2, 0, 0, 0]

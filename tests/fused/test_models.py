@@ -29,7 +29,7 @@ def every() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_stock_modules_train_equal_with_their_pairs_fused(name: str, every: list[dict[str, Any]]) -> None:
-    """A block under `parallelize_module`, a mixture by functional collectives: losses and parameters after some steps."""
+    """A block under `parallelize_module`, a mixture by functional collectives: losses and parameters of some steps."""
     for said in every:
         found = said[name]
         assert tuple(found["rows"]) == ROWS[name]
