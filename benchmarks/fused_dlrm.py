@@ -277,7 +277,12 @@ def sensitivity(facts: Facts, which: str, costs: MeasuredCosts) -> list[dict[str
     for name, each in assumptions().items():
         if which == "measured" and name in ("signal", "accelerator_flops", "accelerator_memory"):
             continue
-        tried = {json.dumps(v): step({**facts, name: v}, which, costs) for v in each.get("tries", ())}
+        tried: dict[str, Step] = {}
+        for value in each.get("tries", ()):
+            try:
+                tried[json.dumps(value)] = step({**facts, name: value}, which, costs)
+            except sp.LayoutError as error:  # such as more nodes than a table has columns
+                rows.append({"factor": name, "value": value, "refused": str(error)})
         rows += [{"factor": name, "value": json.loads(v), "reduction": s.reduction, "unfused": s.unfused,
                   "fused": s.fused} for v, s in tried.items()]  # fmt: skip
         everything = {json.dumps(facts[name]): step(facts, which, costs), **tried} if tried else {}
@@ -352,6 +357,7 @@ def main() -> None:
         cells = [
             [r["factor"], str(r["value"])[:40], 1e3 * r["unfused"], 1e3 * r["fused"], f"{100 * r['reduction']:.2f}"]
             for r in each
+            if "refused" not in r
         ]
         print(
             table(("factor", "value", "unfused ms", "fused ms", "reduction %"), cells, f"sensitivity, {which}, torus")
