@@ -176,7 +176,7 @@ def grouped_gemm_all_to_all(
     """Return what the experts of all ranks computed for this one, [capacity, N], and how many rows, int64 [W, E].
 
     `a` [M, K] are rows by expert and destination, `counts` int64 [E, W] of them, on their device, `b` [E, K, N]. See
-    `operators.grouped.forward`.
+    `operators.grouped.grouped_multiply`.
     """
     a, b = product_operands(grouped.NAME, a, b)
     anchor = _gradient_anchor(group, a, b)
@@ -300,9 +300,11 @@ SPECS = (
         grouped.NAME,
         ("a", "b", "counts"),
         "str group, int capacity",
-        forward=lambda asked, a, b, counts, group, capacity: grouped.forward(asked, a, b, counts, capacity),
+        forward=lambda asked, a, b, counts, group, capacity: grouped.grouped_multiply(asked, a, b, counts, capacity),
         fake=_fake_grouped,
-        backward=lambda asked, g, a, b, counts, group, capacity: grouped.backward(asked, g, a, b, counts, capacity),
+        backward=lambda asked, g, a, b, counts, group, capacity: grouped.grouped_multiply_backward(
+            asked, g, a, b, counts, capacity
+        ),
         results="(Tensor, Tensor)",
         constants=1,
     ),

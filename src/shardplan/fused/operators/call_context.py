@@ -70,7 +70,7 @@ class LocalKernels(Protocol):
     def grouped_multiply(
         self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of `operators.grouped.forward`; the host does not read `counts`."""
+        """Return the results of `operators.grouped.grouped_multiply`; the host does not read `counts`."""
         ...
 
     def move_grouped_back(

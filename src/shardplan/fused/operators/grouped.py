@@ -72,7 +72,7 @@ def _agree(
     return agree_on_call(asked.heap, kind, facts, asked.seconds, make)
 
 
-def forward(
+def grouped_multiply(
     asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the experts of all ranks computed for this one, [capacity, N], and how many rows, int64 [W, E].
@@ -107,7 +107,7 @@ def forward(
     return out, torch.tensor([[row[rank] for row in each] for each in found.counts])
 
 
-def backward(
+def grouped_multiply_backward(
     asked: CallContext, g: torch.Tensor, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of a and b, given that of the result; collective. Rows go back to where they came from."""

@@ -42,7 +42,7 @@ def grouped_multiply(
     block: tuple[int, int, int],
     options: KernelOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `operators.grouped.forward`; collective. Raises as `BlockKernel.run`."""
+    """Return the results of `operators.grouped.grouped_multiply`; collective. Raises as `BlockKernel.run`."""
     torch = optional("torch", "torch")
     options.check_order(NAME, "remote_first")
     made = block_kernel(memory, NAME, options.programs, str(a.dtype), options.seconds)
