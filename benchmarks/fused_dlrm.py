@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, arguments, record, table, write
-from benchmarks.fused_constants import KindConstants
-from benchmarks.fused_pairs import Sizes
 
 import shardplan as sp
+from shardplan.fused.deciding.trials import shape_work
 from shardplan.hardware.prices.fused import TILE_COUNTS, FusedConstants, FusedWork, fused_seconds
+from shardplan.hardware.prices.fused_kernels import KernelConstants
 from shardplan.hardware.units import parse_seconds
 from shardplan.simulation.jobs.job_timeline import JobTimeline
 from shardplan.simulation.jobs.timing import COMPUTE, TimedOp
@@ -33,6 +33,7 @@ from shardplan.strategy.partition.partition import partition
 
 ASSUMED = Path(__file__).with_suffix(".toml")
 PUBLISHED = 0.21
+TABLES, WHOLE = (16, 32, 64, 128, 256, 512, 1024), 256
 DEVICES = ("measured", "accelerator")
 TORUS = {8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
 
@@ -48,28 +49,30 @@ def assumptions(path: Path = ASSUMED) -> dict[str, dict[str, Any]]:
 class MeasuredCosts:
     """What a result file measured: bags and products, tax of tiles, seconds of a signal."""
 
-    bags: KindConstants
-    product: KindConstants
+    bags: KernelConstants
+    product: KernelConstants
+    signal: float
     tile_tax: tuple[tuple[int, float], ...]
 
     @classmethod
-    def load(cls, path: Path) -> MeasuredCosts:
-        """Read it."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found: dict[str, KindConstants] = {}
-        for kind, each in data["constants"].items():
-            rest: dict[str, float] = {name: float(x) for name, x in each.items() if name != "line"}
-            found[kind] = KindConstants(tuple(each["line"]), **rest)
-        return cls(found["embedding"], found["gemm"], tuple((int(n), e) for n, e in data["tile_tax"]["embedding"]))
+    def load(cls, path: Path, taxes_path: Path) -> MeasuredCosts:
+        """Read the calibration of a result file, and the tax of tiles of another one."""
+        constants = FusedConstants.parse(json.loads(path.read_text(encoding="utf-8"))["tables"][0]["constants"])
+        data = json.loads(taxes_path.read_text(encoding="utf-8"))
+        bags, product = constants.kernel("bags"), constants.kernel("product")
+        assert bags is not None
+        assert product is not None
+        taxes = tuple((int(n), e) for n, e in data["tile_tax"]["embedding"])
+        return cls(bags, product, constants.of_kind("bags").signal, taxes)
 
 
 def device(facts: Facts, which: str, costs: MeasuredCosts) -> tuple[str, str]:
     """FLOP/s and B/s of a device, as a topology says them."""
     if which == "accelerator":
         return facts["accelerator_flops"], facts["accelerator_memory"]
-    product = Sizes("gemm", (facts["batch"], facts["mlp_width"], facts["mlp_width"]))
-    bags = Sizes("embedding", (facts["tables"], facts["batch"], facts["pooling"], facts["dim"]))
-    flops, rate = product.flops / costs.product.seconds(product), bags.read_bytes / costs.bags.seconds(bags)
+    product = shape_work(("product", (facts["batch"], facts["mlp_width"], facts["mlp_width"])))
+    bags = shape_work(("bags", (facts["tables"], facts["batch"], facts["pooling"], facts["dim"])))
+    flops, rate = product[0] / costs.product.fused.seconds(*product), bags[1] / costs.bags.fused.seconds(*bags)
     return f"{flops / 1e12:.9g} TFLOP/s", f"{rate / 1e9:.9g} GB/s"
 
 
@@ -101,6 +104,14 @@ def job_of(*values: Any) -> Job:
     )  # fmt: skip
     plain = {"bandwidth": "25 GB/s", "latency": "700 ns"}
     return partition(model, strategy, topology({**facts, **plain}, "20 TFLOP/s", "1 TB/s"))
+
+
+@lru_cache(maxsize=4)
+def simulated(network: sp.Topology, *values: Any) -> JobTimeline:
+    """The step of such a job on a network."""
+    line = sp.simulate(job_of(*values), network)
+    assert isinstance(line, JobTimeline)
+    return line
 
 
 class Pair:
@@ -207,15 +218,14 @@ def constants_of(
     latency = parse_seconds(facts["latency"])
     wire = max(sum(op.cost.seconds for op in moves) - latency, 1e-12)
     ranks = facts["nodes"]
-    signal = parse_seconds(facts["signal"]) if which == "accelerator" else costs.bags.signal
+    signal = parse_seconds(facts["signal"]) if which == "accelerator" else costs.signal
     taxes = tuple((n, max(1.0, 1 + (e - 1) * facts["tax"]) if n > 1 else 1.0) for n, e in costs.tile_tax)
     return FusedConstants("dlrm", latency, pair.nbytes * (ranks - 1) / ranks / wire, math.inf, signal, taxes)
 
 
 def step(facts: Facts, which: str, costs: MeasuredCosts, scale: float = 1.0) -> Step:
     """A step, with the pair's work `scale` times as much."""
-    line = sp.simulate(job_of(*(facts[name] for name in SHAPE)), topology(facts, *device(facts, which, costs)))
-    assert isinstance(line, JobTimeline)
+    line = simulated(topology(facts, *device(facts, which, costs)), *(facts[name] for name in SHAPE))
     pair = Pair(line)
     scaled = {id(op) for op in (*pair.bags, *pair.copies, *pair.moves, *pair.scatters, *pair.back)}
     ids = {id(op) for kind in "FB" for op in _nodes(line, kind) if any(r.startswith("sparse.") for r in op.results)}
@@ -241,6 +251,25 @@ def step(facts: Facts, which: str, costs: MeasuredCosts, scale: float = 1.0) -> 
     return Step(unfused, fused, tiles, (float(work.seconds), moves, together), (before, after))
 
 
+def by_tables(facts: Facts, which: str, costs: MeasuredCosts) -> list[dict[str, Any]]:
+    """The reduction by the number of tables, with gradients reduced after the backward pass, and hidden.
+
+    As the builder has it, whose top MLP reads a number for every two tables, so that beyond `WHOLE` it is most of the
+    step; and with the work of the tables alone so many times that of the assumed ones, the MLPs as they are.
+    """
+    rows: list[dict[str, Any]] = []
+    for tables in TABLES:
+        row: dict[str, Any] = {"tables": tables}
+        for gradients in ("after", "hidden"):
+            if tables <= WHOLE:
+                whole = step({**facts, "tables": tables, "gradients": gradients}, which, costs)
+                row |= {f"gradients {gradients}": whole.reduction, f"unfused, gradients {gradients}": whole.unfused}
+            alone = step({**facts, "gradients": gradients}, which, costs, tables / facts["tables"])
+            row[f"tables alone, gradients {gradients}"] = alone.reduction
+        rows.append(row)
+    return rows
+
+
 def sensitivity(facts: Facts, which: str, costs: MeasuredCosts) -> list[dict[str, Any]]:
     """One factor at a time, and both corners: all factors where each alone gives least, and most."""
     rows: list[dict[str, Any]] = []
@@ -248,7 +277,12 @@ def sensitivity(facts: Facts, which: str, costs: MeasuredCosts) -> list[dict[str
     for name, each in assumptions().items():
         if which == "measured" and name in ("signal", "accelerator_flops", "accelerator_memory"):
             continue
-        tried = {json.dumps(v): step({**facts, name: v}, which, costs) for v in each.get("tries", ())}
+        tried: dict[str, Step] = {}
+        for value in each.get("tries", ()):
+            try:
+                tried[json.dumps(value)] = step({**facts, name: value}, which, costs)
+            except sp.LayoutError as error:  # such as more nodes than a table has columns
+                rows.append({"factor": name, "value": value, "refused": str(error)})
         rows += [{"factor": name, "value": json.loads(v), "reduction": s.reduction, "unfused": s.unfused,
                   "fused": s.fused} for v, s in tried.items()]  # fmt: skip
         everything = {json.dumps(facts[name]): step(facts, which, costs), **tried} if tried else {}
@@ -283,7 +317,7 @@ def main() -> None:
     options = parser.parse_args()
     assumed = assumptions()
     facts = {name: each["value"] for name, each in assumed.items()}
-    costs = MeasuredCosts.load(RESULTS / facts["costs"])
+    costs = MeasuredCosts.load(RESULTS / facts["costs"], RESULTS / facts["taxes"])
     lines: list[list[Any]] = []
     steps: list[dict[str, Any]] = []
     for which in DEVICES:
@@ -314,11 +348,16 @@ def main() -> None:
             f"{kind} {100 * s / each['unfused']:.0f} %" for kind, s in list(each["path unfused"].items())[:5]
         )
         print(f"{each['device']}, {each['link']}: critical path unfused: {told}")
+    curve = by_tables(facts, "accelerator", costs)
+    keys = [f"{of}gradients {g}" for of in ("", "tables alone, ") for g in ("after", "hidden")]
+    cells = [[r["tables"], *(f"{100 * r[key]:.1f}" if key in r else "" for key in keys)] for r in curve]
+    print(table(("tables", *keys), cells, "less by tables, in %, accelerator, torus"))
     rows = {which: sensitivity(facts, which, costs) for which in DEVICES}
     for which, each in rows.items():
         cells = [
             [r["factor"], str(r["value"])[:40], 1e3 * r["unfused"], 1e3 * r["fused"], f"{100 * r['reduction']:.2f}"]
             for r in each
+            if "refused" not in r
         ]
         print(
             table(("factor", "value", "unfused ms", "fused ms", "reduction %"), cells, f"sensitivity, {which}, torus")
@@ -332,9 +371,12 @@ def main() -> None:
         most = f"no amount does (at most {100 * each['most']:.1f} %, at {each['most at']:g} times)"
         times = f"{each['times']:.3g} times the table work gives 21 %" if each["times"] else most
         print(f"{each['device']}, torus, {under}: {100 * each['reduction']:.2f} %; {times}")
-    measured = json.loads((RESULTS / facts["costs"]).read_text(encoding="utf-8"))
-    head = {"assumed": assumed, "costs of": {k: measured[k] for k in ("date", "commit", "constants", "tile_tax")}}
-    write(options.out, record(head, {"steps": steps, "sensitivity": rows, "what would give it": asked}))
+    read = {name: json.loads((RESULTS / facts[name]).read_text(encoding="utf-8")) for name in ("costs", "taxes")}
+    origins = {name: {k: each[k] for k in ("date", "commit")} for name, each in read.items()}
+    head = {"assumed": assumed, "costs of": origins,
+            "constants": read["costs"]["tables"][0]["constants"]}  # fmt: skip
+    write(options.out, record(head, {"steps": steps, "by tables": curve, "sensitivity": rows,
+                                     "what would give it": asked}))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ its median and 20th percentile are told. Results are compared with what each ran
   others copy it into new memory, which takes as long as to compute it where there is little to compute
 - `compute_only`
 
-*Transport gain* is unfused over gloo, *fusion gain* fused over unfused; they are never mixed. Before the grid a
-calibration of some seconds on other shapes fits the constants of `hardware.prices.fused`, by which the decision then
-chooses for each shape of the grid among the measured variants. Its regret is the time of the choice over that of the
-variant that was fastest, less 1, as a median over repetitions.
+*Transport gain* is unfused over gloo, *fusion gain* fused over unfused; they are never mixed. Before the grid
+`fused.calibrate` measures the constants of `hardware.prices.fused` on other shapes, by which the decision then chooses
+for each shape of the grid among the measured variants. Its regret is the time of the choice over that of the variant
+that was fastest, less 1, as a median over repetitions. Here pairs run the same kernels unfused; what users get unfused
+is the library's, which `fused_regret` measures.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from benchmarks.common import arguments, geomean, record, table, write
-from benchmarks.fused_constants import KindConstants, calibrated, chosen, tile_taxes
-from benchmarks.fused_pairs import KINDS, GemmPair, Sizes, VectorPair, away, heap_bytes, pair_of
+from benchmarks.fused_pairs import KINDS, BagsPair, GemmPair, Sizes, VectorPair, away, heap_bytes, pair_of
 from tests.fused.forked import Exchange, forked
 from torch import distributed as dist
 
+from shardplan.fused.deciding.calibrate import calibrate, pair_work
+from shardplan.fused.deciding.trials import shape_work
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators.call_context import CallContext, tile_sizes
+from shardplan.hardware.prices.fused import LEAST_GAIN, FusedConstants, FusedVariant, variant_seconds
 
 RANKS, CHUNKS = 2, 4
 COUNTS = (1, 2, 4, 8)
@@ -54,11 +56,6 @@ GRID = tuple(
     + [Sizes("gemv", s) for s in (
         (1024, 512), (256, 256), (512, 1024), (1024, 2048), (2048, 512), (4096, 512), (4096, 1024), (8192, 256),
         (16384, 64), (16384, 256), (512, 4096), (32768, 128))]
-)  # fmt: skip
-LEARNT = tuple(
-    [Sizes("gemm", s) for s in ((384, 768, 192), (1536, 1536, 48), (768, 384, 96), (192, 1536, 96), (1280, 768, 64))]
-    + [Sizes("embedding", s) for s in ((6, 1536, 1, 128), (6, 768, 6, 64), (12, 768, 2, 96), (3, 1536, 12, 128))]
-    + [Sizes("gemv", s) for s in ((768, 768), (3072, 384), (12288, 128), (384, 1536), (24576, 96))]
 )  # fmt: skip
 
 
@@ -85,8 +82,8 @@ class GridRank:
         if sizes.kind != "gemv":
             self.stays = heap.alloc(self.pair.wanted.shape, "f32", "out").local
             self.sent = heap.alloc(self.pair.wanted.shape, "f32", "sent").local
-            self.run["unfused_out"] = lambda: self.pair.unfused(CallContext(heap), self.sent)
-        self.run |= {"unfused": lambda: self.pair.unfused(CallContext(heap)), "compute_only": self.pair.compute}
+            self.run["unfused_out"] = lambda: self.pair.run_unfused(CallContext(heap), self.sent)
+        self.run |= {"unfused": lambda: self.pair.run_unfused(CallContext(heap)), "compute_only": self.pair.compute}
         self.run["unfused_barrier"] = self._barrier
         whole = self.pair.out[None] if sizes.kind == "gemv" else self.pair.out[: len(self.pair.out) // heap.ranks]
         self.memory = heap.alloc((2, heap.ranks, *whole.shape), "f32", "barrier")
@@ -97,8 +94,8 @@ class GridRank:
         variant, _, n = name.partition(" ")
         asked = CallContext(self.heap, int(n or 1))
         if variant == "fused_out":
-            return lambda: self.pair.fused(asked, variant, self.stays)
-        return lambda: self.pair.fused(asked, variant)
+            return lambda: self.pair.run_fused(asked, variant, self.stays)
+        return lambda: self.pair.run_fused(asked, variant)
 
     def _barrier(self) -> torch.Tensor:
         """Slots in turn: who passes a barrier has read what was put before the one ahead of it."""
@@ -181,15 +178,15 @@ class GridRank:
         return found
 
 
-def on_rank(rank: int, exchange: Exchange, shapes: Sequence[Sizes], count: int, meeting: str, all_: bool) -> Any:
-    """Times of a rank, shape by shape; without `all_` only what a calibration needs."""
+def on_rank(rank: int, exchange: Exchange, shapes: Sequence[Sizes], count: int, meeting: str) -> Any:
+    """Times of a rank, shape by shape."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     found: list[dict[str, Any]] = []
     for k, sizes in enumerate(shapes):
         with SymmetricHeap.create(heap_bytes([sizes], 10), "shm", exchange, f"grid {k}") as heap:
             one = GridRank(sizes, heap)
-            names = [n for n in variants(sizes.kind) if all_ or not n.startswith(("gloo", "unfused_", "fused_"))]
+            names = variants(sizes.kind)
             worst = one.checked()
             one.times(names, 2, -1)
             found.append({"times": one.times(names, count, k), "away": worst})
@@ -198,12 +195,10 @@ def on_rank(rank: int, exchange: Exchange, shapes: Sequence[Sizes], count: int, 
     return found
 
 
-def measured(shapes: Sequence[Sizes], count: int, all_: bool = True) -> list[dict[str, list[float]]]:
+def measured(shapes: Sequence[Sizes], count: int) -> list[dict[str, list[float]]]:
     """By shape and variant, in every repetition the larger of the ranks' seconds; wrong results are an error."""
     with tempfile.TemporaryDirectory() as folder:
-        found = forked(
-            RANKS, lambda rank, exchange: on_rank(rank, exchange, shapes, count, f"{folder}/meet", all_), 600.0
-        )
+        found = forked(RANKS, lambda rank, exchange: on_rank(rank, exchange, shapes, count, f"{folder}/meet"), 600.0)
     if any(isinstance(f, str) for f in found):
         raise SystemExit(f"a rank failed: {found}")
     for sizes, each in zip(shapes, zip(*found, strict=True), strict=True):
@@ -221,13 +216,51 @@ def ratio(times: dict[str, list[float]], a: str, b: str) -> tuple[float, float]:
     return statistics.median(each), each[len(each) // 5]
 
 
-def row(sizes: Sizes, times: dict[str, list[float]], constants: KindConstants) -> dict[str, Any]:
+def variant_of(name: str) -> FusedVariant:
+    """The variant that a measured one is: `fused 2`, `one_shot`, `two_shot 4`, `unfused`."""
+    kind, _, n = name.partition(" ")
+    return FusedVariant(kind, int(n or (kind == "one_shot")))
+
+
+def chosen(sizes: Sizes, names: Sequence[str], constants: FusedConstants) -> tuple[str, dict[str, float]]:
+    """The variant to run, unfused unless another saves enough, and what each is said to take by the same kernels."""
+    kind = sizes.shape[0]
+    kernel = constants.kernel(kind)
+    assert kernel is not None
+    seconds = kernel.fused.seconds(*shape_work(sizes.shape))
+    work, own = pair_work(sizes.shape, (seconds, seconds), RANKS), constants.of_kind(kind)
+    said = {name: float(variant_seconds(work, variant_of(name), own)) for name in names}
+    best = min((n for n in names if n != "unfused"), key=lambda n: said[n])
+    return (best if said[best] <= (1 - LEAST_GAIN) * said["unfused"] else "unfused"), said
+
+
+def tile_taxes() -> dict[str, list[tuple[int, float]]]:
+    """How many times longer a computation takes in so many tiles, e(n): of a product's rows, and of bags."""
+    torch.set_num_threads(1)
+    found: dict[str, list[tuple[int, float]]] = {}
+    pairs = (GemmPair(Sizes("gemm", (2048, 512, 256)), 0, 1), BagsPair(Sizes("embedding", (2, 65536, 4, 32)), 0, 1))
+    for kind, pair, most in zip(("gemm", "embedding"), pairs, (64, 1024), strict=True):
+        rows = pair.rows()
+        counts = [1 << k for k in range(most.bit_length())]
+        times: dict[int, list[float]] = {n: [] for n in counts}
+        for _ in range(5):
+            for n in counts:
+                cuts = [(k * rows // n, (k + 1) * rows // n) for k in range(n)]
+                started = time.perf_counter()
+                pair.tiles(cuts)
+                times[n].append(time.perf_counter() - started)
+        whole = min(times[1])
+        found[kind] = [(n, 1.0 if n == 1 else min(times[n]) / whole) for n in counts]
+    return found
+
+
+def row(sizes: Sizes, times: dict[str, list[float]], constants: FusedConstants) -> dict[str, Any]:
     """A shape: medians, ratios, what was chosen and what that costs."""
     median = {name: statistics.median(each) for name, each in times.items()}
     fused = [n for n in median if n.split()[0] in ("fused", "one_shot", "two_shot")]
     beside = {n: ratio(times, n, "unfused")[0] for n in fused} | {"unfused": 1.0}
     best = min(fused, key=lambda n: beside[n])
-    choice, said = chosen(sizes, ["unfused", *fused], constants, RANKS)
+    choice, said = chosen(sizes, ["unfused", *fused], constants)
     fastest = min(beside, key=lambda n: beside[n])
     told: dict[str, Any] = {"kind": sizes.kind, "shape": sizes.name, "bold": sizes.name in BOLD, "best": best}
     told |= {"seconds": median, "predicted": said, "chosen": choice}
@@ -273,17 +306,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load, started = os.getloadavg()[0], time.monotonic()
-    learnt = measured(LEARNT, max(5, options.count // 2), all_=False)
-    constants = {
-        kind: calibrated([(s, t) for s, t in zip(LEARNT, learnt, strict=True) if s.kind == kind], RANKS)
-        for kind in KINDS
-    }
+    constants = calibrate()
     calibration = time.monotonic() - started
     shapes = [s for kind in KINDS for k, s in enumerate(g for g in GRID if g.kind == kind) if k % options.every == 0]
-    rows = [
-        row(sizes, times, constants[sizes.kind])
-        for sizes, times in zip(shapes, measured(shapes, options.count), strict=True)
-    ]
+    rows = [row(sizes, times, constants) for sizes, times in zip(shapes, measured(shapes, options.count), strict=True)]
     taxes = tile_taxes()
     seconds = time.monotonic() - started
     heads = ("shape", "gloo us", "chunked", "unfused", "fused", "compute", "best", "transport gain", "p20")
@@ -304,8 +330,8 @@ def main() -> None:
     print(f"{seconds:.0f} s, of which {calibration:.0f} s of calibration; load {load:.1f} before, {after:.1f} after")
     parameters = {"count": options.count, "every": options.every, "load before": load, "load after": after,
                   "seconds": seconds, "calibration seconds": calibration}  # fmt: skip
-    saved = {kind: asdict(each) for kind, each in constants.items()}
-    write(options.out, record(parameters, {"summary": told, "constants": saved, "tile_tax": taxes, "rows": rows}))
+    found = {"summary": told, "constants": str(constants), "tile_tax": taxes, "rows": rows}
+    write(options.out, record(parameters, found))
 
 
 if __name__ == "__main__":

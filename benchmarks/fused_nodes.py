@@ -91,10 +91,10 @@ def on_rank(rank: int, exchange: Exchange, cluster: Cluster, seconds: float, cou
                 began = time.perf_counter()
                 if name == "unfused":
                     time.sleep(seconds)
-                    found = pair.unfused(CallContext(heap, 1, ORDER))  # type: ignore[arg-type]
+                    found = pair.run_unfused(CallContext(heap, 1, ORDER))  # type: ignore[arg-type]
                 else:
                     undo = slept(seconds, pair.out.numel())
-                    found = pair.fused(CallContext(heap, int(name.split("=")[1]), ORDER), name)  # type: ignore[arg-type]
+                    found = pair.run_fused(CallContext(heap, int(name.split("=")[1]), ORDER), name)  # type: ignore[arg-type]
                     undo()
                 took = time.perf_counter() - began
                 wrong = max(wrong, away(found, pair.wanted))

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import ROOT, arguments, record, table, write
-from benchmarks.fused_constants import least_squares
 
+from shardplan.fused.deciding.calibrate import least_squares
 from shardplan.hardware.prices.fused import LEAST_GAIN, FusedConstants, FusedWork, fused_seconds, unfused_seconds
 
 ROWS = ROOT / "tests" / "data" / "fused_pairs.jsonl"

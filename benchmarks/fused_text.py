@@ -57,6 +57,15 @@ KERNELS: dict[str, dict[str, Any]] = {
         "aligned": ("out", "rows", "height", "b", "depth", "columns"),
         "options": {"num_warps": 8, "num_stages": 3},
     },
+    "grouped": {
+        "types": {"a": "*bf16", "b": "*bf16", "counts": "*i64", "height": "i32", "depth": "i32", "columns": "i32",
+                  "capacity": "i32", "like": "*bf16"},
+        "constants": {
+            "experts": 4, "numbers": 32, "block_m": 128, "block_n": 128, "block_k": 64, "upcast": False, **PUTS,
+        },
+        "aligned": ("a", "b", "like", "depth", "columns"),
+        "options": {"num_warps": 8, "num_stages": 3},
+    },
     "read": {
         "types": {"out": "*bf16", "pitch": "i32", "columns": "i32"},
         "constants": {"block_m": 16, "block_n": 128, "copies": True, "adds": False, **BLOCKS},
@@ -93,6 +102,7 @@ def _wide_nvidia(name: str, ptx: str) -> bool:
         "move": (r"ld\.global\.v4", r"st\.global\.v4"),
         "read": (r"ld\.global\.v4", r"st\.global\.v4"),
         "gather": ("wgmma", r"cp\.async\.cg", r"st\.global\.v4"),
+        "grouped": ("wgmma", r"cp\.async\.cg", r"st\.global\.v4"),
     }
     not_ = {
         "gemm": r"st\.global\.b16",
@@ -101,6 +111,7 @@ def _wide_nvidia(name: str, ptx: str) -> bool:
         "move": r"st\.global\.b16",
         "read": r"st\.global\.b16",
         "gather": r"st\.global\.b16",
+        "grouped": r"st\.global\.b16",
     }
     return all(re.search(p, ptx) for p in has[name]) and not re.search(not_[name], ptx)
 
@@ -113,6 +124,7 @@ def _wide_amd(name: str, text: str) -> bool:
         "move": ("global_load_dwordx4", "global_store_dwordx4"),
         "read": ("global_load_dwordx4", "global_store_dwordx4"),
         "gather": ("v_mfma", "global_store_dwordx2"),
+        "grouped": ("v_mfma", "global_store_dwordx2"),
     }
     not_ = {
         "gemm": "global_store_short",
@@ -121,6 +133,7 @@ def _wide_amd(name: str, text: str) -> bool:
         "move": "global_store_short",
         "read": "global_store_short",
         "gather": "global_store_short",
+        "grouped": "global_store_short",
     }
     if name == "gemv" and text.count("global_load_dwordx4") < text.count("global_load_ushort"):
         return False  # the rows' own words are wide in any case: those of A must be, too

@@ -5,7 +5,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from benchmarks.fused_constants import KindConstants
 from benchmarks.fused_dlrm import SHAPE, Pair, assumptions, job_of, replayed, step, topology
 from benchmarks.fused_dlrm import MeasuredCosts as Costs
 
@@ -14,6 +13,7 @@ from shardplan.core.ops import AllToAll
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.hardware.prices.fused_kernels import KernelConstants, KernelRates
 from shardplan.simulation.predict import predict
 
 RATE = 25e9
@@ -72,8 +72,9 @@ def facts(**more: Any) -> dict[str, Any]:
 
 
 COSTS = Costs(
-    KindConstants((0.0, 0.0, 1e-10, 0.0), 1e-6, 1e10, 1e10, 1e-6, 0.01),
-    KindConstants((0.0, 1e-11, 0.0, 0.0), 1e-6, 1e10, 1e10, 1e-6, 0.01),
+    KernelConstants("bags", KernelRates(reads=1e10)),
+    KernelConstants("product", KernelRates(flops=1e11)),
+    1e-6,
     ((1, 1.0), (8, 1.1), (64, 1.5)),
 )
 

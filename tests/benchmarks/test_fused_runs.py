@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.fused_constants import KindConstants, calibrated, chosen, predicted, variant_of
 from benchmarks.fused_emulated import LATENCY, EgressPort, row
-from benchmarks.fused_grid import GRID, LEARNT, ratio, variants
+from benchmarks.fused_grid import GRID, ratio, variant_of, variants
 from benchmarks.fused_models import MODELS, pair_of
 from benchmarks.fused_models import row as model_row
 from benchmarks.fused_pairs import KINDS, Sizes
+from benchmarks.fused_regret import drawn_shapes, regret_row
 
-TRUE = KindConstants((1e-5, 1e-11, 0.0, 0.0), 2e-5, 5e9, 4e10, 1e-5, 0.01)
+from shardplan.fused.deciding.calibrate import LEARNT
 
 
 def test_a_port_sends_one_after_another() -> None:
@@ -25,30 +25,10 @@ def test_a_port_sends_one_after_another() -> None:
     assert port.last == pytest.approx(6.0 + LATENCY)
 
 
-def test_a_calibration_finds_what_times_were_made_of() -> None:
-    """Of times that the price itself gives, the decision is that of the true constants."""
-    shapes = [
-        Sizes("gemm", (m, n, k)) for m, n, k in ((256, 1024, 64), (1024, 1024, 32), (512, 512, 512), (64, 64, 64))
-    ]
-    names = ["unfused", "fused 1", "fused 2", "fused 8"]
-
-    def times(sizes: Sizes) -> dict[str, list[float]]:
-        seconds = TRUE.seconds(sizes)
-        told = {name: [predicted(sizes, name, seconds, TRUE.price(), 2)] for name in names}
-        return told | {"compute_only": [seconds]}
-
-    found = calibrated([(s, times(s)) for s in shapes], 2)
-    other = Sizes("gemm", (512, 2048, 128))
-    said = chosen(other, names, found, 2)[1]
-    wanted = chosen(other, names, TRUE, 2)[1]
-    assert all(said[name] == pytest.approx(wanted[name], rel=0.1) for name in names)
-    assert chosen(other, names, found, 2)[0] == chosen(other, names, TRUE, 2)[0]
-
-
 def test_shapes_and_variants() -> None:
     """As many as the spec asks, none of them calibrated on."""
     assert [sum(s.kind == kind for s in GRID) for kind in KINDS] == [16, 12, 12]
-    assert not set(GRID) & set(LEARNT)
+    assert not {s.shape for s in GRID} & set(LEARNT)
     assert str(variant_of("two_shot 4")) == "two_shot n=4"
     assert "gloo_chunked" in variants("gemv")
     assert ratio({"a": [1.0, 2.0, 9.0], "b": [1.0, 1.0, 1.0]}, "a", "b") == (2.0, 1.0)
@@ -80,3 +60,23 @@ def test_a_row_of_a_model() -> None:
     assert found["fused / unfused"] == 0.5
     assert found["received bytes"] == {"unfused": 10, "fused": 14}
     assert (found["calls"], found["calls unfused"], found["difference"]) == ([2, 2], [0, 0], 1e-7)
+
+
+def test_shapes_are_drawn_by_a_word() -> None:
+    """The same by the same word, others by another; none that was learnt; as many as asked."""
+    found = drawn_shapes("a", 40)
+    assert len(set(found)) == 40
+    assert found == drawn_shapes("a", 40) != drawn_shapes("b", 40)
+    assert not set(found) & set(LEARNT)
+    assert {kind for kind, _ in found} == {"product", "bags", "vector"}
+
+
+def test_the_best_is_of_one_half_and_regret_of_the_other() -> None:
+    """Even repetitions say which variant is best, odd ones what the choice costs beside it."""
+    times = {"unfused": [(4.0, 9.0), (4.0, 9.0)] * 4, "fused n=1": [(1.0, 9.0), (8.0, 9.0)] * 4,
+             "fused n=2": [(2.0, 9.0), (2.0, 3.0)] * 4, "kernel": [(1.0, 1.0)] * 8}  # fmt: skip
+    found = regret_row(("product", (2, 2, 2)), times, "fused n=2", {}, 0)
+    assert found["best"] == "fused n=1"
+    assert found["regret"] == pytest.approx(2 / 8 - 1)
+    assert found["chosen / unfused"] == pytest.approx(0.5)
+    assert regret_row(("product", (2, 2, 2)), times, "fused n=2", {}, 1)["chosen / unfused"] == pytest.approx(1 / 3)

@@ -18,11 +18,13 @@ from shardplan.core.fusing import decompose_fused
 from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.errors import ShardplanError, TopologyError
-from shardplan.fused.deciding import calibrate
+from shardplan.errors import BackendError, ShardplanError, TopologyError
+from shardplan.fused.deciding.calibrate import LEARNT, choose_clock, fit_constants, pair_work
 from shardplan.fused.deciding.fuse import fuse
 from shardplan.fused.deciding.rows import REASONS, Fusion, FusionRow
-from shardplan.hardware.prices.fused import FusedConstants
+from shardplan.fused.deciding.trials import Shape, measure_trials, shape_work
+from shardplan.hardware.prices.fused import FusedConstants, variant_seconds, variants
+from shardplan.hardware.prices.fused_kernels import KernelConstants, KernelRates
 from strategy.jobs import arrays, model, stepped
 
 # Compute-bound on a fast network: nothing pays.
@@ -105,15 +107,58 @@ def test_what_is_saved_is_the_sum_over_what_was_fused() -> None:
     assert Fusion(program, (row, other, row), "").saved_seconds == 2 * found.saved_seconds
 
 
-def test_rates_are_what_a_run_does_by_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_medians", lambda runs, seconds: [0.5] * len(runs))
-    monkeypatch.setattr(calibrate, "_signals", lambda seconds: (1e-6, 2e-6))
-    found = calibrate.calibrate(0.1)
-    operations = 2 * calibrate.ROWS * calibrate.INNER * calibrate.COLUMNS  # a product and an addition each
-    rates = {"product": operations, "vector": 4 * 4096 * 1024, "bags": 4 * 512 * 32 * 64}
-    assert dict(found.rates) == {kind: 2.0 * amount for kind, amount in rates.items()}
-    assert (found.copy_bandwidth, found.signal, found.latency) == (2.0 * calibrate.BYTES, 1e-6, 2e-6)
-    assert found.tile_tax == tuple((n, 1.0) for n in calibrate.TILES)
+# What a made-up machine takes: the pings, and of each kind its kernels and what the transport has of its own.
+PINGS = [(64, 2e-6), (1 << 20, 2e-6 + (1 << 20) / 5e9), (1 << 22, 2e-6 + (1 << 22) / 5e9)]
+OWN = (4e10, 5e9, 1e10)  # bandwidth, of copies, of results
+TAX = ((1, 1.0), (2, 1.01))
+MACHINE = FusedConstants(
+    "shm", 2e-6, 5e9, 8e9, 2e-6,
+    kernels=(
+        KernelConstants("product", KernelRates(1e-5, 1e11), None, 2e-5, *OWN, 1e-5, TAX),
+        KernelConstants("vector", KernelRates(0.0, reads=2e10), KernelRates(1e-5, reads=1e10), 3e-5, *OWN, 2e-5, TAX),
+        KernelConstants("bags", KernelRates(1e-5, reads=1e10), KernelRates(0.0, reads=8e9), 1e-4, *OWN, 1e-6, TAX),
+    ),
+)  # fmt: skip
+
+
+def machine_seconds(shape: Shape) -> dict[str, float]:
+    """What the made-up machine takes for the variants of a shape."""
+    kernel = MACHINE.kernel(shape[0])
+    assert kernel is not None
+    library, own = kernel.seconds(*shape_work(shape))
+    work, constants = pair_work(shape, (library, own)), MACHINE.of_kind(shape[0])
+    found = {str(way): float(variant_seconds(work, way, constants)) for way in variants(shape[0] == "vector")}
+    return found | {"kernel": own} | ({} if kernel.library is None else {"library": library})
+
+
+def test_a_calibration_finds_what_times_were_made_of() -> None:
+    """Of times that the price itself gives, the seconds of other shapes are those of the true constants."""
+    found = fit_constants([(shape, machine_seconds(shape)) for shape in LEARNT], PINGS, "made up (")
+    assert found.latency == pytest.approx(2e-6)
+    assert found.bandwidth == pytest.approx(5e9, rel=1e-3)
+    for shape in (("product", (512, 1024, 128)), ("bags", (4, 2048, 3, 96)), ("vector", (4096, 640))):
+        kernel, wanted = found.kernel(shape[0]), machine_seconds(shape)
+        assert kernel is not None
+        work, constants = pair_work(shape, kernel.seconds(*shape_work(shape))), found.of_kind(shape[0])
+        for way in variants(shape[0] == "vector"):
+            assert float(variant_seconds(work, way, constants)) == pytest.approx(wanted[str(way)], rel=0.1), (
+                shape,
+                way,
+            )
+    # Of the product there is one kernel, and it is as fast as itself.
+    assert found.source.startswith("made up (; efficiency against the library: product 1.00, vector ")
+
+
+def test_where_neighbours_stretch_the_wall_the_thread_counts() -> None:
+    alone = [{"kernel": [(1.0, 0.99)], "unfused": [(2.0, 1.9)]}]
+    beside = [{"kernel": [(1.0, 0.99)], "unfused": [(9.0, 1.9)], "fused n=1": [(8.0, 1.9)]}]
+    assert choose_clock(alone) == (0, "wall time")
+    assert choose_clock(beside) == (1, "thread time")
+
+
+def test_a_failed_process_of_a_calibration_is_said() -> None:
+    with pytest.raises(BackendError, match=r"calibrate: a process ended: ValueError: \('products', "):
+        measure_trials([("products", (1, 1, 1))], 1)
 
 
 def test_a_transport_between_nodes_may_cross_them() -> None:
@@ -186,7 +231,7 @@ def test_jobs_are_fused_program_by_program_and_simulated() -> None:
     job = sp.partition(model("moe", optimizer="sgd", dtype="f32"), strategy)
     found = fuse(job, box(2), EAGER)
     assert isinstance(found, Fusion)
-    assert [(row.place, row.reason) for row in found.rows] == [("0F 3.19", "fused"), ("0B 8.12", "effect_between")]
+    assert [(row.place, row.reason) for row in found.rows] == [("0F 3.19", "fused"), ("0B 10.12", "effect_between")]
     names = {step.op.name for program in found.program.programs.values() for step in _steps(program)}
     assert "gemm_all_to_all" in names
     assert fuse(job, box(2), SLOW_TILES).program.programs[0, "F"] == job.programs[0, "F"]

@@ -16,10 +16,11 @@ from shardplan.errors import TopologyError
 from shardplan.fused.deciding.graphs import GraphGroup, fuse_graph
 from shardplan.fused.deciding.rows import REASONS
 from shardplan.hardware.prices.fused import FusedConstants
+from shardplan.hardware.prices.fused_kernels import KernelConstants, KernelRates
 
 HERE = Path(__file__).parent
-RATES = (("product", 1e9), ("vector", 1e9), ("bags", 1e9))
-EAGER = FusedConstants("shm", 1e-6, 1e3, 1e2, 0.0, rates=RATES, source="made up")
+KERNELS = tuple(KernelConstants(kind, KernelRates(flops=1e9)) for kind in ("product", "vector", "bags"))
+EAGER = FusedConstants("shm", 1e-6, 1e3, 1e2, 0.0, kernels=KERNELS, source="made up")
 GROUPS = {"g": GraphGroup(2)}
 OPERATORS = ("gemm_all_to_all", "gemv_all_reduce", "embedding_bag_all_to_all")
 
@@ -89,8 +90,8 @@ def test_constants_that_are_missing_are_said() -> None:
     graph = traced(CASES["mm"], "g")
     with pytest.raises(TopologyError, match="fuse_graph: calibration is None; legal are FusedConstants"):
         fuse_graph(graph, None, GROUPS)  # type: ignore[arg-type]
-    with pytest.raises(TopologyError, match="fuse_graph: constants of shm without the rate product; legal is one"):
-        fuse_graph(graph, replace(EAGER, rates=()), GROUPS)
+    with pytest.raises(TopologyError, match="fuse_graph: constants of shm without kernels product; legal are some"):
+        fuse_graph(graph, replace(EAGER, kernels=()), GROUPS)
 
 
 def test_fused_graphs_mean_the_same_on_processes() -> None:

@@ -1,5 +1,6 @@
 """The price of fused operators: laws, the file of constants, the decision."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from shardplan.hardware.prices.fused import (
     variant_seconds,
     variants,
 )
+from shardplan.hardware.prices.fused_kernels import KernelConstants, KernelRates
 
 FREE = FusedConstants("free", 1e-6, 1e9, 4e9, 0.0)
 # Tile tax and times of a loaded two-core machine: the prototype of the operators.
@@ -26,6 +28,7 @@ TAXED = FusedConstants(
     "shm", 2e-6, 5e9, 8e9, 1e-6, ((1, 1.0), (2, 1.06), (4, 1.09), (8, 1.16), (16, 1.26), (32, 1.59), (64, 2.22))
 )
 
+SHORT = 'latency = "1 us"\nsignal = "1 us"\n'
 lengths = st.floats(0, 1)
 sizes = st.floats(0, 1e9)
 works = st.builds(
@@ -102,8 +105,12 @@ def test_small_sums_go_in_one_shot_and_large_ones_in_two() -> None:
 
 
 def test_constants_are_read_back_as_written(tmp_path: Path) -> None:
+    kernels = (
+        KernelConstants("product", KernelRates(1e-6, 5e10), signal=2e-6, tile_tax=((1, 1.0), (2, 1.1))),
+        KernelConstants("bags", KernelRates(reads=5e9), KernelRates(writes=2e9), result_bandwidth=1e9),
+    )
     c = FusedConstants(
-        "shm", 2e-6, 5.5e9, np.inf, 1.25e-6, ((1, 1.0), (8, 1.16)), (("product", 5e10),), 'measured "here"'
+        "shm", 2e-6, 5.5e9, np.inf, 1.25e-6, ((1, 1.0), (8, 1.16)), kernels, 'measured "here"', result_bandwidth=7e9
     )
     c.save(tmp_path / "c.toml")
     assert FusedConstants.load(tmp_path / "c.toml") == c
@@ -115,7 +122,22 @@ def test_constants_are_read_back_as_written(tmp_path: Path) -> None:
     [
         ("latency = 3", "fused constants: latency is 3; legal is a string with a unit, as '2 us'"),
         ('latencies = "3 us"', "fused constants: unknown key 'latencies'; did you mean 'latency'?"),
-        ('latency = "1 us"\nsignal = "1 us"\n[rates]\nproducts = 3', "fused constants: rates: unknown key 'products'"),
+        (
+            SHORT + "[kernels.products]\nflops = 3",
+            "fused constants: kernels 'products'; legal are product, vector",
+        ),
+        (
+            SHORT + "[kernels.bags]\nread = 3",
+            "bags: unknown key 'read'; did you mean 'reads'",
+        ),
+        (
+            SHORT + "[kernels.bags]\nreads = 0",
+            "'bags': reads 0.0; legal are seconds from 0, and rates",
+        ),
+        (
+            SHORT + "[kernels.bags.library]\nflop = 1",
+            "kernels: bags: library: unknown key 'flop'",
+        ),
         ('latency = "1 us"\nsignal = "1 us"\n[tile_tax]\n2 = 1.1', "legal are rising numbers of tiles from 1"),
         ('latency = "1 us"\nsignal = "1 us"\n[tile_tax]\na = 1.1', "tile_tax of 'a'; legal are numbers of tiles"),
         ('latency = "1 us"\nsignal = "1 us"\nbandwidth = "0 B/s"', "bandwidth 0.0; legal are numbers above 0"),
@@ -124,6 +146,29 @@ def test_constants_are_read_back_as_written(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_file_is_said(text: str, says: str) -> None:
     with pytest.raises(TopologyError, match=says.replace("?", ".").replace("(", ".")):
         FusedConstants.parse(text)
+
+
+def test_a_kind_has_kernels_and_a_transport_of_its_own() -> None:
+    """Unfused the library computes, fused the kernels; what a kind has not of its own is the transport's."""
+    own = KernelConstants("product", KernelRates(1.0, flops=2.0, reads=4.0, writes=8.0), KernelRates(3.0), signal=0.5)
+    c = FusedConstants("x", 0.0, 1.0, 1.0, 0.25, kernels=(own,))
+    library, kernel = own.seconds(2.0, 4.0, 8.0)
+    assert (library, kernel) == (3.0, 4.0)
+    assert c.of_kind("product").signal == 0.5
+    assert c.of_kind("bags") == c
+    work = FusedWork(library, 0.0, 2, kernel_seconds=kernel)
+    assert float(unfused_seconds(work, c)) == 3.0
+    assert float(fused_seconds(work, 1, c.of_kind("product"))) == 4.5
+    assert float(one_shot_seconds(work, c)) == 4.25
+
+
+@given(works, st.sampled_from(TILE_COUNTS), st.floats(1e6, 1e12))
+def test_every_way_copies_its_result_out(work: FusedWork, n: int, rate: float) -> None:
+    """By the same seconds: those of the result's bytes."""
+    plain, slow = TAXED, replace(TAXED, result_bandwidth=rate)
+    for way in variants(work.reduces):
+        more = variant_seconds(work, way, slow) - variant_seconds(work, way, plain)
+        assert more == pytest.approx(float(work.sum_bytes if work.reduces else work.nbytes) / rate, abs=1e-6)
 
 
 def test_files_that_cannot_be_read_are_said(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         gemm_all_to_all,
         gemm_reduce_scatter,
         gemv_all_reduce,
+        grouped_gemm_all_to_all,
     )
     from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
     from shardplan.fused.tiles.schedule import TileSchedule
@@ -67,6 +68,7 @@ __all__ = [
     "gemm_all_to_all",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
+    "grouped_gemm_all_to_all",
     "unbind",
 ]
 
@@ -86,6 +88,7 @@ _WHERE = {
         "gemm_all_to_all",
         "gemm_reduce_scatter",
         "gemv_all_reduce",
+        "grouped_gemm_all_to_all",
     ),
     "tiles.events": ("TileProtocol", "TileScheduleError"),
     "tiles.schedule": ("TileSchedule",),

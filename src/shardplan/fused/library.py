@@ -11,16 +11,16 @@ differ are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import BackendError, TypingError, excerpt, optional
 from shardplan.fused.calls.groups import bind, bound
 from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.library_blocks import register_blocks
 from shardplan.fused.library_operands import product_operands, refuse_tangents
-from shardplan.fused.operators import embedding, gemm, gemv
+from shardplan.fused.library_spec import ORDER, OperatorSpec, call_context, register_custom, register_operator
+from shardplan.fused.operators import embedding, gemm, gemv, grouped, tensor_parallel
 from shardplan.fused.operators.call_context import CallContext, tile_sizes
 
 if TYPE_CHECKING:
@@ -28,16 +28,6 @@ if TYPE_CHECKING:
 else:
     torch = optional("torch", "torch")
 
-ORDER = "remote_first"
-_GEMM = (
-    "(Tensor a, Tensor b, Tensor? bias, str group, str activation='none', int scatter=0, SymInt[]? send_splits=None, "
-    "SymInt[]? recv_splits=None, int tiles=0, str order='remote_first') -> Tensor"
-)
-_GEMM_BACKWARD = (
-    "(Tensor g, Tensor a, Tensor b, Tensor? bias, str group, str activation, int scatter, SymInt[]? send_splits, "
-    "SymInt[]? recv_splits, int tiles, str order) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_GEMV = "(Tensor A, Tensor x, str group, str algorithm='auto') -> Tensor"
 _ANCHOR = ", Tensor? anchor=None"
 # An operator with a list of tensors has no defaults: torch 2.13 compares their structure with what was passed.
 _BAG = (
@@ -82,12 +72,6 @@ def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm", 
             raise
     bind(group.group_name, heap)
     return heap
-
-
-def _group_request(group: str, tiles: int = 0, order: str = ORDER) -> CallContext:
-    heap = bound(group)
-    # In a forward that autograd differentiates it is off; where it is on here, no operand needs a gradient.
-    return CallContext(heap, tiles, order, heap.seconds, backward=not torch.is_grad_enabled(), even=True)
 
 
 with torch.inference_mode(False):
@@ -186,118 +170,24 @@ def gemm_reduce_scatter(
     return torch.ops.shardplan.gemm_reduce_scatter(a, b, group, _ints(splits), _gradient_anchor(group, a, b))
 
 
+def grouped_gemm_all_to_all(
+    a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, *, group: str, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the experts of all ranks computed for this one, [capacity, N], and how many rows, int64 [W, E].
+
+    `a` [M, K] are rows by expert and destination, `counts` int64 [E, W] of them, on their device, `b` [E, K, N]. See
+    `operators.grouped.grouped_multiply`.
+    """
+    a, b = product_operands(grouped.NAME, a, b)
+    anchor = _gradient_anchor(group, a, b)
+    return torch.ops.shardplan.grouped_gemm_all_to_all(a, b, counts, group, capacity, anchor)
+
+
 _check: Any = getattr(torch, "_check")  # noqa: B009, what fakes must call: no public name
 
 
 def _ints(sizes: Sequence[int] | None) -> list[int] | None:
     return None if sizes is None else list(sizes)
-
-
-def _custom(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    written = ("out",) if name.endswith("_out") else ()
-    made = torch.library.custom_op(f"shardplan::{name}", run, mutates_args=written, schema=schema)
-    made.register_fake(fake)
-    return made
-
-
-def _into(schema: str) -> str:
-    """The schema of an operator that writes its result into `out`."""
-    return schema.replace("(", "(Tensor(a!) out, ", 1).replace("-> Tensor", "-> ()")
-
-
-def _fake_no_result(*operands: Any) -> None:
-    """The fake of an operator without results."""
-
-
-def _gemm() -> None:
-    def run(
-        a: Any,
-        b: Any,
-        bias: Any,
-        group: str,
-        activation: str = "none",
-        scatter: int = 0,
-        send: Any = None,
-        receive: Any = None,
-        tiles: int = 0,
-        order: str = ORDER,
-        anchor: Any = None,
-    ) -> Any:
-        return gemm.forward(_group_request(group, tiles, order), a, b, bias, activation, scatter, send, receive)
-
-    def fake(
-        a: Any,
-        b: Any,
-        bias: Any,
-        group: str,
-        activation: str = "none",
-        scatter: int = 0,
-        send: Any = None,
-        receive: Any = None,
-        tiles: int = 0,
-        order: str = ORDER,
-        anchor: Any = None,
-    ) -> Any:
-        heap = bound(group)
-        _check(a.dim() == 2 and b.dim() == 2)
-        _check(a.shape[1] == b.shape[0])
-        if scatter == 0:
-            rows = sum(receive) if receive is not None else heap.ranks * _share(a.shape[0], heap)
-            return a.new_empty(rows, b.shape[1])
-        rows = sum(receive) if receive is not None else heap.ranks * a.shape[0]
-        return a.new_empty(rows, send[heap.rank] if send is not None else _share(b.shape[1], heap))
-
-    def back(
-        g: Any,
-        a: Any,
-        b: Any,
-        bias: Any,
-        group: str,
-        activation: str,
-        scatter: int,
-        send: Any,
-        receive: Any,
-        tiles: int,
-        order: str,
-    ) -> Any:
-        asked = _group_request(group, tiles, order)
-        da, db, dc = gemm.backward(asked, g, a, b, bias, activation, scatter, send, receive)
-        return da, db, g.new_empty(0) if dc is None else dc, torch.zeros((), device="cpu")
-
-    def fake_back(g: Any, a: Any, b: Any, bias: Any, *rest: Any) -> Any:
-        dc = g.new_empty(0) if bias is None else torch.empty_like(bias)
-        return torch.empty_like(a), torch.empty_like(b), dc, torch.empty((), device="cpu")
-
-    def write(
-        out: Any,
-        a: Any,
-        b: Any,
-        bias: Any,
-        group: str,
-        activation: str = "none",
-        scatter: int = 0,
-        send: Any = None,
-        receive: Any = None,
-        tiles: int = 0,
-        order: str = ORDER,
-    ) -> None:
-        gemm.forward(_group_request(group, tiles, order), a, b, bias, activation, scatter, send, receive, out)
-
-    _custom(f"{gemm.NAME}_out", _into(_GEMM), write, _fake_no_result)
-    op = _custom(gemm.NAME, _GEMM.replace(") ->", f"{_ANCHOR}) ->"), run, fake)
-    op_back = _custom(f"{gemm.NAME}_backward", _GEMM_BACKWARD, back, fake_back)
-
-    def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        a, b, bias, *ctx.rest, anchor = inputs
-        ctx.anchor = anchor is not None
-        ctx.save_for_backward(a, b, bias)
-
-    def gradient(ctx: Any, g: Any) -> Any:
-        a, b, bias = ctx.saved_tensors
-        da, db, dc, anchored = op_back(g, a, b, bias, *ctx.rest)
-        return da, db, None if bias is None else dc, *[None] * len(ctx.rest), anchored if ctx.anchor else None
-
-    op.register_autograd(gradient, setup_context=setup)
 
 
 def _share(n: Any, heap: SymmetricHeap) -> Any:
@@ -306,36 +196,126 @@ def _share(n: Any, heap: SymmetricHeap) -> Any:
     return torch.sym_min(n, (heap.rank + 1) * size) - torch.sym_min(n, heap.rank * size)
 
 
-def _gemv() -> None:
-    def run(a: Any, x: Any, group: str, algorithm: str = "auto") -> Any:
-        return gemv.forward(_group_request(group), a, x, algorithm).contiguous()
+def _fake_gemm(
+    heap: SymmetricHeap,
+    a: Any,
+    b: Any,
+    bias: Any,
+    group: str,
+    activation: str,
+    scatter: int,
+    send: Any,
+    receive: Any,
+    *_: Any,
+) -> Any:
+    _check(a.dim() == 2 and b.dim() == 2)
+    _check(a.shape[1] == b.shape[0])
+    if scatter == 0:
+        rows = sum(receive) if receive is not None else heap.ranks * _share(a.shape[0], heap)
+        return a.new_empty(rows, b.shape[1])
+    rows = sum(receive) if receive is not None else heap.ranks * a.shape[0]
+    return a.new_empty(rows, send[heap.rank] if send is not None else _share(b.shape[1], heap))
 
-    def fake(a: Any, x: Any, group: str, algorithm: str = "auto") -> Any:
-        bound(group)
-        _check(a.dim() == 2 and a.shape[1] == x.shape[0])
-        return a.new_empty(a.shape[0], *x.shape[1:])
 
-    def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:2])
+def _fake_gemv(heap: SymmetricHeap, a: Any, x: Any, *_: Any) -> Any:
+    _check(a.dim() == 2 and a.shape[1] == x.shape[0])
+    return a.new_empty(a.shape[0], *x.shape[1:])
 
-    def gradient(ctx: Any, g: Any) -> Any:
-        return *gemv.backward(g, *ctx.saved_tensors), None, None
 
-    def write(out: Any, a: Any, x: Any, group: str, algorithm: str = "auto") -> None:
-        found = run(a, x, group, algorithm)
-        if out.shape != found.shape or out.dtype != found.dtype:
-            raise TypingError(f"{gemv.NAME}: out is {list(out.shape)}; legal is {list(found.shape)} of its dtype")
-        out.copy_(found)
+def _write_gemv(asked: CallContext, out: Any, a: Any, x: Any, group: str, algorithm: str) -> None:
+    found = gemv.forward(asked, a, x, algorithm)
+    if out.shape != found.shape or out.dtype != found.dtype:
+        raise TypingError(f"{gemv.NAME}: out is {list(out.shape)}; legal is {list(found.shape)} of its dtype")
+    out.copy_(found)
 
-    _custom(f"{gemv.NAME}_out", _into(_GEMV), write, _fake_no_result)
-    _custom(gemv.NAME, _GEMV, run, fake).register_autograd(gradient, setup_context=setup)
+
+def _fake_gather(heap: SymmetricHeap, a: Any, b: Any, group: str, splits: Any) -> Any:
+    rows = sum(splits) if splits is not None else heap.ranks * a.shape[0]
+    return a.new_empty(rows, b.shape[1]), a.new_empty(rows, a.shape[1])
+
+
+def _fake_scatter(heap: SymmetricHeap, a: Any, b: Any, group: str, splits: Any) -> Any:
+    return a.new_empty(_share(a.shape[0], heap) if splits is None else splits[heap.rank], b.shape[1])
+
+
+def _back_of_gather(asked: CallContext, g: Any, rows: Any, b: Any, group: str, splits: Any) -> Any:
+    parts = [rows.shape[0] // asked.heap.ranks] * asked.heap.ranks if splits is None else splits
+    return tensor_parallel.gather_multiply_backward(asked, g, b, rows, parts)
+
+
+def _fake_back_of_gather(heap: SymmetricHeap, rows: Any, b: Any, group: str, splits: Any) -> Any:
+    mine = rows.shape[0] // heap.ranks if splits is None else splits[heap.rank]
+    return rows.new_empty(mine, rows.shape[1]), torch.empty_like(b)
+
+
+def _back_of_scatter(asked: CallContext, g: Any, a: Any, b: Any, group: str, splits: Any) -> Any:
+    parts = tile_sizes(a.shape[0], asked.heap.ranks) if splits is None else splits
+    return tensor_parallel.multiply_scatter_backward(asked, g, a, b, parts)
+
+
+def _fake_grouped(heap: SymmetricHeap, a: Any, b: Any, counts: Any, group: str, capacity: int) -> Any:
+    return a.new_empty(capacity, b.shape[2]), counts.new_empty(heap.ranks, b.shape[0])
+
+
+SPECS = (
+    OperatorSpec(
+        gemm.NAME,
+        ("a", "b", "bias?"),
+        "str group, str activation='none', int scatter=0, SymInt[]? send_splits=None, SymInt[]? recv_splits=None, "
+        "int tiles=0, str order='remote_first'",
+        forward=lambda asked, a, b, bias, group, *settings: gemm.forward(asked, a, b, bias, *settings[:4]),
+        fake=_fake_gemm,
+        backward=lambda asked, g, a, b, bias, group, *settings: gemm.backward(asked, g, a, b, bias, *settings[:4]),
+        write=lambda asked, out, a, b, bias, group, *rest: gemm.forward(asked, a, b, bias, *rest[:4], out=out),
+    ),
+    OperatorSpec(
+        gemv.NAME,
+        ("A", "x"),
+        "str group, str algorithm='auto'",
+        forward=lambda asked, a, x, group, algorithm: gemv.forward(asked, a, x, algorithm).contiguous(),
+        fake=_fake_gemv,
+        local_gradient=gemv.backward,
+        write=_write_gemv,
+    ),
+    OperatorSpec(
+        tensor_parallel.GATHER,
+        ("a", "b"),
+        "str group, SymInt[]? splits=None",
+        forward=lambda asked, a, b, group, splits: tensor_parallel.gather_multiply(asked, a, b, splits),
+        fake=_fake_gather,
+        backward=_back_of_gather,
+        saved=lambda inputs, output: (output[1], inputs[1]),
+        fake_gradients=_fake_back_of_gather,
+        results="(Tensor, Tensor)",
+    ),
+    OperatorSpec(
+        tensor_parallel.SCATTER,
+        ("a", "b"),
+        "str group, SymInt[]? splits=None",
+        forward=lambda asked, a, b, group, splits: tensor_parallel.multiply_scatter(asked, a, b, splits),
+        fake=_fake_scatter,
+        backward=_back_of_scatter,
+    ),
+    OperatorSpec(
+        grouped.NAME,
+        ("a", "b", "counts"),
+        "str group, int capacity",
+        forward=lambda asked, a, b, counts, group, capacity: grouped.grouped_multiply(asked, a, b, counts, capacity),
+        fake=_fake_grouped,
+        backward=lambda asked, g, a, b, counts, group, capacity: grouped.grouped_multiply_backward(
+            asked, g, a, b, counts, capacity
+        ),
+        results="(Tensor, Tensor)",
+        constants=1,
+    ),
+)
 
 
 def _bags() -> None:
     def run(
         tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
     ) -> Any:
-        return embedding.forward(_group_request(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
+        return embedding.forward(call_context(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
 
     def fake(
         tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
@@ -349,7 +329,7 @@ def _bags() -> None:
         g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
     ) -> Any:
         given = (tables, ids, offsets, scale, mode, sum(splits), counts, splits)
-        found, each = embedding.backward(_group_request(group), g, *given)
+        found, each = embedding.backward(call_context(group), g, *given)
         scaled = g.new_empty(0) if scale is None or each is None else each.to(scale.dtype)
         return [*found, scaled, torch.zeros((), device="cpu")]
 
@@ -360,11 +340,16 @@ def _bags() -> None:
     def write(
         out: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
     ) -> None:
-        embedding.forward(_group_request(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits, out)
+        embedding.forward(call_context(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits, out)
 
-    _custom(f"{embedding.NAME}_out", _into(_BAG), write, _fake_no_result)
-    op = _custom(embedding.NAME, _BAG.replace(") ->", f"{_ANCHOR.removesuffix('=None')}) ->"), run, fake)
-    op_back = _custom(f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
+    register_custom(
+        f"{embedding.NAME}_out",
+        _BAG.replace("(", "(Tensor(a!) out, ", 1).replace("-> Tensor", "-> ()"),
+        write,
+        lambda *_: None,
+    )
+    op = register_custom(embedding.NAME, _BAG.replace(") ->", f"{_ANCHOR.removesuffix('=None')}) ->"), run, fake)
+    op_back = register_custom(f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         tables, ids, offsets, scale, *ctx.rest, anchor = inputs
@@ -380,7 +365,6 @@ def _bags() -> None:
     op.register_autograd(gradient, setup_context=setup)
 
 
-_gemm()
-_gemv()
+for _spec in SPECS:
+    register_operator(_spec)
 _bags()
-register_blocks(_custom, _group_request)

@@ -7,4 +7,5 @@ Reading order:
 - `kernels`    a fused op of a program on the shards of a rank: the operators, and the layouts around them
 - `graphs`     the same pass on graphs of torch.fx, whose nodes `graph_nodes` reads and `graph_patterns` matches
 - `calibrate`  the constants of this machine, in seconds
+- `trials`     pairs run in every way between two processes, and timed
 """

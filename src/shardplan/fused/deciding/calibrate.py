@@ -1,159 +1,147 @@
-"""`calibrate`: the constants of this machine's CPUs and of shared memory, measured in a few seconds in one process.
+"""`calibrate`: the constants of fused operators on this machine, measured between two processes in some ten seconds.
 
-Ranks are threads here: a counter that one of them stores and another one waits for is the same word of memory, whoever
-has mapped it. A store into a peer's memory is the store of a result, so that nothing travels on a wire of its own.
+Latency and bandwidth of the transport are of pings. Of each kind of pair some shapes are run in every way that a
+decision may choose, and alone, by the fused kernels and by the library's. What computations take is a line through
+their seconds; what the transport takes for a kind is what its ways took beside that, by least squares of logarithms,
+held near what the pings say.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import platform
-import threading
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from shardplan.errors import optional
-from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
-from shardplan.fused.kernels.native import native
-from shardplan.fused.kernels.vectors import rows_times
-from shardplan.hardware.prices.fused import FusedConstants
+from shardplan.fused.deciding.trials import ALONE, RANKS, Shape, Times, measure_trials, shape_work
+from shardplan.hardware.prices.fused import FusedConstants, FusedWork, variant_seconds, variants
+from shardplan.hardware.prices.fused_kernels import KINDS, KernelConstants, KernelRates
 
-TILES = (1, 2, 4, 8, 16, 32, 64)
-ROWS, INNER, COLUMNS = 1024, 256, 512  # of the product that is cut into tiles
-BYTES = 8 << 20  # of a copy
-TRIPS = 200  # of a signal there and back
-SPIN = 1_000_000_000  # nanoseconds
-LEAST = 5  # repetitions
+LEARNT: tuple[Shape, ...] = (
+    *(("product", s) for s in (
+        (384, 768, 192), (1536, 1536, 48), (768, 384, 96), (192, 1536, 96), (1280, 768, 64), (96, 160, 480))),
+    *(("bags", s) for s in (
+        (6, 1536, 1, 128), (6, 768, 6, 64), (12, 768, 2, 96), (3, 1536, 12, 128), (2, 320, 40, 32))),
+    *(("vector", s) for s in ((768, 768), (3072, 384), (12288, 128), (384, 1536), (24576, 96), (640, 96))),
+)  # fmt: skip
+HELD = 0.02  # weight of a constant's distance from what pings say, beside a row's error, in natural logarithms
+SETTLED = 1e-9  # of a sum of squares, what a step must gain
+USUAL_TAX, USUAL_COPY = 1e-2, 8e9
+BUSY = 1.15  # seconds of the wall over those of the thread, from which neighbours count
+Measured = Sequence[tuple[Shape, Mapping[str, float]]]  # of shapes the seconds of each variant
 
 
 def calibrate(seconds: float = 10.0) -> FusedConstants:
     """Return the constants of fused operators on shared memory, with what this machine computes.
 
-    Args:
-        seconds: About how long it may take; half of it suffices on a quiet machine.
+    Two processes run them, with a thread each, or as many as torch has and cores allow. Where neighbours take their
+    cores, which `source` says with the load, times are of the threads' processor time.
 
-    Tiles are interleaved, so that other load meets all of them; medians are taken. Threads are those that torch has.
+    Args:
+        seconds: About how long it measures, beside the start of the processes.
+
+    Raises `BackendError` where one of the processes fails.
     """
     torch = optional("torch", "torch")
-    share = seconds / 5
-    source, target = torch.ones(BYTES // 4), torch.empty(BYTES // 4)
-    (copied,) = _medians([lambda: target.copy_(source)], share / 2)
-    taxes, product = _products(torch, share * 2)
-    vector = _vector(torch, share / 2)
-    bags = _bags(torch, share / 2)
-    signal, latency = _signals(share)
-    about = f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    return FusedConstants(
-        "shm",
-        latency=latency,
-        bandwidth=float("inf"),
-        copy_bandwidth=BYTES / copied,
-        signal=signal,
-        tile_tax=taxes,
-        rates=(("product", product), ("vector", vector), ("bags", bags)),
-        source=f"measured here ({about})",
-    )
+    load = os.getloadavg()[0]
+    times, pings = measure_trials(LEARNT, max(2, round(1.5 * seconds)))
+    clock, word = choose_clock(times)
+    measured = [(shape, typical_seconds(each, clock)) for shape, each in zip(LEARNT, times, strict=True)]
+    about = f"{platform.machine()}, torch {torch.__version__}, load {load:.1f}, {word}"
+    return fit_constants(measured, pings, f"measured here between {RANKS} processes ({about}")
 
 
-def _medians(runs: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
-    """The median seconds of each, in turns, after one that does not count."""
-    for run in runs:
-        run()
-    took: list[list[float]] = []
-    until = time.perf_counter() + seconds
-    while len(took) < LEAST or time.perf_counter() < until:
-        row: list[float] = []
-        for run in runs:
-            start = time.perf_counter()
-            run()
-            row.append(time.perf_counter() - start)
-        took.append(row)
-    return np.median(np.array(took), axis=0).tolist()
+def choose_clock(times: Sequence[Times]) -> tuple[int, str]:
+    """Return which of the two times of a run counts, and its name: the thread's where the wall's are stretched."""
+    stretched = [wall / own for each in times for some in each.values() for wall, own in some if own > 0]
+    return (1, "thread time") if np.median(stretched) > BUSY else (0, "wall time")
 
 
-def _products(torch: Any, seconds: float) -> tuple[tuple[tuple[int, float], ...], float]:
-    """The tax of tiles, which never falls with their number, and the rate of a product in operations per second."""
-    a, b, out = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS), torch.empty(ROWS, COLUMNS)
-
-    def cut(tiles: int) -> Callable[[], None]:
-        parts = list(zip(a.chunk(tiles), out.chunk(tiles), strict=True))
-
-        def run() -> None:
-            for x, y in parts:
-                torch.mm(x, b, out=y)
-
-        return run
-
-    took = _medians([cut(n) for n in TILES], seconds)
-    taxes = np.maximum.accumulate(np.array(took) / took[0])
-    return tuple(zip(TILES, taxes.tolist(), strict=True)), 2.0 * ROWS * INNER * COLUMNS / took[0]
+def typical_seconds(times: Times, clock: int) -> dict[str, float]:
+    """Return the 20th percentile of each variant."""
+    return {name: float(np.percentile([each[clock] for each in some], 20)) for name, some in times.items()}
 
 
-def _vector(torch: Any, seconds: float) -> float:
-    """The bytes of a matrix per second that a thin product reads."""
-    a, x, out = torch.randn(4096, 1024), torch.randn(1, 1024), torch.empty(4096, 1)
-    (took,) = _medians([lambda: rows_times(a, x, out)], seconds)
-    return a.nbytes / took
+def fit_constants(measured: Measured, pings: Sequence[tuple[int, float]], source: str) -> FusedConstants:
+    """Return the constants that say what shapes and pings took; `source` is ended by the kernels' efficiency."""
+    sizes, took = (np.array(each, dtype=np.float64) for each in zip(*pings, strict=True))
+    latency = float(took[0])
+    bandwidth = float((sizes[1:] - sizes[0]).sum() / max(1e-9, (took[1:] - took[0]).sum()))
+    start = (latency, bandwidth, USUAL_COPY, USUAL_COPY, latency, USUAL_TAX)
+    kernels: list[KernelConstants] = []
+    words: list[str] = []
+    for kind in KINDS:
+        own = [(shape, each) for shape, each in measured if shape[0] == kind]
+        kernels.append(_fit_kind(kind, own, start))
+        ratios = [each.get("library", each["kernel"]) / each["kernel"] for _, each in own]
+        words.append(f"{kind} {math.exp(float(np.log(ratios).mean())):.2f}")
+    said = f"{source}; efficiency against the library: {', '.join(words)})"
+    return FusedConstants("shm", latency, bandwidth, USUAL_COPY, latency, kernels=tuple(kernels), source=said)
 
 
-def _bags(torch: Any, seconds: float) -> float:
-    """The bytes of rows per second that bags read, from a table beyond the caches."""
-    batch, length, dim = 512, 32, 64
-    table = torch.randn(200_000, dim)
-    ids = torch.randint(0, len(table), (batch * length,))
-    call = BagCall([table], ids, torch.arange(batch + 1) * length, None, "sum", batch, "calibrate")
-    out = torch.empty(batch, 1, dim)
-    if BagKernel.fits(call):
-        kernel, tiles = BagKernel(call, dim, dim), np.array([(0, batch, out.data_ptr(), 0, 0, 0)], TILE)
-        run: Callable[[], Any] = lambda: kernel.store(tiles, 0)  # noqa: E731
-    else:
-        run = lambda: call.store(0, batch, out)  # noqa: E731
-    (took,) = _medians([run], seconds)
-    return batch * length * dim * 4 / took
+def _fit_kind(kind: str, measured: Measured, start: Sequence[float]) -> KernelConstants:
+    origin = np.log(start)
+    shapes = [shape for shape, _ in measured]
+    lines = [fit_rates(shapes, [m[name] for _, m in measured]) if name in measured[0][1] else None for name in ALONE]
+    fused, library = lines[0] or KernelRates(), lines[1]
+
+    def made(x: np.ndarray) -> KernelConstants:
+        latency, wire, copy, result, signal, tax = np.exp(x).tolist()
+        taxes = ((1, 1.0), (2, 1.0 + tax))
+        return KernelConstants(kind, fused, library, latency, wire, copy, result, signal, taxes)
+
+    works = [pair_work(shape, (m.get("library", m["kernel"]), m["kernel"])) for shape, m in measured]
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        constants = FusedConstants("shm", 0.0, 1.0, 1.0, 0.0, kernels=(made(x),)).of_kind(kind)
+        said = [
+            math.log(float(variant_seconds(work, way, constants)) / m[str(way)])
+            for (_, m), work in zip(measured, works, strict=True) for way in variants(kind == "vector")
+        ]  # fmt: skip
+        return np.concatenate([said, HELD * (x - origin)])
+
+    return made(least_squares(errors, origin))
 
 
-def _signals(seconds: float) -> tuple[float, float]:
-    """The seconds that a signal takes its sender, and those from a signal to the end of the wait for it."""
-    words = np.zeros((2, 16), np.int32)
-    kernels = native()
-    addresses = [row.ctypes.data for row in words]
+def pair_work(shape: Shape, seconds: tuple[float, float], ranks: int = RANKS) -> FusedWork:
+    """Return the work of a shape whose computation takes so long by the library, and by the fused kernels."""
+    nbytes, reduces = shape_work(shape)[2], shape[0] == "vector"
+    return FusedWork(seconds[0], nbytes, ranks, reduces, nbytes if reduces else 0.0, seconds[1])
 
-    def signal(k: int, count: int) -> None:
-        if kernels is None:
-            words[k, 0] = count
+
+def fit_rates(shapes: Sequence[Shape], seconds: Sequence[float]) -> KernelRates:
+    """Return rates whose seconds are closest to those of shapes, in relative terms."""
+    rows = np.array([(1.0, *shape_work(shape)) for shape in shapes]) / np.asarray(seconds)[:, None]
+    scale = np.abs(rows).max(axis=0)
+    best, least = np.zeros(4), math.inf
+    for used in range(1, 16):
+        at = [k for k in range(4) if used >> k & 1]
+        found = np.linalg.lstsq(rows[:, at] / scale[at], np.ones(len(rows)), rcond=None)[0] / scale[at]
+        off = float(((rows[:, at] @ found - 1) ** 2).sum())
+        if (found >= 0).all() and off < least:
+            best, least = np.zeros(4), off
+            best[at] = found
+    start, *each = best.tolist()
+    return KernelRates(start, *(1 / x if x > 0 else math.inf for x in each))
+
+
+def least_squares(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
+    """Return where a sum of squares is least, by damped steps from a start."""
+    best, damping = start.copy(), 1.0
+    now = errors(best)
+    for _ in range(300):
+        slopes = np.stack([(errors(best + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(best))], axis=1)
+        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(best)), -slopes.T @ now)
+        then = errors(best + np.clip(step, -2, 2))
+        if then @ then < now @ now:
+            settled = then @ then > (1 - SETTLED) * (now @ now)
+            best, now, damping = best + np.clip(step, -2, 2), then, max(damping / 3, 1e-6)
         else:
-            kernels.signal(addresses[k], count)
-
-    def wait(k: int, count: int) -> None:
-        if kernels is not None:
-            kernels.wait(addresses[k], count, SPIN)
-            return
-        while words[k, 0] < count:
-            time.sleep(0)
-
-    def there() -> None:
-        for k in range(1, TRIPS + 1):
-            wait(0, k)
-            signal(1, k)
-
-    took: list[float] = []
-    until = time.perf_counter() + seconds / 2
-    while len(took) < LEAST or time.perf_counter() < until:
-        words[:] = 0
-        other = threading.Thread(target=there)
-        other.start()
-        start = time.perf_counter()
-        for k in range(1, TRIPS + 1):
-            signal(0, k)
-            wait(1, k)
-        took.append((time.perf_counter() - start) / TRIPS / 2)
-        other.join()
-
-    def many() -> None:
-        for k in range(TRIPS):
-            signal(0, k)
-
-    (sent,) = _medians([many], seconds / 4)
-    return sent / TRIPS, float(np.median(took))
+            settled = damping >= 1e6
+            damping *= 4
+        if settled:
+            break
+    return best

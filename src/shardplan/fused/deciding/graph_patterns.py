@@ -23,10 +23,11 @@ class PatternUnfit(TypingError):
 
 @dataclass(frozen=True, slots=True)
 class GraphMatch:
-    """A match: the `kind` of its rate and the `amount` of work, bytes as in `FusedWork`, and what writes it."""
+    """A match: the `kind` of its kernels, operations, bytes read, bytes as in `FusedWork`, and what writes it."""
 
     kind: str
-    amount: float
+    flops: float
+    read: float
     nbytes: float
     sum_bytes: float
     write: Callable[[Any, FusedVariant], None]
@@ -152,7 +153,7 @@ def gemm_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
         _replace_node(graph, wait, new, [wait, move, *reversed(between), ends[0]])
 
     size = value(ends[0]).dtype.itemsize
-    return GraphMatch("product", 2.0 * m * k * n, float(m * n * size), 0.0, write)
+    return GraphMatch("product", 2.0 * m * k * n, float((m + n) * k * size), float(m * n * size), 0.0, write)
 
 
 def gemv_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
@@ -192,8 +193,8 @@ def gemv_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
         graph.erase_node(move)
 
     size = value(ends[0]).dtype.itemsize
-    read = float((n if turned else m) * k * size)
-    return GraphMatch("vector", read, float(m * n * 4), float(m * n * size), write)
+    read = float((m + n) * k * size)
+    return GraphMatch("vector", 2.0 * m * k * n, read, float(m * n * 4), float(m * n * size), write)
 
 
 def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
@@ -241,8 +242,8 @@ def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any,
         _replace_node(graph, end, new, [*chain, move, *reversed(between), *gone, *reversed(ends)])
 
     size = value(first.table).dtype.itemsize
-    read = sum(one.ids * dim * size for one in bags)
-    return GraphMatch("bags", float(read), float(count * elements * size), 0.0, write)
+    rows = float(sum(one.ids for one in bags))
+    return GraphMatch("bags", rows * dim, rows * (dim * size + 8), float(count * elements * size), 0.0, write)
 
 
 @dataclass(frozen=True, slots=True)

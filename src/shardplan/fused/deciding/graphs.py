@@ -47,7 +47,7 @@ def fuse_graph(
     Args:
         graph_module: A graph after AOT: operators of `aten`, and of `_c10d_functional`, its nodes with their values'
             shapes in `meta["val"]`. It is not changed.
-        calibration: The constants of the transport and of the kernels, with rates, or the path of their file.
+        calibration: The constants of the transport and of the kernels, or the path of their file.
         groups: By name the process groups, by default those that have a symmetric heap.
 
     Returns:
@@ -55,7 +55,7 @@ def fuse_graph(
         every sum of a thin product.
 
     Raises:
-        TopologyError: Constants without a rate that is needed.
+        TopologyError: Constants without kernels that are needed.
     """
     torch = optional("torch", "torch")
     import_module("shardplan.fused.library")  # which registers the operators
@@ -137,7 +137,7 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
         return refused(error.reason, error.node, str(error))
     if (need := SLOTS * _bytes(waits[0]) * (group.ranks if reduces else 1)) > group.room:
         return refused("memory", move, f"{need} B for {SLOTS} slots; the heap of {group_name!r} has {group.room} B")
-    decision = decide(_work(match, group.ranks, constants), constants)
+    decision = decide(_work(match, group.ranks, constants), constants.of_kind(match.kind))
     row = replace(row, seconds=seconds_of(decision))
     if decision.best_variant == UNFUSED:
         return replace(row, reason="not_faster")
@@ -146,10 +146,13 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
 
 
 def _work(match: GraphMatch, ranks: int, constants: FusedConstants) -> FusedWork:
-    rate = constants.rate(match.kind)
-    if rate is None:
-        raise TopologyError(f"fuse_graph: constants of {constants.backend} without the rate {match.kind}; legal is one")
-    return FusedWork(match.amount / rate, match.nbytes, ranks, match.sum_bytes > 0, match.sum_bytes)
+    kernel = constants.kernel(match.kind)
+    if kernel is None:
+        raise TopologyError(
+            f"fuse_graph: constants of {constants.backend} without kernels {match.kind}; legal are some"
+        )
+    seconds, own = kernel.seconds(match.flops, match.read, match.nbytes)
+    return FusedWork(seconds, match.nbytes, ranks, match.sum_bytes > 0, match.sum_bytes, own)
 
 
 def _dead(node: Any) -> bool:

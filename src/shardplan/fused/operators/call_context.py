@@ -67,6 +67,18 @@ class LocalKernels(Protocol):
         """Return the result of `operators.tensor_parallel.multiply_scatter`."""
         ...
 
+    def grouped_multiply(
+        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `operators.grouped.grouped_multiply`; the host does not read `counts`."""
+        ...
+
+    def move_grouped_back(
+        self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
+    ) -> torch.Tensor:
+        """Return the rows of g that this rank's experts made, by destination and expert; `most` are any rank's."""
+        ...
+
     def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         ...

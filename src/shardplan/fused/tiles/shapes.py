@@ -94,8 +94,8 @@ class BlockCuts:
 
     def of_numbers(self, each: int) -> BlockCuts:
         """Return the same where every column is so many numbers."""
-        if self.form == "rows":
-            return BlockCuts("rows", self.counts, self.columns * each)
+        if self.form in ("rows", "whole"):
+            return BlockCuts(self.form, self.counts, self.columns * each)
         return BlockCuts(self.form, (self.counts[0], tuple(n * each for n in self.counts[1])))
 
     def result(self, rank: int) -> tuple[int, int]:

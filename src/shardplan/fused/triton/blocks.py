@@ -103,6 +103,19 @@ class BlockKernel:
         edges = [columns for _, columns in results] + [*(cuts.counts[1] if cuts.form in ("stack", "beside") else ())]
         return BlockCall(held, cuts, out, results, adds, not any(n % 16 for n in (pitch, *edges)))
 
+    def call_on_device(self, cuts: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> BlockCall:
+        """Return the call of blocks of rows whose cuts only the device knows, of results of so many rows; collective.
+
+        Raises as `call`. What is behind the rows that come is 0.
+        """
+        torch, memory = optional("torch", "torch"), self.memory
+        if (need := rows * columns * dtype.itemsize) > self.room and memory.is_capturing():
+            raise BackendError(f"{self.op}: captured before its first call; legal is one call of this size before")
+        self._grow(need)
+        out = torch.zeros((memory.here, rows * columns), dtype=dtype, device=memory.device)
+        given = BlockCuts("rows", ((0,) * memory.ranks,) * memory.ranks, columns)
+        return BlockCall(cuts, given, out, [(rows, columns)] * memory.ranks, False, columns % 16 == 0)
+
     def _cuts_tensor(self, cuts: BlockCuts, ahead: int) -> torch.Tensor:
         """The counts, and behind them what the ranks here have before each; copied without a wait of the host."""
         torch, memory = optional("torch", "torch"), self.memory

@@ -29,7 +29,8 @@ class KernelRecord:
         torch = optional("torch", "torch")
         self.memory, self.op, self.seconds, self.failed = memory, op, 0.0, ""
         self.missed: list[TileMissed] = []  # what waits of a schedule's rows are; else waits are of blocks
-        self.lengths: list[int] = []  # rows of the tables of the ranks here
+        self.lengths: list[int] = []  # rows of the tables of the ranks here, or of what else is `indexed`
+        self.indexed = "a table"
         self.state = memory.alloc(STATE + 64 * programs, f"{op} state")
         self.words: Any = torch.zeros((memory.here, 2), dtype=torch.int64, pin_memory=memory.on_gpu)
         self.seen = self.words.numpy()
@@ -53,7 +54,7 @@ class KernelRecord:
         header = None if self.memory.heap is None else self.memory.heap.header
         if number >= INDEX.value:
             legal = f"0 to {self.lengths[number - INDEX.value] - 1}"
-            error: Exception = TypingError(f"{self.op}: index {seen} of a table; legal are {legal}")
+            error: Exception = TypingError(f"{self.op}: index {seen} of {self.indexed}; legal are {legal}")
             if header is not None:
                 header.propagate_error(self.op, error)
             raise error

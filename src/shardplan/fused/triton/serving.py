@@ -16,6 +16,7 @@ from shardplan.fused.triton.embedding import embedding_bag_all_to_all
 from shardplan.fused.triton.gemm import gemm_all_to_all
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.gemv import gemv_all_reduce
+from shardplan.fused.triton.grouped import grouped_multiply, move_back
 from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.move import move
 from shardplan.fused.triton.options import KernelOptions
@@ -123,6 +124,21 @@ class TritonKernels:
         with self._propagate_errors("gemm_reduce_scatter"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
             return multiply_scatter(self.memory, *operands, self.block, self._options(asked, warps=8))[0]
+
+    def grouped_multiply(
+        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the results of `grouped_gemm_all_to_all`."""
+        with self._propagate_errors("grouped_gemm_all_to_all"):
+            operands = (a.contiguous(), b.contiguous(), counts, capacity)
+            return grouped_multiply(self.memory, *operands, self.block, self._options(asked, warps=8))
+
+    def move_grouped_back(
+        self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
+    ) -> torch.Tensor:
+        """Return the rows of g that this rank's experts made, `rows` of them."""
+        with self._propagate_errors("grouped_gemm_all_to_all_backward"):
+            return move_back(self.memory, g.contiguous(), counts, most, self._options(asked, fit=8))[:rows]
 
     def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""

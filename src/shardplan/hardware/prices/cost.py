@@ -274,14 +274,14 @@ def price_overlap(
     Without `measured` constants the transport is as fast as the library says that the move is, a signal takes the
     latency of the outermost level that it crosses, and tiles are free. There is no work where nothing moves.
     """
-    busy = _busy(pattern, fabric, algorithm, measured)
+    busy, own = _busy(pattern, fabric, algorithm, measured)
     moved = price(pattern.move.pattern, fabric, algorithm)
     ran_as = pattern.move.pattern
     if not isinstance(ran_as, Groups) or ran_as.members.shape[1] < 2 or not pattern.nbytes:
         total = busy + moved.seconds
         return None, None, Price("kernel", 0.0, total, moved.level_bytes, moved.load, total)
     ranks = int(ran_as.members.shape[1])
-    work = FusedWork(busy, float(pattern.nbytes), ranks, bool(pattern.whole), float(pattern.whole))
+    work = FusedWork(busy, float(pattern.nbytes), ranks, bool(pattern.whole), float(pattern.whole), own)
     if measured is None:
         crossed = [j for j, n in enumerate(moved.level_bytes) if n > 0]
         latency = float(fabric.latencies()[crossed[0] if crossed else -1])
@@ -294,16 +294,17 @@ def price_overlap(
             signal=latency,
             source="the topology's figures",
         )
-    return work, measured, moved
+    return work, measured.of_kind(pattern.kind), moved
 
 
-def _busy(pattern: Overlap, fabric: Fabric, algorithm: str, measured: FusedConstants | None) -> float:
-    """The seconds of its kernels, by the measured rate of their kind where there is one."""
-    rate = None if measured is None else measured.rate(pattern.kind)
-    if rate is None:
-        return sum(price(step.pattern, fabric, algorithm).seconds for step in pattern.kernels)
-    works = [step.pattern for step in pattern.kernels if isinstance(step.pattern, Work)]
-    return float(sum(one.flops if pattern.kind == "product" else one.nbytes for one in works)) / rate
+def _busy(
+    pattern: Overlap, fabric: Fabric, algorithm: str, measured: FusedConstants | None
+) -> tuple[float, float | None]:
+    """The seconds of its kernels by the library, and by fused ones: as measured of their kind where that was done."""
+    kernel = None if measured is None else measured.kernel(pattern.kind)
+    if kernel is None:
+        return sum(price(step.pattern, fabric, algorithm).seconds for step in pattern.kernels), None
+    return kernel.step_seconds(pattern.kernels, pattern.nbytes)
 
 
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:

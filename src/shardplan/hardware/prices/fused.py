@@ -3,26 +3,28 @@
 With C the seconds of the computation, X those of its bytes on the wire, l the latency, s a signal, W the ranks, n the
 tiles of a destination, f = (W - 1) / W, and e the tax of cutting the computation into tiles:
 
-    unfused = C + copy + X + l
-    fused   = max(e C, e C / (n W) + X, f e C + X / (n (W - 1))) + l + n (W - 1) s
+    unfused = C + copy + X + l + R
+    fused   = max(e C, e C / (n W) + X, f e C + X / (n (W - 1))) + l + n (W - 1) s + R
 
 The three terms are: the computation hides the wire; the wire hides the computation, once its first tile is there; the
-last remote tile leaves when all remote ones are computed, since they come first. An all-reduce in two shots gathers
+last remote tile leaves when all remote ones are computed, since they come first. R is the copy of the result out of
+memory that the transport owns, where there is one. An all-reduce in two shots gathers
 its sums in the end. Everything is an array, so that a simulation may price many shapes at once.
+
+C of the unfused pair is that of the library, of a fused one that of its kernels: `hardware.prices.fused_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from shardplan.core import border
 from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, TopologyError, excerpt
+from shardplan.hardware.prices.fused_kernels import KernelConstants, parse_kernels, read_taxes
 from shardplan.hardware.toml_fields import basic_string, check_keys, parse_quantity
 from shardplan.hardware.units import exact, parse_rate, parse_seconds
 
@@ -31,9 +33,8 @@ Numbers = float | Floats
 
 TILE_COUNTS = (1, 2, 4, 8, 16)  # tiles of a destination that are tried
 LEAST_GAIN = 0.05  # of the unfused seconds what a fused variant must save
-RATES = ("product", "vector", "bags")  # of what rates of computation are known
 _LENGTHS = ("latency", "signal")
-_SPEEDS = ("bandwidth", "copy_bandwidth")
+_SPEEDS = ("bandwidth", "copy_bandwidth", "result_bandwidth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class FusedConstants:
         copy_bandwidth: Bytes per second of a copy into a staging buffer.
         signal: Seconds of a signal and its share of a wait.
         tile_tax: Pairs of a number of tiles of a whole computation, and how many times longer it then takes.
-        rates: By kind of computation what this machine reaches: `product` in FLOP/s, `vector` and `bags` in B/s read.
+        kernels: What computations take, by kind: `product`, `vector`, `bags`.
+        result_bandwidth: Bytes per second of the copy of a result out of the transport's memory, in every way.
         source: Where the numbers come from.
 
     Raises `TopologyError` for numbers out of their range.
@@ -59,8 +61,9 @@ class FusedConstants:
     copy_bandwidth: float
     signal: float
     tile_tax: tuple[tuple[int, float], ...] = ((1, 1.0),)
-    rates: tuple[tuple[str, float], ...] = ()
+    kernels: tuple[KernelConstants, ...] = ()
     source: str = ""
+    result_bandwidth: float = np.inf
 
     def __post_init__(self) -> None:
         """Refuse what is no length, no speed and no tax."""
@@ -68,9 +71,9 @@ class FusedConstants:
         for name in _LENGTHS:
             if not 0 <= getattr(self, name) < np.inf:
                 raise TopologyError(f"{what}: {name} {getattr(self, name)}; legal are seconds from 0")
-        for name, rate in (*((name, getattr(self, name)) for name in _SPEEDS), *self.rates):
-            if not rate > 0:
-                raise TopologyError(f"{what}: {name} {rate}; legal are numbers above 0")
+        for name in _SPEEDS:
+            if not getattr(self, name) > 0:
+                raise TopologyError(f"{what}: {name} {getattr(self, name)}; legal are numbers above 0")
         counts = [count for count, _ in self.tile_tax]
         if not counts or counts[0] != 1 or counts != sorted(set(counts)) or min(t for _, t in self.tile_tax) <= 0:
             text = "rising numbers of tiles from 1, each with a tax above 0"
@@ -89,9 +92,20 @@ class FusedConstants:
         slope = (taxes[-1] - taxes[-2]) / (counts[-1] - counts[-2]) if len(counts) > 1 else 0.0
         return np.interp(many, counts, taxes) + np.maximum(many - counts[-1], 0) * max(slope, 0.0)
 
-    def rate(self, kind: str) -> float | None:
-        """Return the rate of a kind of computation, None where it is not known."""
-        return dict(self.rates).get(kind)
+    def kernel(self, kind: str) -> KernelConstants | None:
+        """Return what a kind of computation takes, None where it is not known."""
+        return next((each for each in self.kernels if each.kind == kind), None)
+
+    def of_kind(self, kind: str) -> FusedConstants:
+        """Return the constants of pairs of a kind: the transport's, but for what that kind has of its own.
+
+        >>> own = KernelConstants("bags", signal=2e-6)
+        >>> both = FusedConstants("x", 1e-6, 1e9, 4e9, 1e-6, kernels=(own,))
+        >>> both.of_kind("bags").signal, both.of_kind("product").signal
+        (2e-06, 1e-06)
+        """
+        own = self.kernel(kind)
+        return self if own is None else replace(self, **own.transport)
 
     def __str__(self) -> str:
         """Return the text of its file."""
@@ -99,9 +113,7 @@ class FusedConstants:
         lines += [f'{name} = "{exact(getattr(self, name), "s")}"' for name in _LENGTHS]
         lines += [f'{name} = "{exact(getattr(self, name), "B/s")}"' for name in _SPEEDS if _finite(getattr(self, name))]
         lines += ["[tile_tax]", *(f"{count} = {tax!r}" for count, tax in self.tile_tax)]
-        if self.rates:
-            lines += ["[rates]", *(f"{kind} = {rate!r}" for kind, rate in self.rates)]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *map(str, self.kernels)]) + "\n"
 
     @classmethod
     def parse(cls, text: str, what: str = "fused constants") -> FusedConstants:
@@ -113,7 +125,7 @@ class FusedConstants:
             data = decode_toml(text)
         except ParseError as error:
             raise ParseError(f"{what} is no TOML: {error}") from None
-        check_keys(what, data, ("backend", "source", *_LENGTHS, *_SPEEDS, "tile_tax", "rates"))
+        check_keys(what, data, ("backend", "source", *_LENGTHS, *_SPEEDS, "tile_tax", "kernels"))
         found: dict[str, float] = {}
         for names, parser, like in ((_LENGTHS, parse_seconds, "2 us"), (_SPEEDS, parse_rate, "10 GB/s")):
             for name in names:
@@ -125,16 +137,11 @@ class FusedConstants:
                         f"{what}: {name} is {excerpt(value)}; legal is a string with a unit, as {like!r}"
                     )
                 found[name] = value
-        taxes = _numbers(f"{what}: tile_tax", data.get("tile_tax", {"1": 1.0}))
-        if strange := [count for count in taxes if not count.isdecimal()]:
-            raise TopologyError(f"{what}: tile_tax of {excerpt(strange[0])}; legal are numbers of tiles")
-        rates = _numbers(f"{what}: rates", data.get("rates", {}))
-        check_keys(f"{what}: rates", rates, RATES)
         return cls(
             border.text(f"{what}: backend", data.get("backend", ""), TopologyError),
             **found,
-            tile_tax=tuple((int(count), tax) for count, tax in taxes.items()),
-            rates=tuple(rates.items()),
+            tile_tax=read_taxes(f"{what}: tile_tax", data.get("tile_tax", {"1": 1.0})),
+            kernels=parse_kernels(f"{what}: kernels", data.get("kernels", {})),
             source=border.text(f"{what}: source", data.get("source", ""), TopologyError),
         )
 
@@ -157,22 +164,17 @@ def _finite(value: float) -> bool:
     return bool(np.isfinite(value))
 
 
-def _numbers(what: str, data: Any) -> dict[str, float]:
-    if not isinstance(data, Mapping):
-        raise TopologyError(f"{what} is {excerpt(data)}; legal is a table of numbers")
-    return {str(key): border.number(f"{what}: {key}", value, TopologyError) for key, value in data.items()}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedWork:
     """A computation and the collective behind it, or many of them: numbers, or arrays of one shape.
 
     Args:
-        seconds: Of the computation on one device.
+        seconds: Of the computation on one device, by the library.
         nbytes: Of the result that a rank computes: what it sends to all others where it keeps none.
         ranks: In a group, at least 2.
         reduces: Whether the collective is an all-reduce. Its addends have `nbytes`, its sums `sum_bytes`.
         sum_bytes: Bytes of the whole result of an all-reduce, on every rank; 0 of an all-to-all.
+        kernel_seconds: Of the computation by the fused kernels, where it is not that of the library.
     """
 
     seconds: Numbers
@@ -180,11 +182,21 @@ class FusedWork:
     ranks: int | Floats
     reduces: bool = False
     sum_bytes: Numbers = 0.0
+    kernel_seconds: Numbers | None = None
+
+    @property
+    def busy(self) -> Numbers:
+        """The seconds of the computation by the fused kernels, uncut."""
+        return self.seconds if self.kernel_seconds is None else self.kernel_seconds
 
     @property
     def remote(self) -> Numbers:
         """The part of a rank's result that is for others, f."""
         return (self.ranks - 1) / self.ranks
+
+    def result_seconds(self, constants: FusedConstants) -> Numbers:
+        """Return the seconds in which a rank copies its result out of the transport's memory."""
+        return (self.sum_bytes if self.reduces else self.nbytes) / constants.result_bandwidth
 
     def gather(self, constants: FusedConstants) -> Numbers:
         """Return the seconds in which every rank gets the sums of all others."""
@@ -220,7 +232,7 @@ def unfused_seconds(work: FusedWork, constants: FusedConstants) -> Floats:
     """
     sent = work.nbytes * work.remote
     moved = sent / constants.copy_bandwidth + sent / constants.bandwidth + constants.latency
-    return np.asarray(work.seconds + moved + work.gather(constants))
+    return np.asarray(work.seconds + moved + work.gather(constants) + work.result_seconds(constants))
 
 
 def fused_seconds(work: FusedWork, tiles: int, constants: FusedConstants) -> Floats:
@@ -231,7 +243,8 @@ def fused_seconds(work: FusedWork, tiles: int, constants: FusedConstants) -> Flo
     1.126
     """
     wire = work.nbytes * work.remote / constants.bandwidth
-    return np.asarray(_overlap_seconds(work, wire, tiles, constants) + work.gather(constants))
+    ends = work.gather(constants) + work.result_seconds(constants)
+    return np.asarray(_overlap_seconds(work, wire, tiles, constants) + ends)
 
 
 def one_shot_seconds(work: FusedWork, constants: FusedConstants) -> Floats:
@@ -239,12 +252,12 @@ def one_shot_seconds(work: FusedWork, constants: FusedConstants) -> Floats:
     wire = work.nbytes * (work.ranks - 1) / constants.bandwidth
     # All ranks need the same addends: the first is sent when all are computed.
     sent = constants.latency + (work.ranks - 1) * constants.signal
-    return np.asarray(work.seconds + wire + sent)
+    return np.asarray(work.busy + wire + sent + work.result_seconds(constants))
 
 
 def _overlap_seconds(work: FusedWork, wire: Numbers, tiles: int, constants: FusedConstants) -> Floats:
     w, n = work.ranks, tiles
-    busy = constants.tax(n * w) * work.seconds
+    busy = constants.tax(n * w) * work.busy
     last = work.remote * busy + wire / (n * (w - 1))
     hidden = np.maximum(np.maximum(busy, busy / (n * w) + wire), last)
     return hidden + constants.latency + n * (w - 1) * constants.signal
