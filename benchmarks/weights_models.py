@@ -27,6 +27,7 @@ MODELS = (
     "qwen2", "qwen3", "hunyuan_v1_dense", "gemma", "gemma2", "gemma3_text", "vaultgemma", "olmo", "olmo2", "olmo3",
     "exaone4", "glm", "glm4", "phi3", "phi", "starcoder2", "nemotron", "arcee", "nanochat", "cohere", "cohere2",
     "stablelm", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gpt2", "qwen2_moe", "olmoe",
+    "qwen3_next", "mamba2",
 )  # fmt: skip
 SIZES = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -55,7 +56,13 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral3": ({"model_type": "mistral", "head_dim": 8}, LAYERS | {"model_type": "pixtral", "head_dim": 8}),
     "internvl": ({"model_type": "qwen2"}, LAYERS | {"image_size": [16, 16], "patch_size": [8, 8]}),
 }
-OWN = {"deepseek_v3": {"num_key_value_heads": 4}}  # latent attention has one key head a query head
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": 4},  # latent attention has one key head a query head
+    "qwen3_next": {"num_hidden_layers": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                   "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 4, "conv_kernel": 4, "expand": 2,
+               "chunk_size": 8},
+}  # fmt: skip
 WORDS = ("vllm,tp=2", "megatron,tp=2,divisible=8", "fsdp2,dp=2", "sglang,tp=2")
 COLUMNS = ("model", "tensors", "found", *WORDS)
 
