@@ -171,3 +171,62 @@ def test_a_model_that_a_family_does_not_have() -> None:
         sp.Weights.load("vllm-bert", config("llama"))
     with pytest.raises(LayoutError, match="model_type = 'qwen22': no table ships for it; did you mean 'qwen2'"):
         sp.Weights.load("vllm", config("llama") | {"model_type": "qwen22"})
+
+
+def linear_part(kind: str, named: Named, rank: int) -> Named:
+    """What one of two ranks of vLLM holds of a layer of linear attention: rows in a run, but for the convolution."""
+    own = READ["own"][kind]
+    key = own["linear_num_key_heads"] * own["linear_key_head_dim"]
+    out: Named = {}
+    for name, a in named.items():
+        last = name.partition(".linear_attn.")[2]
+        if last == "conv1d.weight":  # queries, keys and values, each cut
+            out[name] = np.concatenate([part(x, rank) for x in np.split(a, [key, 2 * key])])
+        elif last in ("in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias"):
+            out[name] = part(a, rank)
+        elif last in ("out_proj.weight", "norm.weight"):
+            out[name] = part(a, rank, 1) if a.ndim == 2 else a
+    return out
+
+
+def test_linear_attention_is_cut_on_its_heads() -> None:
+    named = whole("qwen3_next")
+    source = load_weights(SideRequest("hf", {}), config("qwen3_next"), dtype="f32", disk=True)
+    target = load_weights(SideRequest("vllm", {"tp": 2}), config("qwen3_next"), [1, 2], "f32", disk=True)
+    plan = sp.refit(source, target)
+    found = plan.apply({0: named})
+    for rank in range(2):
+        want = linear_part("qwen3_next", named, rank)
+        assert len(want) == 7 * 5  # of six layers the fourth has attention
+        assert all(np.array_equal(found[rank + 1][name], a) for name, a in want.items())
+        q, heads = (
+            named["model.layers.3.self_attn.q_proj.weight"],
+            found[rank + 1]["model.layers.3.self_attn.qkv_proj.weight"],
+        )
+        assert np.array_equal(heads[: len(q) // 2], part(q, rank))  # each query with its gate
+    with pytest.raises(LayoutError, match="legal"):  # key heads are whole
+        load_weights(SideRequest("vllm", {"tp": 4}), config("qwen3_next"), disk=True)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_attention_stands_at_the_interval_that_the_config_says(every: int) -> None:
+    side = load_weights(SideRequest("hf", {}), config("qwen3_next") | {"full_attention_interval": every}, disk=True)
+    full = [n for n in range(6) if f"model.layers.{n}.self_attn.q_proj.weight" in side.names(0)]
+    linear = [n for n in range(6) if f"model.layers.{n}.linear_attn.A_log" in side.names(0)]
+    assert full == [n for n in range(6) if (n + 1) % every == 0]
+    assert sorted(full + linear) == list(range(6))
+
+
+def test_a_state_space_layer_goes_to_shards_of_rows_and_back() -> None:
+    named = whole("mamba2")
+    sides = [load_weights(SideRequest(w, d), config("mamba2"), dtype="f32", devices=range(n, n + k), disk=True)
+             for w, d, n, k in (("hf", {}, 0, 1), ("fsdp2", {"dp": 3}, 1, 3))]  # fmt: skip
+    for side in sides:
+        assert side.families
+    found = sp.refit(*sides).apply({0: named})
+    rows = -(-len(named["backbone.layers.1.mixer.in_proj.weight"]) // 3)
+    for rank in range(3):
+        want = named["backbone.layers.1.mixer.in_proj.weight"][rank * rows : (rank + 1) * rows]
+        assert np.array_equal(found[rank + 1]["backbone.layers.1.mixer.in_proj.weight"], want)
+    again = sp.refit(sides[1], sides[0]).apply(found)[0]
+    assert all(np.array_equal(again[name], a) for name, a in named.items())

@@ -12,6 +12,7 @@ import numpy as np
 import shardplan as sp
 
 from . import weights_frameworks as frameworks
+from . import weights_linear as linear
 from . import weights_more as more
 
 Config = dict[str, Any]
@@ -126,6 +127,8 @@ def made(kind: str, rng: random.Random) -> Config:
         return latent(kind, rng) | {"tie_word_embeddings": False, "hidden_size": 8, "num_nextn_predict_layers": 1}
     if kind.startswith("deepseek"):
         return latent(kind, rng)
+    if kind == "qwen3-next":
+        return linear.next_config(rng)
     if kind in ("gpt2", "mamba2"):
         return other(kind, rng)
     c = config("llama" if kind in ("lora", "llama4") or kind.startswith("gpt-oss") else kind, rng)
@@ -144,6 +147,7 @@ def checkpoint(kind: str, c: Config, rng: np.random.Generator) -> dict[str, np.n
         "deepseek": more.deepseek, "deepseek-mtp": more.deepseek_mtp, "deepseek-fp8": more.deepseek,
         "llama4": more.llama4, "gpt2": more.gpt2,
         "gpt-oss": more.gpt_oss, "gpt-oss-mxfp4": more.gpt_oss, "mamba2": more.mamba2, "lora": more.lora,
+        "qwen3-next": linear.next_checkpoint,
     }  # fmt: skip
     return special.get(kind, frameworks.checkpoint)(c, rng)
 
@@ -299,8 +303,14 @@ TABLES: dict[str, dict[str, Side]] = {
         "hf-gpt-oss-mxfp4": (frameworks.hugging_face, hf, {}),
         "vllm-gpt-oss-mxfp4": (more.gpt_oss_served, oss_server, {}),
     },
+    "qwen3-next": {
+        "hf-qwen3-next": (frameworks.hugging_face, hf, {}),
+        "vllm-qwen3-next": (linear.next_served, linear.next_degrees, {}),
+        "fsdp2-qwen3-next": (linear.next_fsdp2, linear.rows_degrees, {}),
+    },
     "mamba2": {
         "hf-mamba2": (frameworks.hugging_face, hf, {}),
+        "fsdp2-mamba2": (linear.rows_of, linear.rows_degrees, {}),
         "megatron-mamba2": (more.mamba2_megatron, mamba_trainer, {}),
     },
     "lora": {

@@ -16,7 +16,7 @@ What the commands print is made in `report`. Reading order:
 - `audit`          what `audit` does: a launch read from texts and files, and audited
 - `topologies`     the command that lists topologies
 - `measurements`   the commands about measured collectives: validate, calibrate
-- `weights`        the commands about weights: refit, reshard, diff
+- `weights`        the commands about weights: refit, reshard, apply, diff
 - `lab_commands`   the commands of the lab: run, sweep, validate
 - `lab`            what they do: programs measured beside their prediction
 - `bar`            a progress bar on the terminal
@@ -50,7 +50,7 @@ from shardplan.cli.statuses import (
     complain,
 )
 from shardplan.cli.topologies import topologies
-from shardplan.cli.weights import diff, refit, reshard
+from shardplan.cli.weights import apply, diff, refit, reshard
 from shardplan.cli.why import why
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
@@ -125,7 +125,7 @@ def move() -> None:
 
 
 for _command in (
-    plan, audit, move, show, run, redistribute, refit, check, simulate, why, fuse, place, reduce, reshard, diff,
+    plan, audit, move, show, run, redistribute, refit, check, simulate, why, fuse, place, reduce, reshard, apply, diff,
     topologies, validate, calibrate,
 ):  # fmt: skip
     app.command(**command_help(_command.__name__))(_command)

@@ -77,6 +77,10 @@ COMMANDS = {
         "The older name of convert.",
         "shardplan reshard llama llama-served --to vllm,tp=2",
     ),
+    "apply": (
+        "Apply what convert wrote with --changed-since.",
+        "shardplan apply llama-delta llama-served llama-served-2",
+    ),
     "diff": (
         "Compare two checkpoints, whatever their storage.",
         "shardplan diff llama llama-served",

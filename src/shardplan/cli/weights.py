@@ -1,4 +1,4 @@
-"""The commands about weights: refit, reshard, diff."""
+"""The commands about weights: refit, reshard, apply, diff."""
 
 from __future__ import annotations
 
@@ -155,6 +155,12 @@ def reshard(
     ignore: Ignore = None,
     drop: Drop = None,
     differ: Differ = None,
+    changed_since: Annotated[
+        Path | None,
+        typer.Option(
+            "--changed-since", metavar="FOLDER", help="Write a delta: what differs from FOLDER, stored alike."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and write nothing.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the source's recorded checksums.")] = False,
     no_replicas: NoReplicas = False,
@@ -193,10 +199,27 @@ def reshard(
             config=config, tokenizer=tokenizer, overrides=asked.overrides, ignore=ignore or (), dry_run=dry_run,
             verify=not no_verify, progress=tell, timeout=timeout,
             process=(share.number, share.count), drop=drop or (), differ=differ or (),
-            compare_replicas=not no_replicas,
+            compare_replicas=not no_replicas, changed_since=changed_since,
         )  # fmt: skip
     if not share.number:  # one of them says it
         print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
+
+
+def apply(
+    delta: Annotated[Path, typer.Argument(metavar="DELTA", help="What convert wrote with --changed-since.")],
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="The checkpoint that it is for, which stays as it is.")],
+    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="A new folder, for the new version.")],
+    as_json: Json = False,
+) -> None:
+    """Make the version of a delta out of its base: every byte of both is read, and another base is refused."""
+    from shardplan.hardware.units import format_bytes
+    from shardplan.interop.checkpoint import apply_delta
+    from shardplan.report.text import json_text
+
+    done = apply_delta(delta, base, destination)
+    said = {"version": done.version, "changed": done.changed, "tensors": done.tensors, "bytes": done.nbytes}
+    text = f"version {done.version[:16]}: {done.changed} of {done.tensors} tensors changed, {format_bytes(done.nbytes)}"
+    print(json_text(said) if as_json else text)
 
 
 def _has_config(place: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, from any storage to any other: `reshard`, and `diff`, which says where two of them differ.
+"""Checkpoints on disk, from any storage to any other: `reshard`, `diff` (where two differ), `apply_delta`.
 
 Everything streams by byte ranges within a memory limit; no process group and no GPU is used.
 
@@ -20,6 +20,7 @@ Reading order:
 - `replicas`       copies of one element compared
 - `jobs`           what a run needs, in one value
 - `filling`        what every byte of a file is
+- `deltas`         only what changed since another checkpoint, and how that is applied
 - `reshard`        the verb
 - `live`           the tensors of a live model, read as those of a checkpoint
 - `job_state`      the state of a live job, written by its processes, and read under any layout
@@ -28,6 +29,7 @@ Reading order:
 """
 
 from shardplan.interop.checkpoint.compare import diff
+from shardplan.interop.checkpoint.deltas import apply_delta, apply_live_delta
 from shardplan.interop.checkpoint.reshard import reshard
 
-__all__ = ["diff", "reshard"]
+__all__ = ["apply_delta", "apply_live_delta", "diff", "reshard"]

@@ -16,6 +16,7 @@ from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
     find_weights,
     follow_dtypes,
+    framework_head,
     model_and_switches,
     read_dtypes,
     whole_weights,
@@ -23,7 +24,8 @@ from shardplan.interop.checkpoint.storage_detection import (
 from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.frameworks import SideRequest, table_name
 from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables
-from shardplan.movement.weights.weights import Weights, load_weights, read_weights
+from shardplan.movement.weights.towers import pass_tower
+from shardplan.movement.weights.weights import Weights, load_weights, make_weights, read_weights
 
 CONFIG = "config.json"
 _ANY_MODEL = ("hf", "dcp")  # words of whole tensors under transformers' names
@@ -169,6 +171,9 @@ def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) 
         degrees = {k: n for k, n in request.degrees.items() if k in _DISK_DEGREES}
         asked = SideRequest(request.name, degrees, asked.switches)
     target = load_weights(asked, sizes, dtype=dtype, disk=True, model=model)
+    table = pass_tower(source.table, target.table, framework_head(target.table.name))
+    if table is not target.table:
+        target = make_weights(table, sizes, dict(target.given), target.devices, target.dtype)
     form = request.form
     if form == "parts" and len(target.devices) > target.degrees["tensor"]:
         form = "ranks"  # frameworks' own parts know ranks of tensor parallelism alone

@@ -78,6 +78,7 @@ class CheckpointJob:
     share: ProcessShare
     owners: tuple[int, ...]  # the process that writes each file
     kept: dict[int, PiecesOf]  # the regions of the rank that is written, by rank
+    delta: bytes = b""  # what says from which base, where only what differs from one is written
 
     @property
     def mine(self) -> tuple[TargetFile, ...]:
@@ -116,7 +117,7 @@ class CheckpointJob:
         # chunks are as large as windows there
         cut = [f.name for f in self.files], [len(f.parameters) for f in self.files]
         said = [self.plan.hash, self.form, files, cut, self.window if self.form in DISTRIBUTED_FORMS else 0]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(said).encode() + self.delta).hexdigest()
 
 
 def job_of(

@@ -15,6 +15,7 @@ from shardplan.errors import LayoutError, ParseError, ShardplanError, line
 from shardplan.hardware.units import format_bytes, limit_of
 from shardplan.interop.checkpoint.companion_files import files_beside, write_beside, write_megatron
 from shardplan.interop.checkpoint.conversion_sides import AskedConfig, recorded_weights, source_weights, target_weights
+from shardplan.interop.checkpoint.deltas import DELTA, delta_job
 from shardplan.interop.checkpoint.filling import fill_file
 from shardplan.interop.checkpoint.folders import METADATA, metadata_bytes
 from shardplan.interop.checkpoint.gather import WindowGather
@@ -64,6 +65,7 @@ def reshard(
     ignore: Iterable[str] = (),
     drop: str | Iterable[str] = (),
     differ: str | Iterable[str] = (),
+    changed_since: str | Path | None = None,
     dry_run: bool = False,
     verify: bool = True,
     compare_replicas: bool = True,
@@ -100,6 +102,8 @@ def reshard(
         ignore: names of tensors of the source that no table has, and that are left out; patterns with `*`, too.
         drop: tensors that the destination need not take, logical or as the source stores them; patterns with `*`, too.
         differ: fields of the configs (`rope_theta`) in which the sides may differ.
+        changed_since: a checkpoint that is stored as the destination would be; only tensors that differ from its own
+            are written, as a delta, which `apply_delta` applies to it.
         dry_run: say what would be done, and write nothing.
         verify: whether checksums that the source has recorded are verified before it is read.
         compare_replicas: whether copies of one element in the source must be equal; else one of them is taken.
@@ -146,6 +150,8 @@ def reshard(
         held.check(own, ignored)
         limits = limit, limit_of("largest file", largest_file) or LARGEST_FILE
         job = job_of(refit(own, sides[1], drop=drop, differ=differ), held, into, form, limits, share)
+        if changed_since is not None:
+            job, files = delta_job(job, Path(changed_since)), {}
         owners = zip(job.files, job.owners, strict=True)
         done, count = [], 0
         if dry_run:
@@ -290,7 +296,9 @@ def _end(job: CheckpointJob, manifest: CheckpointManifest, work: ReshardWork) ->
     manifest.files = {f.name: manifest.files[f.name] for f in job.files}
     try:
         write_beside(folder, work.beside, work.config, job.plan.target.dtype)
-        if job.form == "plain" and len(job.files) > 1:
+        if job.delta:
+            write_atomic(folder / DELTA, job.delta)
+        elif job.form == "plain" and len(job.files) > 1:
             write_atomic(folder / INDEX, index_bytes(list(job.files)))
         if job.form in DISTRIBUTED_FORMS:
             tensors = list(dict.fromkeys((b.name, b.whole, b.dtype) for f in job.files for b in f.boxes))

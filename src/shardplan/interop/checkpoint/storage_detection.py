@@ -19,6 +19,7 @@ from shardplan.interop.checkpoint.sources import DISTRIBUTED, OpenCheckpoint, ma
 from shardplan.movement.weights.arithmetic import evaluate_arithmetic
 from shardplan.movement.weights.sizing import TableSizes
 from shardplan.movement.weights.table import TableParameter, WeightTable, shipped_models, shipped_tables, table_files
+from shardplan.movement.weights.towers import CONFIGS, add_tower, is_of_language_model, with_prefix
 from shardplan.movement.weights.weights import Weights, make_weights
 
 # What a checkpoint's names may have where a table's have something else: (of the table, of the checkpoint).
@@ -26,6 +27,7 @@ _PREFIXES = (
     ("", ""),
     ("", "transformer."),
     ("model.", "model.language_model."),
+    ("", "language_model."),
     ("language_model.", ""),
     ("", "module."),
 )
@@ -37,6 +39,12 @@ _PLACE = re.compile(r"\\\{[A-Za-z_][A-Za-z0-9_]*(?:\\\.local)?\\\}")
 
 class UnknownModel(LayoutError):
     """No shipped table has the tensors of a checkpoint."""
+
+
+def framework_head(table: str) -> str:
+    """Return what the name of a shipped table begins with: `megatron-dist` of `megatron-dist-llama`."""
+    head = _HEAD.match(table)
+    return "" if head is None else head.group().rstrip("-")
 
 
 def model_and_switches(table: str) -> tuple[str, tuple[str, ...]]:
@@ -153,6 +161,7 @@ def _candidates(names: Sequence[str], held: OpenCheckpoint, config: Mapping[str,
     models = tuple(
         shipped_models()
     )  # of those whose tensors are alike, the one that a file is named after, or the first
+    seeing, found = any(isinstance(config.get(key), Mapping) for key in CONFIGS), held.first_tensors
     known: list[tuple[bool, bool, int, bool, int, str]] = []
     for name in shipped_tables():
         own, _ = model_and_switches(name)
@@ -165,8 +174,22 @@ def _candidates(names: Sequence[str], held: OpenCheckpoint, config: Mapping[str,
         table = _read_table(name)
         pattern = _pattern_of(tuple(p.name for p in table.parameters))
         for old, new in _PREFIXES:
-            if all(_own_name(n, old, new, pattern) or matches(n, table.recomputed) for n in names):
-                yield _with_prefix(table, old, new)
+            others = [n for n in names if not _own_name(n, old, new, pattern) and not matches(n, table.recomputed)]
+            moved = with_prefix(table, old, new)
+            if not others:
+                yield moved
+            elif (
+                seeing
+                and _has_embedding(moved, new, names)
+                and not any(is_of_language_model(n, moved, new) for n in others)
+            ):
+                yield add_tower(moved, {n: (tuple(found[n].shape), found[n].dtype_name) for n in others})
+
+
+def _has_embedding(table: WeightTable, prefix: str, names: Sequence[str]) -> bool:
+    """Whether the embedding is there, under the prefix: a tower is beside a language model, and not in place of one."""
+    own = (p.name for p in table.parameters if "embed" in p.form.tensors)
+    return any(name.startswith(prefix) and name in names for name in own)
 
 
 def _own_name(name: str, old: str, new: str, pattern: re.Pattern[str]) -> bool:
@@ -178,12 +201,6 @@ def _own_name(name: str, old: str, new: str, pattern: re.Pattern[str]) -> bool:
 @lru_cache(maxsize=512)
 def _read_table(name: str) -> WeightTable:
     return WeightTable.read(name)
-
-
-def _with_prefix(table: WeightTable, old: str, new: str) -> WeightTable:
-    """A shipped table, with another prefix for its names that have one."""
-    moved = (replace(p, name=new + p.name.removeprefix(old)) if p.name.startswith(old) else p for p in table.parameters)
-    return table if old == new else replace(table, parameters=tuple(moved))
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ from typing import Any
 
 from shardplan.errors import ParseError, excerpt, line
 
+_OUTER = {"tie_word_embeddings"}  # of which the whole model's has the last word: the head is its own
 PLAIN = "default"  # rotary embeddings that nothing scales
 
 
@@ -26,7 +27,11 @@ def model_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """
     if isinstance(config, Mapping):
         inner = config.get("text_config")  # of models that also see
-        found = config if not isinstance(inner, Mapping) else {**config, **inner}
+        found = (
+            config
+            if not isinstance(inner, Mapping)
+            else {**config, **inner, **{k: config[k] for k in _OUTER & config.keys()}}
+        )
         return {**found, **_rotary(found)}
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
