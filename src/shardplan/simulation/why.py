@@ -16,6 +16,7 @@ from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, excerpt
+from shardplan.notebook import notebook_html
 from shardplan.plans.pricing import Where
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.jobs.messages import MESSAGES
@@ -85,6 +86,8 @@ class WhyMovements(NamedTuple):
 
     movements: tuple[MovementWhy, ...]
     timeline: JobTimeline
+
+    _repr_html_ = notebook_html
 
     def select(self, where: str) -> WhyMovements:
         """Return those of a place: all words are in what is said of them; raises `ShardplanError` where none is."""

@@ -19,6 +19,7 @@ from shardplan.core.walk import program_leaves
 from shardplan.errors import Infeasible, ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, deviation
 from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import CODES, Configurations
@@ -156,6 +157,8 @@ class PlanAnswer:
     found: SearchResult
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    _repr_html_ = notebook_html
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as one object of JSON, with what the search found."""
