@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardplan.cli.fixed import read_fixed
 from shardplan.cli.handing import Handing
 from shardplan.cli.options import (
     Json,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from shardplan.hardware.topology import Topology
     from shardplan.simulation.closed.machines import MachineFit
     from shardplan.simulation.searching.answer import Judge
+    from shardplan.simulation.searching.own_plans import OwnParts
     from shardplan.strategy.asked_model import AskedModel
     from shardplan.strategy.model import Model
 
@@ -78,7 +80,9 @@ def plan(
     ] = None,
     fix: Annotated[
         str | None,
-        typer.Option("--fix", metavar="STRATEGY", help="What is given, as 'tp=8 zero=1'; the rest is found."),
+        typer.Option(
+            "--fix", metavar="STRATEGY", help="What is given, 'tp=8 zero=1'; schedule=FILE.csv, layouts=FILE."
+        ),
     ] = None,
     goal: Annotated[
         str, typer.Option("--goal", "--objective", help="step, memory, or of a model that serves latency or tokens.")
@@ -112,7 +116,6 @@ def plan(
     from shardplan.core import border
     from shardplan.strategy.asked_model import parse_model
     from shardplan.strategy.strategy import NARROW
-    from shardplan.strategy.strategy_text import strategy_fields
     from shardplan.strategy.training import PRECISIONS
 
     border.choice("plan: --goal", goal, GOALS, ShardplanError)
@@ -135,10 +138,13 @@ def plan(
     asked = parse_model(model, seq)
     loaded = asked.load(precision="bf16" if precision in NARROW else precision)
     machine = None if params is None else _read_machine(params)
-    fixed = {} if fix is None else strategy_fields(fix)
+    own = None if fix is None else read_fixed(fix)
+    fixed = {} if own is None else dict(own.fields)
+    if own is not None and not own.is_plain and goal != "step":
+        raise ShardplanError(f"plan: --fix {own.called} with --goal {goal}; legal is --goal step")
     if fit is not None:
         served = prompt is not None or output is not None or concurrency is not None
-        if resume is not None or workers > 1 or no_prune or placements or fixed or goal != "step" or served:
+        if resume is not None or workers > 1 or no_prune or placements or own or goal != "step" or served:
             raise ShardplanError(
                 "--fit looks at one strategy: legal with it are --batch, --seq, --precision, --memory, --reserve, "
                 "--params, --top and --json"
@@ -151,7 +157,9 @@ def plan(
         for name, value in (("prompt", prompt), ("output", output), ("concurrency", concurrency)):
             if value is not None:
                 raise ShardplanError(f"plan: --{name} with --goal {goal}; legal is --goal latency or tokens")
-        _find_training(asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, handing)
+        _find_training(
+            asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, handing, own
+        )
         return
     training = {"--fix": bool(fixed), "--placements": placements, f"--precision {precision}": precision in NARROW}
     for name in [name for name, said in training.items() if said]:
@@ -162,13 +170,14 @@ def plan(
 
 def _find_training(
     asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, batch: int, goal: str, top: int,
-    workers: int, options: dict[str, Any], as_json: bool, handing: Handing,
+    workers: int, options: dict[str, Any], as_json: bool, handing: Handing, own: OwnParts | None,
 ) -> None:  # fmt: skip
     """Search for a training step, and tell the answer."""
     from shardplan.cli.bar import progress_bar
-    from shardplan.report.plan import answer_text
+    from shardplan.report.plan import answer_text, own_text
     from shardplan.report.text import json_text
     from shardplan.simulation.searching.answer import answer_plan, find_changes
+    from shardplan.simulation.searching.own_plans import judge_own
     from shardplan.simulation.searching.search import search
 
     with worker_pool(workers) as executor, progress_bar() as tell:
@@ -185,7 +194,14 @@ def _find_training(
         answer = replace(answer, notes=notes, changes=changes)
         notes += handing.write(asked, where, judge, answer.plans[0], answer_text(answer), answer)
         answer = replace(answer, notes=notes)
-    print(json_text(answer.to_dict()) if as_json else answer_text(answer))
+        mine = None
+        if own is not None and not own.is_plain:
+            ours = [one.plan for one in answer.plans]
+            mine = judge_own(answer.judge, own, batch, options["precision"], ours)
+    if as_json:
+        print(json_text(answer.to_dict() | ({"own": mine.to_dict()} if mine else {})))
+    else:
+        print("\n\n".join([answer_text(answer), *([own_text(mine)] if mine else [])]))
 
 
 def _find_serving(model: Model, where: Topology, workers: int, options: dict[str, Any], as_json: bool) -> None:

@@ -32,7 +32,7 @@ from shardplan.report.page.page import PagePart, page_template
 from shardplan.report.page.plan_page import alternatives_table, answer_cards, movements_table
 from shardplan.report.place import ranking_text
 from shardplan.report.placement_svg import svg_placement
-from shardplan.report.plan import answer_text, strategy_words
+from shardplan.report.plan import answer_text, own_text, strategy_words
 from shardplan.report.svg import svg_picture
 from shardplan.report.timeline import timeline_text
 from shardplan.report.weights import refit_text, side_text
@@ -41,6 +41,7 @@ from shardplan.simulation.inference.serving_plans import ServingResult
 from shardplan.simulation.jobs.job_timeline import JobTimeline
 from shardplan.simulation.searching.answer import PlanAnswer
 from shardplan.simulation.searching.fit import Fit
+from shardplan.simulation.searching.own_plans import OwnAnswer
 from shardplan.simulation.searching.plans import plan_text
 from shardplan.simulation.searching.search import SearchResult
 from shardplan.simulation.step_gap import StepGap
@@ -267,6 +268,10 @@ def _answer_parts(answer: PlanAnswer) -> Parts:
     yield PagePart("Alternatives", rows=alternatives_table(answer.plans))
 
 
+def _own_parts(own: OwnAnswer) -> Parts:
+    yield PagePart("Yours among ours", text=own_text(own))
+
+
 def _fit_parts(told: Fit) -> Parts:
     cards = [
         (format_bytes(told.peak_bytes), f"of {format_bytes(told.memory)}"),
@@ -306,6 +311,7 @@ PARTS: Mapping[type, Callable[[Any], Parts]] = {
     SearchResult: _search_parts,
     ServingResult: _serving_parts,
     PlanAnswer: _answer_parts,
+    OwnAnswer: _own_parts,
     Fit: _fit_parts,
     WhyMovements: _why_parts,
     StepGap: _gap_parts,

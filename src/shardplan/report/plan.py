@@ -10,9 +10,11 @@ from dataclasses import replace
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.searching.answer import TIE, Judge, JudgedPlan, PlanAnswer, causes_text
 from shardplan.simulation.searching.fit import Fit
+from shardplan.simulation.searching.own_plans import OwnAnswer
 from shardplan.simulation.searching.plans import plan_text
 from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy_text import strategy_text
 
 WIDTH = 80
 BAR = 60
@@ -44,6 +46,20 @@ def answer_text(answer: PlanAnswer) -> str:
     why = Counter(r.why for r in found.refused)
     lines += [x for text, n in why.items() for x in wrap_text(f"{n} refused by their certificates: {text}", "")]
     return "\n".join(lines + [x for note in answer.notes for x in wrap_text(f"note: {note}", "")])
+
+
+def own_text(own: OwnAnswer) -> str:
+    """Return strategies with a schedule or tables of one's own among those of the answer, op by op."""
+    count = len(own.plans) + len(own.ours)
+    first = f"{own.called}, checked and certified: place {own.place} of {count}, all timed op by op"
+    lines = wrap_text(first, "yours     ")
+    rows = sorted([(p, "yours: ") for p in own.plans] + [(p, "") for p in own.ours], key=lambda row: row[0].seconds)
+    for plan, whose in rows:
+        cost = f"{format_seconds(plan.seconds):>10} {format_bytes(plan.peak_bytes):>9}  "
+        lines += wrap_text(f"{whose}{plan_text(plan)}", cost)
+    for one in own.refused:
+        lines += wrap_text(f"refused: {strategy_text(one.strategy)}: {one.why}", "  ")
+    return "\n".join(lines)
 
 
 def fit_text(title: str, told: Fit, one: JudgedPlan, judge: Judge, notes: tuple[str, ...] = ()) -> str:
