@@ -23,6 +23,7 @@ from shardplan.cli.options import (
     read_bytes,
     read_topology,
 )
+from shardplan.cli.own_model import is_own_model, read_own_model
 from shardplan.cli.statuses import IMPOSSIBLE
 from shardplan.errors import ParseError, ShardplanError
 
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from shardplan.strategy.asked_model import AskedModel
     from shardplan.strategy.model import Model
 
-MODEL_HELP = "A preset, with changes or without (llama3-70b,seq=4096), or a config.json or its folder."
+MODEL_HELP = (
+    "A preset, with changes or without (llama3-70b,seq=4096); a config.json or its folder; an .onnx or .pt2 file; or "
+    "module:function, which returns a torch module with its example."
+)
 GOALS = ("step", "memory", "latency", "tokens")
 CANDIDATES = 60  # strategies that an answer is chosen from
 
@@ -70,7 +74,9 @@ def plan(
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     nodes: Nodes = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence.")] = None,
-    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16, fp16; fp8 is predicted.")] = "bf16",
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="fp32, bf16 (by default), fp16; fp8 is predicted.")
+    ] = None,
     memory: Annotated[str | None, typer.Option("--memory", metavar="BYTES", help="Of a device, such as 72GB.")] = None,
     reserve: Annotated[
         str | None, typer.Option("--reserve", metavar="PERCENT", help="Of a device's memory what stays free, as 10%.")
@@ -119,7 +125,8 @@ def plan(
     from shardplan.strategy.training import PRECISIONS
 
     border.choice("plan: --goal", goal, GOALS, ShardplanError)
-    border.choice("plan: --precision", precision, (*PRECISIONS, *NARROW), ShardplanError)
+    if precision is not None:
+        border.choice("plan: --precision", precision, (*PRECISIONS, *NARROW), ShardplanError)
     if goal in ("step", "memory") and batch is None:
         raise ShardplanError("plan: no --batch; legal is one, or --goal latency or tokens")
     check_writable(resume, report)
@@ -135,8 +142,14 @@ def plan(
             name = "--report" if out is None else "--out"
             raise ShardplanError(f"plan: {name} with --goal {goal}; legal is --goal step or memory")
     where = _with_memory(read_topology(topology, nodes), memory, reserve)
-    asked = parse_model(model, seq)
-    loaded = asked.load(precision="bf16" if precision in NARROW else precision)
+    if is_own_model(model):
+        without = {"--out": out, "--report": report, "--resume": resume, "--workers": workers > 1,
+                   "--precision": precision, f"--goal {goal}": goal not in ("step", "memory")}  # fmt: skip
+        asked, loaded = read_own_model(model, seq, without)
+    else:
+        precision = precision or "bf16"
+        asked = parse_model(model, seq)
+        loaded = asked.load(precision="bf16" if precision in NARROW else precision)
     machine = None if params is None else _read_machine(params)
     own = None if fix is None else read_fixed(fix)
     fixed = {} if own is None else dict(own.fields)
@@ -218,7 +231,7 @@ def _find_serving(model: Model, where: Topology, workers: int, options: dict[str
 
 def _judge_one(
     asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, text: str, batch: int | None,
-    precision: str, top: int, as_json: bool, handing: Handing,
+    precision: str | None, top: int, as_json: bool, handing: Handing,
 ) -> None:  # fmt: skip
     """Judge one strategy: whether it fits, what it holds, how long a step takes and what bounds it."""
     from shardplan.report.plan import fit_text
@@ -273,7 +286,7 @@ def _read_machine(path: Path) -> MachineFit:
     return parse_fit(read_text(path), str(path))
 
 
-def _precision_notes(precision: str) -> tuple[str, ...]:
+def _precision_notes(precision: str | None) -> tuple[str, ...]:
     """What is said of a precision that no program runs in."""
     from shardplan.strategy.strategy import NARROW
 

@@ -76,7 +76,7 @@ def fit_text(title: str, told: Fit, one: JudgedPlan, judge: Judge, notes: tuple[
 def headline(title: str, strategy: Strategy, judge: Judge) -> str:
     """Return in a line or two what is trained, on what, and how much of it a step has."""
     fields, topology = judge.model.fields, judge.topology
-    tokens = f" x {fields['seq']:,} tokens" if "seq" in fields else ""
+    tokens = f" x {judge.tokens:,} tokens" if judge.tokens > 1 else ""
     size = f"{judge.model.parameter_count / 1e9:.3g} billion parameters"
     where = f"{topology.size:,} devices of {topology.name or 'a topology'} ({topology.describe()})"
     return (

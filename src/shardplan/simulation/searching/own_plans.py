@@ -76,7 +76,7 @@ def _object(one: RankedPlan) -> dict[str, Any]:
     return found | {"strategy": found["strategy"] | {"schedule": str(schedule)}, "text": plan_text(one)}
 
 
-def judge_own(judge: Judge, own: OwnParts, batch: int, precision: str, ours: Sequence[RankedPlan]) -> OwnAnswer:
+def judge_own(judge: Judge, own: OwnParts, batch: int, precision: str | None, ours: Sequence[RankedPlan]) -> OwnAnswer:
     """Make, check, certify and time strategies with a schedule or tables of one's own, and those of an answer.
 
     Args:
@@ -113,7 +113,7 @@ def step_seconds(judge: Judge, strategy: Strategy, layouts: Layouts | None = Non
     return simulate_job(job, where).seconds
 
 
-def _near_strategies(judge: Judge, own: OwnParts, batch: int, precision: str) -> list[Strategy]:
+def _near_strategies(judge: Judge, own: OwnParts, batch: int, precision: str | None) -> list[Strategy]:
     """The strategies that what is given leaves, of each degrees the quickest by the closed form, at most `MOST_OWN`."""
     fixed = dict(own.fields)
     if own.layouts is not None:
