@@ -42,5 +42,7 @@ def read_own_model(text: str, seq: int | None, without: Mapping[str, object]) ->
     if not isinstance(model, Model):
         raise ShardplanError(f"plan: {source} is a trace, no model")
     model = model if size is None else model.resize(seq=size)
-    kind = f"in {model.fields['dtype']}, as it is, with AdamW"
-    return AskedModel(source, model.name, {}, (f"{source} is a program of its own: {kind}",)), model
+    named = [name for name, dims in model.dims.items() if "batch" in dims and name not in model.parameters]
+    batch = f"the batch is a dim of {', '.join(named)}" if named else "no dim is called batch"
+    note = f"{source} is a program of its own: in {model.fields['dtype']}, as it is, with AdamW; {batch}"
+    return AskedModel(source, model.name, {}, (note,)), model

@@ -2,7 +2,7 @@
 
 The function is called without arguments and returns one of: a `Model`; an exported program, a closed jaxpr or an ONNX
 model; a torch module with its example, or a function of JAX with its arguments, as a pair; and any but the first with
-names of dims behind (`load`'s `names`).
+names of dims behind (`load`'s `names`). Files name no dims: the first of every input is taken for the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def load_source(text: str, *, training: bool = False) -> Model | HloTrace:
     if Path(text).suffix in FILES:
         if training and Path(text).suffix == ".hlo":
             raise ShardplanError(f"{line(text)} is a trace, no model; legal are {FILES[0]} and {FILES[1]}")
-        return load(text, **settings)
+        found = load(text, **settings)
+        return found if isinstance(found, HloTrace) else _with_batch(text, found, settings)
     made = _called(text)
     if isinstance(made, Model):
         if bool(made.fields["training"]) != training:
@@ -59,6 +60,20 @@ def load_source(text: str, *, training: bool = False) -> Model | HloTrace:
     if rest or source is None:
         raise ShardplanError(f"{line(text)} returns {excerpt(made)}; legal is {_LEGAL}")
     return load(source, names, **settings)
+
+
+def _with_batch(text: str, model: Model, settings: dict[str, Any]) -> Model:
+    """The model of a file, which names no dims, with the first of every input as the batch, where that may be."""
+    inputs = [name for name, t in (model.forward or model.program).inputs
+              if t.ndim and name not in model.parameters and name not in model.constants]  # fmt: skip
+    sizes = {model.program.types[name].shape[0] for name in inputs}
+    if len(sizes) != 1:
+        return model
+    names = {name: ("batch", *[None] * (model.program.types[name].ndim - 1)) for name in inputs}
+    try:
+        return load(text, names, **settings)
+    except ShardplanError:
+        return model
 
 
 def _is_names(value: object) -> bool:
