@@ -144,3 +144,43 @@ def test_what_is_refused(here: Path, words: list[str], said: str, capsys: pytest
     error = capsys.readouterr().err
     lines = [x for x in error.splitlines() if x.startswith("shardplan: ")]
     assert len(lines) == 1 and said in lines[0] and error.rstrip().endswith(lines[0]), error
+
+
+MESH = ["--mesh", "x=2,y=4"]
+
+
+def test_why_of_a_function_of_jax(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sum over a dim that both operands are cut along, and what annotating them otherwise does."""
+    pytest.importorskip("jax")
+    said = {"x": "f32[8@x, 16@y]", "w": "f32[16@y, 32]", "output": "f32[8@x, 32]"}
+    words = [x for name, t in said.items() for x in ("--annotate", f"{name}={t}")]
+    (moved,) = told(capsys, "why", "own_function:product", *MESH, *words)["movements"]
+    assert (moved["ops"], moved["asks"], moved["dims"]) == (["all_reduce"], "the result output",
+                                                            ["sum over y -> added"])  # fmt: skip
+    assert moved["received_bytes"] == 768 and "own_function.py:8" in moved["location"]  # 2 x 3/4 of 4 x 32 x 4 bytes
+    assert moved["remedy"]["annotations"] == {"x": "f32[8@x, 16]", "w": "f32[16, 32]"}
+    named = [x for n in said for x in ("--annotate", f"{n}={moved['remedy']['annotations'].get(n, said[n])}")]
+    assert told(capsys, "why", "own_function:product", *MESH, *named)["movements"] == []
+    assert run_command(["why", "own_function:product", *MESH, *words, "result", "output"]) == DONE
+    assert "annotating %x as f32[8@x, 16], %w as f32[16, 32]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["own_function:product"], "annotations of no mesh; legal is one, as mesh='x=4,y=2' or of the types"),
+        (["own_function:product", *MESH, "--annotate", "x"], "--annotate 'x'; legal is NAME=TYPE"),
+        (["own_function:product", *MESH, "--annotate", "v=f32[4]"], "there is no 'v'; legal are x, w, output"),
+        (["own_function:product", "--measured", "t.json"], "--measured with own_function:product"),
+        (["own.hlo"], "own.hlo is a trace, and takes as long as its links; legal is with --on"),
+        (["own.hlo", *ON, *MESH], "a trace; legal is --on"),
+        (["nowhere", *MESH], "--mesh with nowhere; legal is a program of one's own with it"),
+    ],
+)
+def test_what_why_refuses(here: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jax")
+    (here / "own.hlo").write_text("HloModule x, num_partitions=8\n\nENTRY %main (p: f32[4]) -> f32[4] {\n"
+                                  "  ROOT %p = f32[4]{0} parameter(0)\n}\n")  # fmt: skip
+    assert run_command(["why", *words]) == MISTAKE
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1, error
