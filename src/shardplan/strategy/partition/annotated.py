@@ -154,9 +154,10 @@ def _pins(program: Program) -> Iterator[tuple[str, Layout]]:
 
 def _pinned_program(program: Program, annotations: Annotations) -> Program:
     """A program in which values that it pins are pinned as annotations say."""
+    pins = {name for name, _ in _pins(program)}
     steps = list(program.steps)
     for k, step in enumerate(steps):
         said = annotations.types.get(step.results[0])
-        if isinstance(step.op, Pin) and said is not None:
+        if step.results[0] in pins and said is not None:
             steps[k] = replace(step, op=Pin(Layout(said.layout.dims)))
     return Program(program.inputs, steps, program.outputs)
