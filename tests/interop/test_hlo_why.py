@@ -69,3 +69,12 @@ def test_what_may_be_hidden_is_said() -> None:
     told = hlo_why_text(hlo_movements(HloTrace.parse(MODULE), "dgx-h100"))
     assert told.count("XLA may hide it") == 1 and told.count("nothing hides it") == 1
     assert "where    model.py:8 (f)" in told and "asked    jit(f)/add" in told
+
+
+def test_those_that_are_alike_are_one() -> None:
+    gather = next(line for line in MODULE.splitlines() if "%all-gather = " in line)
+    again = gather.replace("%all-gather = ", "%again = ")
+    trace = HloTrace.parse(MODULE.replace(gather, f"{gather}\n{again}"))
+    (twice,) = (m for m in hlo_movements(trace, "dgx-h100") if m.runs == 2)
+    (once,) = (m for m in hlo_movements(HloTrace.parse(MODULE), "dgx-h100") if m.kind == twice.kind and not m.hidden)
+    assert (twice.seconds, twice.received_bytes) == (2 * once.seconds, 2 * once.received_bytes)

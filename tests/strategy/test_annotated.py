@@ -60,6 +60,16 @@ def test_any_annotations_compute_the_same(said: dict[str, Any], pin: Any, seed: 
         assert then.settled.seconds - job.settled.seconds == pytest.approx(remedy.more, abs=1e-12)
 
 
+@pytest.mark.parametrize("dims", [(("y",), ("x",)), (("x",), ("y",)), ((), ("y", "x")), (("y", "x"), ())])
+def test_what_is_wanted_of_the_result_is_made_so(dims: Any) -> None:
+    """Of inputs that all devices have nothing is moved, however the result is to lie."""
+    model = two_products()
+    job = partition_annotated(model, read_annotations(model, {"out": sp.TensorType("f64", (8, 8), dims, MESH)}))
+    moved = [m.plan.certificate.received_bytes for m in job.movements[0, "F"]]
+    assert not any(map(any, moved)), job.programs[0, "F"]
+    assert not any(m.by == "the result out" for m in job.movements[0, "F"])
+
+
 def test_why_tells_of_all_that_is_moved() -> None:
     model = two_products()
     types = {"a": "f64[8@x, 8]", "b": "f64[8, 8@y]", "c": "f64[8@y, 8]", "out": "f64[8@x, 8@y]"}
