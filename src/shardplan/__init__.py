@@ -7,6 +7,7 @@ from its room when it is first used, so `import shardplan` costs next to nothing
 Rooms, each of which imports from those above it only:
 
 - `errors`      what a user can cause, as exceptions
+- `notebook`    what a notebook shows of a value: the room that draws it, `report`, is said here
 - `core`        meshes, layouts, types, ops and programs, and what they mean
 - `hardware`    topologies, placements, and what communication costs on them
 - `plans`       a program with its certificate and its price, as a value and as a file
@@ -27,6 +28,8 @@ import atexit
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from shardplan.notebook import draw_with
 
 if TYPE_CHECKING:
     from shardplan.core.layout import Layout
@@ -163,6 +166,13 @@ def _tell_ranks() -> None:
     """Where an exception ends a rank of MPI before it has run a program, others may wait for it: they are told."""
     if hasattr(sys, "last_value") and "mpi4py.MPI" in sys.modules:
         import_module("shardplan.execution.mpi.run").end()
+
+
+def _drawn(value: object) -> str | None:
+    return import_module("shardplan.report.notebook").notebook_markup(value)
+
+
+draw_with(_drawn)
 
 
 def __getattr__(name: str) -> Any:

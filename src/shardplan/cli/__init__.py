@@ -8,6 +8,8 @@ What the commands print is made in `report`. Reading order:
 - `plans`          the commands about plans: redistribute, check, show, run
 - `simulating`     the command simulate
 - `searching`      the command plan
+- `fixed`          what plan --fix is given
+- `own_model`      a program of one's own, where a command takes a model
 - `handing`        what plan --out and --report write
 - `plan_folder`    what check, show and run do with what plan --out wrote
 - `why`            the command why: who asks for a movement; why a measured step is longer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardplan.cli.fixed import read_fixed
 from shardplan.cli.handing import Handing
 from shardplan.cli.options import (
     Json,
@@ -22,6 +23,7 @@ from shardplan.cli.options import (
     read_bytes,
     read_topology,
 )
+from shardplan.cli.own_model import is_own_model, read_own_model
 from shardplan.cli.statuses import IMPOSSIBLE
 from shardplan.errors import ParseError, ShardplanError
 
@@ -31,10 +33,14 @@ if TYPE_CHECKING:
     from shardplan.hardware.topology import Topology
     from shardplan.simulation.closed.machines import MachineFit
     from shardplan.simulation.searching.answer import Judge
+    from shardplan.simulation.searching.own_plans import OwnParts
     from shardplan.strategy.asked_model import AskedModel
     from shardplan.strategy.model import Model
 
-MODEL_HELP = "A preset, with changes or without (llama3-70b,seq=4096), or a config.json or its folder."
+MODEL_HELP = (
+    "A preset, with changes or without (llama3-70b,seq=4096); a config.json or its folder; an .onnx or .pt2 file; or "
+    "module:function, which returns a torch module with its example."
+)
 GOALS = ("step", "memory", "latency", "tokens")
 CANDIDATES = 60  # strategies that an answer is chosen from
 
@@ -68,7 +74,9 @@ def plan(
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     nodes: Nodes = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence.")] = None,
-    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16, fp16; fp8 is predicted.")] = "bf16",
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="fp32, bf16 (by default), fp16; fp8 is predicted.")
+    ] = None,
     memory: Annotated[str | None, typer.Option("--memory", metavar="BYTES", help="Of a device, such as 72GB.")] = None,
     reserve: Annotated[
         str | None, typer.Option("--reserve", metavar="PERCENT", help="Of a device's memory what stays free, as 10%.")
@@ -78,7 +86,9 @@ def plan(
     ] = None,
     fix: Annotated[
         str | None,
-        typer.Option("--fix", metavar="STRATEGY", help="What is given, as 'tp=8 zero=1'; the rest is found."),
+        typer.Option(
+            "--fix", metavar="STRATEGY", help="What is given, 'tp=8 zero=1'; schedule=FILE.csv, layouts=FILE."
+        ),
     ] = None,
     goal: Annotated[
         str, typer.Option("--goal", "--objective", help="step, memory, or of a model that serves latency or tokens.")
@@ -112,11 +122,11 @@ def plan(
     from shardplan.core import border
     from shardplan.strategy.asked_model import parse_model
     from shardplan.strategy.strategy import NARROW
-    from shardplan.strategy.strategy_text import strategy_fields
     from shardplan.strategy.training import PRECISIONS
 
     border.choice("plan: --goal", goal, GOALS, ShardplanError)
-    border.choice("plan: --precision", precision, (*PRECISIONS, *NARROW), ShardplanError)
+    if precision is not None:
+        border.choice("plan: --precision", precision, (*PRECISIONS, *NARROW), ShardplanError)
     if goal in ("step", "memory") and batch is None:
         raise ShardplanError("plan: no --batch; legal is one, or --goal latency or tokens")
     check_writable(resume, report)
@@ -132,13 +142,22 @@ def plan(
             name = "--report" if out is None else "--out"
             raise ShardplanError(f"plan: {name} with --goal {goal}; legal is --goal step or memory")
     where = _with_memory(read_topology(topology, nodes), memory, reserve)
-    asked = parse_model(model, seq)
-    loaded = asked.load(precision="bf16" if precision in NARROW else precision)
+    if is_own_model(model):
+        without = {"--out": out, "--report": report, "--resume": resume, "--workers": workers > 1,
+                   "--precision": precision, f"--goal {goal}": goal not in ("step", "memory")}  # fmt: skip
+        asked, loaded = read_own_model(model, seq, without)
+    else:
+        precision = precision or "bf16"
+        asked = parse_model(model, seq)
+        loaded = asked.load(precision="bf16" if precision in NARROW else precision)
     machine = None if params is None else _read_machine(params)
-    fixed = {} if fix is None else strategy_fields(fix)
+    own = None if fix is None else read_fixed(fix)
+    fixed = {} if own is None else dict(own.fields)
+    if own is not None and not own.is_plain and goal != "step":
+        raise ShardplanError(f"plan: --fix {own.called} with --goal {goal}; legal is --goal step")
     if fit is not None:
         served = prompt is not None or output is not None or concurrency is not None
-        if resume is not None or workers > 1 or no_prune or placements or fixed or goal != "step" or served:
+        if resume is not None or workers > 1 or no_prune or placements or own or goal != "step" or served:
             raise ShardplanError(
                 "--fit looks at one strategy: legal with it are --batch, --seq, --precision, --memory, --reserve, "
                 "--params, --top and --json"
@@ -151,7 +170,9 @@ def plan(
         for name, value in (("prompt", prompt), ("output", output), ("concurrency", concurrency)):
             if value is not None:
                 raise ShardplanError(f"plan: --{name} with --goal {goal}; legal is --goal latency or tokens")
-        _find_training(asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, handing)
+        _find_training(
+            asked, loaded, where, machine, int(batch or 1), goal, top, workers, options, as_json, handing, own
+        )
         return
     training = {"--fix": bool(fixed), "--placements": placements, f"--precision {precision}": precision in NARROW}
     for name in [name for name, said in training.items() if said]:
@@ -162,13 +183,14 @@ def plan(
 
 def _find_training(
     asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, batch: int, goal: str, top: int,
-    workers: int, options: dict[str, Any], as_json: bool, handing: Handing,
+    workers: int, options: dict[str, Any], as_json: bool, handing: Handing, own: OwnParts | None,
 ) -> None:  # fmt: skip
     """Search for a training step, and tell the answer."""
     from shardplan.cli.bar import progress_bar
-    from shardplan.report.plan import answer_text
+    from shardplan.report.plan import answer_text, own_text
     from shardplan.report.text import json_text
     from shardplan.simulation.searching.answer import answer_plan, find_changes
+    from shardplan.simulation.searching.own_plans import judge_own
     from shardplan.simulation.searching.search import search
 
     with worker_pool(workers) as executor, progress_bar() as tell:
@@ -185,7 +207,14 @@ def _find_training(
         answer = replace(answer, notes=notes, changes=changes)
         notes += handing.write(asked, where, judge, answer.plans[0], answer_text(answer), answer)
         answer = replace(answer, notes=notes)
-    print(json_text(answer.to_dict()) if as_json else answer_text(answer))
+        mine = None
+        if own is not None and not own.is_plain:
+            ours = [one.plan for one in answer.plans]
+            mine = judge_own(answer.judge, own, batch, options["precision"], ours)
+    if as_json:
+        print(json_text(answer.to_dict() | ({"own": mine.to_dict()} if mine else {})))
+    else:
+        print("\n\n".join([answer_text(answer), *([own_text(mine)] if mine else [])]))
 
 
 def _find_serving(model: Model, where: Topology, workers: int, options: dict[str, Any], as_json: bool) -> None:
@@ -202,7 +231,7 @@ def _find_serving(model: Model, where: Topology, workers: int, options: dict[str
 
 def _judge_one(
     asked: AskedModel, model: Model, where: Topology, machine: MachineFit | None, text: str, batch: int | None,
-    precision: str, top: int, as_json: bool, handing: Handing,
+    precision: str | None, top: int, as_json: bool, handing: Handing,
 ) -> None:  # fmt: skip
     """Judge one strategy: whether it fits, what it holds, how long a step takes and what bounds it."""
     from shardplan.report.plan import fit_text
@@ -257,7 +286,7 @@ def _read_machine(path: Path) -> MachineFit:
     return parse_fit(read_text(path), str(path))
 
 
-def _precision_notes(precision: str) -> tuple[str, ...]:
+def _precision_notes(precision: str | None) -> tuple[str, ...]:
     """What is said of a precision that no program runs in."""
     from shardplan.strategy.strategy import NARROW
 

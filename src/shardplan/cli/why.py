@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.cli.options import Json
-from shardplan.errors import ParseError, ShardplanError, line
+from shardplan.cli.options import AnyTopology, Json, Nodes, read_topology
+from shardplan.errors import ParseError, ShardplanError, excerpt, line
+
+if TYPE_CHECKING:
+    from shardplan.hardware.topology import Topology
 
 
 def why(
-    what: Annotated[Path, typer.Argument(metavar="PLAN", help="What plan --out wrote: the folder, or its plan.json.")],
+    what: Annotated[
+        str, typer.Argument(metavar="PLAN|PROGRAM", help="What plan --out wrote; a .pt2, .onnx, .hlo; module:function.")
+    ],
     where: Annotated[
         list[str] | None, typer.Argument(metavar="WHERE", help="Words that a movement is told with: stage 0 B, loss.")
+    ] = None,
+    topology: AnyTopology = None,
+    nodes: Nodes = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="MESH", help="Of a program: axes and sizes, x=4,y=2.")
+    ] = None,
+    annotate: Annotated[
+        list[str] | None,
+        typer.Option("--annotate", metavar="NAME=TYPE", help="How an input or a result lies: 'a=f32[16@x, 16]'."),
     ] = None,
     measured: Annotated[
         list[Path] | None,
@@ -25,6 +40,7 @@ def why(
     as_json: Json = False,
 ) -> None:
     """Say of every movement who asks for it, what it costs and what removes it; or why a measured step is longer."""
+    from shardplan.interop.importers.source_text import is_source
     from shardplan.launches.handover.handed_job import job_of
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.report.text import json_text
@@ -32,9 +48,6 @@ def why(
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.why import why as movements_of
 
-    plan = find_handed(what)
-    if plan is None:
-        raise ParseError(f"{line(what)} is no folder or plan.json that plan --out wrote")
     if step is not None and not measured:
         raise ShardplanError("why: --step is of traces; legal with it is --measured")
     if measured and where:
@@ -42,13 +55,55 @@ def why(
     if top is not None and (measured or as_json):
         other = "--measured, which tells no movement" if measured else "--json, which has every movement in full"
         raise ShardplanError(f"why: --top {top} with {other}; legal is one of them")
-    job, topology = job_of(plan)
+    words = " ".join(where or ())
+    if is_source(what):
+        if measured:
+            raise ShardplanError(f"why: --measured with {line(what)}; legal is what plan --out wrote")
+        _why_program(what, words, read_topology(topology, nodes), mesh, annotate or [], top or SHOWN, as_json)
+        return
+    for name, given in (("--on", topology), ("--nodes", nodes), ("--mesh", mesh), ("--annotate", annotate)):
+        if given:
+            raise ShardplanError(f"why: {name} with {line(what)}; legal is a program of one's own with it")
+    plan = find_handed(Path(what))
+    if plan is None:
+        raise ParseError(f"{line(what)} is no folder or plan.json that plan --out wrote, and no program")
+    job, machine = job_of(plan)
     if measured:
         from shardplan.simulation.jobs.kineto import read_kineto
         from shardplan.simulation.step_gap import step_gap
 
-        gap = step_gap(simulate(job, topology), read_kineto(measured, step))
+        gap = step_gap(simulate(job, machine), read_kineto(measured, step))
         print(json_text(gap.to_dict()) if as_json else gap_text(gap))
         return
-    found = movements_of(job, topology).select(" ".join(where or ()))
+    found = movements_of(job, machine).select(words)
     print(json_text(why_object(found)) if as_json else why_text(found, top or SHOWN))
+
+
+def _why_program(
+    what: str, words: str, where: Topology | None, mesh: str | None, annotate: Sequence[str], top: int, as_json: bool
+) -> None:
+    """Say it of a program with annotations, or of a module that XLA compiled."""
+    from shardplan.interop.hlo_trace import HloTrace
+    from shardplan.interop.hlo_why import hlo_movements, hlo_why_text
+    from shardplan.interop.importers.source_text import load_source
+    from shardplan.report.text import json_text
+    from shardplan.report.why import why_object, why_text
+    from shardplan.simulation.why import why as movements_of
+
+    source = load_source(what)
+    if isinstance(source, HloTrace):
+        if words or mesh or annotate:
+            raise ShardplanError(f"why: words, --mesh or --annotate with {line(what)}, a trace; legal is --on")
+        if where is None:
+            raise ShardplanError(f"why: {line(what)} is a trace, and takes as long as its links; legal is with --on")
+        told = hlo_movements(source, where)
+        print(json_text({"movements": [m.to_dict() for m in told]}) if as_json else hlo_why_text(told, top))
+        return
+    said: dict[str, str] = {}
+    for one in annotate:
+        name, equals, text = one.partition("=")
+        if not equals or name.strip() in said:
+            raise ParseError(f"why: --annotate {excerpt(one)}; legal is NAME=TYPE, each name once: 'a=f32[16@x, 16]'")
+        said[name.strip()] = text.strip()
+    found = movements_of(source, where, said, mesh).select(words)
+    print(json_text(why_object(found)) if as_json else why_text(found, top))

@@ -46,7 +46,7 @@ Words, here and in every room:
 - *member*: k-th of a group of a collective, in the order of the group's axes, major to minor;
 - *rank*: a process; *position*: an index along a dim, or of a character in a text.
 
-This room imports numpy, ml_dtypes and the errors, and nothing else of the package.
+This room imports numpy, ml_dtypes, the errors and `notebook`, and nothing else of the package.
 """
 
 from shardplan.core.ops import OPS as OPS  # so that text names every op

@@ -20,6 +20,7 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import program_text
 from shardplan.errors import ShardplanError, TypingError, excerpt
+from shardplan.notebook import notebook_html
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -39,6 +40,8 @@ class Program:
     steps: tuple[Step, ...]
     outputs: tuple[str, ...]
     types: Mapping[str, TensorType] = field(compare=False, hash=False)
+
+    _repr_html_ = notebook_html
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from shardplan.core.layout import Layout, Spec, make_layout, scan_suffix
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import AXIS, Scanner, axes_text
 from shardplan.errors import LayoutError, excerpt
+from shardplan.notebook import notebook_html
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False, eq=False)
@@ -44,6 +45,8 @@ class TensorType:
     atoms: tuple[tuple[int, ...], ...] = field(compare=False)
     even: tuple[bool, ...] = field(compare=False)
     _hash: int = field(compare=False)
+
+    _repr_html_ = notebook_html
 
     def __init__(
         self,

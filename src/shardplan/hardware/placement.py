@@ -26,6 +26,7 @@ from shardplan.core.tensor import mesh_of
 from shardplan.errors import ParseError, TopologyError, excerpt
 from shardplan.hardware.digit_order import Digit, level_digits, level_orders, normal_order
 from shardplan.hardware.topology import Topology, topology_of
+from shardplan.notebook import notebook_html
 
 Matrix = tuple[tuple[int, ...], ...]
 Order = tuple[tuple[str, ...], ...]
@@ -49,6 +50,8 @@ class Placement:
     topology: Topology
     matrix: Matrix
     order: Order = ()
+
+    _repr_html_ = notebook_html
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", mesh_of("mesh", self.mesh))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, excerpt
 from shardplan.interop.hlo_groups import Groups, integer, integers_in, parse_groups
+from shardplan.interop.hlo_places import SourcePlaces
 from shardplan.simulation.script import Script, ScriptRound, Stage, abreast
 from shardplan.simulation.scripts import stages_of
 
@@ -50,6 +51,10 @@ class HloCollective:
     operand_bytes: int  # of all operands together, on one device
     output_bytes: int  # of all results together, on one device
     name: str  # of the instruction
+    op: str = field(default="", compare=False)  # the operation of the source that it is of, as XLA calls it
+    place: str = field(default="", compare=False)  # where that is
+    shapes: tuple[str, str] = field(default=("", ""), compare=False)  # of all operands, and of the result
+    is_async: bool = field(default=False, compare=False)  # whether it is begun, and waited for later
 
     @property
     def moved_bytes(self) -> int:
@@ -132,6 +137,7 @@ class _Instruction:
 class _Module:
     computations: dict[str, tuple[_Instruction, ...]]  # by name
     entry: str  # the name of the one that runs
+    places: SourcePlaces
 
 
 def _collectives(
@@ -153,7 +159,7 @@ def _collectives(
     for instruction in instructions:
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            out.append(_collective(kind, instruction, shapes, devices))
+            out.append(_collective(kind, instruction, shapes, devices, module.places))
         elif kind in _UNREAD:
             raise ParseError(
                 f"instruction {instruction.name!r}: no byte count is known for {kind!r}; known are "
@@ -177,7 +183,9 @@ def _collectives(
     return out
 
 
-def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], devices: int) -> HloCollective:
+def _collective(
+    kind: str, instruction: _Instruction, shapes: dict[str, str], devices: int, places: SourcePlaces
+) -> HloCollective:
     attributes = instruction.attributes
     pairs = _PAIRS.search(attributes)
     output = instruction.shape
@@ -188,7 +196,9 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
                 f"instruction {excerpt(instruction.name)} has the shape {excerpt(output)}; legal is a tuple"
             )
         output = parts[1]
-    operands = sum(sum(_sizes(_operand_shape(operand, shapes))) for operand in instruction.operands)
+    given = [_operand_shape(operand, shapes) for operand in instruction.operands]
+    operands = sum(map(sum, map(_sizes, given)))
+    op, place = places.place(attributes)
     permute = kind == "collective-permute"
     ids = integers_in(pairs[1]) if pairs else ()
     groups = () if permute else parse_groups(attributes, devices)
@@ -203,7 +213,16 @@ def _collective(kind: str, instruction: _Instruction, shapes: dict[str, str], de
         operand_bytes=operands,
         output_bytes=sum(_sizes(output)),
         name=instruction.name,
+        op=op,
+        place=place,
+        shapes=(", ".join(map(_plain_shape, given)), _plain_shape(output)),
+        is_async=instruction.opcode.endswith("-start"),
     )
+
+
+def _plain_shape(shape: str) -> str:
+    """A shape without the order of its dims in memory."""
+    return re.sub(r"\{[^{}]*\}", "", shape)
 
 
 def _operand_shape(operand: str, shapes: dict[str, str]) -> str:
@@ -257,7 +276,7 @@ def _read(text: str) -> _Module:
             lines.append(_instruction(stripped))
     if not entry:
         raise ParseError("not the text of an HLO module: it has no ENTRY computation")
-    return _Module(computations, entry)
+    return _Module(computations, entry, SourcePlaces.parse(text))
 
 
 def _instruction(line: str) -> _Instruction:

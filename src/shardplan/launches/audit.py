@@ -35,6 +35,7 @@ from shardplan.movement.placing.demand import demand_pattern
 from shardplan.movement.placing.place import candidates, outermost
 from shardplan.movement.placing.placement_price import SAME, Placed, rank_placements
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
+from shardplan.notebook import notebook_html
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -72,6 +73,8 @@ class Audit:
     causes: tuple[str, ...]  # sentences, one for each demand that loses, the worst first; else why none does
     fix: Fix | None  # how to launch `best`; None where less than `ADVISED` is to be gained
     inside: tuple[tuple[str, str], ...] = ()  # axes that are to stay inside a unit of a level
+
+    _repr_html_ = notebook_html
 
     @property
     def placement(self) -> Placement | None:

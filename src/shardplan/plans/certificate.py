@@ -22,6 +22,7 @@ from shardplan.errors import CertificateError, ShardplanError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.plans.nominal import nominal_bound
 from shardplan.plans.pricing import Where, fabric_of, price_program, seconds_bound
 
@@ -66,6 +67,8 @@ class Certificate:
     lower_bound_seconds: float
     algorithm: str = "auto"
     least_seconds: float | None = None
+
+    _repr_html_ = notebook_html
 
     @property
     def summary(self) -> str:

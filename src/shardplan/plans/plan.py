@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, excerpt
+from shardplan.notebook import notebook_html
 from shardplan.plans.certificate import Certificate
 from shardplan.plans.plan_file import annotate_steps, load_plan, save_plan
 
@@ -27,6 +28,8 @@ class Plan:
     certificate: Certificate
     _issued: Callable[[], Certificate] = field(init=False, repr=False, compare=False)
     _better: Callable[[], str] = field(default=str, repr=False, compare=False)  # of none it is known: `str()` is empty
+
+    _repr_html_ = notebook_html
 
     def __post_init__(self) -> None:
         """Refuse what is no program or no certificate."""

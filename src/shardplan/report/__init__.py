@@ -18,5 +18,7 @@ name for. Reading order:
 - `weights`              what the commands about weights print
 - `lab_text`             what the commands of the lab print
 - `lab_picture`          what they draw
+- `page`                 reports as one file of HTML
+- `notebook`             what a notebook shows of a value: parts of its report
 - `text`                 what the commands about plans print, and the JSON of all
 """

@@ -10,9 +10,11 @@ from dataclasses import replace
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.simulation.searching.answer import TIE, Judge, JudgedPlan, PlanAnswer, causes_text
 from shardplan.simulation.searching.fit import Fit
+from shardplan.simulation.searching.own_plans import OwnAnswer
 from shardplan.simulation.searching.plans import plan_text
 from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy_text import strategy_text
 
 WIDTH = 80
 BAR = 60
@@ -46,6 +48,20 @@ def answer_text(answer: PlanAnswer) -> str:
     return "\n".join(lines + [x for note in answer.notes for x in wrap_text(f"note: {note}", "")])
 
 
+def own_text(own: OwnAnswer) -> str:
+    """Return strategies with a schedule or tables of one's own among those of the answer, op by op."""
+    count = len(own.plans) + len(own.ours)
+    first = f"{own.called}, checked and certified: place {own.place} of {count}, all timed op by op"
+    lines = wrap_text(first, "yours     ")
+    rows = sorted([(p, "yours: ") for p in own.plans] + [(p, "") for p in own.ours], key=lambda row: row[0].seconds)
+    for plan, whose in rows:
+        cost = f"{format_seconds(plan.seconds):>10} {format_bytes(plan.peak_bytes):>9}  "
+        lines += wrap_text(f"{whose}{plan_text(plan)}", cost)
+    for one in own.refused:
+        lines += wrap_text(f"refused: {strategy_text(one.strategy)}: {one.why}", "  ")
+    return "\n".join(lines)
+
+
 def fit_text(title: str, told: Fit, one: JudgedPlan, judge: Judge, notes: tuple[str, ...] = ()) -> str:
     """Return whether a strategy fits, how long a step takes and what bounds it, and near ones that fit."""
     peak, memory = format_bytes(told.peak_bytes), format_bytes(told.memory)
@@ -60,7 +76,7 @@ def fit_text(title: str, told: Fit, one: JudgedPlan, judge: Judge, notes: tuple[
 def headline(title: str, strategy: Strategy, judge: Judge) -> str:
     """Return in a line or two what is trained, on what, and how much of it a step has."""
     fields, topology = judge.model.fields, judge.topology
-    tokens = f" x {fields['seq']:,} tokens" if "seq" in fields else ""
+    tokens = f" x {judge.tokens:,} tokens" if judge.tokens > 1 else ""
     size = f"{judge.model.parameter_count / 1e9:.3g} billion parameters"
     where = f"{topology.size:,} devices of {topology.name or 'a topology'} ({topology.describe()})"
     return (

@@ -10,6 +10,7 @@ from shardplan.report.plan import wrap_text
 from shardplan.report.text import table
 from shardplan.simulation.step_gap import StepGap
 from shardplan.simulation.why import MovementWhy, WhyMovements
+from shardplan.strategy.partition.remedies import AnnotationRemedy
 
 SHOWN = 8  # movements told in full
 FELT = 1e-3  # of a step: what takes less is told in a line together
@@ -54,10 +55,16 @@ def remedy_text(m: MovementWhy) -> str:
         if m.wanted.mesh != m.made.mesh:
             return "fewer stages"
         return "nothing within the tables: both ends are as they say"
+    if isinstance(m.remedy, AnnotationRemedy):
+        said = ", ".join(f"%{name} as {t}" for name, t in m.remedy.types.items())
+        return f"annotating {said}: {_change_text(m.remedy.more)} a step"
     role = "who asks" if m.remedy.role == "asks" else "who makes it"
-    more = m.remedy.more
-    cost = f"{format_seconds(more)} more a microbatch" if more > 0 else f"{format_seconds(-more)} less a microbatch"
+    cost = f"{_change_text(m.remedy.more)} a microbatch"
     return f"{role}, {m.remedy.by}, {m.remedy.option} over {m.remedy.axis}: {cost}"
+
+
+def _change_text(more: float) -> str:
+    return f"{format_seconds(abs(more))} {'more' if more > 0 else 'less'}"
 
 
 def why_object(found: WhyMovements) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from shardplan.core.pattern import Messages
 from shardplan.errors import ShardplanError
+from shardplan.notebook import notebook_html
 from shardplan.simulation.jobs.job_timeline import JobTimeline
 from shardplan.simulation.jobs.kineto import KINDS
 from shardplan.simulation.jobs.messages import MESSAGES
@@ -59,6 +60,8 @@ class StepGap:
     exposed: tuple[float, float]  # predicted, measured; seconds of a device
     idle: tuple[float, float]
     stragglers: tuple[Straggler, ...]
+
+    _repr_html_ = notebook_html
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as an object of JSON."""

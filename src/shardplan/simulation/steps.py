@@ -68,7 +68,11 @@ def simulate_step(
     check_options(model, strategy)
     own = strategy.schedule if isinstance(strategy.schedule, Schedule) else None
     form = _form_of(model, where, params or of_machine(where))
-    columns = Configurations.of([strategy])
+    # A schedule of one's own has no formula: what its passes take is that of a named one of as many chunks.
+    chunks = strategy.interleave or 1
+    plain = "zb-h1" if own is not None and any(a.kind == "W" for row in own.ranks for a in row if a) else "1f1b"
+    named = strategy if own is None else replace(strategy, schedule="interleaved" if chunks > 1 else plain)
+    columns = Configurations.of([named])
     out = form(columns)
     peak = int(out.peak_bytes[0])
     if fidelity == "closed" and own is None:

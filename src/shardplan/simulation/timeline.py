@@ -22,6 +22,7 @@ import numpy as np
 
 from shardplan.errors import ShardplanError
 from shardplan.hardware.units import format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
 from shardplan.simulation.trace import read_traces, save_traces
 
@@ -51,6 +52,8 @@ class Timeline:
     source: str = "predicted"  # or `measured`
     title: str = ""  # for people: where it comes from
     seconds: float = field(init=False, compare=False)  # the makespan: the end of the last interval
+
+    _repr_html_ = notebook_html
 
     def __post_init__(self) -> None:
         """Check the invariants."""

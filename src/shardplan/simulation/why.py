@@ -7,23 +7,28 @@ runs. Stages that run one program say the same, and are one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, excerpt
-from shardplan.plans.pricing import Where
+from shardplan.notebook import notebook_html
+from shardplan.plans.pricing import Where, where_of
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.jobs.messages import MESSAGES
 from shardplan.simulation.jobs.spans import joined, length, uncovered_stretches
 from shardplan.simulation.jobs.streams import OpSpan
 from shardplan.simulation.jobs.timing import COMPUTE
+from shardplan.strategy.model import Model
 from shardplan.strategy.partition.alternatives import Alternative
+from shardplan.strategy.partition.annotated import partition_annotated, read_annotations
 from shardplan.strategy.partition.job import Job
+from shardplan.strategy.partition.remedies import AnnotationRemedy, annotation_remedies
 from shardplan.strategy.partition.write import Movement
 
 
@@ -34,7 +39,7 @@ class MovementWhy:
     Args:
         stages: Which they are.
         action: Whose program it is in: F, B, I, W, OPT; of what goes to other stages the action that makes it.
-        place: Where in the model: `layers` in a body, else the empty text.
+        place: Where in the model: `layers` in a body; of a program where its source has what asks.
         value: What moves, as the program calls it.
         asks: Who wants it: a step with its op, a table, an update.
         dims: What is asked otherwise than it is made, a dim a text: `sequence tensor -> whole`.
@@ -46,7 +51,8 @@ class MovementWhy:
         received_bytes: In a step, at the worst device.
         seconds: In a step.
         exposed_seconds: Of them those beside which the device computes nothing.
-        remedy: The cheapest option of the choices at its ends that removes it, in the seconds of a microbatch.
+        remedy: What removes it: of a program the annotations with which all takes least, else the cheapest option of
+            the choices at its ends, in the seconds of a microbatch.
     """
 
     stages: tuple[int, ...]
@@ -63,7 +69,7 @@ class MovementWhy:
     received_bytes: int
     seconds: float
     exposed_seconds: float
-    remedy: Alternative | None
+    remedy: Alternative | AnnotationRemedy | None
 
     @property
     def location(self) -> str:
@@ -75,7 +81,8 @@ class MovementWhy:
     def to_dict(self) -> dict[str, Any]:
         """Return it as an object of JSON."""
         names = ("action", "place", "value", "asks", "runs", "received_bytes", "seconds", "exposed_seconds", "location")
-        remedy = None if self.remedy is None else self.remedy._asdict()
+        told = self.remedy.to_dict() if isinstance(self.remedy, AnnotationRemedy) else None
+        remedy = told if told or self.remedy is None else self.remedy._asdict()
         said = {"stages": list(self.stages), "dims": list(self.dims), "ops": list(self.ops), "remedy": remedy}
         return {k: getattr(self, k) for k in names} | said | {"made": str(self.made), "wanted": str(self.wanted)}
 
@@ -85,6 +92,8 @@ class WhyMovements(NamedTuple):
 
     movements: tuple[MovementWhy, ...]
     timeline: JobTimeline
+
+    _repr_html_ = notebook_html
 
     def select(self, where: str) -> WhyMovements:
         """Return those of a place: all words are in what is said of them; raises `ShardplanError` where none is."""
@@ -100,25 +109,45 @@ def _words_of(m: MovementWhy) -> str:
     return " ".join((m.location, m.value, m.asks, *m.dims, *m.ops, str(m.made), str(m.wanted))).lower()
 
 
-def why(job: Job, topology: Where | str | None = None) -> WhyMovements:
-    """Return why a job moves what it moves, the most exposed seconds first.
+def why(
+    job: Job | Model, topology: Where | str | None = None, annotations: Mapping[str, Any] | None = None,
+    mesh: Mesh | str | None = None,
+) -> WhyMovements:  # fmt: skip
+    """Return why a job, or an annotated program, moves what it moves, the most exposed seconds first.
 
     Args:
-        job: Of `partition`; its model may come from a program of torch, JAX or ONNX.
-        topology: On what it runs: a topology or its text, or a placement; by default what it was partitioned for.
+        job: Of `partition`; or a model of `load`: a program of JAX, torch or ONNX with its annotations.
+        topology: On what it runs: a topology or its text, or a placement; by default what a job was partitioned for,
+            of a program a nominal switch.
+        annotations: Of a program by the name of an input, a result or a pinned value how it lies: a type, its text, or
+            a JAX sharding. What `in_shardings`, `out_shardings` and constraints of its source say is known.
+        mesh: Of a program the mesh, where they do not have it.
 
-    Raises `LayoutError` where it is no job, and as `simulate` does.
+    Raises `LayoutError` where it is neither, and for annotations that do not fit it, and as `simulate` does.
 
-    >>> from shardplan import Model, Strategy, partition
+    >>> from shardplan import Strategy, partition
     >>> model = Model.load("llama", layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, seq=16, vocab=64)
     >>> first = why(partition(model, Strategy(tensor=2))).movements[0]
     >>> first.ops, first.action, first.place, first.dims
     (('all_reduce',), 'F', 'layers', ('sum over tensor -> added',))
     """
+    if isinstance(job, Model):
+        where = where_of("why: topology", topology)
+        said = read_annotations(job, annotations, mesh)
+        made = partition_annotated(job, said, where)
+        remedies = annotation_remedies(made, said, where)
+        line = simulate_job(made, made.settled.prices.fabric.topology if where is None else where)
+        rows = [replace(m, remedy=remedies.get((m.value, m.asks), m.remedy)) for m in _movements(line)]
+        return _ranked_movements(rows, line)
     if not isinstance(job, Job):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise LayoutError(f"why: {excerpt(job)}; legal is a Job, such as partition gives")
+        raise LayoutError(f"why: {excerpt(job)}; legal is a Job, such as partition gives, or a Model with annotations")
+    if annotations is not None or mesh is not None:
+        raise LayoutError("why: annotations and mesh are of a program; legal with a Job is a topology")
     line = simulate_job(job, job.settled.prices.fabric.topology if topology is None else topology)
-    rows = [*_movements(line), *_transfers(line)]
+    return _ranked_movements([*_movements(line), *_transfers(line)], line)
+
+
+def _ranked_movements(rows: list[MovementWhy], line: JobTimeline) -> WhyMovements:
     rows.sort(key=lambda m: (-m.exposed_seconds, -m.seconds, m.stages, m.action, m.value))
     return WhyMovements(tuple(rows), line)
 
@@ -199,7 +228,7 @@ def _movements(line: JobTimeline) -> Iterator[MovementWhy]:
             made, wanted = m.plan.program.input_types[0], m.plan.program.output_types[0]
             remedy = next((a for a in job.alternatives(m) if a.removes), None)
             yield MovementWhy(
-                tuple(stages), kind, "layers" if m.path else "", m.value, m.by, _dims(job, m, made, wanted), made,
+                tuple(stages), kind, _place(job, m), m.value, m.by, _dims(job, m, made, wanted), made,
                 wanted, tuple(step.op.name for step in m.plan.program.steps),
                 tuple(dict.fromkeys(op.op.cost.stream for op in found if op.op.cost.stream != COMPUTE)),
                 times * m.times,
@@ -207,6 +236,13 @@ def _movements(line: JobTimeline) -> Iterator[MovementWhy]:
                 times * sum(op.end - op.start for op in found), times * sum(map(actions.exposed_seconds, found)),
                 remedy,
             )  # fmt: skip
+
+
+def _place(job: Job, m: Movement) -> str:
+    """Where in the model: `layers` in a body; of a source the place that asks, or that makes what is asked for."""
+    line = None if m.asks is None else m.asks.line
+    source = job.model.places.get(m.value if line is None else line.results[0], "")
+    return " ".join(word for word in ("layers" if m.path else "", source) if word)
 
 
 def _transfers(line: JobTimeline) -> Iterator[MovementWhy]:

@@ -18,6 +18,7 @@ from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
 from shardplan.core.target_counts import take_count_as_input
+from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, excerpt, near_text
 from shardplan.strategy.decoders import decoder
 from shardplan.strategy.model_sizes import with_sizes
@@ -56,8 +57,9 @@ class Model:
     output that takes an input's place in the next run: parameters, state and step of an optimizer, caches and position.
     `origins` says of the first steps of a training program which forward step they are the gradient of (None: they are
     forward steps); those behind are the optimizer's. `constants` are the values of inputs that an import's source has,
-    `constraints` the axes that it asks for, by value and dim; `spare` names what a checkpoint of the source has and no
-    input is: a tensor's second name, and buffers that an import has evaluated.
+    `constraints` the axes that it asks for, by value and dim, `annotations` how its source says that inputs and results
+    lie, on the source's mesh, which `sp.why` takes, `places` where it makes a value; `spare` names what a checkpoint of
+    the source has and no input is: a tensor's second name, and buffers that an import has evaluated.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Model:
     forward: Program | None = field(default=None, compare=False)  # what it was trained from
     constants: Mapping[str, Array] = field(default_factory=dict[str, Array], compare=False)
     constraints: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict[str, Any], hash=False)
+    annotations: Mapping[str, TensorType] = field(default_factory=dict[str, TensorType], compare=False)
+    places: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
     spare: frozenset[str] = field(default=frozenset(), compare=False)
 
     @staticmethod

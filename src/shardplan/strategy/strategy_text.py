@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from shardplan.errors import LayoutError, ParseError, excerpt, near_text
+from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.strategy import Strategy
 
 # Fields that a line can say; the others hold what has a file or a table of its own.
@@ -28,8 +29,14 @@ def strategy_text(s: Strategy) -> str:
     plain = Strategy()
     names = [name for name in Strategy.__dataclass_fields__ if name != "global_batch"]
     said = ((name, getattr(s, name)) for name in names if getattr(s, name) != getattr(plain, name))
-    words = [f"{name}={str(x).lower() if isinstance(x, bool) else x}" for name, x in said]
+    words = [f"{name}={_value_text(x)}" for name, x in said]
     return " ".join(words) or "data=1"
+
+
+def _value_text(x: object) -> str:
+    if isinstance(x, Schedule):
+        return f"{x.name or 'own'}.csv"
+    return str(x).lower() if isinstance(x, bool) else str(x)
 
 
 def parse_strategy(text: str, devices: int | None = None, **known: Any) -> Strategy:

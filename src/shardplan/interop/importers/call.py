@@ -139,6 +139,15 @@ def handle_operation(
     refused: str = "",
 ) -> Any:
     """What a call makes, by the table; an op that is not known, or `refused`, is `opaque`, or noted."""
+    steps = len(call.w.draft.steps)
+    made = _made_operation(call, table, unknown, place, args, kwargs, refused)
+    call.w.places |= dict.fromkeys((r for step in call.w.draft.steps[steps:] for r in step.results), place)
+    return made
+
+
+def _made_operation(
+    call: Operation, table: Mapping[str, Handler], unknown: Unknown, place: str, args: Any, kwargs: Any, refused: str
+) -> Any:
     handler, why = None if refused else table.get(call.name), refused
     if call.shapes and all(0 in shape for shape in call.shapes):
         made = [call.w.empty(kind, shape) for kind, shape in zip(call.kinds, call.shapes, strict=True)]

@@ -19,12 +19,14 @@ from shardplan.core.attention_pattern import AttentionRule
 from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.layout import Layout
 from shardplan.core.nested import as_nested
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
 from shardplan.core.step import Step
+from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter, Stored
@@ -38,13 +40,18 @@ _FREE = re.compile(r"d\d+")
 
 
 class Flattened(NamedTuple):
-    """What was written: inputs that are no parameters, results, values of constants; `spare` is a model's."""
+    """What was written: inputs that are no parameters, results, values of constants; `spare` is a model's.
+
+    `given` and `wanted` are how the source says that inputs lie, by name, and results, in order.
+    """
 
     writer: FlatWriter
     inputs: Sequence[str]
     outputs: Sequence[Seen]
     constants: Mapping[str, Any]
     spare: frozenset[str] = frozenset()
+    given: Mapping[str, TensorType] = MappingProxyType({})
+    wanted: Sequence[TensorType | None] = ()
 
 
 def write_until_stable(write: Callable[[FlatWriter], Flattened], opaque: bool, training: bool) -> Flattened:
@@ -69,7 +76,8 @@ def model_of(
     program = _stopping(counted_means(close_composites(program, rule)))
     w.meanings += [*rule.said, *_tables(flat)]
     made = recover_repeats(program, _stack_name)
-    program = rename_values(made.program, dict(zip(made.program.outputs, results, strict=True)))
+    renamed = dict(zip(made.program.outputs, results, strict=True))
+    program = rename_values(made.program, renamed)
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
     dims = _dims(program, w, dict(names or {}))
     parameters: dict[str, Parameter] = {}
@@ -87,7 +95,24 @@ def model_of(
     pins = ((step.results[0], op.pinned_layout) for level in _programs(program) for step in level.steps
             if (op := computing(step.op)) is not None)  # fmt: skip
     said = {value: layout.dims for value, layout in pins if layout is not None}
-    return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said), spare=flat.spare)
+    known = {value for level in _programs(program) for step in level.steps for value in step.results}
+    places = {value: place for old, place in w.places.items() if (value := renamed.get(old, old)) in known}
+    return replace(found, constants=MappingProxyType(constants), constraints=MappingProxyType(said), spare=flat.spare,
+                   annotations=MappingProxyType(_annotations(flat, made.stacks, program, results)),
+                   places=MappingProxyType(places))  # fmt: skip
+
+
+def _annotations(
+    flat: Flattened, stacks: Mapping[str, Sequence[str]], program: Program, results: Sequence[str]
+) -> dict[str, TensorType]:
+    """How the source says that inputs and results lie; of a stack where all its rows lie alike."""
+    found = {n: t for n, t in zip(results, flat.wanted, strict=False) if t is not None}
+    for key, t in program.inputs:
+        rows = [flat.given[n] for n in stacks.get(key, (key,)) if n in flat.given]
+        if rows and len({*rows}) == 1:
+            whole = ((),) * (t.ndim - rows[0].ndim)
+            found[key] = t.with_layout(Layout((*whole, *rows[0].layout.dims)), rows[0].mesh)
+    return found
 
 
 def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:

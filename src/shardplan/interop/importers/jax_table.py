@@ -10,9 +10,12 @@ from typing import Any
 
 from shardplan.core.layout import Layout
 from shardplan.core.ops import Pin
+from shardplan.core.shardings import mesh_of
+from shardplan.core.tensor import TensorType
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
+from shardplan.interop.importers.writer import FlatWriter
 
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
 _COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
@@ -127,17 +130,39 @@ def _count(c: Operation, dimension: int, **_: Any) -> Seen:
 
 def _pin_sharding(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
     """A value that is pinned: to the axes of each dim of ours, of several those of the major one."""
-    said = [() if s is None else (s,) if isinstance(s, str) else s for s in sharding.spec]
-    if not all(isinstance(names, tuple) for names in said):
-        raise NotImplementedError("of dims that it leaves open")
+    said = _said_axes(sharding)
     x = x.tidy
     if any(names and group and not group[0].has_axis for group, names in zip(x.dims, said, strict=False)):
         x = c.w.materialize_view(x)
-    axes: list[tuple[str, ...]] = [()] * c.w.draft.types[x.name].ndim
+    return Seen(c.w.draft(Pin(Layout(seen_axes(c.w, x, said))), x.name), x.dims)
+
+
+def _said_axes(sharding: Any) -> list[tuple[str, ...]]:
+    said = [() if s is None else (s,) if isinstance(s, str) else s for s in sharding.spec]
+    if not all(isinstance(names, tuple) for names in said):
+        raise NotImplementedError("of dims that it leaves open")
+    return said
+
+
+def seen_axes(w: FlatWriter, x: Seen, said: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of a value's dims, of axes that a source says of its own: of several dims the major one's."""
+    axes: list[tuple[str, ...]] = [()] * w.draft.types[x.name].ndim
     for group, names in zip(x.dims, said, strict=False):
         if names and group:
             axes[group[0].axis] = names
-    return Seen(c.w.draft(Pin(Layout(tuple(axes))), x.name), x.dims)
+    return tuple(axes)
+
+
+def annotated_type(w: FlatWriter, x: Seen, sharding: Any) -> TensorType | None:
+    """Return how a value lies that a `NamedSharding` is said of; None where another thing is, or dims are left open."""
+    if not hasattr(sharding, "spec") or not hasattr(sharding, "mesh"):
+        return None
+    try:
+        said = _said_axes(sharding)
+    except NotImplementedError:
+        return None
+    t, x = w.draft.types[x.name], x.tidy
+    return TensorType(t.dtype, t.shape, seen_axes(w, x, said), mesh_of(sharding.mesh))
 
 
 _FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")

@@ -6,17 +6,18 @@ An input is a parameter where its dtype is a floating one and the caller gives i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
+from shardplan.core.tensor import TensorType
 from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.jax_scan import write_scan
-from shardplan.interop.importers.jax_table import TABLE
+from shardplan.interop.importers.jax_table import TABLE, annotated_type
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter
 
@@ -51,7 +52,26 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
     kinds = [short_name(var.aval.dtype) for var in source.jaxpr.outvars]
     outputs = [v if isinstance(v, Seen) else w.constant(v, kind) for v, kind in zip(found, kinds, strict=True)]
     unknown.check()
-    return Flattened(w, data, outputs, constants)
+    return Flattened(w, data, outputs, constants, frozenset(), *_said_shardings(source.jaxpr, w, values, outputs))
+
+
+def _said_shardings(
+    jaxpr: Any, w: FlatWriter, values: Mapping[Any, Any], outputs: Sequence[Seen]
+) -> tuple[dict[str, TensorType], list[TensorType | None]]:
+    """What `in_shardings` and `out_shardings` say, where all is one call of a jitted function."""
+    given: dict[str, TensorType] = {}
+    wanted: list[TensorType | None] = [None] * len(outputs)
+    if len(jaxpr.eqns) != 1 or "in_shardings" not in jaxpr.eqns[0].params:
+        return given, wanted
+    (eqn,) = jaxpr.eqns
+    for var, sharding in zip(eqn.invars, eqn.params["in_shardings"], strict=True):
+        x = values.get(var) if var in jaxpr.invars else None
+        if isinstance(x, Seen) and (t := annotated_type(w, x, sharding)) is not None:
+            given[x.name] = t
+    said = dict(zip(eqn.outvars, eqn.params["out_shardings"], strict=True))
+    for k, (var, x) in enumerate(zip(jaxpr.outvars, outputs, strict=True)):
+        wanted[k] = annotated_type(w, w.materialize_view(x), said[var]) if var in said else None
+    return given, wanted
 
 
 def _names(jaxpr: Any) -> list[str]:

@@ -58,6 +58,7 @@ class FlatWriter:
         self.scalars: dict[str, float] = {}  # constants without dims
         self.meanings: list[tuple[str, tuple[str | None, ...]]] = []
         self.hoisted: set[int] = set()  # numbers of steps that stand before all others: they are constants
+        self.places: dict[str, str] = {}  # by what a step makes where the source makes it
         self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
     def begin_body(self) -> FlatWriter:

@@ -21,6 +21,7 @@ from shardplan.movement.placing.degradation import Degraded, degradation
 from shardplan.movement.placing.demand import Programs
 from shardplan.movement.placing.placement_price import Placed, in_best_order, rank_placements
 from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
+from shardplan.notebook import notebook_html
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,8 @@ class Ranking(Sequence[Placed]):
     """Placements, best first, and what placing well is worth."""
 
     rows: tuple[Placed, ...]
+
+    _repr_html_ = notebook_html
 
     @overload
     def __getitem__(self, index: int) -> Placed: ...

@@ -21,6 +21,7 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
 from shardplan.movement.placing.traffic import Demand
 from shardplan.movement.reductions.type_graph import cheapest_path, letters
+from shardplan.notebook import notebook_html
 from shardplan.plans.plan import Plan
 
 SAME = 1e-9  # relative: seconds closer than this are equal, whatever the order in which they were summed
@@ -49,6 +50,8 @@ class Placed:
     other_seconds: float  # of communication that is no collective over whole axes (of a program)
     programs: Programs
     algorithm: str  # what collectives are priced under
+
+    _repr_html_ = notebook_html
 
     @property
     def stock_seconds(self) -> float:

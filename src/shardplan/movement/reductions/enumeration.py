@@ -32,6 +32,7 @@ from shardplan.movement.reductions.payload import Payload, payload
 from shardplan.movement.reductions.state_graph import InstructionEdge, StateGraph, state_graph
 from shardplan.movement.reductions.state_matrix import Bits, checked_sizes, ends, rows_held, step
 from shardplan.movement.reductions.type_graph import STEP, TypeEdge, digits_of, instruction_lines, path_of
+from shardplan.notebook import notebook_html
 from shardplan.plans.certificate import Certificate, issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import placement_of
@@ -50,6 +51,8 @@ class Reduction:
     payload: Payload
     placement: Placement
     algorithm: str = "auto"  # what the steps are priced under
+
+    _repr_html_ = notebook_html
 
     @property
     def path(self) -> tuple[TypeEdge, ...] | None:

@@ -31,6 +31,7 @@ from shardplan.movement.weights.reference import apply_refit
 from shardplan.movement.weights.regions import RefitRegions, RegionWriter, write_regions
 from shardplan.movement.weights.replicas import WeightReplicas
 from shardplan.movement.weights.weights import Weights
+from shardplan.notebook import notebook_html
 from shardplan.plans.pricing import Where, fabric_of, where_of
 
 
@@ -50,6 +51,8 @@ class RefitPlan:
     moves: tuple[FamilyMove, ...]
     relays: tuple[FamilyMove, ...] = ()
     dropped: tuple[str, ...] = ()
+
+    _repr_html_ = notebook_html
 
     @cached_property
     def hash(self) -> str:

@@ -32,6 +32,7 @@ from shardplan.movement.weights.frameworks import (
 from shardplan.movement.weights.logical import LogicalTensor
 from shardplan.movement.weights.sizing import TableSizes
 from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables, toml_value
+from shardplan.notebook import notebook_html
 
 _WRITTEN = "legal is what str(weights) writes"
 _MOST_DEVICES = 2**20
@@ -61,6 +62,8 @@ class Weights:
     given: tuple[tuple[str, int | OwnerTable], ...]
     devices: tuple[int, ...]
     dtype: str
+
+    _repr_html_ = notebook_html
 
     @staticmethod
     def load(

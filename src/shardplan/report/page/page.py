@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,19 @@ def render_page(title: str, parts: Sequence[PagePart], subtitle: str = "") -> st
     >>> "1 &lt; 2" in page, "<script" in page
     (True, False)
     """
-    jinja2 = optional("jinja2", EXTRA)
+    template = page_template("page.html.jinja")
     script = ""
     if any(part.figure is not None for part in parts):
         script = optional("plotly.offline", EXTRA).get_plotlyjs()
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text())
     return template.render(title=title, subtitle=subtitle, parts=parts, plotly=script, spec=figure_text)
+
+
+@cache
+def page_template(name: str) -> Any:
+    """Return a template of this folder; raises `MissingExtra` where jinja2 is not installed."""
+    jinja2 = optional("jinja2", EXTRA)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
 def figure_text(figure: Figure) -> str:

@@ -50,15 +50,19 @@ def plan_page(plan: HandedPlan, judge: Judge, one: JudgedPlan, text: str, answer
 
 
 def _answer_part(one: JudgedPlan, judge: Judge, text: str) -> Iterator[PagePart]:
+    yield PagePart("Answer", cards=answer_cards(one, judge), text=text)
+
+
+def answer_cards(one: JudgedPlan, judge: Judge) -> list[tuple[str, str]]:
+    """Return what is predicted of a strategy, in numbers."""
     low, high = map(format_seconds, one.interval)
-    cards = [
+    return [
         (format_seconds(one.plan.seconds), f"a step; {low} to {high} in nine of ten"),
         (f"{one.tokens_per_second:,.0f}", "tokens a second"),
         (f"{one.tokens_per_second / judge.topology.size:,.0f}", "tokens a second and device"),
         (f"{100 * one.mfu:.1f} %", "MFU"),
         (format_bytes(one.held.nbytes), f"of {format_bytes(judge.certifier.memory)} on the worst rank"),
     ]
-    yield PagePart("Answer", cards=cards, text=text)
 
 
 def _placement_part(plan: HandedPlan) -> Iterator[PagePart]:
@@ -92,16 +96,25 @@ def _alternative_parts(judge: Judge, one: JudgedPlan, answer: PlanAnswer | None)
         rest = [p for p in answer.found.candidates if p.strategy not in ours | {p.strategy for p in front}]
         rows = chain((("priced", p) for p in rest[:MOST_POINTS]), (("nothing is better in both", p) for p in front),
                      (("told", p.plan) for p in plans[1:]), (("the answer", p.plan) for p in plans[:1]))  # fmt: skip
-        table = [["strategy", "seconds", "memory", "why it lost"]]
-        table += [[plan_text(p.plan), format_seconds(p.plan.seconds), format_bytes(p.plan.peak_bytes), p.lost or "-"]
-                  for p in plans]  # fmt: skip
         how = "Seconds and memory of what was priced; hover says which it is. Dashed: what a device has."
-        yield PagePart("Alternatives", how, figure=alternatives_figure(rows, judge.certifier.memory), rows=table)
+        yield PagePart(
+            "Alternatives",
+            how,
+            figure=alternatives_figure(rows, judge.certifier.memory),
+            rows=alternatives_table(plans),
+        )
     note = "The closed form where one thing is faster or slower, and all else is as it is."
     if answer is not None and answer.changes:
         note += f" Another answer with {'; '.join(answer.changes)}."
     named = [(_brief(p.plan), p.plan) for p in plans]
     yield PagePart("Sensitivity", note, figure=sensitivity_figure(judge, named))
+
+
+def alternatives_table(plans: Sequence[JudgedPlan]) -> list[list[str]]:
+    """Return the strategies of an answer with why each lost, headings first."""
+    rows = [["strategy", "seconds", "memory", "why it lost"]]
+    return rows + [[plan_text(p.plan), format_seconds(p.plan.seconds), format_bytes(p.plan.peak_bytes), p.lost or "-"]
+                   for p in plans]  # fmt: skip
 
 
 def _brief(one: RankedPlan) -> str:
@@ -110,11 +123,17 @@ def _brief(one: RankedPlan) -> str:
 
 
 def _movements(found: WhyMovements) -> Iterator[PagePart]:
-    rows = [["where", "what", "who asks, and for what", "made and wanted", "a step", "exposed", "what removes it"]]
-    for m in found.movements[:MOST_MOVEMENTS]:
-        rows.append([m.location, f"{', '.join(m.ops)} of %{m.value}", f"{m.asks}: {'; '.join(m.dims)}",
-                     f"{m.made} as {m.wanted}", f"{format_bytes(m.received_bytes)}, {format_seconds(m.seconds)}",
-                     format_seconds(m.exposed_seconds), remedy_text(m)])  # fmt: skip
+    rows = movements_table(found, MOST_MOVEMENTS)
     left = len(found.movements) - len(rows) + 1
     note = "Each with who asks for it, in a step; the most exposed first."
     yield PagePart("Movements", note + (f" {left} more are not shown." if left > 0 else ""), rows=rows)
+
+
+def movements_table(found: WhyMovements, most: int) -> list[list[str]]:
+    """Return so many movements, each with who asks for it, headings first."""
+    rows = [["where", "what", "who asks, and for what", "made and wanted", "a step", "exposed", "what removes it"]]
+    for m in found.movements[:most]:
+        rows.append([m.location, f"{', '.join(m.ops)} of %{m.value}", f"{m.asks}: {'; '.join(m.dims)}",
+                     f"{m.made} as {m.wanted}", f"{format_bytes(m.received_bytes)}, {format_seconds(m.seconds)}",
+                     format_seconds(m.exposed_seconds), remedy_text(m)])  # fmt: skip
+    return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, excerpt
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import LOSS, RECOMPUTE, Strategy
 
@@ -134,7 +134,7 @@ class Configurations:
 
 def _code(name: str, legal: tuple[Any, ...], said: object) -> int:
     if said not in legal:
-        raise LayoutError(f"many strategies at once: {name}={said!r}; legal are {', '.join(map(str, legal))}")
+        raise LayoutError(f"many strategies at once: {name}={excerpt(said)}; legal are {', '.join(map(str, legal))}")
     return legal.index(said)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.inference.form import RequestForm
 from shardplan.simulation.inference.requests import Requests
@@ -78,6 +79,8 @@ class ServingResult:
     counted: int  # of the space
     priced: int
     again: Callable[[Topology], ServedPlan]
+
+    _repr_html_ = notebook_html
 
     @property
     def best(self) -> ServedPlan:

@@ -13,6 +13,7 @@ from shardplan.core import border
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job
@@ -54,6 +55,8 @@ class JobTimeline:
     opened: OpenedOps  # its ops, opened action by action
     title: str = ""
     source: str = field(default="predicted", init=False)
+
+    _repr_html_ = notebook_html
 
     @property
     def seconds(self) -> float:
@@ -196,17 +199,11 @@ class JobTimeline:
     def drawn(self) -> tuple[int, ...]:
         """The ranks whose intervals are drawn: all, or as many as are few enough, the first and the last among them."""
         count = len(self.swept.ranks)
-        most = max(
-            1,
-            max(
-                (
-                    sum(self._ops(r, i, (s, kind)) for i, (s, kind, _) in enumerate(run.actions))
-                    for r, run in enumerate(self.swept.ranks)
-                ),
-                default=1,
-            ),
+        ops = (
+            sum(self._ops(r, i, (s, kind)) for i, (s, kind, _) in enumerate(run.actions))
+            for r, run in enumerate(self.swept.ranks)
         )
-        fit = max(2, MOST_DRAWN // most)
+        fit = max(2, MOST_DRAWN // max(1, max(ops, default=1)))
         chosen = (
             range(count) if fit >= count else np.unique(np.linspace(0, count - 1, fit).round().astype(int)).tolist()
         )

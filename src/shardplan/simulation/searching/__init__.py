@@ -9,5 +9,6 @@ Reading order:
 - `plans`        what results have in common: strategies as text and as JSON, why others were left out
 - `sensitivity`  a search repeated with a part of the topology slower, or faster
 - `search`       `search` and `SearchResult`
+- `own_plans`    a schedule, or tables of layouts, of one's own, among what was searched
 - `fit`          `fit`: whether one strategy fits, what takes the memory, and what near it would
 """

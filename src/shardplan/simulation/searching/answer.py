@@ -19,6 +19,7 @@ from shardplan.core.walk import program_leaves
 from shardplan.errors import Infeasible, ParseError, line
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.simulation.accuracy.forecast import MEMORY_RESIDUAL, NORMAL_90, deviation
 from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import CODES, Configurations
@@ -29,6 +30,7 @@ from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import SearchResult
 from shardplan.simulation.searching.sensitivity import scalable_parts
+from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
 from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.strategy import Strategy
@@ -98,12 +100,15 @@ class Judge:
     certifier: Certifier
     form: ClosedForm = field(init=False)
     flops: float = field(init=False)  # of a sequence, forward and backward, nothing twice
+    tokens: int = field(init=False)  # of a sequence
 
     def __post_init__(self) -> None:
         """Read the model."""
         form = ClosedForm(self.model, self.topology, self.machine.parameters)
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "flops", training_flops(self.model))
+        said = self.model.fields.get("seq")  # of a program of one's own what its dims say
+        object.__setattr__(self, "tokens", int(said or ModelLimits.of(self.model).sequence))
 
     @property
     def has_measurements(self) -> bool:
@@ -122,7 +127,7 @@ class Judge:
             (plan.seconds * math.exp(-half), plan.seconds * math.exp(half)),
             tuple(causes),
             held or self.certifier.peak(plan.strategy),
-            sequences * float(self.model.fields.get("seq", 1)) / plan.seconds,
+            sequences * float(self.tokens) / plan.seconds,
             sequences * self.flops / (plan.seconds * peak),
         )
 
@@ -156,6 +161,8 @@ class PlanAnswer:
     found: SearchResult
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    _repr_html_ = notebook_html
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as one object of JSON, with what the search found."""

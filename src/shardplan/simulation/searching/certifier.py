@@ -22,7 +22,9 @@ from shardplan.simulation.jobs.holdings import attributed
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.memory import holdings
 from shardplan.strategy.partition.partition import partition
+from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.runtimes import runtime_of
+from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, Strategy
 
@@ -59,13 +61,19 @@ class Certifier:
         model: What is trained.
         parameters: Of the machine: what its allocator and driver hold.
         memory: Bytes of a device.
+        layouts: Tables instead of those of the strategies.
     """
 
     model: Model
     parameters: Parameters
     memory: float
+    layouts: Layouts | None = None
     refused: list[RefusedPlan] = field(default_factory=list[RefusedPlan])
     _known: dict[Strategy, CertifiedPeak | str] = field(default_factory=dict["Strategy", "CertifiedPeak | str"])
+
+    def with_layouts(self, layouts: Layouts | None) -> Certifier:
+        """Return a certifier of jobs under other tables."""
+        return Certifier(self.model, self.parameters, self.memory, layouts)
 
     def on(self, memory: float) -> Certifier:
         """Return a certifier of devices with other memory; what jobs hold is known to both."""
@@ -105,7 +113,7 @@ class Certifier:
         plain = replace(strategy, attention=None, tensor_overlap=False)
         if strategy.precision in NARROW:  # what narrow products keep is less
             plain = replace(plain, precision="bf16")
-        job = partition(self.model, replace(plain, cuts=even_cuts(self.model, plain)))
+        job = partition(self.model, replace(plain, cuts=even_cuts(self.model, plain)), layouts=self.layouts)
         found, p = holdings(job, runtime_of(strategy)), self.parameters
         held = [s + p.fragmentation * (n - s) + p.context for n, s in zip(found.peak_bytes, found.state, strict=True)]
         rank = int(np.argmax(held))
@@ -121,9 +129,11 @@ def even_cuts(model: Model, strategy: Strategy) -> tuple[int, ...] | None:
 
     What is before and behind the layers counts as a layer each where that makes them divide; see `layers_of`.
     """
-    if not isinstance(strategy.schedule, str) or strategy.cuts is not None:
+    said = strategy.schedule
+    if strategy.cuts is not None:
         return strategy.cuts
-    stages = strategy.pipeline * (strategy.interleave or 1) // GENERATORS[strategy.schedule].copies
+    copies = said.copies if isinstance(said, Schedule) else GENERATORS[str(said)].copies
+    stages = strategy.pipeline * (strategy.interleave or 1) // copies
     if stages == 1:
         return None
     steps = (model.forward or model.program).steps

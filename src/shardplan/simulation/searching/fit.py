@@ -16,6 +16,7 @@ from shardplan.core import border
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
@@ -61,6 +62,8 @@ class Fit:
     held: tuple[tuple[str, float], ...]
     changes: tuple[Change, ...]
     uncertified: str = ""
+
+    _repr_html_ = notebook_html
 
     @property
     def runtime(self) -> str:

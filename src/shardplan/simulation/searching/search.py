@@ -15,6 +15,7 @@ from shardplan.core import border
 from shardplan.errors import Infeasible, ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.notebook import notebook_html
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.requests import OBJECTIVES, Requests
@@ -52,6 +53,8 @@ class SearchResult:
     priced: int
     again: Callable[[Topology], RankedPlan]
     frames_left: int = 0  # that were not searched, as it was interrupted
+
+    _repr_html_ = notebook_html
 
     @property
     def best(self) -> RankedPlan:

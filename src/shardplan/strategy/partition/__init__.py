@@ -18,4 +18,6 @@ Reading order:
 - `job`         `Job`
 - `job_order`   the order in which one process may run all actions of a job
 - `partition`   `partition`
+- `annotated`   a program whose author says how its inputs and results lie, as a job
+- `remedies`    which annotations remove a movement
 """

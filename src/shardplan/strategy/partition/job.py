@@ -17,6 +17,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.movement.redistribute import redistribute
+from shardplan.notebook import notebook_html
 from shardplan.plans.plan import Plan
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.alternatives import Alternative, alternatives
@@ -105,6 +106,8 @@ class Job:
     results: Mapping[str, int | None]
     movements: Mapping[tuple[int, str], tuple[Movement, ...]]
     settled: Settled
+
+    _repr_html_ = notebook_html
 
     @property
     def stages(self) -> int:
