@@ -68,7 +68,7 @@ def model_of(
     rule = AttentionRule()
     program = _stopping(counted_means(close_composites(program, rule)))
     w.meanings += [*rule.said, *_tables(flat)]
-    made = recover_repeats(program, _stack_name)
+    made = recover_repeats(program, _stack_name, {*flat.inputs} - w.parameters.keys())
     program = rename_values(made.program, dict(zip(made.program.outputs, results, strict=True)))
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
     dims = _dims(program, w, dict(names or {}))
