@@ -39,6 +39,7 @@ STOCK = (
     "qwen3_moe", "gemma2", "gemma3_text", "phi3", "deepseek_v2", "deepseek_v3", "olmo2", "glm4", "stablelm", "bert",
     "roberta", "t5", "vit", "mamba2",
 )  # fmt: skip
+ONE = {"global_batch": 4, "microbatch": 4}
 FOUR = {"tensor": 2, "data": 2, "global_batch": 4, "microbatch": 2}
 Make = Callable[[], Called]
 
@@ -69,8 +70,8 @@ def cases(more: list[str]) -> Iterator[tuple[str, str, Make]]:
     """Groups, names, and what makes the cases."""
     for kind in STOCK if find_spec("transformers") else ():
         yield "stock", kind, lambda kind=kind: stock_case(kind)
-    for name, make in modules().items():
-        yield "modules", name, make
+    for name in modules():
+        yield "modules", name, lambda name=name: modules()[name]()
     for kind in more if find_spec("transformers") else ():
         yield "chosen afterwards", kind, lambda kind=kind: stock_case(kind)
 
@@ -88,11 +89,13 @@ def with_random_weights(module: torch.nn.Module) -> torch.nn.Module:
 def widened() -> Iterator[None]:
     """Torch's f32 is f64, by every name under which a model asks for it."""
     held = torch.float32, torch.float, torch.Tensor.float
+    torch.set_default_dtype(torch.float64)
     torch.float32 = torch.float = torch.float64  # type: ignore[misc]
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     try:
         yield
     finally:
+        torch.set_default_dtype(held[0])
         torch.float32, torch.float, torch.Tensor.float = held  # type: ignore[misc, method-assign]
 
 
@@ -120,7 +123,7 @@ def run(called: Called) -> dict[str, Any]:
     names = [n for n, _ in model.program.inputs if n not in held]
     held |= {n: x.numpy() for n, x in zip(names, given, strict=True)}
     inside = any(op.dtype == "f32" for one in every(model.program) for op in one.types.values())
-    one, _ = try_strategy(model, {"global_batch": 4}, held, wanted, inside)
+    one, _ = try_strategy(model, ONE, held, wanted, inside)
     four, job = try_strategy(model, FOUR, held, wanted, inside)
     row: dict[str, Any] = {"loads": "yes", "one": one.outcome, "four": four.outcome, "f32 inside": inside}
     row |= {"apart on one": one.apart, "apart on four": four.apart, "said": one.said or four.said}
@@ -180,14 +183,16 @@ def outcome(make: Make) -> dict[str, Any]:
     except Exception as error:
         return {"loads": "not run by torch", "said": f"{type(error).__name__}: {line(error)}"}
     row["widened on four"] = wide.get("apart on four")
-    if wide["loads"] != "yes" or wide["f32 inside"] or "equal" != wide["one"] or "equal" != wide["four"]:
+    if wide["loads"] != "yes" or wide["f32 inside"] or wide["one"] != "equal" or wide["four"] != "equal":
         row |= {"one": wide.get("one", "wrong"), "four": wide.get("four", "wrong"), "said": f"widened: {wide['said']}"}
     return row
 
 
 def main() -> None:
     """Try all cases, print what came of each, and write the result file."""
-    parser = arguments("stock_models", "Stock models and plain modules as they are.", 0, of="cases of a group, 0 is all")
+    parser = arguments(
+        "stock_models", "Stock models and plain modules as they are.", 0, of="cases of a group, 0 is all"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="names of cases, told in full")
     parser.add_argument("--more", nargs="*", default=list(MORE), help="further kinds of models")
     options = parser.parse_args()
@@ -202,8 +207,12 @@ def main() -> None:
         row = {"group": group, "case": name, **outcome(make)}
         row["said"] = row["said"].replace(f"{ROOT}/", "")[: None if options.only else 300]
         rows.append(row)
-        print(f"{name}: {row}" if options.only else f"{name}: {row.get('four', row['loads'])} {row['said']}", flush=True)
-    counts = {group: summary([r for r in rows if r["group"] == group]) for group in dict.fromkeys(r["group"] for r in rows)}
+        print(
+            f"{name}: {row}" if options.only else f"{name}: {row.get('four', row['loads'])} {row['said']}", flush=True
+        )
+    counts = {
+        group: summary([r for r in rows if r["group"] == group]) for group in dict.fromkeys(r["group"] for r in rows)
+    }
     heads = ("of", "load", "equal on one", "equal on four", "refused", "wrong", "raw")
     print(table(("", *heads), [[g, *(c[h] for h in heads)] for g, c in counts.items()], "models as they are"))
     if not options.only:

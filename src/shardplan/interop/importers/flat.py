@@ -6,9 +6,8 @@ the caller says of inputs and what composites say of their operands (`FlatWriter
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
 from shardplan.core.step import Step
 from shardplan.errors import ShardplanError, excerpt
+from shardplan.interop.importers.columns import FREE, column_names
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter, Stored
 from shardplan.strategy.model import Model, assemble_model
@@ -34,7 +34,6 @@ from shardplan.strategy.repeats import recover_repeats
 from shardplan.strategy.training import rename_values
 
 Names = Mapping[str, Sequence[str | None]]
-_FREE = re.compile(r"d\d+")
 
 
 class Flattened(NamedTuple):
@@ -71,7 +70,7 @@ def model_of(
     made = recover_repeats(program, _stack_name, {*flat.inputs} - w.parameters.keys())
     program = rename_values(made.program, dict(zip(made.program.outputs, results, strict=True)))
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
-    dims = _dims(program, w, dict(names or {}))
+    dims = _dims(program, w, dict(names or {}), rows)
     parameters: dict[str, Parameter] = {}
     for key, _ in program.inputs:
         held = rows.get(key) or ([w.parameters[key]] if key in w.parameters else [])
@@ -170,7 +169,9 @@ def _layer_pattern(names: Sequence[str]) -> tuple[str, int] | None:
     return ".".join("{layer}" if k == differ[0] else p for k, p in enumerate(parts[0])), numbers[0]
 
 
-def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+def _dims(
+    program: Program, w: FlatWriter, names: dict[str, Any], stacks: Collection[str]
+) -> dict[str, tuple[str, ...]]:
     """The names of all inputs' dims."""
     for key in names:
         if key not in w.inputs:
@@ -184,15 +185,12 @@ def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, t
     for value, said in w.meanings:
         for level in levels:
             for parts, meaning in zip(level.values.get(value, ()), said, strict=False):
-                if meaning and len(parts) == 1 and _FREE.fullmatch(parts[0]):
+                if meaning and len(parts) == 1 and FREE.fullmatch(parts[0]):
                     called.setdefault(parts[0], meaning)
     labels = {key: ["_".join(called.get(p, p).replace(".", "_") for p in parts) for parts in found.values[key]]
               for key, _ in program.inputs}  # fmt: skip
-    # What stands with `hidden` in two weights is made of it, and contracted to it again.
-    pairs = [tuple(x for x in labels[key] if x not in ("layer", "hidden")) for key, _ in program.inputs
-             if labels[key].count("hidden") == 1]  # fmt: skip
-    alone = [pair[0] for pair in pairs if len(pair) == 1 and _FREE.fullmatch(pair[0])]
-    inner = {x: "ffn" if alone.count(x) > 1 else x for x in alone}
+    weights = {key: row for key, row in labels.items() if key in w.parameters or key in stacks}
+    inner = column_names(program, found, called, weights)
     return {key: tuple(inner.get(x, x) for x in row) for key, row in labels.items()}
 
 
