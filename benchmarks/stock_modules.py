@@ -184,7 +184,7 @@ def modules() -> dict[str, Callable[[], Called]]:
         "encoder": lambda: of(nn.TransformerEncoder(
             nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), 2, enable_nested_tensor=False)),
         "multi-head attention, padded": lambda: Called(
-            Of(lambda x, m, attend: attend(x, x, x, key_padding_mask=m)[0], nn.MultiheadAttention(16, 4, batch_first=True)),
+            Of(lambda x, m, f: f(x, x, x, key_padding_mask=m)[0], nn.MultiheadAttention(16, 4, batch_first=True)),
             (x, torch.arange(6) >= torch.tensor([[6], [4], [5], [3]])),
             {"inputs_0": words, "inputs_1": ("batch", "sequence")}),
         "cond of a constant": lambda: of(Chosen()),

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardplan.core.dim_names import DimNames
+from shardplan.core.dim_names import DimNames, links
 from shardplan.core.nested import as_nested
-from shardplan.core.ops import Einsum
+from shardplan.core.ops import Cast, Crop, Einsum, Gather, Reshape
 from shardplan.core.program import Program
 
 FREE = re.compile(r"d\d+")  # dims that nothing names
@@ -46,37 +46,55 @@ def column_names(
     words = [n for x, n in sizes.items() if x == "vocab"]
     found = {x: "vocab" for x in made if FREE.fullmatch(called.get(x, x)) and x not in taken and sizes.get(x) in words}
 
-    def free(x: str) -> bool:
-        """Whether no weight that has it has a dim that is dealt out, nor itself twice."""
-        mine = [row for row in weights.values() if x in row]
-        dealt = any(found.get(y, y) in _CUT for row in mine for y in row)
-        return bool(mine) and not dealt and sizes[x] > 1 and all(row.count(x) == 1 for row in mine)
-
-    def choose(some: Sequence[str]) -> None:
-        for x in some:
-            if x not in found and FREE.fullmatch(called.get(x, x)) and free(x):
+    def choose(some: Sequence[str], often: bool = False) -> None:
+        """Call dims columns of which no weight has one already, nor, but where it may be `often`, the dim twice."""
+        for x in (x for x in some if x not in found and FREE.fullmatch(called.get(x, x))):
+            mine = [row for row in weights.values() if x in row]
+            dealt = any(found.get(y, y) in _CUT for row in mine for y in row)
+            if mine and not dealt and sizes[x] > 1 and (often or all(row.count(x) == 1 for row in mine)):
                 found[x] = "ffn"
 
-    choose([x for x in made if x in taken])
-    for rest in (made, taken):
-        if not any(y in _CUT for row in weights.values() for x in row for y in (found.get(x, x),)):
-            choose(rest)
+    fixed = set(_fixed_dims(program, names))
+    inside = [x for x in made if x in taken]
+    choose([x for x in inside if x not in fixed])
+    for rest in (inside, [x for x in made if x not in fixed], made, taken):
+        if not any(found.get(x, x) in _CUT for row in weights.values() for x in row):
+            choose(rest, often=True)
     return found
 
 
 def _products(program: Program, names: DimNames, given: set[str]) -> Iterator[_Sides]:
-    """The products of a program and its bodies in which one operand hangs on no input of the model but parameters."""
-    fed = set(given)
+    """The products of a program and its bodies of what hangs on inputs, and of weights or rows of them."""
+    fed, rows = set(given), set[str]()  # what hangs on inputs, and of that rows of weights, chosen by ids
     for number, step in enumerate(program.steps):
         inner = as_nested(step.op)
         if inner is not None:
             inside = {n for n, o in zip((n for n, _ in inner.body.inputs), step.operands, strict=True) if o in fed}
             yield from _products(inner.body, names.bodies[number], inside)
-        if isinstance(step.op, Einsum) and len(step.operands) == 2 and len({*step.operands} & fed) == 1:
-            dims = [{p for d in names.values[o] for p in d} for o in (*step.operands, *step.results)]
-            w, x = (0, 1) if step.operands[1] in fed else (1, 0)
-            own = list(dict.fromkeys(p for d in names.values[step.operands[w]] for p in d))
-            makes = tuple(p for p in own if p in dims[2] and p not in dims[x])
-            yield _Sides(makes, tuple(p for p in own if p in dims[x] and p not in dims[2]))
+        if isinstance(step.op, Gather) and step.operands[0] not in fed:
+            rows |= {*step.results}
+        if len(step.operands) == 1 and step.operands[0] in rows and isinstance(step.op, Reshape | Cast | Crop | Einsum):
+            rows |= {*step.results}
+        held = [o not in fed for o in step.operands]
+        held = held if any(held) else [o in rows for o in step.operands]
+        if isinstance(step.op, Einsum) and not all(held):
+            sides = [[p for d in names.values[o] for p in d] for o in step.operands]
+            made = {p for d in names.values[step.results[0]] for p in d}
+            for k in (k for k, weight in enumerate(held) if weight):
+                others = {p for j, side in enumerate(sides) for p in side if j != k}
+                own = list(dict.fromkeys(sides[k]))
+                makes = tuple(p for p in own if p in made - others)
+                yield _Sides(makes, tuple(p for p in own if p in others - made))
         if fed & {*step.operands}:
             fed |= {*step.results}
+
+
+def _fixed_dims(program: Program, names: DimNames) -> Iterator[str]:
+    """The dims that some op takes whole: cut to a part, sorted, looked up."""
+    for number, step in enumerate(program.steps):
+        inner = as_nested(step.op)
+        if inner is not None:
+            yield from _fixed_dims(inner.body, names.bodies[number])
+            continue
+        for factor in links(step.op, tuple(program.types[o] for o in step.operands)).fixed:
+            yield from names.factors[number][factor]

@@ -19,7 +19,7 @@ from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import as_nested
-from shardplan.core.ops.arithmetic import Elementwise
+from shardplan.core.ops import Cast, Crop, Einsum, Elementwise, Reshape
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
@@ -131,19 +131,22 @@ def _stopping(program: Program) -> Program:
 
 
 def _tables(flat: Flattened) -> Iterator[tuple[str, tuple[str | None, ...]]]:
-    """What the dims of tables are: positions where the ids hang on no input, else words.
+    """What the dims of tables are: positions where the ids hang on no input, words where they are an input.
 
     Of several that are looked up by ids of one shape, words are those of the most rows; the others are token types.
     """
     w, given = flat.writer, {*flat.inputs}
+    said = {n for n in given if numpy_dtype(w.draft.types[n].dtype).kind in "iu"}
     for step in w.draft.steps:
         given |= {*step.results} if given & {*step.operands} else set[str]()
+        if isinstance(step.op, Cast | Reshape | Crop | Einsum | Elementwise) and given & {*step.operands} <= said:
+            said |= {*step.results} if said & {*step.operands} else set[str]()
     types, most = w.draft.types, dict[tuple[int, ...], int]()
     for table, ids in w.tables:
-        if ids in given:
+        if ids in said:
             most[types[ids].shape] = max(types[table].shape[0], most.get(types[ids].shape, 0))
     for table, ids in w.tables:
-        words = "vocab" if types[table].shape[0] == most.get(types[ids].shape) else None
+        words = "vocab" if ids in said and types[table].shape[0] == most[types[ids].shape] else None
         yield table, (words if ids in given else "position", "hidden")
 
 

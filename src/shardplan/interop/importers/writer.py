@@ -336,10 +336,19 @@ class FlatWriter:
                 origins[p] = a._replace(origins=origins.get(p, a).origins | a.origins)
             specs.append("".join(letters[p] for _, p in held))
         kept = [p for label in out for p in sorted(letters) if p[0] == label]
+        self._want_parts([*zip(sides, found, strict=True)], out)
         name = self.draft(Einsum(f"{','.join(specs)}->{''.join(letters[p] for p in kept)}"), *names)
         place = {p: k for k, p in enumerate(kept)}
         dims = tuple(tuple(origins[p]._replace(axis=place[p]) for p in kept if p[0] == label) for label in out)
         return Seen(name, dims)
+
+    def _want_parts(self, sides: Sequence[tuple[Sequence[str], Seen]], out: Sequence[str]) -> None:
+        """Ask for the factors of a weight of which equal parts meet another weight in a sum: gates beside values."""
+        atoms = [a for side, v in sides for x, g in zip(side, v.dims, strict=True) if x not in out for a in g]
+        plain = {a.size for a in atoms if a.origins and all(o.parts == 1 for o in a.origins)}
+        for a in atoms:
+            if a.origins and all(o.parts > 1 for o in a.origins) and a.size in plain:
+                self.want(a, [a.size])
 
     def reduce_view(self, v: Seen, dims: Iterable[int], kind: str, keep: bool) -> Seen:
         """Reduce some dims."""
