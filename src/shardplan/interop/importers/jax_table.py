@@ -12,6 +12,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.ops import Pin
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.jax_indexing import INDEXING
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
 
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
@@ -144,6 +145,7 @@ _FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
+    **INDEXING,
     **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
     **{name: _compare_handler(sign) for name, sign in _SIGNS.items()},
     "erfc": _expression("1 - erf({a})"),

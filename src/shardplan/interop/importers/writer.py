@@ -61,9 +61,10 @@ class FlatWriter:
         self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
     def begin_body(self) -> FlatWriter:
-        """Begin a body, whose parameters, and what is asked of them, are those of this writer."""
+        """Begin a body, whose parameters, what is asked of them, and constants are those of this writer."""
         inner = FlatWriter(self.cuts, self.opaque, self.training)
         inner.parameters, inner.wanted, inner.numbers = self.parameters, self.wanted, self.numbers
+        inner.constants = self.constants
         return inner
 
     def stop_gradient(self, v: Seen) -> Seen:
@@ -80,7 +81,7 @@ class FlatWriter:
         """Declare an input whose value the source has; once, however often the source has it."""
         for name, held in self.constants.items():
             if held.dtype == array.dtype and held.shape == array.shape and held.tobytes() == array.tobytes():
-                return self.inputs[name]
+                return self.inputs.get(name) or self.input(name, short_name(held.dtype), held.shape)
         name = f"constant.{len(self.constants)}"
         self.constants[name] = array
         return self.input(name, short_name(array.dtype), array.shape)
@@ -133,7 +134,11 @@ class FlatWriter:
             name = self.draft(Reshape(f"{before} -> {' '.join(f'd{d}' for d in sorted(order))}"), name)
         if order != sorted(order):
             letters = {d: ascii_letters[k] for k, d in enumerate(sorted(order))}
-            name = self.draft(Einsum(f"{''.join(letters.values())}->{''.join(letters[d] for d in order)}"), name)
+            turned = Einsum(f"{''.join(letters.values())}->{''.join(letters[d] for d in order)}")
+            if self.draft.types[name].dtype == "bool":  # of which there are no products
+                name = self.draft(Cast("bool"), self.draft(turned, self.draft(Cast("i32"), name)))
+            else:
+                name = self.draft(turned, name)
         words = [f"d{k}" for k in range(len(flat))]
         if any(not a.has_axis for a in flat):
             new = (w if a.has_axis else f"{w}={a.size}" for w, a in zip(words, flat, strict=True))
