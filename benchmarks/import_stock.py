@@ -77,11 +77,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("Seq2SeqLM", {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
                            "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "vocab_size": 67,
                            "max_position_embeddings": 64} | ENDS),
+    "persimmon": ("CausalLM", SMALL),
+    "seed_oss": ("CausalLM", HEAD),
+    "convnext": ("ImageClassification", {"hidden_sizes": [8, 12, 16, 24], "depths": [1, 1, 2, 1], "patch_size": 1,
+                                         "image_size": 8}),
+    "qwen3_next": ("CausalLM", HEAD | EXPERTS | {"shared_expert_intermediate_size": 24, "num_hidden_layers": 4,
+                                                 "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                                                 "linear_num_key_heads": 2, "linear_num_value_heads": 4}),
+    "xlnet": ("CausalLM", {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 40, "vocab_size": 67}),
     "vit": ("ImageClassification", SMALL | {"image_size": 8, "patch_size": 4}),
 }  # fmt: skip
 
 # Kinds that were chosen after the code was done, for `stock_models`.
-MORE: tuple[str, ...] = ()
+MORE = ("persimmon", "seed_oss", "convnext", "qwen3_next", "xlnet")
 
 
 class Answers(nn.Module):
