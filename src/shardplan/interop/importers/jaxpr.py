@@ -16,7 +16,7 @@ from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.jax_table import TABLE
-from shardplan.interop.importers.scan import ScanForm, write_scan
+from shardplan.interop.importers.scan import Kind, ScanForm, write_scan
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter
 
@@ -94,9 +94,12 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
 def _scan_form(params: Mapping[str, Any]) -> ScanForm:
     """What a scan's parameters say."""
     inner = params["jaxpr"].jaxpr
-    sides = ([(short_name(v.aval.dtype), tuple(map(int, v.aval.shape))) for v in vs] for vs in
-             (inner.invars, inner.outvars))  # fmt: skip
-    return ScanForm(params["num_consts"], params["num_carry"], *sides, params["length"], bool(params["reverse"]))
+
+    def kinds(some: Sequence[Any]) -> list[Kind]:
+        return [(short_name(v.aval.dtype), tuple(map(int, v.aval.shape))) for v in some]
+
+    given, made = kinds(inner.invars), kinds(inner.outvars)
+    return ScanForm(params["num_consts"], params["num_carry"], given, made, params["length"], bool(params["reverse"]))
 
 
 def _write_closed(body: Any, unknown: Unknown, place: str, w: FlatWriter, args: list[Any]) -> list[Any]:
