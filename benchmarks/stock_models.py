@@ -17,7 +17,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ import torch
 from benchmarks.common import ROOT, arguments, record, table, write
 from benchmarks.import_stock import CONFIGS, MORE, model_of
 from benchmarks.stock_modules import Called, modules
+from torch.utils._pytree import tree_leaves  # pyright: ignore[reportUnknownVariableType]
 
 import shardplan as sp
 from shardplan.core.ops.compute import computing
@@ -63,7 +64,7 @@ def stock_case(kind: str) -> Called:
     example: dict[str, Any] = {"input_ids": ids}
     if head == "Seq2SeqLM":
         example["decoder_input_ids"] = ids.flip(1)
-    names = dict.fromkeys(example, ("batch", "sequence"))
+    names: dict[str, tuple[str | None, ...]] = dict.fromkeys(example, ("batch", "sequence"))
     return Called(model_of(kind), example | ({} if head == "MaskedLM" else {"use_cache": False}), names)
 
 
@@ -87,7 +88,7 @@ def with_random_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def widened() -> Iterator[None]:
+def widened() -> Generator[None]:
     """Torch's f32 is f64, by every name under which a model asks for it."""
     held = torch.float32, torch.float, torch.Tensor.float
     torch.set_default_dtype(torch.float64)
@@ -102,7 +103,7 @@ def widened() -> Iterator[None]:
 
 def leaves(values: Any) -> list[Any]:
     """The tensors of a result, in order."""
-    return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
 
 
 def run(called: Called) -> dict[str, Any]:

@@ -147,7 +147,8 @@ def modules() -> dict[str, Callable[[], Called]]:
 
     def of(module: nn.Module) -> Called:
         """Of `[batch sequence hidden]`, whatever the argument is called."""
-        said = {Of: "inputs", nn.Sequential: "input", nn.TransformerEncoder: "src"}.get(type(module), "x")
+        kinds: dict[type[nn.Module], str] = {Of: "inputs", nn.Sequential: "input", nn.TransformerEncoder: "src"}
+        said = kinds.get(type(module), "x")
         if said == "inputs":
             return Called(Of(lambda x, m: m(x), module), (x,), {"inputs_0": words})
         return Called(module, {said: x}, {said: words})
