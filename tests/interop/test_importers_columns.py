@@ -16,6 +16,10 @@ from torch.nn import functional
 
 import shardplan as sp
 from shardplan.core.nested import as_nested
+from shardplan.core.ops import Einsum
+from shardplan.core.program import Program
+from shardplan.core.step import Step
+from shardplan.strategy.repeats import recover_repeats
 
 FOUR = sp.Strategy(tensor=2, data=2, global_batch=4, microbatch=2)
 
@@ -112,22 +116,13 @@ def test_a_scan_of_torch_is_a_repeat_with_constants_inside() -> None:
     assert [op.times for s in job.programs[0, "F"].steps if (op := as_nested(s.op))] == [5]
 
 
-class Each(nn.Module):
-    """Two layers of which each reads an input of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-
-    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        for f, mine in zip(self.layers, (a, b), strict=True):
-            x = torch.tanh(f(x) + mine)
-        return x
-
-
 def test_inputs_of_a_call_are_no_rows_of_a_stack() -> None:
-    model = sp.load(Each(), (torch.zeros(4, 6),) * 3, {"b": ("batch", None)})
-    assert [n for n, _ in model.program.inputs if n in "xab"] == ["x", "a", "b"]
+    x, w = (sp.TensorType.parse(t, "x=1") for t in ("f32[2, 3]", "f32[3, 3]"))
+    steps = [Step(Einsum("bi,io->bo"), (str(k), f"w{k}"), (str(k + 1),)) for k in range(4)]
+    flat = Program({"0": x} | {f"w{k}": w for k in range(4)}, steps, ("4",))
+    assert recover_repeats(flat).stacks["w0"] == ("w0", "w1", "w2", "w3")
+    found = recover_repeats(flat, alone={"w3"})
+    assert found.stacks == {"w0": ("w0", "w1", "w2")} and "w3" in dict(found.program.inputs)
 
 
 JAX: dict[str, Callable[[Any], Any]] = {
