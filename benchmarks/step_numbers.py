@@ -96,7 +96,7 @@ def unlisted() -> list[str]:
     for module, named in TABLE.items():
         for name, value in vars(module).items():
             word = name.lstrip("_")
-            if word.isupper() and _numeric(value) and name not in named and name not in PLAIN:
+            if word.isupper() and _numeric(value) and name not in named and word not in PLAIN:
                 found.append(f"{module.__name__}.{name}")
     return found
 

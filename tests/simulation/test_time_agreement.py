@@ -21,6 +21,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "gathers bound it": ("gpt", SIZES, {"data": 8, "tensor": 8, "zero": 3, "global_batch": 16}, 0.05),
     "beside gradients": ("gpt", SIZES, {"tensor": 8, "microbatch": 4, "global_batch": 16}, 0.05),
     "to the layer's end": ("gpt", SIZES, {"recompute": "full", "global_batch": 8}, 0.03),
+    "layers gathered": ("gpt", SIZES, {"data": 4, "zero": 3, "fsdp": True, "global_batch": 16}, 0.05),
+    "gradients in every pass": ("llama", LLAMA, {"data": 8, "zero": 2, "fsdp": True, "global_batch": 64}, 0.05),
+    "apart from products": (
+        "llama",
+        LLAMA,
+        {"data": 8, "zero": 2, "fsdp": True, "schedule": "zb-h1", "global_batch": 32},
+        0.05,
+    ),
+    "forward passes first": (
+        "gpt",
+        SIZES,
+        {"data": 4, "zero": 3, "fsdp": True, "schedule": "gpipe", "global_batch": 16},
+        0.05,
+    ),
+    "sequences gathered": ("gpt", SIZES, {"tensor": 8, "sequence_parallel": True, "global_batch": 8}, 0.12),
     "a ring": ("llama", LLAMA | {"seq": 32768}, {"context": 8, "context_kind": "ring", "global_batch": 2}, 0.05),
     "tokens gathered": ("moe", EXPERTS | {"seq": 8192}, {"context": 4, "expert": 4, "context_kind": "gather"}, 0.06),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -138,3 +139,17 @@ def test_one_name_has_one_layout() -> None:
         said = f"held: of layers.up two lines say different layouts, '{up}' and '{more}'; legal is one"
         assert str(error.value) == said
     sp.partition(model("llama"), strategy, layouts=f"{text}\n  *.up: ffn@tensor")  # the same twice
+
+
+def test_a_strategy_shows_what_is_not_as_by_default_and_reads_back() -> None:
+    rng = random.Random(5)
+    assert repr(sp.Strategy()) == "Strategy()"
+    for _ in range(200):
+        said: dict[str, Any] = {
+            "data": rng.choice([1, 4]), "tensor": rng.choice([1, 2]), "pipeline": rng.choice([1, 2]),
+            "schedule": rng.choice(["1f1b", "interleaved", "zb-v"]), "recompute": rng.choice(["none", ("einsum",)]),
+            "precision": rng.choice([None, "bf16"]), "global_batch": rng.choice([None, 32]),
+        }  # fmt: skip
+        one = sp.Strategy(**said)
+        assert eval(repr(one), {"Strategy": sp.Strategy}) == one
+        assert "context_kind" not in repr(one)

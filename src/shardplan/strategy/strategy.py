@@ -15,7 +15,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ScheduleError
 from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine
+from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine, join_lines
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.training import PRECISIONS
@@ -217,6 +217,11 @@ class Strategy:
         if isinstance(said, str) and several != chunks and not GENERATORS[said].free:
             raise ScheduleError(f"schedule {said} has {chunks} chunks a rank, {several} were asked for")
 
+    def __repr__(self) -> str:
+        """Say what is otherwise than by default, as it is written."""
+        plain = {name: getattr(_PLAIN, name) for name in self.__slots__} | {"global_batch": self.data * self.microbatch}
+        return f"Strategy({', '.join(f'{k}={getattr(self, k)!r}' for k, x in plain.items() if getattr(self, k) != x)})"
+
     @property
     def rotates(self) -> bool:
         """Whether keys and values go round the context."""
@@ -322,7 +327,7 @@ class Strategy:
                 else TableLine((f"gradient.{name}",), (), sums)
             )
         lines = [TableLine((name,), cuts) for name, cuts in held.items() if cuts]
-        return Layouts(tuple(self._serve(axes)), _join_lines(stored), _join_lines(lines))
+        return Layouts(tuple(self._serve(axes)), join_lines(stored), join_lines(lines))
 
     def _serve(self, axes: Mapping[str, int]) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
         """What every axis serves."""
@@ -340,6 +345,9 @@ class Strategy:
             "expert_group": ((*EXPERTS, "ratio", *TENSOR[1:]), *rest),
         }
         yield from ((axis, every[axis]) for axis in axes)
+
+
+_PLAIN = Strategy()
 
 
 def _sizes(model: Model, name: str) -> dict[str, int]:
@@ -390,11 +398,3 @@ def _state_names(model: Model, parameter: str) -> tuple[str, ...]:
     """What an optimizer keeps of a parameter: by a pattern, where that names nothing else."""
     pattern, names = f"{parameter}.*", tuple(n for n in model.dims if _state_of(model, n, parameter))
     return (pattern,) if names == tuple(n for n in model.dims if fnmatchcase(n, pattern)) else names
-
-
-def _join_lines(lines: list[TableLine]) -> tuple[TableLine, ...]:
-    """Lines that say the same as one."""
-    found: dict[tuple[object, object], list[str]] = {}
-    for line in lines:
-        found.setdefault((line.dims, line.partial), []).extend(line.patterns)
-    return tuple(TableLine(tuple(names), dims, partial) for (dims, partial), names in found.items())  # type: ignore[arg-type]

@@ -16,14 +16,15 @@ from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import short_name
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.closed.chunk_kinds import ChunkKinds
+from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import CODES, Configurations, distinct
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, is_halved, layer_rows, recipe, weight_parts
+from shardplan.simulation.closed.stages import Dealt, is_halved, layer_rows, recipe, weight_rows
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule
 from shardplan.strategy.model import Model
@@ -34,6 +35,7 @@ Ints = np.ndarray
 # Schedules whose step is that of its busiest rank, and of what the others do before and behind it, where there are
 # microbatches for all; others are asked.
 FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
+_AT_ONCE = [CODES["schedule"].index(name) for name in AT_ONCE]  # no backward pass before the last forward pass
 # Axes of each block, innermost first; experts have the inner part of each.
 INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
 SPREAD = ("data", "expert")  # axes over which sequences are dealt out
@@ -195,20 +197,27 @@ class ClosedForm:
         self, c: Configurations, cost: LayerCost, kinds: ChunkKinds, waiting: bool = True, bare: bool = False
     ) -> StageTimes:
         """What chunks take."""
-        p, interleaved = self.parameters, c.columns["interleave"] > 1
+        interleaved, device, p = c.columns["interleave"] > 1, self.topology.device, self.parameters
         dealt = Dealt.of(c, cost, self.collectives(), p)
-        made: list[Floats] = []
-        idle: list[Floats] = []
-        for phase in (FORWARD, BACKWARD):
-            rows = layer_rows(c, cost, p, phase, self.topology.device)
-            busy = kinds.sums(rows)
-            # A chunk's parameters are gathered, and its gradients reduced, beside its layers, one after another.
-            taken = busy if bare else np.maximum(busy, kinds.sums(dealt.gathered(phase, self.topology.device)))
-            made.append(taken)
-            idle.append(taken - busy)
-            if phase == BACKWARD:
-                part = np.divide(kinds.sums(rows * weight_parts(c, cost)), busy, out=0 * busy, where=busy > 0)
-                made.append(taken * part)
+        forward, back = (layer_rows(c, cost, p, phase, device) for phase in (FORWARD, BACKWARD))
+        weight = np.minimum(weight_rows(c, cost, p, device), back)
+        halved, nothing = is_halved(c), np.zeros_like(back)
+        gathers, again, reduces = (
+            nothing if bare else rows
+            for rows in (dealt.gathered(FORWARD), dealt.gathered(BACKWARD), dealt.reduced(device))
+        )
+        taken, first, later, left = settled_seconds(
+            kinds.counts,
+            PassWork(forward, gathers, nothing),
+            PassWork(back - weight * halved, again, reduces * ~halved),
+            PassWork(weight * halved, nothing, reduces * halved),
+            PassOrder(
+                at_once=np.isin(c.columns["schedule"], _AT_ONCE),
+                apart=halved & (c.columns["pipeline"] > 1),
+                steady=c.microbatches > 1,
+            ),
+        )
+        made = [taken, first + later, later]
         send = sent(c, cost, self.collectives())
         if waiting and send.any():
             # Interleaved ones have other chunks meanwhile, and take no less than a message does.
@@ -217,8 +226,7 @@ class ClosedForm:
             ):  # the first receives none forward, the last none back
                 there = send * (kinds.counts[end] == 0)
                 seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
-        backward = np.where(is_halved(c), made[2], made[1])
-        after = dealt.once(kinds, self.topology.device, (made[0], idle[0]), (backward, idle[1]))
+        after = left + dealt.once(kinds, device, forward, np.where(halved, weight, back))
         return StageTimes(made[0], made[1], made[2], send, after)
 
     def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, Configurations, LayerCost]]:

@@ -16,6 +16,7 @@ from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.pass_overlap import PassWork, pass_seconds
 from shardplan.simulation.closed.work import BACKWARD, FORWARD
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
@@ -93,12 +94,35 @@ def _halved_codes() -> tuple[int, ...]:
     return tuple(found)
 
 
-def weight_parts(c: Configurations, cost: LayerCost) -> Floats:
-    """Return the part of a backward pass that makes gradients of parameters, and may come later: [runs + 2, n]."""
-    made, busy = cost.rows.get("gradients"), cost.rows.get("compute backward")
-    if made is None or busy is None:
-        return np.zeros((1, len(c)))
-    return np.divide(made, busy, out=np.zeros_like(made), where=busy > 0)
+def copies(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
+    """Return how many devices have a parameter alike, and how many an expert's, [n] each."""
+    alike = apart = np.ones(len(c))
+    for axis in ("context", "data"):
+        size = c.columns[axis].astype(float)
+        alike, apart = alike * size, apart * size / cost.degrees.get(SHARING[axis], 1.0)
+    return alike, apart
+
+
+def gradient_seconds(c: Configurations, cost: LayerCost, p: Parameters, device: DeviceSpec) -> Floats:
+    """Return the seconds in which the gradients of a microbatch are cast, or added to what there is, [runs + 2, n].
+
+    What is reduced in every microbatch is cast alone; what has no copies is added where it is made.
+    """
+    rows, size, several = cost.rows, element_bytes(c), c.microbatches > 1
+    zero: Floats = np.zeros((1, len(c)))
+    own = size.parameter + size.gradient * (1 + several)
+    cast = (size.parameter + size.summed) * (size.parameter != size.summed)
+    reduced = c.columns["fsdp"] | (c.columns["zero"] >= 2)
+    nbytes = sum(
+        (rows.get(kind, zero) * np.where(reduced & (count > 1), cast, own)
+         for kind, count in zip(("parameters", "experts"), copies(c, cost), strict=True)), zero,
+    )  # fmt: skip
+    return stream_seconds(nbytes, with_kernels(device, p))
+
+
+def weight_rows(c: Configurations, cost: LayerCost, p: Parameters, device: DeviceSpec) -> Floats:
+    """Return the seconds of a backward pass that make gradients of parameters, and may come later, [runs + 2, n]."""
+    return cost.rows.get("gradients", 0.0) + gradient_seconds(c, cost, p, device)
 
 
 def hidden_rounds(c: Configurations, cost: LayerCost, phase: int) -> Floats:
@@ -134,7 +158,10 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
         whole = needed + rest * ~col["fsdp"]
         whole = whole - hidden_rounds(c, cost, FORWARD) * moves
-        busy = busy + layers * (full * whole + some * rows.get("attention", zero) + second * needed / 2)
+        attention = rows.get("attention", zero)
+        # Of what is needed attention and what was moved are kept, and every second product.
+        every_second = np.maximum(0.0, rows.get("again needed", zero) - attention) / 2
+        busy = busy + layers * (full * whole + some * attention + second * every_second)
         launches = launches + layers * full * rows.get("again launches", zero)
         parts = col["loss"] == CODES["loss"].index("chunked")
         busy = busy + parts * rows.get("again of a loss", zero)
@@ -143,12 +170,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         hidden = rows.get("beside gradients", zero) * ~is_halved(c) + np.minimum(rows.get("early", zero), back - made)
         beside = beside + moves * hidden * runs_beside(c)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
-        size, several = element_bytes(c), c.microbatches > 1
-        elements = rows.get("parameters", zero) + rows.get("experts", zero)
-        own = size.parameter + size.gradient * (1 + several)
-        cast = (size.parameter + size.summed) * (size.parameter != size.summed)
-        nbytes = np.where(col["fsdp"] | (col["zero"] >= 2), cast, own)
-        busy = busy + stream_seconds(elements * nbytes, with_kernels(device, p))
+        busy = busy + gradient_seconds(c, cost, p, device)
     busy = busy + np.maximum(0.0, moved - beside)
     issue = np.where(col["attention"] == CODES["attention"].index("unfused"), p.eager, p.launch)
     return (busy**p.order + (launches * issue) ** p.order) ** (1 / p.order)
@@ -178,7 +200,7 @@ class Dealt:
             size, experts = col[axis].astype(float), cost.degrees.get(SHARING[axis], 1.0)
             alike.append((size, strides[axis]))
             apart.append((size / experts, strides[axis] * experts))
-        replicas, few = (x[0][0] * x[1][0] for x in (alike, apart))
+        replicas, few = copies(c, cost)
         return Dealt(c, cost, collectives, p, replicas, few, alike, apart)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
@@ -190,61 +212,64 @@ class Dealt:
             return found
         return found + self.collectives.lines(summed, whole, self.apart).seconds(experts * width)
 
-    def gathered(self, phase: int, device: DeviceSpec) -> Floats:
-        """Return the seconds in which a microbatch gathers parameters, and reduces gradients, of each part.
+    def gathered(self, phase: int) -> Floats:
+        """Return the seconds in which a microbatch gathers the parameters of each part, [runs + 2, n].
+
+        A table whose rows are read before the layers is not gathered again for its gradient, but for what is read
+        behind them too.
+        """
+        col = self.c.columns
+        dealt = col["fsdp"] | (col["zero"] == 3)
+        found = self._collective(False, True, self.cost.rows, element_bytes(self.c).parameter) * dealt
+        if phase == BACKWARD:
+            found = found * ~(col["fsdp"] & (col["zero"] == 2))  # what stays gathered from the forward pass
+            found[-1] += found[-2] * self.cost.rows["copies"].any(axis=0)
+            found[-2] = 0.0
+        return found
+
+    def reduced(self, device: DeviceSpec) -> Floats:
+        """Return the seconds in which a microbatch reduces the gradients of each part, [runs + 2, n].
 
         What is reduced is added, beside computation, to what there is.
         """
         col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
-        dealt = col["fsdp"] | (col["zero"] == 3)
-        gather = self._collective(False, True, rows, size.parameter) * dealt
-        if phase != BACKWARD:
-            return gather
-        kept = col["fsdp"] & (col["zero"] == 2)  # parameters stay gathered from the forward pass
         zero: Floats = np.zeros((1, len(self.c)))
-        own = rows.get("parameters", zero) / self.replicas + rows.get("experts", zero) / self.few
+        pairs = zip(("parameters", "experts"), (self.replicas, self.few), strict=True)
+        own = sum((rows.get(kind, zero) / count * (count > 1) for kind, count in pairs), zero)
         added = own * (size.summed + 2 * size.gradient) * (self.c.microbatches > 1)
-        reduced = self._collective(True, False, rows, size.summed) + stream_seconds(added, with_kernels(device, self.p))
-        return gather * ~kept + reduced * (dealt | (col["zero"] == 2))
+        seconds = self._collective(True, False, rows, size.summed) + stream_seconds(added, with_kernels(device, self.p))
+        return seconds * (col["fsdp"] | (col["zero"] >= 2))
 
     def _on_ranks(self, kinds: ChunkKinds, values: Floats) -> Floats:
         """Sums over the chunks that a rank computes, [combinations, n] of [kinds, n]."""
         return np.einsum("pkn,kn->pn", kinds.ranks, values)
 
-    def once(
-        self, kinds: ChunkKinds, device: DeviceSpec, forward: tuple[Floats, Floats], backward: tuple[Floats, Floats]
-    ) -> Floats:
+    def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
 
-        `forward` and `backward` are of a microbatch in each kind of chunk, [kinds, n]: what may hide what moves
-        once, and how much longer what moves in every microbatch takes than it computes.
+        `forward` is of the kernels of each part in a microbatch, [runs + 2, n], `backward` of those beside which
+        gradients are made: they may hide what moves once.
         """
         col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
-        owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
         # Software that has fused attention reduces gradients while the last backward pass goes on, and gathers what it
         # has dealt out the update of in the first forward pass; before, both came behind, and gradients whole.
         early = runs_beside(self.c)
         dealt, layered = col["zero"] > 0, col["fsdp"] | (col["zero"] == 3)
-        # What is before the layers, and one of them, has nothing to be beside.
-        ends = {k: self._on_ranks(kinds, kinds.counts[-2] * rows[k][-2]) + rows[k][:-2].max(axis=0) for k in owned}
-
-        def summed(elements: Mapping[str, Floats]) -> Floats:
-            whole, part = (self._collective(True, x, elements, size.summed) for x in (True, False))
-            return np.where(dealt & early, part, whole)
-
-        def gathered(elements: Mapping[str, Floats]) -> Floats:
-            return self._collective(False, True, elements, size.parameter) * (dealt | layered)
-
-        exposed: Floats = np.zeros_like(owned["parameters"])
-        passes = ((summed, backward, layered | (col["zero"] == 2)), (gathered, forward, layered))
-        for moved, (beside, idle), by_pass in passes:
-            whole, bare = moved(owned), moved(ends)
-            hidden = np.minimum(self._on_ranks(kinds, beside), np.maximum(0.0, whole - bare))
-            waited = np.maximum(0.0, bare - self._on_ranks(kinds, idle) / col["interleave"])
-            exposed = exposed + np.where(by_pass, waited, whole - early * hidden)
-        reduced = exposed.max(axis=0)
+        whole, part = (self._collective(True, x, rows, size.summed) for x in (True, False))
+        reduces = np.where(dealt & early, part, whole) * ~(layered | (col["zero"] == 2))
+        gathers = self._collective(False, True, rows, size.parameter) * (dealt & ~layered)
+        nothing, free = np.zeros_like(forward), np.zeros(kinds.counts.shape[1:])
+        exposed: Floats = np.zeros_like(self.replicas)
+        for work, back in (
+            (PassWork(forward, gathers, nothing), False), (PassWork(backward, nothing, reduces), True)
+        ):  # fmt: skip
+            seconds, lag = pass_seconds(kinds.counts, work, free, backward=back)
+            waited = seconds + np.maximum(0.0, lag) - kinds.sums(work.kernels)
+            moved = kinds.sums(work.gathered + work.reduced)
+            exposed = exposed + self._on_ranks(kinds, np.where(early, waited, moved))
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
+        owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
         elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few
         update = elements.max(axis=0) * (_PASSES * size.state + size.gradient + size.parameter)
-        return reduced + stream_seconds(update, with_kernels(device, self.p))
+        return exposed.max(axis=0) + stream_seconds(update, with_kernels(device, self.p))

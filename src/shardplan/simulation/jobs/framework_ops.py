@@ -3,9 +3,10 @@
 Gathers of parameters and reductions of gradients have a stream of their own, apart from movements of activations: FSDP2
 and Megatron's distributed optimizer post both beside whatever else goes on. What is cast and added behind a reduction
 follows it there (FSDP2's `foreach_reduce`, on the reduce-scatter stream). A gradient is cast and added to the sum of
-earlier ones by one kernel, wherever it runs (Megatron's `main_grad.add_`). A
-bias is added in the product that it follows. A loss, whole or over classes that are dealt out, reads and writes its
-logits as often as that of a framework (`LOSS_BYTES`). Our own executors do none of this, and are simulated without it.
+earlier ones by one kernel, wherever it runs (Megatron's `main_grad.add_`). A bias is added in the product that it
+follows. A loss, whole or over classes that are dealt out, reads and writes its logits as often as that of a framework
+(`LOSS_BYTES`). A dim is gathered by an all-gather, whatever else is predicted to take less. Our own executors do none
+of this, and are simulated without it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
+from shardplan.core.ops import AllGather, Exchange
 from shardplan.core.pattern import Work
 from shardplan.core.program import Program
 from shardplan.simulation.closed.numbers import LOSS_BYTES
@@ -112,6 +114,7 @@ class _Block:
         """An op on the stream that frameworks give it."""
         if isinstance(node, TimedLoop):
             return self._loop(node)
+        node = self._with_collective(node)
         if is_movement(node) and (ends or {*node.results} <= self.parameters):
             node = replace(node, cost=on_parameters(node.cost, self.program.meshes))
         stream = (
@@ -123,6 +126,19 @@ class _Block:
             self.behind |= dict.fromkeys(node.results, stream)
             if node.issued and not is_movement(node):
                 node = replace(node, cost=replace(node.cost, stream=stream))
+        return node
+
+    def _with_collective(self, node: TimedOp) -> TimedOp:
+        """An exchange that gathers a dim as the all-gather that frameworks call there."""
+        step = self.program.steps[node.number]
+        if isinstance(step.op, Exchange):
+            (t, *_), (u, *_) = self.program.step_types(step)
+            changed = [d for d, (a, b) in enumerate(zip(t.layout.dims, u.layout.dims, strict=True)) if a != b]
+            dim = changed[0] if len(changed) == 1 else 0
+            kept = len(u.layout.dims[dim])
+            if len(changed) == 1 and t.layout.dims[dim][:kept] == u.layout.dims[dim]:
+                gather = AllGather(dim, t.layout.dims[dim][kept:])
+                return replace(node, cost=self.pricing.cost(gather, (t,), (u,)))
         return node
 
     def _loop(self, loop: TimedLoop) -> TimedLoop:

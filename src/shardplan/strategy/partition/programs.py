@@ -101,20 +101,24 @@ class Writers:
         for v in stage.received:  # it is still there
             self._received(writer, v, v)
         inner = {key: (f"{TOTAL}{name}", t) for key, (name, t) in self.ends.items() if key[0]}
-        writer.lines(stage.backward, inner, self.add)
+        summed: dict[str, str] = {}  # by gradient outside loops what it is added up to, as soon as it is made
+        for line in stage.backward:
+            writer.lines([line], inner, self.add)
+            for value in line.results if not isinstance(line, Loop) else ():
+                if ((), value) in self.ends:
+                    name, t = self.ends[(), value]
+                    total = writer.given(f"{TOTAL}{name}", t) if self.add else None
+                    summed[value] = writer.accumulated(value, t, total, f"gradient of {name}")
         called: dict[str, str] = {}
-        made = {r for line in stage.backward for r in line.results}
         loops = {line.block.path: line for line in stage.backward if isinstance(line, Loop)}
-        for (path, value), (name, t) in self.ends.items():
+        for (path, value), (name, _) in self.ends.items():
             total = f"{TOTAL}{name}"
             if path in loops:
                 loop = loops[path]
                 stack = loop.results[loop.block.outputs.index(value)]
                 called[writer.values[stack][writer.made(stack)]] = NEXT + total
-            elif not path and value in made:
-                if self.add:
-                    writer.given(total, t)
-                called[writer.accumulated(value, t, total if self.add else None, f"gradient of {name}")] = NEXT + total
+            elif not path and value in summed:
+                called[summed[value]] = NEXT + total
         sent = self._send(writer, stage, "B", boundaries, called)
         read = {o for step in writer.steps for o in step.operands} | {*called}
         writer.inputs = [(name, t) for name, t in writer.inputs if name in read or name not in forward.saved]

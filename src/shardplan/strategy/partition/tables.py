@@ -228,3 +228,11 @@ def _line(names: str, said: str) -> TableLine:
             partial += words
         rest = rest[match.end() :].lstrip().removeprefix(",").lstrip()
     return TableLine(patterns, tuple(dims), tuple(partial))
+
+
+def join_lines(lines: Iterable[TableLine]) -> tuple[TableLine, ...]:
+    """Return lines of which those that say the same are one."""
+    found: dict[tuple[object, object], list[str]] = {}
+    for line in lines:
+        found.setdefault((line.dims, line.partial), []).extend(line.patterns)
+    return tuple(TableLine(tuple(names), dims, partial) for (dims, partial), names in found.items())  # type: ignore[arg-type]

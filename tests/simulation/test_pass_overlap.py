@@ -1,0 +1,65 @@
+"""What a pass takes beside what moves: the formula against both streams, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, pass_seconds, settled_seconds
+
+SECONDS = st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0])
+COUNTS = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 1), st.integers(0, 1))
+ROW = st.tuples(SECONDS, SECONDS, SECONDS, SECONDS)
+
+
+def followed(counts: Sequence[int], rows: Sequence[Sequence[float]], lag: float, backward: bool) -> tuple[float, float]:
+    """Run a pass layer by layer: every gather, kernel and reduction in the order in which it is issued."""
+    parts = [2, 0, 1, 3]
+    done, free = 0.0, lag
+    for part in reversed(parts) if backward else parts:
+        kernels, gathered, reduced = (row[part] for row in rows)
+        there = [0.0] * (counts[part] + 1)
+        for layer in range(counts[part] + 1):
+            if layer < counts[part]:  # a layer's parameters before the gradients of the layer before it
+                free = there[layer] = free + gathered
+            if layer > 0:
+                done = (max(done, there[layer - 1]) if gathered else done) + kernels
+                free = max(free, done) + reduced if reduced else free
+    return done, free - done
+
+
+@given(COUNTS, ROW, ROW, ROW, st.sampled_from([-4.0, 0.0, 2.5]), st.booleans())
+def test_a_pass_takes_what_its_streams_take(
+    counts: Sequence[int], kernels: Sequence[float], gathered: Sequence[float], reduced: Sequence[float], lag: float,
+    backward: bool,
+) -> None:  # fmt: skip
+    work = PassWork(*(np.array(row)[:, None] for row in (kernels, gathered, reduced)))
+    found = pass_seconds(np.array(counts, dtype=float)[:, None, None], work, np.full((1, 1), lag), backward=backward)
+    wanted = followed(counts, (kernels, gathered, reduced), lag, backward)
+    assert [float(x[0, 0]) for x in found] == pytest.approx(wanted)
+
+
+@given(COUNTS, ROW, ROW, ROW, st.integers(2, 6))
+def test_microbatches_take_what_passes_take_one_after_another(
+    counts: Sequence[int], kernels: Sequence[float], gathered: Sequence[float], reduced: Sequence[float], several: int
+) -> None:
+    """Parameters gathered forward, gradients reduced backward: every pass followed, and the moves behind the last."""
+    nothing = [0.0] * 4
+    made = [
+        [np.array(row)[:, None] for row in rows]
+        for rows in ((kernels, gathered, nothing), (kernels, nothing, reduced), (nothing, nothing, nothing))
+    ]
+    order = PassOrder(*(np.array([x]) for x in (False, False, True)))
+    table = np.array(counts, dtype=float)[:, None, None]
+    *passes, left = settled_seconds(table, *(PassWork(*rows) for rows in made), order)
+    seconds = sum(float(x[0, 0]) for x in passes) * several + float(left[0])
+    at, lag = 0.0, 0.0
+    for _ in range(several):
+        for rows, backward in (((kernels, gathered, nothing), False), ((kernels, nothing, reduced), True)):
+            done, lag = followed(counts, rows, lag, backward)
+            at += done
+    assert at + max(0.0, lag) == pytest.approx(seconds)
