@@ -29,8 +29,14 @@ class Recovered(NamedTuple):
     stacks: Mapping[str, tuple[str, ...]]
 
 
-def recover_repeats(program: Program, called: Callable[[tuple[str, ...]], str] = lambda names: names[0]) -> Recovered:
+def recover_repeats(
+    program: Program,
+    called: Callable[[tuple[str, ...]], str] = lambda names: names[0],
+    alone: Iterable[str] = (),
+) -> Recovered:
     """Return the program with its runs as `repeat`; `called` names a stack after the inputs that are its rows.
+
+    Inputs that are to be given `alone` are no rows of a stack.
 
     >>> from shardplan.core.ops import Einsum
     >>> x, w = (TensorType.parse(t, "x=1") for t in ("f32[2, 3]", "f32[3, 3]"))
@@ -44,7 +50,7 @@ def recover_repeats(program: Program, called: Callable[[tuple[str, ...]], str] =
     last = {o: k for k, step in enumerate(program.steps) for o in step.operands}
     first = {o: k for k, step in reversed([*enumerate(program.steps)]) for o in step.operands}
     readers = {o: (first[o], k) for o, k in last.items()}
-    finder = _Finder(program, made, readers, Flat.of(program))
+    finder = _Finder(program, made, readers, Flat.of(program), frozenset(alone))
     runs = finder.runs(0, len(program.steps))
     return _Writer(program, called).write_runs([*_with_ones(finder, runs)])
 
@@ -74,6 +80,7 @@ class _Finder(NamedTuple):
     made: Mapping[str, Slot]
     readers: Mapping[str, tuple[int, int]]  # the first step that reads a value, and the last
     flat: Flat
+    alone: frozenset[str]  # inputs that are no rows
 
     def runs(self, lo: int, hi: int) -> list[_Layers]:
         """The runs among some steps, in order."""
@@ -129,7 +136,8 @@ class _Finder(NamedTuple):
     def _reads_own_inputs(self, wired: Mapping[Slot, object], slots: Iterable[Slot], start: int, period: int) -> bool:
         """Whether some slots of a body read inputs of the program that no other step reads."""
         names = [wired[slot] for slot in slots]
-        readers = [self.readers.get(name) for name in names if isinstance(name, str) and name not in self.made]
+        own = [name for name in names if isinstance(name, str) and name not in self.made and name not in self.alone]
+        readers = [self.readers.get(name) for name in own]
         return len(readers) == len(names) and all(r and start <= r[0] and r[1] < start + period for r in readers)
 
     def wiring(self, run: int, start: int, period: int) -> dict[Slot, str | tuple[int, int, int]] | None:
@@ -167,7 +175,7 @@ def _with_ones(finder: _Finder, runs: list[_Layers]) -> Iterator[_Layers]:
         if maker is None or maker[0] < before.stop or wired is None or types[enters] != types[name]:
             continue
         slots = {slot: at for slot, at in wired.items() if isinstance(at, str)}
-        others = {o for k, o in uses if not before.stop <= k < after.start} | {*finder.program.outputs}
+        others = {o for k, o in uses if not before.stop <= k < after.start} | {*finder.program.outputs} | finder.alone
         own = {slot: (at,) for slot, at in slots.items() if not {at} & {*finder.made, *shared, *stacked, *others}}
         yield _Layers(before.stop, after.start - before.stop, 1,
                    {slot: (at, (maker[0] - before.stop, maker[1])) for slot, at in slots.items() if at == enters}, own,

@@ -22,7 +22,7 @@ from shardplan.core.ops import (
     RmsNorm,
     Softmax,
 )
-from shardplan.interop.importers.views import Group, Seen, Strand, size_of
+from shardplan.interop.importers.views import Descent, Group, Seen, Strand, size_of
 from shardplan.interop.importers.writer import MASKED, ONE, FlatWriter
 
 
@@ -154,7 +154,7 @@ def rows(w: FlatWriter, table: Seen, ids: Seen) -> Seen:
     place = {a: shift + k for k, a in enumerate(atoms)}
     if len(table.dims) == 2 and len(atoms) == 1:
         w.tables.append((name, ids.name))
-    rest = tuple(tuple(Strand(a.size, place[a]) for a in g) for g in table.dims[1:])
+    rest = tuple(tuple(a._replace(axis=place[a]) for a in g) for g in table.dims[1:])
     return Seen(w.draft(Gather(), name, ids.name), (*ids.dims, *rest))
 
 
@@ -202,7 +202,15 @@ def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
     name = w.draft(Concat(place[dim, 0]), *names)
     total = sum(v.shape[dim] for v in found)
     dims = tuple(
-        tuple(Strand(total if d == dim else a.size, place[d, k]) for k, a in enumerate(g))
+        tuple(
+            Strand(total, place[d, k]) if d == dim else Strand(a.size, place[d, k], _origins(found, d, k))
+            for k, a in enumerate(g)
+        )
         for d, g in enumerate(found[0].dims)
     )
     return Seen(name, dims)
+
+
+def _origins(views: Sequence[Seen], dim: int, k: int) -> frozenset[Descent]:
+    """The parameters' dims that one dim of several views comes from."""
+    return frozenset(o for v in views if k < len(v.dims[dim]) for o in v.dims[dim][k].origins)

@@ -6,9 +6,8 @@ the caller says of inputs and what composites say of their operands (`FlatWriter
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,13 +20,14 @@ from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.nested import as_nested
-from shardplan.core.ops.arithmetic import Elementwise
+from shardplan.core.ops import Cast, Crop, Einsum, Elementwise, Reshape
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.resizing import counted_means
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError, excerpt
+from shardplan.interop.importers.columns import FREE, column_names
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter, Stored
 from shardplan.strategy.model import Model, assemble_model
@@ -36,7 +36,6 @@ from shardplan.strategy.repeats import recover_repeats
 from shardplan.strategy.training import rename_values
 
 Names = Mapping[str, Sequence[str | None]]
-_FREE = re.compile(r"d\d+")
 
 
 class Flattened(NamedTuple):
@@ -75,11 +74,11 @@ def model_of(
     rule = AttentionRule()
     program = _stopping(counted_means(close_composites(program, rule)))
     w.meanings += [*rule.said, *_tables(flat)]
-    made = recover_repeats(program, _stack_name)
+    made = recover_repeats(program, _stack_name, {*flat.inputs} - w.parameters.keys())
     renamed = dict(zip(made.program.outputs, results, strict=True))
     program = rename_values(made.program, renamed)
     rows = {stack: [w.parameters[n] for n in group] for stack, group in made.stacks.items() if group[0] in w.parameters}
-    dims = _dims(program, w, dict(names or {}))
+    dims = _dims(program, w, dict(names or {}), rows)
     parameters: dict[str, Parameter] = {}
     for key, _ in program.inputs:
         held = rows.get(key) or ([w.parameters[key]] if key in w.parameters else [])
@@ -157,19 +156,22 @@ def _stopping(program: Program) -> Program:
 
 
 def _tables(flat: Flattened) -> Iterator[tuple[str, tuple[str | None, ...]]]:
-    """What the dims of tables are: positions where the ids hang on no input, else words.
+    """What the dims of tables are: positions where the ids hang on no input, words where they are an input.
 
     Of several that are looked up by ids of one shape, words are those of the most rows; the others are token types.
     """
     w, given = flat.writer, {*flat.inputs}
+    said = {n for n in given if numpy_dtype(w.draft.types[n].dtype).kind in "iu"}
     for step in w.draft.steps:
         given |= {*step.results} if given & {*step.operands} else set[str]()
+        if isinstance(step.op, Cast | Reshape | Crop | Einsum | Elementwise) and given & {*step.operands} <= said:
+            said |= {*step.results} if said & {*step.operands} else set[str]()
     types, most = w.draft.types, dict[tuple[int, ...], int]()
     for table, ids in w.tables:
-        if ids in given:
+        if ids in said:
             most[types[ids].shape] = max(types[table].shape[0], most.get(types[ids].shape, 0))
     for table, ids in w.tables:
-        words = "vocab" if types[table].shape[0] == most.get(types[ids].shape) else None
+        words = "vocab" if ids in said and types[table].shape[0] == most[types[ids].shape] else None
         yield table, (words if ids in given else "position", "hidden")
 
 
@@ -195,7 +197,9 @@ def _layer_pattern(names: Sequence[str]) -> tuple[str, int] | None:
     return ".".join("{layer}" if k == differ[0] else p for k, p in enumerate(parts[0])), numbers[0]
 
 
-def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+def _dims(
+    program: Program, w: FlatWriter, names: dict[str, Any], stacks: Collection[str]
+) -> dict[str, tuple[str, ...]]:
     """The names of all inputs' dims."""
     for key in names:
         if key not in w.inputs:
@@ -209,15 +213,12 @@ def _dims(program: Program, w: FlatWriter, names: dict[str, Any]) -> dict[str, t
     for value, said in w.meanings:
         for level in levels:
             for parts, meaning in zip(level.values.get(value, ()), said, strict=False):
-                if meaning and len(parts) == 1 and _FREE.fullmatch(parts[0]):
+                if meaning and len(parts) == 1 and FREE.fullmatch(parts[0]):
                     called.setdefault(parts[0], meaning)
     labels = {key: ["_".join(called.get(p, p).replace(".", "_") for p in parts) for parts in found.values[key]]
               for key, _ in program.inputs}  # fmt: skip
-    # What stands with `hidden` in two weights is made of it, and contracted to it again.
-    pairs = [tuple(x for x in labels[key] if x not in ("layer", "hidden")) for key, _ in program.inputs
-             if labels[key].count("hidden") == 1]  # fmt: skip
-    alone = [pair[0] for pair in pairs if len(pair) == 1 and _FREE.fullmatch(pair[0])]
-    inner = {x: "ffn" if alone.count(x) > 1 else x for x in alone}
+    weights = {key: row for key, row in labels.items() if key in w.parameters or key in stacks}
+    inner = column_names(program, found, called, weights)
     return {key: tuple(inner.get(x, x) for x in row) for key, row in labels.items()}
 
 

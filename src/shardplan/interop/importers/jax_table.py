@@ -14,6 +14,7 @@ from shardplan.core.shardings import mesh_of
 from shardplan.core.tensor import TensorType
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.jax_indexing import INDEXING
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
 from shardplan.interop.importers.writer import FlatWriter
 
@@ -169,6 +170,7 @@ _FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
 _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 TABLE: dict[str, Handler] = {
+    **INDEXING,
     **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
     **{name: _compare_handler(sign) for name, sign in _SIGNS.items()},
     "erfc": _expression("1 - erf({a})"),

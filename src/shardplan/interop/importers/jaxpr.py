@@ -16,8 +16,8 @@ from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.tensor import TensorType
 from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.flat import Flattened
-from shardplan.interop.importers.jax_scan import write_scan
 from shardplan.interop.importers.jax_table import TABLE, annotated_type
+from shardplan.interop.importers.scan import Kind, ScanForm, write_scan
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter
 
@@ -32,7 +32,6 @@ def is_jaxpr(source: object) -> bool:
 def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flattened:
     """Write the equations."""
     unknown = Unknown("the jaxpr", w.opaque)
-    constants: dict[str, Any] = {}
     values: dict[Any, Any] = {}
     data = list[str]()
     for var, name in zip(source.jaxpr.invars, _names(source.jaxpr), strict=True):
@@ -42,17 +41,14 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
         else:
             values[var] = w.input(name, kind, shape)
             data.append(name)
-    for k, (var, value) in enumerate(zip(source.jaxpr.constvars, source.consts, strict=True)):
-        if not var.aval.shape:
-            values[var] = np.asarray(value).item()
-            continue
-        name = f"constant.{k}"
-        values[var], constants[name] = w.input(name, short_name(var.aval.dtype), var.aval.shape), np.asarray(value)
+    for var, value in zip(source.jaxpr.constvars, source.consts, strict=True):
+        array = np.asarray(value)
+        values[var] = w.declare_constant(array) if array.shape else array.item()
     found = _jaxpr(w, source.jaxpr, values, unknown)
     kinds = [short_name(var.aval.dtype) for var in source.jaxpr.outvars]
     outputs = [v if isinstance(v, Seen) else w.constant(v, kind) for v, kind in zip(found, kinds, strict=True)]
     unknown.check()
-    return Flattened(w, data, outputs, constants, frozenset(), *_said_shardings(source.jaxpr, w, values, outputs))
+    return Flattened(w, data, outputs, w.constants, frozenset(), *_said_shardings(source.jaxpr, w, values, outputs))
 
 
 def _said_shardings(
@@ -95,7 +91,11 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
         place = _place(eqn) or outside
         made: Any
         if name == "scan" and body is not None and not any(np.ndim(x) for x in body.consts):
-            made = write_scan(w, eqn.params, args, partial(_write_scan_body, body, unknown, place))
+            made = write_scan(w, _scan_form(eqn.params), args, partial(_write_closed, body, unknown, place))
+        elif name == "cond" and not isinstance(args[0], Seen):  # clamped, as JAX has it
+            branches = eqn.params["branches"]
+            chosen = branches[min(max(int(args[0]), 0), len(branches) - 1)]
+            made = _write_closed(chosen, unknown, place, w, args[1:])
         elif body is not None and name not in ("scan", "while", "cond"):
             inner = body.jaxpr if hasattr(body, "jaxpr") else body
             given = dict(zip(inner.invars, args, strict=True)) | dict(
@@ -111,8 +111,19 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
     return [value(x) for x in jaxpr.outvars]
 
 
-def _write_scan_body(body: Any, unknown: Unknown, place: str, w: FlatWriter, args: list[Any]) -> list[Any]:
-    """Write the body of a scan."""
+def _scan_form(params: Mapping[str, Any]) -> ScanForm:
+    """What a scan's parameters say."""
+    inner = params["jaxpr"].jaxpr
+
+    def kinds(some: Sequence[Any]) -> list[Kind]:
+        return [(short_name(v.aval.dtype), tuple(map(int, v.aval.shape))) for v in some]
+
+    given, made = kinds(inner.invars), kinds(inner.outvars)
+    return ScanForm(params["num_consts"], params["num_carry"], given, made, params["length"], bool(params["reverse"]))
+
+
+def _write_closed(body: Any, unknown: Unknown, place: str, w: FlatWriter, args: list[Any]) -> list[Any]:
+    """Write a closed jaxpr that is called."""
     given = dict(zip(body.jaxpr.invars, args, strict=True))
     given |= zip(body.jaxpr.constvars, (_number(x) for x in body.consts), strict=True)
     return _jaxpr(w, body.jaxpr, given, unknown, place)

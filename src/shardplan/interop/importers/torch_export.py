@@ -7,6 +7,7 @@ what the table lacks is written as torch decomposes it (`decompose_unknown`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardplan.errors import ShardplanError, TypingError, excerpt, line, optiona
 from shardplan.interop.importers.call import Operation, Unknown, handle_operation
 from shardplan.interop.importers.constant_value import write_constant
 from shardplan.interop.importers.flat import Flattened
+from shardplan.interop.importers.scan import ScanForm, write_scan
 from shardplan.interop.importers.torch_complex import has_pairs
 from shardplan.interop.importers.torch_constants import array_of, fold, folds, is_tensor
 from shardplan.interop.importers.torch_indexing import INDEXING, RAW
@@ -66,7 +68,8 @@ def decompose_unknown(source: Any) -> Any:
     What ends in operations that the table lacks, too, stays whole.
     """
     if any(_is_mutable(node) for module in source.graph_module.modules() for node in _nodes(module)):
-        source = source.run_decompositions({})
+        with contextlib.suppress(Exception):  # torch does not always; what stays is refused by name
+            source = source.run_decompositions({})
     whole = set[str]()
     while True:
         found, left = _decompose(source, whole)
@@ -225,6 +228,8 @@ class _Graph:
             return _inline_region(self.w, self.view(args), unknown)
         if name == "cond" and (isinstance(args[0], bool) or is_tensor(args[0])):
             return _inline(self.w, args[1] if bool(args[0]) else args[2], args[3], unknown)
+        if name == "scan":
+            return _write_scan(self.w, *self.view(args), unknown=unknown)
         if name == "getitem" and not isinstance(args[0], Seen | ComplexPair):
             return args[0][args[1]]
         if folds(node, name, args, kwargs):
@@ -324,6 +329,22 @@ def _inline(w: FlatWriter, module: Any, args: list[Any], unknown: Unknown) -> li
     """A graph that is called, in the place of the call."""
     given = [n for n in module.graph.nodes if n.op == "placeholder"]
     return _graph(w, module, dict(zip(given, args, strict=True)), unknown)
+
+
+def _write_scan(
+    w: FlatWriter, module: Any, first: list[Any], rows: list[Any], same: Any, unknown: Unknown
+) -> list[Any]:
+    """Write torch's scan, along the first dim of what it goes through."""
+    nodes = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    carried, every = len(first), len(first) + len(rows)
+    results = next(n for n in module.graph.nodes if n.op == "output").args[0]
+    kinds = [_type(fake) for fake in (*nodes[every:], *nodes[:every])]
+    form = ScanForm(len(same), carried, kinds, [_type(n.meta["val"]) for n in results], next(v.shape[0] for v in rows))
+
+    def write(inner: FlatWriter, args: list[Any]) -> list[Any]:
+        return _inline(inner, module, [*args[len(same) :], *args[: len(same)]], unknown)
+
+    return list(write_scan(w, form, [*same, *first, *rows], write))
 
 
 def _place(node: Any) -> str:

@@ -135,6 +135,13 @@ def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
     return ours.part(c.w, x, dim, at, at + 1).squeeze_dims([dim])
 
 
+def _moved_order(ndim: int, source: int, target: int) -> list[int]:
+    """The dims in order when one of them has moved to another place."""
+    order = [d for d in range(ndim) if d != source % ndim]
+    order.insert(target % ndim, source % ndim)
+    return order
+
+
 def _split(c: Operation, x: Seen, sizes: Any, dim: int = 0) -> list[Seen]:
     n = x.shape[dim]
     every = [min(sizes, n - k) for k in range(0, n, sizes)] if isinstance(sizes, int) else sizes
@@ -265,6 +272,7 @@ TABLE: dict[str, Handler] = {
     "aten.unflatten.int": lambda c, x, *_: c.w.reshape_view(x, c.shape),
     "aten.transpose.int": lambda c, x, a, b: x.transpose_dims(a, b),
     "aten.t.default": lambda c, x: x.permute_dims(range(len(x.dims))[::-1]),
+    "aten.movedim.int": lambda c, x, a, b: x.permute_dims(_moved_order(len(x.dims), a, b)),
     "aten.permute.default": lambda c, x, order: x.permute_dims(order),
     "aten.unsqueeze.default": lambda c, x, dim: x.with_one(dim),
     "aten.squeeze.default": _squeeze,

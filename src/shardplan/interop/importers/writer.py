@@ -62,9 +62,10 @@ class FlatWriter:
         self.tables: list[tuple[str, str]] = []  # whose rows are looked up, and by which ids
 
     def begin_body(self) -> FlatWriter:
-        """Begin a body, whose parameters, and what is asked of them, are those of this writer."""
+        """Begin a body, whose parameters, what is asked of them, and constants are those of this writer."""
         inner = FlatWriter(self.cuts, self.opaque, self.training)
         inner.parameters, inner.wanted, inner.numbers = self.parameters, self.wanted, self.numbers
+        inner.constants = self.constants
         return inner
 
     def stop_gradient(self, v: Seen) -> Seen:
@@ -81,7 +82,7 @@ class FlatWriter:
         """Declare an input whose value the source has; once, however often the source has it."""
         for name, held in self.constants.items():
             if held.dtype == array.dtype and held.shape == array.shape and held.tobytes() == array.tobytes():
-                return self.inputs[name]
+                return self.inputs.get(name) or self.input(name, short_name(held.dtype), held.shape)
         name = f"constant.{len(self.constants)}"
         self.constants[name] = array
         return self.input(name, short_name(array.dtype), array.shape)
@@ -134,7 +135,11 @@ class FlatWriter:
             name = self.draft(Reshape(f"{before} -> {' '.join(f'd{d}' for d in sorted(order))}"), name)
         if order != sorted(order):
             letters = {d: ascii_letters[k] for k, d in enumerate(sorted(order))}
-            name = self.draft(Einsum(f"{''.join(letters.values())}->{''.join(letters[d] for d in order)}"), name)
+            turned = Einsum(f"{''.join(letters.values())}->{''.join(letters[d] for d in order)}")
+            if self.draft.types[name].dtype == "bool":  # of which there are no products
+                name = self.draft(Cast("bool"), self.draft(turned, self.draft(Cast("i32"), name)))
+            else:
+                name = self.draft(turned, name)
         words = [f"d{k}" for k in range(len(flat))]
         if any(not a.has_axis for a in flat):
             new = (w if a.has_axis else f"{w}={a.size}" for w, a in zip(words, flat, strict=True))
@@ -337,10 +342,19 @@ class FlatWriter:
                 origins[p] = a._replace(origins=origins.get(p, a).origins | a.origins)
             specs.append("".join(letters[p] for _, p in held))
         kept = [p for label in out for p in sorted(letters) if p[0] == label]
+        self._want_parts([*zip(sides, found, strict=True)], out)
         name = self.draft(Einsum(f"{','.join(specs)}->{''.join(letters[p] for p in kept)}"), *names)
         place = {p: k for k, p in enumerate(kept)}
         dims = tuple(tuple(origins[p]._replace(axis=place[p]) for p in kept if p[0] == label) for label in out)
         return Seen(name, dims)
+
+    def _want_parts(self, sides: Sequence[tuple[Sequence[str], Seen]], out: Sequence[str]) -> None:
+        """Ask for the factors of a weight of which equal parts meet another weight in a sum: gates beside values."""
+        atoms = [a for side, v in sides for x, g in zip(side, v.dims, strict=True) if x not in out for a in g]
+        plain = {a.size for a in atoms if a.origins and all(o.parts == 1 for o in a.origins)}
+        for a in atoms:
+            if a.origins and all(o.parts > 1 for o in a.origins) and a.size in plain:
+                self.want(a, [a.size])
 
     def reduce_view(self, v: Seen, dims: Iterable[int], kind: str, keep: bool) -> Seen:
         """Reduce some dims."""

@@ -1,18 +1,17 @@
-"""A scan of JAX as `repeat`: what it carries, what every run reads, and what is sliced and stacked along the first dim.
+"""A scan as `repeat`: what it carries, what every run reads, and what is sliced and stacked along the first dim.
 
 A parameter of which each run takes a row keeps its factors inside the body, so that heads are dims there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardplan.core.attention_pattern import AttentionRule
 from shardplan.core.composite_patterns import close_composites
-from shardplan.core.dtypes import short_name
 from shardplan.core.nested import row
 from shardplan.core.ops import Repeat
 from shardplan.core.program import Program
@@ -21,18 +20,33 @@ from shardplan.core.tensor import TensorType
 from shardplan.interop.importers.views import Group, Seen, Strand
 from shardplan.interop.importers.writer import FlatWriter
 
+Kind = tuple[str, tuple[int, ...]]
+
+
+class ScanForm(NamedTuple):
+    """What a scan is: the dtypes and shapes of its body's operands and results.
+
+    Operands of a body are the same in every run, carried, or rows, in this order; results are carried, or rows.
+    """
+
+    same: int
+    carried: int
+    operands: Sequence[Kind]
+    results: Sequence[Kind]
+    length: int
+    reverse: bool = False
+
 
 def write_scan(
-    w: FlatWriter, params: Mapping[str, Any], args: list[Any], write: Callable[[FlatWriter, list[Any]], list[Any]]
+    w: FlatWriter, form: ScanForm, args: Sequence[Any], write: Callable[[FlatWriter, list[Any]], list[Any]]
 ) -> list[Seen]:
     """Write a scan; `write` writes its body on values and returns the results."""
-    consts, carried = params["num_consts"], params["num_carry"]
+    consts, carried = form.same, form.carried
     inner, tag = w.begin_body(), f"run.{next(w.numbers)}"
-    kinds = [(short_name(v.aval.dtype), tuple(map(int, v.aval.shape))) for v in params["jaxpr"].jaxpr.invars]
     outer: list[list[str]] = [[], [], []]  # carried, the same, rows
     given: list[list[tuple[str, TensorType]]] = [[], [], []]
     values = list[Any]()
-    for k, (value, (dtype, shape)) in enumerate(zip(args, kinds, strict=True)):
+    for k, (value, (dtype, shape)) in enumerate(zip(args, form.operands, strict=True)):
         part = 1 if k < consts else 0 if k < consts + carried else 2
         name = f"{tag}.in.{k}"
         if part == 1 and not isinstance(value, Seen):
@@ -52,10 +66,13 @@ def write_scan(
         given[part].append((name, t))
         inner.draft.types[name] = t
         values.append(Seen(name, dims))
-    outputs = _results(inner, write(inner, values), params)
+    outputs = _results(inner, write(inner, values), form)
     w.opaques += inner.opaques
+    for name in (n for n in inner.constants if n in inner.inputs):  # that the body is the first to read, or reads too
+        outer[1].append(w.declare_constant(inner.constants[name]).name)
+        given[1].append((name, inner.draft.types[name]))
     body = _body(w, inner, [pair for side in given for pair in side], outputs, tag)
-    op = Repeat(params["length"], body, len(outer[0]), len(outer[2]), bool(params["reverse"]))
+    op = Repeat(form.length, body, len(outer[0]), len(outer[2]), form.reverse)
     return [w.view_value(r) for r in w.draft.write_step(op, *(n for side in outer for n in side))]
 
 
@@ -68,11 +85,10 @@ def _rows(w: FlatWriter, v: Seen) -> tuple[str, tuple[Group, ...]]:
     return name, tuple(tuple(a._replace(axis=place[a.axis]) if a.has_axis else a for a in g) for g in v.dims[1:])
 
 
-def _results(inner: FlatWriter, found: list[Any], params: Mapping[str, Any]) -> list[str]:
+def _results(inner: FlatWriter, found: list[Any], form: ScanForm) -> list[str]:
     """The names of the results of a body, whole."""
     names = list[str]()
-    for value, var in zip(found, params["jaxpr"].jaxpr.outvars, strict=True):
-        dtype, shape = short_name(var.aval.dtype), tuple(map(int, var.aval.shape))
+    for value, (dtype, shape) in zip(found, form.results, strict=True):
         seen = value if isinstance(value, Seen) else inner.constant(np.asarray(value).item(), dtype, shape)
         names.append(inner.materialize_view(inner.cast(seen, dtype)).name)
     return names
