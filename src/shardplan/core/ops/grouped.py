@@ -128,9 +128,9 @@ class Grouped(Collective):
 
     def overhang_bytes(self, *operands: TensorType) -> int:
         """Return what the slots of a single result hold beside it."""
-        if self.algorithm != PADDED or len(operands) > 1:
+        if self.algorithm != PADDED or len(operands) != 1:
             return 0
-        t = operands[0]
+        (t,) = operands
         return (self.overhang(t, result_type(self, t)) or 0) * t.itemsize
 
     def _as_padded(self, operands: Sequence[TensorType], places: Ints) -> Groups:

@@ -113,11 +113,10 @@ def gradient_seconds(c: Configurations, cost: LayerCost, p: Parameters, device: 
     own = size.parameter + size.gradient * (1 + several)
     cast = (size.parameter + size.summed) * (size.parameter != size.summed)
     reduced = c.columns["fsdp"] | (c.columns["zero"] >= 2)
-    nbytes = sum(
-        (rows.get(kind, zero) * np.where(reduced & (count > 1), cast, own)
-         for kind, count in zip(("parameters", "experts"), copies(c, cost), strict=True)), zero,
-    )  # fmt: skip
-    return stream_seconds(nbytes, with_kernels(device, p))
+    nbytes = zero
+    for kind, count in zip(("parameters", "experts"), copies(c, cost), strict=True):
+        nbytes = nbytes + rows.get(kind, zero) * np.where(reduced & (count > 1), cast, own)
+    return np.asarray(stream_seconds(nbytes, with_kernels(device, p)))
 
 
 def weight_rows(c: Configurations, cost: LayerCost, p: Parameters, device: DeviceSpec) -> Floats:
