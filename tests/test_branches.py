@@ -40,6 +40,8 @@ ALLOWED = {
     "hardware/prices/algorithms.py": "the library model: which algorithms a collective has",
     "hardware/prices/gloo_messages.py": "the library model: of which messages gloo's collectives are",
     "hardware/measured/sample_setup.py": "the vocabulary of nccl-tests, whose logs name collectives otherwise",
+    "interop/importers/columns.py": "importers: the ops through which a dim of a source keeps what it is",
+    "interop/importers/flat.py": "importers: the ops through which a dim of a source keeps what it is",
     "interop/jax/eager_move.py": "which steps `device_put` does no better",
     "interop/exports/recipe.py": "the exports: what each op is as a move of arrays",
     "movement/reductions/instructions.py": LANGUAGE,
@@ -47,6 +49,7 @@ ALLOWED = {
     "movement/reductions/state_matrix.py": LANGUAGE,
     "movement/reductions/type_graph.py": LANGUAGE,
     "movement/reductions/typed_path.py": LANGUAGE,
+    "simulation/jobs/framework_ops.py": "what frameworks call instead: no exchange where a dim is gathered",
 }
 MOST = 15
 # Words of another vocabulary that are an op's name too: attributes of MSCCL's thread blocks, opcodes of XLA,
@@ -71,6 +74,7 @@ FOREIGN = {
     "simulation/inference/space.py": {"gather", "attention"},
     "simulation/searching/space.py": {"attention"},
     "strategy/strategy.py": {"gather"},
+    "interop/importers/jax_indexing.py": {"pad", "scatter_add", "sort", "top_k"},
     "interop/importers/jax_table.py": {"gather", "iota", "reshape", "slice", "split"},
 }
 

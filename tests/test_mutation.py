@@ -214,13 +214,13 @@ def floor_tiles(patch: Set) -> None:
 
 def reduce_twice(patch: Set) -> None:
     """A reduction that counts the first addend twice."""
-    old = reduction._sum  # pyright: ignore[reportPrivateUsage]
-    patch(reduction, "_sum", lambda shards, group, kind: old(shards, [group[0], *group], kind))
+    old = reduction.reduce_in_order
+    patch(reduction, "reduce_in_order", lambda shards, group, kind: old(shards, [group[0], *group], kind))
 
 
 def max_for_sum(patch: Set) -> None:
-    old = reduction._sum  # pyright: ignore[reportPrivateUsage]
-    patch(reduction, "_sum", lambda shards, group, kind: old(shards, group, "max"))
+    old = reduction.reduce_in_order
+    patch(reduction, "reduce_in_order", lambda shards, group, kind: old(shards, group, "max"))
 
 
 def scatter_gathers(patch: Set) -> None:
@@ -229,7 +229,7 @@ def scatter_gathers(patch: Set) -> None:
     def move(self: ReduceScatter, shards: Any, t: Any, u: Any) -> Any:
         out = list(shards)
         for group in t.mesh.group_places(self.axes):
-            total = reduction._sum(shards, group, self.reduction)  # pyright: ignore[reportPrivateUsage]
+            total = reduction.reduce_in_order(shards, group, self.reduction)
             first = movement.cut_box(total, t.boxes()[group[0]], u.boxes()[group[0]])
             for m in group:
                 out[m] = np.resize(first, u.local_shape(int(m)))

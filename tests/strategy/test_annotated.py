@@ -55,7 +55,7 @@ def test_any_annotations_compute_the_same(said: dict[str, Any], pin: Any, seed: 
     assert (out == np.maximum(a @ b, 0) @ c).all()
     # What is named of a movement removes it, and moves less than before.
     for (value, by), remedy in annotation_remedies(job, annotations).items():
-        then = partition_annotated(model, annotations.changed(remedy.types))
+        then = partition_annotated(model, annotations.with_annotations(remedy.types))
         assert (value, by) not in {(m.value, m.by) for m in then.movements[0, "F"]}
         assert then.settled.seconds - job.settled.seconds == pytest.approx(remedy.more, abs=1e-12)
 

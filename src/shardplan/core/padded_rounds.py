@@ -15,7 +15,7 @@ from shardplan.core.group_rounds import Of
 from shardplan.core.lowering import Action, Buffer, Copy, Group, Ints, Region, Round, run_of
 
 
-class _Slot(NamedTuple):
+class _PaddedSlot(NamedTuple):
     """The part that a device has for a member, or gets from one, and where its slot is staged."""
 
     part: Region  # empty on the member itself
@@ -28,14 +28,14 @@ class _Slot(NamedTuple):
         return self.part.restrict(~self.short)
 
 
-def _slots(group: Group, buffer: str, parts: Sequence[Region], slot: Ints, together: bool = False) -> list[_Slot]:
+def _slots(group: Group, buffer: str, parts: Sequence[Region], slot: Ints, together: bool = False) -> list[_PaddedSlot]:
     """Return the slot of every member; `together`: they hold the same, and are one."""
-    found: list[_Slot] = []
+    found: list[_PaddedSlot] = []
     begin = 0 * slot
     for k, part in enumerate(parts):
         others = group.live & (group.me != k)
         short = others & (part.elements() < slot)
-        found.append(_Slot(part.restrict(others), short, run_of(buffer, begin, slot * short)))
+        found.append(_PaddedSlot(part.restrict(others), short, run_of(buffer, begin, slot * short)))
         begin = begin + (0 if together else slot * short)
     return found
 
@@ -44,7 +44,7 @@ def _chunk(of: Of, group: Group, chunk: int, chunks: int) -> list[Region]:
     return [of(k).cut(chunk, chunks) for k in range(group.size)]
 
 
-def _fill(slots: Sequence[_Slot]) -> Round:
+def _fill(slots: Sequence[_PaddedSlot]) -> Round:
     """The round in which parts that do not fill their slots are copied to where these begin."""
     parts = ((one.part.restrict(one.short), one.staged) for one in slots)
     return Round.of((Copy(part, _start(slot, part)) for part, slot in parts), closes=False)
@@ -55,11 +55,11 @@ def _start(slot: Region, part: Region) -> Region:
     return run_of(slot.buffer, slot.box[:, 0, 0], part.elements())
 
 
-def _puts(group: Group, slots: Sequence[_Slot]) -> list[Action]:
+def _puts(group: Group, slots: Sequence[_PaddedSlot]) -> list[Action]:
     return [group.put(k, region) for k, one in enumerate(slots) for region in (one.full, one.staged)]
 
 
-def _exchange(group: Group, given: Sequence[_Slot], taken: Sequence[_Slot]) -> Round:
+def _exchange(group: Group, given: Sequence[_PaddedSlot], taken: Sequence[_PaddedSlot]) -> Round:
     """The round in which slots are given and taken."""
     takes = [group.take(k, region) for k, one in enumerate(taken) for region in (one.full, one.staged)]
     parts = ((one.part.restrict(one.short), one.staged) for one in taken)

@@ -204,7 +204,7 @@ class ClosedForm:
         halved, nothing = is_halved(c), np.zeros_like(back)
         gathers, again, reduces = (
             nothing if bare else rows
-            for rows in (dealt.gathered(FORWARD), dealt.gathered(BACKWARD), dealt.reduced(device))
+            for rows in (dealt.gather_seconds(FORWARD), dealt.gather_seconds(BACKWARD), dealt.reduce_seconds(device))
         )
         taken, first, later, left = settled_seconds(
             kinds.counts,

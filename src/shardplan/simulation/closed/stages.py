@@ -211,7 +211,7 @@ class Dealt:
             return found
         return found + self.collectives.lines(summed, whole, self.apart).seconds(experts * width)
 
-    def gathered(self, phase: int) -> Floats:
+    def gather_seconds(self, phase: int) -> Floats:
         """Return the seconds in which a microbatch gathers the parameters of each part, [runs + 2, n].
 
         A table whose rows are read before the layers is not gathered again for its gradient, but for what is read
@@ -226,7 +226,7 @@ class Dealt:
             found[-2] = 0.0
         return found
 
-    def reduced(self, device: DeviceSpec) -> Floats:
+    def reduce_seconds(self, device: DeviceSpec) -> Floats:
         """Return the seconds in which a microbatch reduces the gradients of each part, [runs + 2, n].
 
         What is reduced is added, beside computation, to what there is.

@@ -42,7 +42,7 @@ class Annotations:
     mesh: Mesh
     types: Mapping[str, TensorType]
 
-    def changed(self, more: Mapping[str, TensorType]) -> Annotations:
+    def with_annotations(self, more: Mapping[str, TensorType]) -> Annotations:
         """Return them with others in the place of some."""
         return replace(self, types=MappingProxyType({**self.types, **more}))
 

@@ -60,7 +60,7 @@ def annotation_remedies(
             continue
         seen.add(key)
         try:
-            other = partition_annotated(job.model, annotations.changed(new), where)
+            other = partition_annotated(job.model, annotations.with_annotations(new), where)
         except LayoutError:
             continue
         seconds = other.settled.seconds
