@@ -29,6 +29,7 @@ from shardplan.core.ops.collective import lowering_counts, moving
 from shardplan.core.pattern import Groups, Local, Messages
 from shardplan.core.program import Program
 from shardplan.core.step import Step
+from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import ShardplanError, TypingError
@@ -371,3 +372,20 @@ def test_partial_and_root_axes_are_renamed_by_permute_alone() -> None:
     assert after(Permute(u.layout), t) is None
     with pytest.raises(TypingError):
         Exchange(u.layout).infer(t)
+
+
+@pytest.mark.parametrize(("source", "target", "named"), [
+    ("f32[8@(a,b),6]", "f32[8@a,6]", "all_gather"), ("f32[8,6@(a,b)]", "f32[8,6]", "all_gather"),
+    ("f32[8@(a,b),6]", "f32[8@b,6]", None), ("f32[8@a,6@b]", "f32[8,6]", None), ("f32[8@a,6]", "f32[8,6@a]", None),
+])  # fmt: skip
+def test_an_exchange_that_gathers_a_dim_has_the_name_of_what_does(source: str, target: str, named: str | None) -> None:
+    mesh = Mesh(a=2, b=2)
+    t, u = TensorType.parse(source, mesh), TensorType.parse(target, mesh)
+    exchange = Exchange(u.layout)
+    found = exchange.named_collective(t)
+    assert (found.name if found is not None else None) == named
+    if found is not None:
+        shards = distribute(np.arange(48, dtype=np.float32).reshape(8, 6), t)
+        assert found.infer(t) == exchange.infer(t)
+        for mine, theirs in zip(*(op.reference([shards], [t])[0] for op in (found, exchange)), strict=True):
+            np.testing.assert_array_equal(mine, theirs)

@@ -100,6 +100,10 @@ class Op(abc.ABC):
     def pattern(self, *operands: TensorType) -> Pattern:
         """Return the communication of the op over all devices."""
 
+    def named_collective(self, *operands: TensorType) -> Op | None:
+        """Return the op that does the same by a collective of its own name; None where it is one, or there is none."""
+        return None
+
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering | None:
         """Return what the devices of those ids, int64 [devices], send, receive, copy and fold, in rounds.
 

@@ -44,7 +44,7 @@ from shardplan.core.ops.collective import (
     point_to_point,
     result_type,
 )
-from shardplan.core.ops.movement import check_chunks
+from shardplan.core.ops.movement import AllGather, check_chunks
 from shardplan.core.parcels import Parcels, Rows
 from shardplan.core.pattern import Local, Messages, Pattern
 from shardplan.core.tensor import TensorType, counter, live_reduction, same
@@ -359,6 +359,14 @@ class Exchange(General):
         if self.axes and not stays(t, u, self.axes):
             raise TypingError(f"exchange: groups over {axes_text(self.axes)} do not hold all of {u} under {t}")
         return u
+
+    def named_collective(self, *operands: TensorType) -> AllGather | None:
+        """An all-gather where one dim loses its innermost axes and all else stays."""
+        (was, now) = (t.layout.dims for t in (operands[0], result_type(self, operands[0])))
+        changed = [d for d, (a, b) in enumerate(zip(was, now, strict=True)) if a != b]
+        if len(changed) != 1 or was[changed[0]][: len(now[changed[0]])] != now[changed[0]]:
+            return None
+        return AllGather(changed[0], was[changed[0]][len(now[changed[0]]) :])
 
 
 @dataclass(frozen=True, slots=True)

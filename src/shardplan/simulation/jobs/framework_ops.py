@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
-from shardplan.core.ops import AllGather, Exchange
 from shardplan.core.pattern import Work
 from shardplan.core.program import Program
 from shardplan.simulation.closed.numbers import LOSS_BYTES
@@ -129,17 +128,11 @@ class _Block:
         return node
 
     def _with_collective(self, node: TimedOp) -> TimedOp:
-        """An exchange that gathers a dim as the all-gather that frameworks call there."""
+        """An op as the collective that frameworks call there, where one has a name for what it does."""
         step = self.program.steps[node.number]
-        if isinstance(step.op, Exchange):
-            (t, *_), (u, *_) = self.program.step_types(step)
-            changed = [d for d, (a, b) in enumerate(zip(t.layout.dims, u.layout.dims, strict=True)) if a != b]
-            dim = changed[0] if len(changed) == 1 else 0
-            kept = len(u.layout.dims[dim])
-            if len(changed) == 1 and t.layout.dims[dim][:kept] == u.layout.dims[dim]:
-                gather = AllGather(dim, t.layout.dims[dim][kept:])
-                return replace(node, cost=self.pricing.cost(gather, (t,), (u,)))
-        return node
+        operands, results = self.program.step_types(step)
+        named = step.op.named_collective(*operands)
+        return node if named is None else replace(node, cost=self.pricing.cost(named, operands, results))
 
     def _loop(self, loop: TimedLoop) -> TimedLoop:
         op = as_nested(self.program.steps[loop.number].op)
