@@ -28,8 +28,8 @@ from shardplan.core.ops import (
 from shardplan.core.ops.collective import lowering_counts, moving
 from shardplan.core.pattern import Groups, Local, Messages
 from shardplan.core.program import Program
-from shardplan.core.step import Step
 from shardplan.core.reference import distribute
+from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import ShardplanError, TypingError
