@@ -15,7 +15,7 @@ from shardplan.execution.torch.posts import GREETING, POST, Post, PostedRun, Pos
 def test_one_rank_that_differs_is_named_on_all_by_the_next_run() -> None:
     """Of new and known programs; `benchmarks.unlike_sequences` runs ten thousand."""
     with hasty():
-        wrong, _ = wrong_sequences(8, 0)
+        wrong, _ = wrong_sequences(24, 0)
     assert wrong == []
 
 

