@@ -2,6 +2,8 @@
 
 import socket
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -9,14 +11,26 @@ pytest.importorskip("torch")
 import torch.distributed as dist
 
 from execution.unlike_runs import hasty, wrong_sequences
+from shardplan.errors import BackendError
+from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.posts import GREETING, POST, Post, PostedRun, PostOffice
 
 
 def test_one_rank_that_differs_is_named_on_all_by_the_next_run() -> None:
     """Of new and known programs; `benchmarks.unlike_sequences` runs ten thousand."""
     with hasty():
-        wrong, _ = wrong_sequences(24, 0)
+        wrong, _ = wrong_sequences(8, 0)
     assert wrong == []
+
+
+def test_after_unlike_programs_nothing_without_tags_starts() -> None:
+    watch = object.__new__(TorchWatch)  # of no process group
+    watch.ranks, watch.name = (0, 1), "all_gather of a plan"
+    watch.state = state = cast(Any, SimpleNamespace(mismatches={}))
+    watch.refuse_after_mismatch()
+    state.mismatches[0, 1] = "in the run before, rank 1 ran another program"
+    with pytest.raises(BackendError, match=r"did not start: in the run before, rank 1 .* legal is a new process group"):
+        watch.refuse_after_mismatch()
 
 
 @pytest.fixture
