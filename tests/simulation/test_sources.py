@@ -115,17 +115,19 @@ def test_the_host_is_that_of_the_software() -> None:
 
 def test_keys_and_values_go_round_beside_attention() -> None:
     model = Model.load("llama", layers=4, hidden=1024, heads=8, kv_heads=8, ffn=2816, seq=65536, vocab=32000, batch=1)
-    form = ClosedForm(model, TWO, Parameters(network=0.2))
     kinds = ("gather", "ring", "zigzag")
     many = [Strategy(context=16, context_kind=kind, global_batch=1) for kind in kinds]  # pyright: ignore[reportArgumentType]
-    gather, ring, zigzag = form.seconds(Configurations.of(many))
-    assert zigzag < gather and zigzag < ring  # in the order of the sequence the last device has most pairs
-    slow, slower = (
-        ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many)) for n in (0.01, 0.005)
-    )
-    hidden = slow[0] - slow[2]
-    assert hidden > gather - zigzag  # all of what is sent at first; then what attention takes, and no more
-    assert slower[0] - slower[2] == pytest.approx(hidden, rel=1e-6) and slow[2] > 1.2 * zigzag
+    gather, ring, zigzag = np.array(
+        [
+            ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many))
+            for n in (1.0, 0.9, 0.02, 0.01, 0.005)
+        ]
+    ).T
+    assert zigzag[0] < gather[0] < ring[0]  # in the order of the sequence the last device has most pairs
+    assert zigzag[1] - zigzag[0] < 0.7 * (gather[1] - gather[0])  # attention hides all but the last cotangents
+    # A ring leaves a node over one link, a gather over all; where that is slow it takes what the link does.
+    assert zigzag[3] > 5 * gather[3]
+    assert zigzag[4] - zigzag[3] == pytest.approx(2 * (zigzag[3] - zigzag[2]), rel=1e-6)
 
 
 def test_what_runs_beside_products_is_not_hidden_again() -> None:

@@ -389,5 +389,6 @@ def _scheduled(c: Configurations, kinds: ChunkKinds, stages: StageTimes, where: 
         )
         nothing = np.zeros((len(at), len(of_chunk) - 1))
         order = compile_schedule(CODES["schedule"][schedule], pipeline, m, interleave)
-        found[at] = closed_step(order, StageSeconds(forward, backward - weight, weight, nothing), near=False)
+        stage_seconds = StageSeconds(forward, backward - weight, weight, nothing)
+        found[at] = closed_step(order, stage_seconds, near=interleave > 1 and m < pipeline)
     return found
