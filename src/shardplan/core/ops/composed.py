@@ -177,6 +177,12 @@ class Backward(Composed):
         """Those of the op."""
         return self.of.ids(*operands[: len(operands) - self.results]) if isinstance(self.of, Compute) else {}
 
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Of attention those of the op, with three products more: scores again, and two for each of its own."""
+        given = operands[: len(operands) - self.results]
+        found = self.of.kernel_sides(*given) if isinstance(self.of, Composed) else ()
+        return (*found[:-1], found[-1] + 3) if found else ()
+
     def share(self, *operands: TensorType) -> float:
         """That of the op."""
         return self.of.share(*operands[: len(operands) - self.results]) if isinstance(self.of, Composed) else 1.0

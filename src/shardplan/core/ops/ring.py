@@ -67,6 +67,11 @@ class _Rotating(Overlapped):
         """Return the axes of the sequence, round which tiles go."""
         return t.layout.dims[SEQUENCE]
 
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Of a round: all keys that are at hand, but in one of them."""
+        found = score_sides(1.0, *operands)
+        return (*found[:-1], found[-1] + 3 * (len(operands) > 3))
+
     def _order(self, q: TensorType) -> Zigzag | None:
         return Zigzag(q.shape[SEQUENCE], self.zigzag) if self.causal else None
 
@@ -93,6 +98,15 @@ def mask_scores(d: Draft, row: str, column: str, scores: str) -> str:
     """Write scores of which those of a position `column` behind the position `row` do not count."""
     late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
     return d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
+
+
+def score_sides(share: float, *operands: TensorType) -> tuple[float, ...]:
+    """Return what the price of attention asks of queries `[b s g r d]`, keys `[b t g d]` and values `[b t g e]`.
+
+    `share` is the part of the keys that a query sees; see `core.pattern.Work.sides`.
+    """
+    q, k, v = (t.local_shape() for t in operands[:3])
+    return tuple(map(float, (q[0] * q[2] * q[3], q[1], k[1], q[4], v[3], share, 2)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,13 @@ IN_STEPS = (4.0, 6.0)
 # Bytes that a loss in steps reads and writes for a logit: widened to f32, its largest subtracted, exponentials summed
 # and divided (Megatron's vocabulary-parallel loss), or one softmax in f32 (PyTorch's); in the forward pass, and back.
 LOSS_BYTES = {"unfused": (38.0, 14.0), "": (14.0, 14.0)}
-# How much faster later kernels of attention are than the first: arXiv 2307.08691 (about twice, less backward), and
-# fused attention of cuDNN 9 beside FlashAttention 2 on H100 (arXiv 2407.08608, figure 5).
-FASTER = {"flash1": 1.0, "flash2": 1.6, "cudnn": 2.2}
+# How much faster later kernels of attention are than the first: arXiv 2307.08691 (about twice, less backward). On
+# devices whose tensor cores run beside what else a processor does, which are those with products of 8 bits, kernels made
+# for that are again 1.75 times (FlashAttention 3, arXiv 2407.08608, section 4.1) and 1.9 times as fast (cuDNN 9 beside
+# FlashAttention 2: benchmarks/results/gpu.json); and how many queries these have at once.
+FASTER = {"flash1": 1.0, "flash2": 1.6, "flash3": 1.6, "cudnn": 1.6}
+BESIDE = {"flash3": 1.75, "cudnn": 1.9}
+QUERIES = {"cudnn": 256.0}
 # Rows of so many bytes are what tensor cores read; a product along a head of another size runs on other units.
 ALIGNED, ITEMSIZE = 16, 2
 # Megatron's fused softmax takes blocks of so many heads and sequences; else there is a kernel each to widen, scale,
@@ -117,7 +121,9 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
     if k.kind == "scores":
         asked.device.peak(k.dtype)
         flops = flops * _busiest_in_ring(k, sizes) if asked.ring else flops
-        return _unfused(k, sizes, asked, nbytes) if unfused(asked) else [Work(flops, k.dtype, nbytes, k.kind)]
+        if unfused(asked):
+            return _unfused(k, sizes, asked, nbytes)
+        return [Work(flops, k.dtype, nbytes, k.kind, _score_sides(k, sizes))]
     if k.kind == "loss" and asked.whole_loss:
         nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
     return [Work(0.0, k.dtype, nbytes, k.kind)]
@@ -146,6 +152,12 @@ def _unfused(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked, nbytes: Flo
     return [Work(flops, dtype, nbytes, "product", (s, t, d)), Work(0.0, dtype, streamed)]
 
 
+def _score_sides(k: LocalKernel, sizes: LocalSizes) -> tuple[Floats | float, ...]:
+    """What the price of attention asks, as ops say it (`core.ops.ring.score_sides`)."""
+    b, s, g, r, d, t, e = (sizes.extent(x) for x in k.extents)
+    return b * g * r, s, t, d, e, k.seen, 5.0 if k.phase == 1 else 2.0
+
+
 def _busiest_in_ring(k: LocalKernel, sizes: LocalSizes) -> Floats:
     """How many times the mean of pairs the device has whose queries are last: all tiles of keys whole, but its own."""
     around = np.prod([sizes.degrees[axis] for axis in k.extents[1].axes if axis in CONTEXT_AXES], axis=0)
@@ -169,7 +181,9 @@ def launches_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Float
 def with_kernels(device: DeviceSpec, p: Parameters, attention: str = "flash2") -> DeviceSpec:
     """Return a device at the shares of its rates that kernels reach by parameters, with this class of attention."""
     fused = p.attention * FASTER.get(attention, 1.0)
-    return replace(device, kernels=KernelShares(p.product, fused, p.stream, p.half))
+    if any(dtype.startswith("f8") for dtype, _ in device.flops):
+        fused *= BESIDE.get(attention, 1.0)
+    return replace(device, kernels=KernelShares(p.product, fused, p.stream, p.half, QUERIES.get(attention, 128.0)))
 
 
 def logits_of(k: LocalKernel, sizes: LocalSizes) -> Floats:
