@@ -114,8 +114,8 @@ class Work:
     dtype: str
     nbytes: np.ndarray | float
     kind: str = "streamed"  # its class, as ops name it: product, scores (attention), loss or streamed
-    # Of a product of two operands: rows, columns, and what is summed over. Of attention: heads of all sequences, queries
-    # and keys, widths of a key and of a value, the part of the keys that a query sees, products a pair (2, back 5).
+    # Of a product of two operands: rows, columns, and what is summed over. Of attention: heads of all sequences,
+    # queries, keys, widths of a key and of a value, what part of the keys a query sees, products of a pair (2, back 5).
     sides: tuple[np.ndarray | float, ...] = ()
 
 

@@ -204,6 +204,15 @@ class Compute(Op):
         return Work(self.flops(*operands), dtype, nbytes, self.kernel_class, sides)
 
 
+def score_sides(share: float, *operands: TensorType) -> tuple[float, ...]:
+    """Return what the price of attention asks of queries `[b s g r d]`, keys `[b t g d]` and values `[b t g e]`.
+
+    `share` is the part of the keys that a query sees; see `core.pattern.Work.sides`.
+    """
+    q, k, v = (t.local_shape() for t in operands[:3])
+    return tuple(map(float, (q[0] * q[2] * q[3], q[1], k[1], q[4], v[3], share, 2)))
+
+
 def _base_array(x: Array) -> Array:
     """The array whose memory an array is a view of; itself, where it is none."""
     return _base_array(x.base) if isinstance(x.base, np.ndarray) else x

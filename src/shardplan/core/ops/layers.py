@@ -20,7 +20,7 @@ from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.query_tiles import QueryTiles
-from shardplan.core.ops.ring import RingAttention, mask_scores, score_sides
+from shardplan.core.ops.ring import RingAttention, mask_scores
 from shardplan.core.ops.row_tiles import tile_rows
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
@@ -287,10 +287,6 @@ class Attention(Composed):
         """Keys and values go round where a sequence attends to itself, and not to a cache."""
         alike = len(operands) == 3 and operands[0].shape[1] == operands[1].shape[1]
         return RingAttention(self.causal, self.scale, self.zigzag) if alike else None
-
-    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
-        """As of its operands."""
-        return score_sides(self.share(*operands), *operands)
 
     def share(self, *operands: TensorType) -> float:
         """A causal kernel skips keys after the queries: half of them, where both are of one length."""

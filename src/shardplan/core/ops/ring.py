@@ -25,7 +25,7 @@ from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.lowering import Buffer, Copy, Ints, Lowering, Round
 from shardplan.core.namespace import wide
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
-from shardplan.core.ops.compute import KernelClass, common_dtype
+from shardplan.core.ops.compute import KernelClass, common_dtype, score_sides
 from shardplan.core.ops.movement import AllGather, Slice
 from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
@@ -98,15 +98,6 @@ def mask_scores(d: Draft, row: str, column: str, scores: str) -> str:
     """Write scores of which those of a position `column` behind the position `row` do not count."""
     late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
     return d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
-
-
-def score_sides(share: float, *operands: TensorType) -> tuple[float, ...]:
-    """Return what the price of attention asks of queries `[b s g r d]`, keys `[b t g d]` and values `[b t g e]`.
-
-    `share` is the part of the keys that a query sees; see `core.pattern.Work.sides`.
-    """
-    q, k, v = (t.local_shape() for t in operands[:3])
-    return tuple(map(float, (q[0] * q[2] * q[3], q[1], k[1], q[4], v[3], share, 2)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,14 @@ IN_STEPS = (4.0, 6.0)
 # and divided (Megatron's vocabulary-parallel loss), or one softmax in f32 (PyTorch's); in the forward pass, and back.
 LOSS_BYTES = {"unfused": (38.0, 14.0), "": (14.0, 14.0)}
 # How much faster later kernels of attention are than the first: arXiv 2307.08691 (about twice, less backward). On
-# devices whose tensor cores run beside what else a processor does, which are those with products of 8 bits, kernels made
-# for that are again 1.75 times (FlashAttention 3, arXiv 2407.08608, section 4.1) and 1.9 times as fast (cuDNN 9 beside
+# devices whose tensor cores run beside what else a processor does, those with products of 8 bits, kernels made for that
+# are again 1.75 times (FlashAttention 3, arXiv 2407.08608, section 4.1) and 1.9 times as fast (cuDNN 9 beside
 # FlashAttention 2: benchmarks/results/gpu.json); and how many queries these have at once.
 FASTER = {"flash1": 1.0, "flash2": 1.6, "flash3": 1.6, "cudnn": 1.6}
 BESIDE = {"flash3": 1.75, "cudnn": 1.9}
 QUERIES = {"cudnn": 256.0}
+# Bytes of an element of narrow products, with the scales of each 32 or 16 of them (OCP MX 1.0; NVFP4).
+NARROW_BYTES = {"f8": 1 + 1 / 32, "f4": 0.5 + 1 / 16}
 # Rows of so many bytes are what tensor cores read; a product along a head of another size runs on other units.
 ALIGNED, ITEMSIZE = 16, 2
 # Megatron's fused softmax takes blocks of so many heads and sequences; else there is a kernel each to widen, scale,
@@ -117,7 +119,12 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
         dtype = asked.product_dtype if k.weighs and k.run >= 0 else k.dtype
         asked.device.peak(dtype)
         sides = tuple(sizes.volume([k.extents[f] for f in side]) for side in k.roles[1:])
-        return [Work(flops, dtype, nbytes, k.kind, sides)]
+        narrow = NARROW_BYTES.get(dtype[:2])
+        if narrow is None:
+            return [Work(flops, dtype, nbytes, k.kind, sides)]
+        read, made = [sizes.volume(v.extents) for v in k.values[:-1]], sizes.bytes(k.values[-1])
+        product = Work(flops, dtype, sum(read, made / narrow) * narrow, k.kind, sides)
+        return [product, *(cast_work(k.values[v].itemsize, narrow, read[v], k.dtype) for v in k.casts)]
     if k.kind == "scores":
         asked.device.peak(k.dtype)
         flops = flops * _busiest_in_ring(k, sizes) if asked.ring else flops
@@ -127,6 +134,11 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
     if k.kind == "loss" and asked.whole_loss:
         nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
     return [Work(0.0, k.dtype, nbytes, k.kind)]
+
+
+def cast_work(wide: int, narrow: float, elements: Floats, dtype: str) -> Work:
+    """Return the kernel that casts elements for narrow products: they are read, and written as rows and as columns."""
+    return Work(0.0, dtype, elements * (wide + 2 * narrow))
 
 
 def seconds_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
@@ -171,7 +183,9 @@ def scores_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
 
 
 def launches_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats | float:
-    """Return how many kernels the host issues: one, but for attention in steps."""
+    """Return how many kernels the host issues: one, but for attention in steps, and casts before narrow products."""
+    if k.casts and k.run >= 0 and asked.product_dtype[:2] in NARROW_BYTES:
+        return 1.0 + len(k.casts)
     if k.kind != "scores" or not unfused(asked):
         return 1.0
     b, _, g, r, *_ = (sizes.extent(x) for x in k.extents)

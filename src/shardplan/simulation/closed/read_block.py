@@ -32,6 +32,7 @@ class ReadBlock:
     kept: set[str] = field(default_factory=set[str])  # what the backward pass has, too
     parts: dict[str, State] = field(default_factory=dict[str, State])  # addends of the gradients of parameters
     number: int = 0  # of the step that is read
+    narrow: set[str] = field(default_factory=set[str])  # what a narrow product before it has cast
     made_at: dict[str, int] = field(default_factory=dict[str, int])  # by value how many kernels there were then
     copies: dict[tuple[str, frozenset[tuple[str, int]]], tuple[int, int]] = field(
         default_factory=dict[tuple[str, "frozenset[tuple[str, int]]"], tuple[int, int]]
@@ -70,3 +71,15 @@ def joins_product(
     one = [o for o in step.operands if o not in block.held]
     adds = op.kernel_class == "streamed" and op.flops(*types) <= results[0].local_bytes() / results[0].itemsize
     return adds and len(step.operands) == 2 and len(one) == 1 and block.maker.get(one[0]) == "product"
+
+
+def cast_operands(block: ReadBlock, step: Step) -> tuple[int, ...]:
+    """Return which operands of a product with a parameter kernels of their own cast, where products are narrow.
+
+    A value is cast once, for all products that read it, forward and back. Those are what products and attention make,
+    and what comes from outside; what only streams writes narrow what it makes, twice (norms and activations of
+    Transformer Engine; all of it under torch.compile). Parameters are cast once a step.
+    """
+    others = [o for o in step.operands if o not in block.held and o not in block.narrow and o not in block.saved]
+    block.narrow |= {*step.operands}
+    return tuple(k for k, o in enumerate(step.operands) if o in others and block.maker.get(o) != "streamed")

@@ -22,7 +22,7 @@ from shardplan.simulation.closed.addends import addends, no_larger
 from shardplan.simulation.closed.caches import kept_values
 from shardplan.simulation.closed.lifetimes import layer_life
 from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
-from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values
+from shardplan.simulation.closed.read_block import ReadBlock, cast_operands, joins_product, needed_inside, needed_values
 from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (
     BACKWARD,
@@ -240,6 +240,7 @@ class _Reader:
                 self.phase == BACKWARD and any(r in block.held for r in step.results),
                 joins_product(block, step, op, types, results),
                 op.share(*types),
+                cast_operands(block, step) if weighs and roles else (),
             )
         )
 
