@@ -1,9 +1,9 @@
 """The price of kernels by shape beside measured ones: shares fitted to one half, errors on the other.
 
 Rows of `rows/kernels.jsonl` (A100, B200: SimuMax's tables) and of `results/gpu.json` (H200, ours). A row is held out by
-a hash of its id. Of each device and class one share of the peak is fitted, with what all have alike; a clock adds what is
-said. `waves` is what was tried beside: tiles of 128 x 128 on so many processors, with products cut along what is summed
-over where there are too few.
+a hash of its id. Of each device and class one share of the peak is fitted, with what all have alike; a clock adds what
+is said. `waves` is what was tried beside: tiles of 128 x 128 on so many processors, with products cut along what is
+summed over where there are too few.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def _table_shape(row: Mapping[str, Any]) -> Shape:
         groups, m, n, k, out = s["b"], s["m"], s["n"], s["k"], 4 if s["out_dtype"] == "fp32" else 2
     flops = 2.0 * groups * m * n * k
     nbytes = groups * (2.0 * (m * k + k * n) + m * n * out * (1 + s["accumulate"]))
+    group = "grouped" if kernel == "group_matmul" else "product"
     work = Work(flops, "bf16", nbytes, "product", (float(m), float(n), float(k)))
-    return Shape(row["id"], machine, "grouped" if kernel == "group_matmul" else "product", work, flops / rate)
+    return Shape(row["id"], machine, group, work, flops / rate)
 
 
 def _own_shape(number: int, row: Mapping[str, Any]) -> Shape | None:
@@ -89,7 +90,7 @@ def _own_shape(number: int, row: Mapping[str, Any]) -> Shape | None:
     if kernel in ("attention", "attention backward"):
         heads, n, d = row["batch"] * row["heads"], row["seq"], row["head_dim"]
         sides = tuple(map(float, (heads, n, n, d, d, 0.5, 5 if kernel.endswith("backward") else 2)))
-        library = {"flash": "flash2"}.get(row["library"], row["library"])
+        library = "cudnn" if row["library"] == "cudnn" else "flash2"
         return Shape(name, "dgx-h200", library, Work(row["flops"], "bf16", 0.0, "scores", sides), row["seconds"])
     return None
 

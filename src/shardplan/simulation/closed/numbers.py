@@ -119,8 +119,8 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
         dtype = asked.product_dtype if k.weighs and k.run >= 0 else k.dtype
         asked.device.peak(dtype)
         sides = tuple(sizes.volume([k.extents[f] for f in side]) for side in k.roles[1:])
-        narrow = NARROW_BYTES.get(dtype[:2])
-        if narrow is None:
+        narrow = narrow_bytes(dtype)
+        if not narrow:
             return [Work(flops, dtype, nbytes, k.kind, sides)]
         read, made = [sizes.volume(v.extents) for v in k.values[:-1]], sizes.bytes(k.values[-1])
         product = Work(flops, dtype, sum(read, made / narrow) * narrow, k.kind, sides)
@@ -134,6 +134,15 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
     if k.kind == "loss" and asked.whole_loss:
         nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
     return [Work(0.0, k.dtype, nbytes, k.kind)]
+
+
+def narrow_bytes(dtype: str) -> float:
+    """Return the bytes of an element of products in a dtype, with its scale; 0 where it is no narrow one.
+
+    >>> narrow_bytes("f8"), narrow_bytes("bf16")
+    (1.03125, 0.0)
+    """
+    return NARROW_BYTES.get(dtype[:2], 0.0)
 
 
 def cast_work(wide: int, narrow: float, elements: Floats, dtype: str) -> Work:
@@ -184,7 +193,7 @@ def scores_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
 
 def launches_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats | float:
     """Return how many kernels the host issues: one, but for attention in steps, and casts before narrow products."""
-    if k.casts and k.run >= 0 and asked.product_dtype[:2] in NARROW_BYTES:
+    if k.casts and k.run >= 0 and narrow_bytes(asked.product_dtype):
         return 1.0 + len(k.casts)
     if k.kind != "scores" or not unfused(asked):
         return 1.0

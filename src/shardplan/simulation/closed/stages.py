@@ -14,7 +14,7 @@ from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.numbers import NARROW_BYTES, PHASES, LayerCost, with_kernels
+from shardplan.simulation.closed.numbers import PHASES, LayerCost, narrow_bytes, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassWork, pass_seconds
 from shardplan.simulation.closed.work import BACKWARD, FORWARD
@@ -66,7 +66,7 @@ def element_bytes(c: Configurations) -> ElementBytes:
 
 def cast_bytes(c: Configurations) -> Floats:
     """Return the bytes that an element of a parameter takes to be cast for narrow products, once a step, [n]."""
-    found = [NARROW_BYTES.get(_RECIPES[name][3], 0.0) for name in CODES["precision"]]
+    found = [narrow_bytes(_RECIPES[name][3]) for name in CODES["precision"]]
     width = np.array(found)[c.columns["precision"]]
     return (width > 0) * (element_bytes(c).parameter + 2 * width)
 
