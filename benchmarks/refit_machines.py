@@ -19,8 +19,8 @@ from shardplan.simulation.accuracy.calibration import ALIKE, fit_machines
 from shardplan.simulation.accuracy.metrics import errors
 from shardplan.simulation.accuracy.step_fitting import Bench, held_out, usable
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
+from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.machines import MachineFit, fit_text
-from shardplan.simulation.closed.numbers import with_kernels
 
 Reasons = Mapping[tuple[str, str], str]
 

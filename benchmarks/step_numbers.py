@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.hardware.prices import kernels
 from shardplan.simulation.accuracy import forecast
-from shardplan.simulation.closed import chips, memory, numbers, stages
+from shardplan.simulation.closed import chips, kernel_classes, memory, numbers, stages
 from shardplan.simulation.closed.machines import machine_fit, shipped
 from shardplan.simulation.closed.parameters import Parameters
 
@@ -17,6 +17,12 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     numbers: {
         "SCORE_BYTES": ("bytes streamed for a score of unfused attention", "counted: arXiv 2205.05198, 4.1"),
         "LOSS_BYTES": ("bytes streamed for a logit", "counted: Megatron's loss, PyTorch's loss"),
+        "ALIGNED": ("bytes that rows of a head are multiples of, for tensor cores", "published: cuBLAS"),
+        "BLOCK": ("heads and sequences in a block of the fused softmax", "counted: Megatron's fused_softmax.py"),
+        "APART": ("kernels, and bytes a score, of a softmax in steps", "counted: Megatron's fused_softmax.py"),
+        "IN_STEPS": ("kernels of unfused attention", "counted: its products, softmax, dropout"),
+    },
+    kernel_classes: {
         "FASTER": ("speed of attention kernels beside flash1", "published: arXiv 2307.08691"),
         "BESIDE": (
             "the same of kernels for asynchronous tensor cores",
@@ -24,10 +30,6 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         ),
         "QUERIES": ("queries of a block of attention", "kernels of cuDNN by shape: benchmarks/kernel_shapes.py"),
         "NARROW_BYTES": ("bytes of an element of narrow products", "published: OCP MX 1.0, NVFP4"),
-        "ALIGNED": ("bytes that rows of a head are multiples of, for tensor cores", "published: cuBLAS"),
-        "BLOCK": ("heads and sequences in a block of the fused softmax", "counted: Megatron's fused_softmax.py"),
-        "APART": ("kernels, and bytes a score, of a softmax in steps", "counted: Megatron's fused_softmax.py"),
-        "IN_STEPS": ("kernels of unfused attention", "counted: its products, softmax, dropout"),
     },
     stages: {
         "_RECIPES": ("bytes of parameter, gradient and state by precision", "counted: software's documentation"),

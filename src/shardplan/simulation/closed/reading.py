@@ -265,9 +265,13 @@ class _Reader:
             return
         wanted = {a: d for a, f in chosen.items() for d, fs in enumerate(dims) if f in fs}
         wanted |= {a: PARTIAL for a in passed if block.state.get(name, {}).get(a) == PARTIAL}
-        self._moved(block, name, t, wanted, any(r in block.needed for r in step.results))
+        op = computing(step.op)
+        attends = (op is not None and op.kernel_class == "scores") or block.maker.get(name) == "scores"
+        self._moved(block, name, t, wanted, any(r in block.needed for r in step.results), attends)
 
-    def _moved(self, block: ReadBlock, name: str, t: TensorType, wanted: State, needed: bool) -> None:
+    def _moved(
+        self, block: ReadBlock, name: str, t: TensorType, wanted: State, needed: bool, attends: bool = False
+    ) -> None:
         now = block.state.get(name, {})
         if dict(now) != dict(wanted):
             block.want(name, wanted)
@@ -296,7 +300,9 @@ class _Reader:
             since = range(block.made_at.get(name, len(self.kernels)), len(self.kernels)) if inside and summed else ()
             beside = tuple(k for k in since if self.kernels[k].gradient)
             value, early = LocalValue(t.itemsize, extents), inside and not summed and name in block.saved
-            self.moves.append(LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early))
+            self.moves.append(
+                LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early, attends)
+            )
         if dict(now) != dict(wanted):
             known.append(dict(wanted))
 
