@@ -213,7 +213,7 @@ class ClosedForm:
             PassWork(weight * halved, nothing, reduces * halved),
             PassOrder(
                 at_once=at_once(c),
-                apart=halved & (c.columns["pipeline"] > 1),
+                apart=halved & (c.columns["pipeline"] > 1) & gathers.any(axis=0),
                 steady=c.microbatches > 1,
             ),
         )

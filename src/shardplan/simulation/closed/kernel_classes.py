@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.core.pattern import Work
+from shardplan.core.step import Step
 from shardplan.hardware.level import DeviceSpec, KernelShares
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.read_block import ReadBlock
 
 Floats = np.ndarray
 # How much faster later kernels of attention are than the first: arXiv 2307.08691 (about twice, less backward). On
@@ -42,3 +44,15 @@ def narrow_bytes(dtype: str) -> float:
 def cast_work(wide: int, narrow: float, elements: Floats, dtype: str) -> Work:
     """Return the kernel that casts elements for narrow products: they are read, and written as rows and as columns."""
     return Work(0.0, dtype, elements * (wide + 2 * narrow))
+
+
+def cast_operands(block: ReadBlock, step: Step) -> tuple[int, ...]:
+    """Return which operands of a product with a parameter kernels of their own cast, where products are narrow.
+
+    A value is cast once, for all products that read it, forward and back. Those are what products and attention make,
+    and what comes from outside; what only streams writes narrow what it makes, twice (norms and activations of
+    Transformer Engine; all of it under torch.compile). Parameters are cast once a step.
+    """
+    others = [o for o in step.operands if o not in block.held and o not in block.narrow and o not in block.saved]
+    block.narrow |= {*step.operands}
+    return tuple(k for k, o in enumerate(step.operands) if o in others and block.maker.get(o) != "streamed")

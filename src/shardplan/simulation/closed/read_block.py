@@ -12,6 +12,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.work import Saved, State
+from shardplan.strategy.partition.tables import TableLine
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,14 @@ class ReadBlock:
         self.copies[key] = self.copies.get(key, (self.number,))[0], self.number
 
 
+def table_state(lines: Sequence[TableLine], name: str, dims: Sequence[str], axes: Sequence[str]) -> State:
+    """Return where axes have a value, as the first line of a table that names it says; nowhere, where none does."""
+    for line in lines:
+        if line.matches(name):
+            return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in axes}
+    return {}
+
+
 def needed_values(program: Program, forwards: int) -> set[str]:
     """The values of the forward steps that a backward step reads, and what they are made of."""
     wanted = {o for step in program.steps[forwards:] for o in step.operands}
@@ -71,15 +80,3 @@ def joins_product(
     one = [o for o in step.operands if o not in block.held]
     adds = op.kernel_class == "streamed" and op.flops(*types) <= results[0].local_bytes() / results[0].itemsize
     return adds and len(step.operands) == 2 and len(one) == 1 and block.maker.get(one[0]) == "product"
-
-
-def cast_operands(block: ReadBlock, step: Step) -> tuple[int, ...]:
-    """Return which operands of a product with a parameter kernels of their own cast, where products are narrow.
-
-    A value is cast once, for all products that read it, forward and back. Those are what products and attention make,
-    and what comes from outside; what only streams writes narrow what it makes, twice (norms and activations of
-    Transformer Engine; all of it under torch.compile). Parameters are cast once a step.
-    """
-    others = [o for o in step.operands if o not in block.held and o not in block.narrow and o not in block.saved]
-    block.narrow |= {*step.operands}
-    return tuple(k for k, o in enumerate(step.operands) if o in others and block.maker.get(o) != "streamed")

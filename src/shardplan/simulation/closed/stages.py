@@ -95,6 +95,11 @@ def at_once(c: Configurations) -> Floats:
     return np.isin(c.columns["schedule"], [CODES["schedule"].index(name) for name in AT_ONCE])
 
 
+def several_chunks(c: Configurations) -> Floats:
+    """Return where layers are cut into chunks, so that what is before them is apart from what is behind, bool [n]."""
+    return c.columns["pipeline"] * c.columns["interleave"] > 1
+
+
 def returns(c: Configurations) -> Floats:
     """Return where the last chunk is of the first rank, as in schedules that turn at the last one, bool [n]."""
     return np.isin(c.columns["schedule"], _returning_codes())
@@ -246,10 +251,13 @@ class Dealt:
         col = self.c.columns
         dealt = col["fsdp"] | (col["zero"] == 3)
         found = self._collective(False, True, self.cost.rows, element_bytes(self.c).parameter) * dealt
+        copied = self.cost.rows["copies"].any(axis=0)
         if phase == BACKWARD:
             found = found * ~(col["fsdp"] & (col["zero"] == 2))  # what stays gathered from the forward pass
-            found[-1] += found[-2] * self.cost.rows["copies"].any(axis=0)
+            found[-1] += found[-2] * copied
             found[-2] = 0.0
+        else:
+            found[-1] += found[-2] * (copied & several_chunks(self.c))
         return found
 
     def reduce_seconds(self, device: DeviceSpec) -> Floats:
@@ -263,6 +271,8 @@ class Dealt:
         own = sum((rows.get(kind, zero) / count * (count > 1) for kind, count in pairs), zero)
         added = own * (size.summed + 2 * size.gradient) * (self.c.microbatches > 1)
         seconds = self._collective(True, False, rows, size.summed) + stream_seconds(added, with_kernels(device, self.p))
+        # Two chunks that read a parameter each reduce what they find.
+        seconds[-1] += seconds[-2] * (self.cost.rows["copies"].any(axis=0) & several_chunks(self.c))
         return seconds * (col["fsdp"] | (col["zero"] >= 2))
 
     def _on_ranks(self, kinds: ChunkKinds, values: Floats) -> Floats:
@@ -273,8 +283,8 @@ class Dealt:
         """Return the seconds in which a parameter that the last stage reads too waits for its gradient, and goes back.
 
         The last stage makes its gradient first, and that is on its way while all stages run back (`backward`, of each
-        part in a microbatch, [runs + 2, n]); the first one sends the parameter when it is updated, each replica its
-        part where the others gather it in less time. The stages of a schedule that turns at the last rank are one.
+        part in a microbatch, [runs + 2, n]). The first one sends the parameter when it is updated: each replica sends
+        its part where the others gather it in less time. A schedule that turns at the last rank has both in one.
         """
         col, size = self.c.columns, element_bytes(self.c)
         copies = self.cost.rows["copies"].max(axis=0)
