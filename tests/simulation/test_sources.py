@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from shardplan.cli import app
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.accuracy.calibration import fit_machine
+from shardplan.simulation.accuracy.calibration import fit_machine, near_bounds
 from shardplan.simulation.accuracy.forecast import OPEN, RESIDUAL, SOURCE, forecast
+from shardplan.simulation.accuracy.step_fitting import LIMITS
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.subject import context_kind_of
 from shardplan.simulation.closed.chips import CHIPS, FREE, chip_of, common
@@ -91,6 +92,20 @@ def test_rows_that_say_nothing_leave_what_the_chip_says() -> None:
     like = like_fit(Topology.load("dgx-h100"), others, "dgx-h100")
     found = fit_machine([row], "dgx-h100", others)
     assert found.parameters.network == pytest.approx(like.parameters.network, rel=1e-3)
+
+
+def test_machines_with_one_chip_are_near_each_other_but_where_something_says_why() -> None:
+    fits = {m: shipped_fit(m) for m in ("dgx-h100", "dgx-h200", "grand-teton-h100", "dgx-a100-80g")}
+    far = {m: dataclasses.replace(fit, parameters=dataclasses.replace(fit.parameters, product=x))
+           for (m, fit), x in zip(fits.items(), (0.5, 0.7, 0.3, 0.75), strict=True)}  # fmt: skip
+    for apart in ({}, {("grand-teton-h100", "product"): "500 W"}):
+        found = near_bounds(far, apart)
+        low, high = found["dgx-h100"]["product"]
+        assert found["dgx-h200"]["product"] == (low, high) and high / low == pytest.approx(1.15)
+        assert 0.3 < low < high < 0.75
+        assert (found["grand-teton-h100"]["product"] == LIMITS["product"]) == bool(apart)
+        # One machine of its chip, and the network, which is no chip's.
+        assert found["dgx-a100-80g"] == dict(LIMITS) and found["dgx-h100"]["network"] == LIMITS["network"]
 
 
 def test_what_a_source_leaves_open_widens_an_interval() -> None:
