@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
+# The tests that a run has found, before any was left out; the tests of `planted` ask for them.
+COLLECTED = pytest.StashKey[frozenset[str]]()
 ROOT = Path(__file__).resolve().parents[1]
 # Files of many cases, and one test of many, each a case by itself, that take long together.
 LONG = (
