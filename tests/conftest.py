@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     parts = int(config.getoption("--turn"))
     long = tuple(f"tests/{name}" for name in turns.LONG)
     by_long = itertools.groupby(items, lambda item: next((name for name in long if item.nodeid.startswith(name)), ""))
-    kept = [i for name, own in by_long for i in (turns.share(tuple(own), parts) if name else own)]
+    kept = [i for name, own in by_long for i in (turns.share_of_cases(list(own), parts) if name else own)]
     if len(kept) < len(items):
         ran = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in ran])
