@@ -15,7 +15,8 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 ROOT = Path(__file__).resolve().parents[1]
 # Files of many cases, and one test of many, each a case by itself, that take long together; the longest first.
 LONG = (
-    "test_planted.py::test_a_planted_fault_is_caught", "cli/test_statuses.py", "core/test_compute_law.py",
+    "test_planted.py::test_a_planted_fault_is_caught", "benchmarks/test_gpu.py", "cli/test_statuses.py",
+    "core/test_compute_law.py",
     "core/test_gradients.py", "execution/test_compute_law.py", "execution/test_jobs.py", "execution/test_lab.py",
     "execution/test_mpi_faults.py", "execution/test_outside_ops.py", "execution/test_torch.py",
     "execution/test_torch_faults.py", "execution/test_torch_lowering.py", "fused/test_calls.py",
