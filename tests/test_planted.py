@@ -96,7 +96,7 @@ def test_a_planted_fault_is_caught(server: Server, fault: Fault) -> None:
 
 
 def test_no_fault_is_no_failure(server: Server) -> None:
-    """What is planted, not how, makes the tests fail: the same source again passes them."""
-    for fault in PLANTED[::12]:
+    """What is planted, not how, makes the tests fail: the same source again passes them; so do they when they run."""
+    for fault in PLANTED[::50]:
         status, said = server.outcome(Fault(fault.name, "nothing", fault.old, fault.old, fault.tests))
         assert status == SURVIVED, said
