@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
+from shardplan.simulation.jobs.framework_ops import is_movement
 from shardplan.simulation.jobs.timing import Node, TimedLoop, TimedOp
 
 
@@ -47,7 +48,8 @@ def _left_out(back: TimedLoop, inside: Program, loop: TimedLoop, body: Program) 
         if not reads:
             key = _key(op, body)
             there[key] -= 1
-            if there[key] >= 0:
+            # What only moves is gathered anew in its own way, and is no part of what is computed again.
+            if there[key] >= 0 or is_movement(op):
                 continue
         gone |= {*op.results}
         found.append(replace(op, reads=tuple(map(_again_name, reads)), results=tuple(map(_again_name, op.results))))
