@@ -33,6 +33,7 @@ from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
 from shardplan.strategy.partition.refusals import check_bucket, check_kept
 from shardplan.strategy.partition.row_plans import RowPlans
+from shardplan.strategy.partition.serve_remedies import warn_of_replication
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
@@ -57,16 +58,35 @@ def partition(
             state of its work is that of a nominal one.
         layouts: Tables instead of `strategy.layouts(model)`.
 
+    Warns (`ReplicationWarning`) of an axis of whose devices the worst does more than 1.1 times an even share of the
+    operations of products, with the line of the tables that deals them out; `Job.shares` has all axes.
+
     Raises `LayoutError` for a strategy that the model does not admit, naming line and axis, or of which an option
     does nothing.
     """
+    job = make_job(model, strategy, topo, layouts=layouts)
+
+    def settled(tables: Layouts) -> Settled:
+        return _Partition(model, strategy, topo, tables, _starts(strategy)).settled()[0]
+
+    warn_of_replication(job.model, job.layouts, job.settled, settled)
+    return job
+
+
+def make_job(
+    model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: Layouts | str | None = None
+) -> Job:
+    """Do as `partition`, without a warning: for those that try many."""
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         given = f"{excerpt(model)} and {excerpt(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     check_predicted(strategy)
     check_options(model, strategy, tables=layouts is None)
-    starts = None if strategy.cuts is None else (0, *strategy.cuts)
-    return _Partition(model, strategy, topo, layouts, starts).job()
+    return _Partition(model, strategy, topo, layouts, _starts(strategy)).job()
+
+
+def _starts(strategy: Strategy) -> tuple[int, ...] | None:
+    return None if strategy.cuts is None else (0, *strategy.cuts)
 
 
 class _Partition:
@@ -156,7 +176,7 @@ class _Partition:
             out[TOTAL + name] = self.layouts.stored_type(of, self.micro.dims[name], t, self.mesh, self.held[name])
         return out | {copy: out[name] for copy, name in self.micro.copies.items()}
 
-    def _settled(self) -> tuple[Settled, dict[Key, tuple[str, TensorType]]]:
+    def settled(self) -> tuple[Settled, dict[Key, tuple[str, TensorType]]]:
         """Settle; and the rows that are gradients, each with its parameter and the type of its total."""
         block = self.micro.block
         ends: dict[Key, tuple[str, TensorType]] = {}
@@ -205,7 +225,7 @@ class _Partition:
 
         Where the settled seconds, and memory, cut the layers otherwise than operations do, all begins again with them.
         """
-        settled, ends = self._settled()
+        settled, ends = self.settled()
         if self.starts is None and self.count > 1 and (better := self._better(settled)) != self.micro.cuts.starts:
             return _Partition(self.model, self.strategy, self.where, self.layouts, better).job()
         add = self.strategy.microbatches > 1

@@ -47,6 +47,11 @@ class TableLine:
         """Say whether it counts for a name."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that it cuts dims over."""
+        return frozenset(axis for _, axes in self.dims for axis in axes)
+
     def __str__(self) -> str:
         """Return the line of a table."""
         words = [f"{dim}@{axes_text(axes)}" for dim, axes in self.dims]
@@ -82,7 +87,7 @@ class Layouts:
 
     def __str__(self) -> str:
         """Return the tables."""
-        serve = [f"{axis}: {_served(groups)}" for axis, groups in self.serve]
+        serve = [f"{axis}: {served_text(groups)}" for axis, groups in self.serve]
         tables = zip(_TITLES, (serve, self.stored, self.held), strict=True)
         return "\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in tables)
 
@@ -116,7 +121,7 @@ class Layouts:
         """
         several = [axis for axis, _ in self.serve]
         for k, (axis, groups) in enumerate(self.serve):
-            line = f"serve, {axis}: {_served(groups)}"
+            line = f"serve, {axis}: {served_text(groups)}"
             if axis in several[:k]:
                 raise LayoutError(f"{line}: a second line of {axis}; legal is one")
             _known(line, "axis", (axis,), axes)
@@ -188,7 +193,8 @@ def _group(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
-def _served(groups: Iterable[tuple[str, ...]]) -> str:
+def served_text(groups: Iterable[tuple[str, ...]]) -> str:
+    """Return what an axis serves, as a line of serve has it."""
     return " > ".join(map(_group, groups)) or NONE
 
 
