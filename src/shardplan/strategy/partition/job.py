@@ -133,6 +133,7 @@ class Job:
 
         >>> from shardplan import Model, Strategy, partition
         >>> print(partition(Model.load("mlp", layers=2, hidden=8, batch=2), Strategy(tensor=2)).shares()[0])
+        tensor=2: 0.500 of operations, 0.500 of bytes held, 0.601 of bytes touched; even is 0.500; whole: no parameter
         """
         parameters = self.model.parameters.keys()
         named = ((part.name.removeprefix(TOTAL), self.state[key]) for key, part in self.parts.items())

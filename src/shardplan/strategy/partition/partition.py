@@ -37,6 +37,7 @@ from shardplan.strategy.partition.serve_remedies import warn_of_replication
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
+from shardplan.strategy.partition.style_tables import AskedLayouts, read_layouts
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
@@ -47,7 +48,7 @@ TWIN = ".twin"  # of a parameter's gradient: that of the second chain of DualPip
 
 
 def partition(
-    model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: Layouts | str | None = None
+    model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: AskedLayouts = None
 ) -> Job:
     """Return the programs of a model under a strategy.
 
@@ -56,7 +57,7 @@ def partition(
         strategy: Degrees, and what else is decided.
         topo: What prices are taken on; device ids are its own. By default a nominal switch. What its device does not
             state of its work is that of a nominal one.
-        layouts: Tables instead of `strategy.layouts(model)`.
+        layouts: Tables instead of `strategy.layouts(model)`, or what of it is otherwise: `Layouts.column("*.up")`.
 
     Warns (`ReplicationWarning`) of an axis of whose devices the worst does more than 1.1 times an even share of the
     operations of products, with the line of the tables that deals them out; `Job.shares` has all axes.
@@ -67,26 +68,20 @@ def partition(
     job = make_job(model, strategy, topo, layouts=layouts)
 
     def settled(tables: Layouts) -> Settled:
-        return _Partition(model, strategy, topo, tables, _starts(strategy)).settled()[0]
+        return _Partition(model, strategy, topo, tables).settled()[0]
 
     warn_of_replication(job.model, job.layouts, job.settled, settled)
     return job
 
 
-def make_job(
-    model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: Layouts | str | None = None
-) -> Job:
+def make_job(model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: AskedLayouts = None) -> Job:
     """Do as `partition`, without a warning: for those that try many."""
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         given = f"{excerpt(model)} and {excerpt(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     check_predicted(strategy)
     check_options(model, strategy, tables=layouts is None)
-    return _Partition(model, strategy, topo, layouts, _starts(strategy)).job()
-
-
-def _starts(strategy: Strategy) -> tuple[int, ...] | None:
-    return None if strategy.cuts is None else (0, *strategy.cuts)
+    return _Partition(model, strategy, topo, layouts).job()
 
 
 class _Partition:
@@ -95,10 +90,10 @@ class _Partition:
         model: Model,
         strategy: Strategy,
         topo: Where | str | None,
-        layouts: Layouts | str | None,
-        starts: tuple[int, ...] | None,
+        layouts: AskedLayouts,
+        starts: tuple[int, ...] | None = None,
     ) -> None:
-        self.starts = starts
+        self.starts = starts or (None if strategy.cuts is None else (0, *strategy.cuts))
         self.strategy, self.model = strategy, fitted(model, strategy)
         self.training = bool(self.model.fields["training"])
         self.schedule = ordered(strategy, self.model)
@@ -108,7 +103,7 @@ class _Partition:
         self.runs = {(a.stage, a.kind) for row_ in order for action in row_ if action for a in action.leaves}
         self.meshes = [strategy.mesh(self.model, rank) for rank in owners]
         self.mesh = self.meshes[0]
-        self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
+        self.layouts = read_layouts(layouts, self.model, strategy)
         self.where = where_of("topo", topo)
         ends = (self.mesh, *(strategy.mesh(self.model, rank) for rank in (0, strategy.pipeline - 1)))
         self.prices = prices_on(self.where or Topology.load("nominal", devices=strategy.devices), ends)

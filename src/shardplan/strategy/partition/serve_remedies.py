@@ -1,7 +1,7 @@
 """Which line of the tables deals out what an axis does whole: each dim of its products is tried, by price.
 
-A dim that is tried joins the first group of the axis in `serve`; parameters that have it, and that the axis does not cut,
-are held by it. A dim that no parameter has comes behind the groups, as a sequence does.
+A dim that is tried joins the first group of the axis in `serve`; parameters that have it, and that the axis does not
+cut, are held by it. A dim that no parameter has comes behind the groups, as a sequence does.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def serve_remedies(model: Model, layouts: Layouts, settled: Settled, axis: str, 
         axis: Of the mesh.
         settle: From tables to what they come to; it raises `ShardplanError` for those that no line can lie by.
     """
-    now = dict((name, share) for name, _, share in operation_shares(settled))[axis]
+    now = _share_of(settled, axis)
     found: list[ServeRemedy] = []
-    for tables, lines in _tried(model, layouts, settled, axis):
+    for tables, lines in _candidates(model, layouts, settled, axis):
         try:
             other = settle(tables)
         except ShardplanError:
             continue
-        share = dict((name, share) for name, _, share in operation_shares(other))[axis]
+        share = _share_of(other, axis)
         if share < now:
             found.append(ServeRemedy(tables, lines, share, other.seconds))
     # Of those that deal out as much one that cuts parameters, too, and then the quickest.
@@ -61,7 +61,7 @@ def warn_of_replication(model: Model, layouts: Layouts, settled: Settled, settle
     for axis, size, share in operation_shares(settled):
         if share <= SLACK / size:
             continue
-        whole = [n for n in model.parameters if axis not in _held(layouts, n).axes]
+        whole = [n for n in model.parameters if axis not in _held_line(layouts, n).axes]
         whole.sort(key=lambda n: -model.parameters[n].size)
         named = ", ".join(whole[:MOST_NAMED]) + (f" and {len(whole) - MOST_NAMED} more" * (len(whole) > MOST_NAMED))
         best = next(iter(serve_remedies(model, layouts, settled, axis, settle)), None)
@@ -73,14 +73,20 @@ def warn_of_replication(model: Model, layouts: Layouts, settled: Settled, settle
                 f"{format_seconds(best.seconds)} instead of {format_seconds(settled.seconds)}"
             )
         warnings.warn(
-            f"{model.name}: of {size} devices of the axis {axis} the worst does {share:.3f} of the operations, and even "
-            f"is {1 / size:.3f}; it leaves whole: {named or 'no parameter'}; {mends}",
+            f"{model.name}: of {size} devices of the axis {axis} the worst does {share:.3f} of the operations, and "
+            f"even is {1 / size:.3f}; it leaves whole: {named or 'no parameter'}; {mends}",
             ReplicationWarning,
             stacklevel=3,
         )
 
 
-def _tried(model: Model, layouts: Layouts, settled: Settled, axis: str) -> Iterator[tuple[Layouts, tuple[str, ...]]]:
+def _share_of(settled: Settled, axis: str) -> float:
+    return next(share for name, _, share in operation_shares(settled) if name == axis)
+
+
+def _candidates(
+    model: Model, layouts: Layouts, settled: Settled, axis: str
+) -> Iterator[tuple[Layouts, tuple[str, ...]]]:
     """Yield tables with a dim more, and the lines of them that are new."""
     groups = dict(layouts.serve).get(axis)
     if groups is None:  # it is free, and serves whatever is cheapest
@@ -94,7 +100,7 @@ def _tried(model: Model, layouts: Layouts, settled: Settled, axis: str) -> Itera
             if maker.line.links.sizes[factor] >= size and LAYER not in names and not served & set(names):
                 dims |= dict.fromkeys(sorted(names)[:1])
     for dim in list(dims)[:MOST_TRIED]:
-        mine = {n: _held(layouts, n) for n in model.parameters if dim in model.dims[n]}
+        mine = {n: _held_line(layouts, n) for n in model.parameters if dim in model.dims[n]}
         mine = {n: line for n, line in mine.items() if axis not in line.axes}
         first, *rest = groups or ((),)
         joined = ((*first, dim), *rest) if mine else (*groups, (dim,))
@@ -106,7 +112,7 @@ def _tried(model: Model, layouts: Layouts, settled: Settled, axis: str) -> Itera
         yield tables, said
 
 
-def _held(layouts: Layouts, name: str) -> TableLine:
+def _held_line(layouts: Layouts, name: str) -> TableLine:
     return next((line for line in layouts.held if line.matches(name)), TableLine((name,)))
 
 

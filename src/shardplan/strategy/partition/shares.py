@@ -24,9 +24,9 @@ MOST_NAMED = 6  # parameters left whole, of which a line says the names
 class AxisShare:
     """Of an axis of `size` devices the worst device's part of what it would be without the axis.
 
-    `operations` are those of products and attention in a step's passes, `held` bytes of parameters, gradients and the optimizer's state between
-    programs, `touched` bytes that ops read and write; `whole` are the parameters that the axis does not cut where they
-    lie, the largest first.
+    `operations` are those of products and attention in a step's passes, `held` bytes of parameters, gradients and the
+    optimizer's state between programs, `touched` bytes that ops read and write; `whole` are the parameters that the
+    axis does not cut where they lie, the largest first.
     """
 
     axis: str
@@ -80,9 +80,11 @@ def _share(model: Model, settled: Settled, state: Sequence[tuple[str, TensorType
     products = [(m, *two) for m, *two in pairs if _is_product(two[0])]
     operations, touched = (
         _ratio(*(sum(m.times * measure(two[k]) for m, *two in those) for k in (0, 1)))
-        for measure, those in ((_flops, products), (_touched, pairs))
+        for measure, those in ((_flops, products), (_bytes_touched, pairs))
     )
-    held = (sum(t.local_bytes() for t in types) for types in ([t for _, t in state], [onto(t, others) for _, t in state]))
+    held = (
+        sum(t.local_bytes() for t in types) for types in ([t for _, t in state], [onto(t, others) for _, t in state])
+    )
     cut = {name for name, t in state if axis in t.layout.used_axes}
     whole = [n for n in model.parameters if n not in cut]
     whole.sort(key=lambda n: -model.parameters[n].size)
@@ -102,7 +104,7 @@ def _flops(laid: LaidLine) -> float:
     return laid.op.flops(*laid.operands)
 
 
-def _touched(laid: LaidLine) -> float:
+def _bytes_touched(laid: LaidLine) -> float:
     return laid.op.touched_bytes(*laid.operands)
 
 

@@ -20,12 +20,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import axes_text
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, excerpt
+from shardplan.strategy.partition.parallel_styles import ParallelStyles
 
 FREE, NONE, LAYER = "free", "none", "layer"
 Axes = tuple[str, ...]
@@ -90,6 +92,29 @@ class Layouts:
         serve = [f"{axis}: {served_text(groups)}" for axis, groups in self.serve]
         tables = zip(_TITLES, (serve, self.stored, self.held), strict=True)
         return "\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in tables)
+
+    @staticmethod
+    def column(*patterns: str, axis: str = "tensor") -> ParallelStyles:
+        """Say of parameters that an axis cuts their output features: `Layouts.column("*.gate", "*.up").row("*.down")`.
+
+        `partition` takes it as `layouts`; what it does not name is as the strategy has it.
+        """
+        return ParallelStyles().column(*patterns, axis=axis)
+
+    @staticmethod
+    def row(*patterns: str, axis: str = "tensor") -> ParallelStyles:
+        """Say of parameters that an axis cuts their input features."""
+        return ParallelStyles().row(*patterns, axis=axis)
+
+    @staticmethod
+    def vocab(*patterns: str, axis: str = "tensor") -> ParallelStyles:
+        """Say of tables that an axis cuts their rows, and of heads that it cuts their classes."""
+        return ParallelStyles().vocab(*patterns, axis=axis)
+
+    @staticmethod
+    def of_torch(plan: Mapping[str, Any], axis: str = "tensor") -> ParallelStyles:
+        """Read a plan of torch's `parallelize_module`, or torchtitan's: see `ParallelStyles.of_torch`."""
+        return ParallelStyles.of_torch(plan, axis)
 
     @staticmethod
     def parse(text: str) -> Layouts:
