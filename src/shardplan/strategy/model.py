@@ -21,6 +21,7 @@ from shardplan.core.target_counts import take_count_as_input
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, excerpt, near_text
 from shardplan.strategy.decoders import decoder
+from shardplan.strategy.model_config import is_config, load_config
 from shardplan.strategy.model_sizes import with_sizes
 from shardplan.strategy.parameter import Array, Parameter
 from shardplan.strategy.perceptrons import perceptron, recommender
@@ -86,12 +87,13 @@ class Model:
         optimizer: str | None = "",
         dtype: str = "f32",
         precision: str | None = None,
+        ignore: Iterable[str] = (),
         **fields: Any,
     ) -> Model:
         """Build a preset, or a family (gpt, llama, moe, mlp, dlrm) by its sizes, which win over a preset's.
 
         Args:
-            name: A preset or a family.
+            name: A preset or a family; or the path of a Hugging Face config.json, or of the folder that has it.
             training: Whether it is a training step, or the forward pass alone: with `cache=` positions of a cache that
                 it reads and writes, as in prefill and, with `seq=1`, decode.
             optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
@@ -99,6 +101,7 @@ class Model:
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
             precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
                 in f32, and a parameter w is that, rounded.
+            ignore: Keys of the config that no builder computes, and that may be left out; others are refused.
             fields: `batch`, and the sizes of the family, named as in presets.
 
         Raises `ShardplanError` naming the legal presets, families and fields.
@@ -109,6 +112,12 @@ class Model:
         """
         border.text("Model.load: the name of a model", name, ShardplanError)
         known = presets()
+        if name not in known and is_config(name):
+            read = load_config(name, ignore)
+            said = {"training": training, "optimizer": optimizer, "dtype": dtype, "precision": precision}
+            return Model.load(read.family, **{**said, **read.fields, **fields})
+        if ignore:
+            raise ShardplanError(f"Model.load: ignore={excerpt(ignore)} of {name}, which is no config; legal is none")
         if name not in known and name not in _FAMILIES:
             raise ShardplanError(
                 f"Model.load: {excerpt(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
