@@ -1,8 +1,8 @@
 """Configs of transformers' own models, tiny: loaded, packed, and trained three steps beside them, in f64.
 
-Their rotary embeddings, norms and softmax compute in f32 whatever the model is in: here what they call `float32` is f64,
-and rotary embeddings get the same formulas in f64, held against transformers' own numbers first. The formulas stand in
-`frequencies`, apart from ours.
+Their rotary embeddings, norms and softmax compute in f32 whatever the model is in: here what they call `float32` is
+f64, and rotary embeddings get the same formulas in f64, held against transformers' own numbers first. The formulas
+stand in `frequencies`, apart from ours.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16,
         "beta_fast": 4.0, "beta_slow": 0.5}  # fmt: skip
 LATENT = SIZES | {
@@ -36,7 +37,7 @@ LATENT = SIZES | {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", SIZES),
     "llama 3.1": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3}),
-    "llama linear": ("LlamaConfig", SIZES | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama linear": ("LlamaConfig", SIZES | {"rope_parameters": LINEAR}),
     "llama yarn": ("LlamaConfig", SIZES | {"rope_parameters": YARN}),
     "mistral": ("MistralConfig", SIZES | {"sliding_window": None}),
     "qwen2": ("Qwen2Config", SIZES),

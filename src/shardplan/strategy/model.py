@@ -97,7 +97,8 @@ class Model:
             training: Whether it is a training step, or the forward pass alone: with `cache=` positions of a cache that
                 it reads and writes, as in prefill and, with `seq=1`, decode.
             optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
-                (`lr`, `beta1`, `beta2`, `eps`, `decay`) are fields, too.
+                (`lr`, `beta1`, `beta2`, `eps`, `decay`), and `clip`, the norm to which all gradients together are
+                scaled down, are fields, too.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
             precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
                 in f32, and a parameter w is that, rounded.
@@ -130,7 +131,7 @@ class Model:
             border.choice("Model.load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
             if not training:
                 raise ShardplanError(f"Model.load: optimizer={optimizer!r} without training; legal is None")
-        legal = OPTIMIZERS[optimizer].settings if optimizer else {}
+        legal = OPTIMIZERS[optimizer].fields if optimizer else {}
         settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
         sizes = _sizes(name, given, fields, tuple(legal))
@@ -330,7 +331,7 @@ class Model:
 
 def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
     """A model that was made of a program, of another one with its inputs, or under other fields."""
-    known = OPTIMIZERS[fields["optimizer"]].settings if fields["optimizer"] else {}
+    known = OPTIMIZERS[fields["optimizer"]].fields if fields["optimizer"] else {}
     dims, settings = (
         {key: model.dims.get(key, ()) for key, _ in forward.inputs},
         {k: fields[k] for k in known if k in fields},

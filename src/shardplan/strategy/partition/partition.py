@@ -31,7 +31,7 @@ from shardplan.strategy.partition.prefetch import early
 from shardplan.strategy.partition.prices import prices_on
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
-from shardplan.strategy.partition.refusals import check_bucket, check_kept
+from shardplan.strategy.partition.refusals import check_bucket, check_clip, check_kept
 from shardplan.strategy.partition.row_plans import RowPlans
 from shardplan.strategy.partition.serve_remedies import warn_of_replication
 from shardplan.strategy.partition.settle import Settled, settle
@@ -81,6 +81,7 @@ def make_job(model: Model, strategy: Strategy, topo: Where | str | None = None, 
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     check_predicted(strategy)
     check_options(model, strategy, tables=layouts is None)
+    check_clip(model, strategy)
     return _Partition(model, strategy, topo, layouts).job()
 
 
