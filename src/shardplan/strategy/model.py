@@ -115,8 +115,8 @@ class Model:
         known = presets()
         if name not in known and is_config(name):
             read = load_config(name, ignore)
-            said = {"training": training, "optimizer": optimizer, "dtype": dtype, "precision": precision}
-            return Model.load(read.family, **{**said, **read.fields, **fields})
+            more: dict[str, Any] = {"training": training, "optimizer": optimizer, "dtype": dtype, "precision": precision}
+            return Model.load(read.family, **{**more, **read.fields, **fields})
         if ignore:
             raise ShardplanError(f"Model.load: ignore={excerpt(ignore)} of {name}, which is no config; legal is none")
         if name not in known and name not in _FAMILIES:
