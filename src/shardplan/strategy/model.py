@@ -98,7 +98,7 @@ class Model:
                 it reads and writes, as in prefill and, with `seq=1`, decode.
             optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
                 (`lr`, `beta1`, `beta2`, `eps`, `decay`), and `clip`, the norm to which all gradients together are
-                scaled down, are fields, too.
+                scaled down, are fields, too; `lr="input"` and `decay="input"` are inputs of a step, as schedules want.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
             precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
                 in f32, and a parameter w is that, rounded.
@@ -115,8 +115,8 @@ class Model:
         known = presets()
         if name not in known and is_config(name):
             read = load_config(name, ignore)
-            more: dict[str, Any] = {"training": training, "optimizer": optimizer, "dtype": dtype, "precision": precision}
-            return Model.load(read.family, **{**more, **read.fields, **fields})
+            more: dict[str, Any] = {"dtype": dtype, "precision": precision, **read.fields, **fields}
+            return Model.load(read.family, training=training, optimizer=optimizer, **more)
         if ignore:
             raise ShardplanError(f"Model.load: ignore={excerpt(ignore)} of {name}, which is no config; legal is none")
         if name not in known and name not in _FAMILIES:
@@ -132,7 +132,7 @@ class Model:
             if not training:
                 raise ShardplanError(f"Model.load: optimizer={optimizer!r} without training; legal is None")
         legal = OPTIMIZERS[optimizer].fields if optimizer else {}
-        settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
+        settings = OPTIMIZERS[optimizer].read("Model.load", fields) if optimizer else {}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
         sizes = _sizes(name, given, fields, tuple(legal))
         if precision is not None:

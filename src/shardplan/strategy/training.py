@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from shardplan.core import border
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.gradients import Keep, Origin, gradients, keep_computed
@@ -15,6 +16,7 @@ from shardplan.core.ops import AdamW, Cast, Elementwise, ReduceDims, Sgd
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.errors import ShardplanError
 from shardplan.strategy.scope import ONE
 
 
@@ -29,6 +31,7 @@ class Optimizer:
     settings: Mapping[str, float]
     state: tuple[str, ...] = ()
     counts: bool = False
+    inputs: tuple[str, ...] = ()  # settings that may be inputs of a step, as schedules want them
 
     @property
     def fields(self) -> Mapping[str, float]:
@@ -38,7 +41,26 @@ class Optimizer:
     def made(self, said: Mapping[str, Any]) -> Op:
         """Return the op with what is said of its settings."""
         make: Any = self.op
-        return make(**{name: said.get(name, value) for name, value in self.settings.items()})
+        inputs = self.given(said)
+        numbers = {n: value if n in inputs else said.get(n, value) for n, value in self.settings.items()}
+        return make(**numbers, **({"inputs": inputs} if inputs else {}))
+
+    def given(self, said: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the settings that are inputs of a step."""
+        return tuple(name for name in self.inputs if said.get(name) == INPUT)
+
+    def read(self, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what fields say of it; raises `ShardplanError` for what is no number, and no input where one may be.
+
+        `what` opens the message.
+        """
+        return {
+            k: fields[k]
+            if k in self.inputs and fields[k] == INPUT
+            else border.number(f"{what}: {k}", fields[k], ShardplanError)
+            for k in self.fields
+            if k in fields
+        }
 
 
 class Precision(NamedTuple):
@@ -56,11 +78,14 @@ class Precision(NamedTuple):
         return numpy_dtype(self.dtype).itemsize < 4
 
 
-MASTER, CLIP = "master", "clip"
+MASTER, CLIP, INPUT = "master", "clip", "input"
 CLIP_EPS = 1e-6  # what torch's clip_grad_norm_ adds to the norm
 PRECISIONS = {"fp32": Precision("f32", "f32"), "bf16": Precision("bf16", "f32"), "fp16": Precision("f16", "f16")}
 _MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
-_UPDATES = (Optimizer(Sgd, {"lr": 1e-2}), Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True))
+_UPDATES = (
+    Optimizer(Sgd, {"lr": 1e-2}, inputs=("lr",)),
+    Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True, inputs=("lr", "decay")),
+)
 OPTIMIZERS = {update.op.name: update for update in _UPDATES}
 
 
@@ -80,7 +105,7 @@ def training_program(
     program: Program,
     wanted: Iterable[str],
     optimizer: str | None = None,
-    settings: Mapping[str, float] = MappingProxyType({}),
+    settings: Mapping[str, Any] = MappingProxyType({}),
     keep: Keep = keep_computed,
     *,
     master: bool = False,
@@ -110,6 +135,10 @@ def training_program(
         states["step"] = draft.types["step"] = TensorType("i32", (), (), ONE)
         replaced["step"] = draft(Elementwise("a + 1"), "step")
         now = (replaced["step"],)
+    wide = "f64" if any(named.types[w].dtype == "f64" for w in names) else "f32"
+    for name in rule.given(settings):
+        states[name] = draft.types[name] = TensorType(wide, (), (), ONE)
+        now = (*now, name)
     scaled = dict(made)
     if clip := settings.get(CLIP, 0.0):
         squares = [sum_squares(draft, made[w]) for w in names]

@@ -311,8 +311,8 @@ class _Partition:
                 for state, u in self.state.items():
                     if state.rpartition(".")[0] == name and state in model.replaced and state not in model.parameters:
                         mine[state] = self._as_many(u, t)
-            if self.training and "step" in self.state:
-                mine["step"] = self.state["step"]
+            if self.training:
+                mine |= {n: self.state[n] for n in ("step", "lr", "decay") if n in self.state}
             found.append(mine)
         state = {n for n in self.model.replaced if n not in self.model.parameters}
         return [*found, *({n: t for n, t in mine.items() if n not in state} for mine in found * (self.chains - 1))]

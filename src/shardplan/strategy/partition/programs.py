@@ -149,6 +149,7 @@ class Writers:
             writer.given("step", types["step"])
             now = [writer.op(Elementwise("a + 1"), ["step"])]
             called[now[0]] = f"{NEXT}step"
+        now += [writer.given(name, types[name]) for name in rule.given(model.fields)]
         if self.bucket is not None:
             self._bucketed(writer, parameters, types, rule.state, self.bucket)
         updates = (self._given_update(writer, name, types, rule.state, copies) for name, copies in parameters.items())
