@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardplan import Model, ShardplanError, Strategy, partition
+from shardplan import Model, ShardplanError, Strategy, partition, start
 from strategy.jobs import arrays, by_name, model, stepped
 
 RATES, DECAYS = (0.1, 0.02, 0.3), (0.0, 0.5, 0.01)
@@ -44,6 +44,21 @@ def test_three_steps_of_a_schedule_are_torchs(optimizer: str, strategy: Strategy
         given = {**given, **{n: got[n] for n in found.replaced}}
         for n, p in params.items():
             np.testing.assert_allclose(got[n], p.detach().numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_live_job_takes_another_rate_each_step() -> None:
+    found = model("llama", optimizer="sgd", lr="input")
+    job = partition(found, Strategy(data=2, tensor=2))
+    big = found.resize(batch=2)
+    given = here = arrays(big, big.program)
+    with start(job, {n: given[n] for n in found.parameters}, backend="reference") as live:
+        for lr in RATES:
+            here = {**here, "lr": np.array(lr)}
+            live.step({n: here[n] for n in ("tokens", "targets", "lr")})
+            made = by_name(big.program, here)
+            here |= {n: made[o] for n, o in found.replaced.items()}
+        for n, x in live.collect(list(found.parameters)).items():
+            np.testing.assert_allclose(x, here[n], rtol=1e-9, atol=1e-12)
 
 
 def test_what_may_be_no_input_is_refused() -> None:
