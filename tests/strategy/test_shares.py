@@ -19,6 +19,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import ReplicationWarning
 from shardplan.strategy.partition.partition import make_job
 from shardplan.strategy.partition.serve_remedies import serve_remedies
+from shardplan.strategy.partition.shares import operation_shares
 from shardplan.strategy.training import rename_values
 from strategy.jobs import by_name, model, stepped
 
@@ -74,6 +75,7 @@ def test_shares_are_those_of_the_counted_programs(said: Strategy) -> None:
     (share,) = job.shares()
     counted = forward(job) / forward(partition(found, Strategy(microbatch=2)))
     assert share.operations == pytest.approx(counted, rel=5e-3)  # which also has the mask that every device makes
+    assert list(operation_shares(job.settled)) == [(share.axis, share.size, pytest.approx(share.operations))]
     names = list(job.model.parameters)
     held = sum(job.state[n].local_bytes() for n in names) / sum(job.model.program.types[n].local_bytes() for n in names)
     assert share.held == pytest.approx(held)
