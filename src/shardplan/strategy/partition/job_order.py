@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from shardplan.errors import LayoutError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.schedules.action import COMPUTE, RECEIVES
-from shardplan.strategy.schedules.run import MESSAGES
+from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, RECEIVES
 
 Action = tuple[int, str, int]  # stage, kind and microbatch
 BACK = ("B", "I")  # what waits for the stage behind

@@ -15,6 +15,7 @@ from shardplan.errors import ScheduleError, excerpt
 COMPUTE = ("F", "B", "I", "W")
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
+MESSAGES = (*SENDS, *RECEIVES)
 STATE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # of a stage, whatever the microbatch
 OURS = ("OPT", "OFFLOAD", "RELOAD")  # what torch does not know: written to a file only on request
 OVERLAP = "OVERLAP_F_B"

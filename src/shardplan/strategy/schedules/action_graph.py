@@ -1,37 +1,37 @@
-"""`ActionGraph`: the actions of a schedule as levels of independent ones, for (max,+) sweeps over many configurations.
+"""`ActionGraph`: what waits for what in a schedule, as levels of independent nodes with (max,+) entries.
 
 A node begins when its two predecessors have ended, the second of them and the way of its message, and ends when it has
 taken its own time. What waits for more than two is a chain of nodes that take none. Rows are numbered in the order in
-which a sweep fills them, level by level; row 0 is the begin of the run, the predecessor of what has none. Times are no
-part of it: a node has codes, which point into the table of times of `StageSeconds`.
+which a run fills them, level by level; row 0 is the begin of the run, the predecessor of what has none. Times are no
+part of it: a node has codes, which point into a table of times, one column for each configuration.
 
 Where some nodes are `late`, all others have lower rows: a sweep can stop between them (`split` levels).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import Action
 
-KINDS = ("F", "I", "W", "B")  # in the order of the table of times
+PASSES = ("F", "I", "W", "B")  # the kinds of computations, in the order of a table of times
 FREE = 0  # the code of what takes no time
+Ints = np.ndarray
 _Index = TypeVar("_Index", int, np.ndarray)
 
 
 def code(kind: _Index, chunk: _Index, chunks: int) -> _Index:
-    """The row of the table of times of a computation, by its place in `KINDS`."""
+    """The row of the table of times of a computation, by its place in `PASSES`."""
     return 1 + kind * chunks + chunk
 
 
-def message_code(back: int, low: _Index, chunks: int) -> _Index:
+def message_code(back: _Index, low: _Index, chunks: int) -> _Index:
     """The row of the table of times of a message between the chunks `low` and `low + 1`, `back` or (0) forward."""
-    return 1 + len(KINDS) * chunks + back * (chunks - 1) + low
+    return 1 + len(PASSES) * chunks + back * (chunks - 1) + low
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,24 +39,22 @@ class ActionGraph:
     """Nodes in rows from 1 on: `first` and `second` predecessors, `lag` and `cost` codes; all int [1 + nodes].
 
     `levels` are ranges of rows, of which `split` are not late. `row` maps the nodes as they were given to rows;
-    `heads` and `tails` [ranks] are the rows of the first and last node of each rank. `actions` are (rank, action, row)
-    of computations, by rank and in order, where they are known.
+    `heads` and `tails` [ranks] are the rows of the first and last computation of each rank, 0 without one.
     """
 
-    first: np.ndarray
-    second: np.ndarray
-    lag: np.ndarray
-    cost: np.ndarray
+    first: Ints
+    second: Ints
+    lag: Ints
+    cost: Ints
     levels: tuple[tuple[int, int], ...]
     split: int
-    row: np.ndarray
-    heads: np.ndarray
-    tails: np.ndarray
-    actions: tuple[tuple[int, Action, int], ...] = ()
+    row: Ints
+    heads: Ints
+    tails: Ints
 
     @property
     def rows(self) -> int:
-        """How many rows a sweep fills, with that of the begin."""
+        """How many rows a run fills, with that of the begin."""
         return len(self.first)
 
     def run(self, table: np.ndarray, end: np.ndarray, late: bool | None = None) -> None:
@@ -77,25 +75,27 @@ class ActionGraph:
         """When the nodes of some rows begin, seconds [rows, n]."""
         return np.maximum(end[self.first[rows]], end[self.second[rows]] + table[self.lag[rows]])
 
+    def run_once(self, lag: Sequence[Any], cost: Sequence[Any], start: Any) -> tuple[list[Any], list[Any]]:
+        """Return when each row begins and ends, of one configuration: in numbers of any kind, `lag` and `cost` by row.
+
+        What is exact, as whole numbers are, stays so.
+        """
+        begin, end = [start], [start]
+        for row, (first, second) in enumerate(zip(self.first.tolist(), self.second.tolist(), strict=True)):
+            if row:
+                begin.append(max(end[first], end[second] + lag[row]))
+                end.append(begin[row] + cost[row])
+        return begin, end
+
 
 def levelled(
-    first: np.ndarray,
-    second: np.ndarray,
-    lag: np.ndarray,
-    cost: np.ndarray,
-    heads: np.ndarray,
-    tails: np.ndarray,
-    late: np.ndarray | None = None,
-    actions: tuple[tuple[int, Action, int], ...] = (),
+    first: Ints, second: Ints, lag: Ints, cost: Ints, depth: Ints, heads: Ints, tails: Ints, late: Ints | None = None
 ) -> ActionGraph:
-    """Order nodes by levels; predecessors are indices of nodes, -1 for none, and actions say nodes.
+    """Order nodes by levels, `depths` of them; predecessors, heads and tails are indices of nodes, -1 for none.
 
     Raises `ScheduleError` where nodes wait for each other in a circle.
     """
     count = len(first)
-    depth = np.full(count, -1)
-    for k, level in enumerate(_levels(first, second)):
-        depth[level] = k
     if (depth < 0).any():
         raise ScheduleError("the ranks of a schedule wait for each other in a circle; see check")
     behind = np.zeros(count, dtype=bool) if late is None else late
@@ -118,8 +118,15 @@ def levelled(
         row,
         rows[heads],
         rows[tails],
-        tuple((rank, action, int(row[node])) for rank, action, node in actions),
     )
+
+
+def depths(first: Ints, second: Ints) -> Ints:
+    """Return the level of each node, int [nodes]; -1 of those that wait in a circle, or for one that does."""
+    depth = np.full(len(first), -1)
+    for k, level in enumerate(_levels(first, second)):
+        depth[level] = k
+    return depth
 
 
 def _levels(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
