@@ -22,6 +22,8 @@ GONE = {
     "movement.redistribution.reducing_candidates": ("_reduction",),
     "strategy.schedules.run": ("ListRun", "post_groups"),
     "strategy.schedules.check": ("consumers",),
+    "strategy.partition.job_order": ("way",),
+    "simulation.jobs.compiled_job": ("message_pass",),
     "simulation.sweep.graph": ("ActionGraph", "levelled"),
     "simulation.sweep.pass_lists": ("PassLists",),
     "simulation.sweep.message_graph": ("graph_of_placed",),
@@ -46,7 +48,7 @@ CALLERS = {
     "kernel_seconds": {"hardware/prices/cost.py", "hardware/prices/kernels.py", "simulation/closed/numbers.py"},
     "ActionGraph": {"strategy/schedules/action_graph.py"},
     "levelled": {"strategy/schedules/action_lists.py"},
-    "depths": {"strategy/schedules/action_lists.py"},
+    "ActionEdges": {"strategy/schedules/action_lists.py"},
     "StreamRun": {"simulation/jobs/maps.py", "simulation/jobs/streams.py"},
     "serving": {"simulation/closed/reading.py"},
 }

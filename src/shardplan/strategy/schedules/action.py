@@ -79,6 +79,11 @@ class Action:
         return Action(self.peer, f"{'RECV' if verb == 'SEND' else 'SEND'}_{way}", self.microbatch)
 
 
+def value_pass(kind: str) -> str:
+    """Return the pass whose values a computation takes and hands on: B for I, which does that part of a B."""
+    return "B" if kind == "I" else kind
+
+
 @lru_cache(maxsize=1 << 16)
 def _parse(text: str) -> Action:
     bare = text.strip()

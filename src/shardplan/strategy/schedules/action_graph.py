@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,45 @@ def code(kind: _Index, chunk: _Index, chunks: int) -> _Index:
 def message_code(back: _Index, low: _Index, chunks: int) -> _Index:
     """The row of the table of times of a message between the chunks `low` and `low + 1`, `back` or (0) forward."""
     return 1 + len(PASSES) * chunks + back * (chunks - 1) + low
+
+
+class ActionEdges(NamedTuple):
+    """Nodes as they were given: predecessors, -1 for none, and codes of the second's way and of their own time."""
+
+    first: Ints
+    second: Ints
+    lag: Ints
+    cost: Ints
+
+    def sequence(self) -> list[int]:
+        """Return nodes in an order in which each can be done, without those that wait in a circle, or for one."""
+        after: list[list[int]] = [[] for _ in self.first]
+        left = ((self.first >= 0).astype(int) + (self.second >= 0)).tolist()
+        for ends in (self.first.tolist(), self.second.tolist()):
+            for node, end in enumerate(ends):
+                if end >= 0:
+                    after[end].append(node)
+        found = [node for node, many in enumerate(left) if not many]
+        for node in found:
+            for each in after[node]:
+                left[each] -= 1
+                if not left[each]:
+                    found.append(each)
+        return found
+
+    def run_once(self, lag: Sequence[Any], cost: Sequence[Any], start: Any) -> tuple[list[Any], list[Any]]:
+        """Return when each node begins and ends, once: in numbers of any kind, `lag` and `cost` by node.
+
+        What is exact, as whole numbers are, stays so; last is the start. Raises `ScheduleError` for a circle.
+        """
+        begin, end = ([start] * (len(self.first) + 1) for _ in range(2))  # -1 is the last: the start
+        first, second, sequence = self.first.tolist(), self.second.tolist(), self.sequence()
+        if len(sequence) < len(first):
+            raise ScheduleError("the ranks of a schedule wait for each other in a circle; see check")
+        for node in sequence:
+            begin[node] = max(end[first[node]], end[second[node]] + lag[node])
+            end[node] = begin[node] + cost[node]
+        return begin, end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,33 +114,23 @@ class ActionGraph:
         """When the nodes of some rows begin, seconds [rows, n]."""
         return np.maximum(end[self.first[rows]], end[self.second[rows]] + table[self.lag[rows]])
 
-    def run_once(self, lag: Sequence[Any], cost: Sequence[Any], start: Any) -> tuple[list[Any], list[Any]]:
-        """Return when each row begins and ends, of one configuration: in numbers of any kind, `lag` and `cost` by row.
 
-        What is exact, as whole numbers are, stays so.
-        """
-        begin, end = [start], [start]
-        for row, (first, second) in enumerate(zip(self.first.tolist(), self.second.tolist(), strict=True)):
-            if row:
-                begin.append(max(end[first], end[second] + lag[row]))
-                end.append(begin[row] + cost[row])
-        return begin, end
-
-
-def levelled(
-    first: Ints, second: Ints, lag: Ints, cost: Ints, depth: Ints, heads: Ints, tails: Ints, late: Ints | None = None
-) -> ActionGraph:
-    """Order nodes by levels, `depths` of them; predecessors, heads and tails are indices of nodes, -1 for none.
+def levelled(edges: ActionEdges, heads: Ints, tails: Ints, late: Ints | None = None) -> ActionGraph:
+    """Order nodes by levels; heads and tails are indices of nodes, -1 for none.
 
     Raises `ScheduleError` where nodes wait for each other in a circle.
     """
+    first, second, lag, cost = edges
     count = len(first)
+    depth = np.full(count, -1)
+    for k, nodes in enumerate(_levels(first, second)):
+        depth[nodes] = k
     if (depth < 0).any():
         raise ScheduleError("the ranks of a schedule wait for each other in a circle; see check")
     behind = np.zeros(count, dtype=bool) if late is None else late
     order = np.lexsort((depth, behind))
-    edges = np.flatnonzero(np.diff(depth[order]) | np.diff(behind[order])) + 1
-    bounds = [1, *(edges + 1).tolist(), count + 1]
+    cuts = np.flatnonzero(np.diff(depth[order]) | np.diff(behind[order])) + 1
+    bounds = [1, *(cuts + 1).tolist(), count + 1]
     levels = tuple(zip(bounds[:-1], bounds[1:], strict=True))
     row = np.empty(count, dtype=np.int64)
     row[order] = np.arange(1, count + 1)
@@ -119,14 +148,6 @@ def levelled(
         rows[heads],
         rows[tails],
     )
-
-
-def depths(first: Ints, second: Ints) -> Ints:
-    """Return the level of each node, int [nodes]; -1 of those that wait in a circle, or for one that does."""
-    depth = np.full(len(first), -1)
-    for k, level in enumerate(_levels(first, second)):
-        depth[level] = k
-    return depth
 
 
 def _levels(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +25,10 @@ from shardplan.strategy.schedules.action import MESSAGES, SENDS, Action
 from shardplan.strategy.schedules.action_graph import (
     FREE,
     PASSES,
+    ActionEdges,
     ActionGraph,
     Ints,
     code,
-    depths,
     levelled,
     message_code,
 )  # fmt: skip
@@ -47,19 +46,6 @@ _MAKES = np.array([0, 1, -1, 1, 2, 3, 4, 5, -1])
 _TAKES = np.array([0, 1, -1, 1, 4, 5, 2, 3, -1])
 _STEP = np.array([-1, 1, 0, 1, 1, -1, -1, 1, 0])
 _BACK = np.array([0, 1, 0, 1, 0, 1, 0, 1, 0])
-
-
-class Edges(NamedTuple):
-    """By node, the actions of the lists first: predecessors (-1 for none), and codes of the second's way and its own.
-
-    `depth` is the level of each, -1 where ranks wait for each other for ever.
-    """
-
-    first: Ints
-    second: Ints
-    lag: Ints
-    cost: Ints
-    depth: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +149,7 @@ class ActionLists:
         lag[taken] = np.where(far & ~received, message_code(_BACK[self.kind[taken]], low, chunks), FREE)
         return source, lag
 
-    def edges(self, messages: str = "buffered", whole: Ints | None = None) -> Edges:
+    def edges(self, messages: str = "buffered", whole: Ints | None = None) -> ActionEdges:
         """Return what each action waits for, with messages sent as `messages` says.
 
         `whole` [actions], the last part of the overlap that each action is of, has the parts begin together. Raises
@@ -180,7 +166,7 @@ class ActionLists:
             second = np.where(inside | (second < 0), -1, whole[second])
         talks, sends = self.talks, self.sends
         if not talks.any():
-            return Edges(before, second, lag, cost, depths(before, second))
+            return ActionEdges(before, second, lag, cost)
         if (lone := np.flatnonzero(talks & (second < 0) & ~(sends & (messages == "buffered")))).size:
             raise ScheduleError(f"{self.action(int(lone[0]))} has no other end; see check")
         joined = np.zeros(n, dtype=bool)  # posted with the message before it
@@ -200,10 +186,9 @@ class ActionLists:
             lag = np.where(talks, FREE, lag)
         free = np.full(len(more), FREE)
         first, second = np.concatenate([posted, done[more - 1]]), np.concatenate([second, more])
-        lag, cost = np.concatenate([lag, free]), np.concatenate([cost, free])
-        return Edges(first, second, lag, cost, depths(first, second))
+        return ActionEdges(first, second, np.concatenate([lag, free]), np.concatenate([cost, free]))
 
-    def graph(self, messages: str = "buffered", whole: Ints | None = None, late: Ints | None = None) -> ActionGraph:
+    def graph(self, messages: str = "buffered", late: Ints | None = None) -> ActionGraph:
         """Return the graph of the lists; `late` [actions] says which ones a sweep may leave for later.
 
         Raises `ScheduleError` where ranks wait for each other in a circle.
@@ -212,12 +197,17 @@ class ActionLists:
         bounds = np.searchsorted(self.rank[passes], np.arange(self.ranks + 1))
         ends = np.array([bounds[:-1], bounds[1:] - 1])
         heads, tails = np.where(bounds[:-1] < bounds[1:], np.append(passes, -1)[ends], -1)
-        return levelled(*self.edges(messages, whole), heads, tails, late)
+        return levelled(self.edges(messages), heads, tails, late)
 
     def turns(self) -> list[int]:
-        """Return ranks in an order in which each can do the next action of its list; raises `ScheduleError`."""
-        order = np.argsort(self.graph().row[: len(self.rank)], kind="stable")
-        return self.rank[order].tolist()
+        """Return ranks in an order in which each can do the next action of its list.
+
+        Raises `ScheduleError` where they wait for each other in a circle.
+        """
+        found = self.edges().sequence()
+        if len(found) < len(self.rank):
+            raise ScheduleError("the ranks of a schedule wait for each other in a circle; see check")
+        return self.rank[found].tolist()
 
 
 def leaves(row: Sequence[Action | None]) -> Iterable[tuple[int, str, int | None]]:

@@ -86,24 +86,22 @@ def replay(
     slots = [(rank, k, a) for rank, row in enumerate(found.ranks) for k, a in enumerate(row) if a is not None]
     sizes = [len(action.leaves) for _, _, action in slots]
     last = [n - 1 for n in accumulate(sizes)]  # of the actions in a slot
-    try:
-        graph = ActionLists.of_schedule(found).graph(mode, None if together is None else np.repeat(last, sizes))
-    except ScheduleError:
-        raise ScheduleError(f"schedule {found.name}".rstrip() + ": the ranks wait for each other; see check") from None
-    row, before = graph.row.tolist(), graph.first.tolist()
-    lag, taken = ([0 if each == FREE else message for each in codes.tolist()] for codes in (graph.lag, graph.cost))
+    edges = ActionLists.of_schedule(found).edges(mode, None if together is None else np.repeat(last, sizes))
+    lag, taken = ([0 if each == FREE else message for each in codes.tolist()] for codes in (edges.lag, edges.cost))
     for (_, _, action), end, size in zip(slots, last, sizes, strict=True):
         if together is not None and action.parts:
             own = [*[0] * (size - 1), together(action)]
         else:
-            own = [taken[row[end]] if leaf.kind in MESSAGES else cost(leaf) for leaf in action.leaves]
-        for k, each in enumerate(own, end + 1 - size):
-            taken[row[k]] = each
-    begins, ends = graph.run_once(lag, taken, message * 0)
+            own = [taken[end] if leaf.kind in MESSAGES else cost(leaf) for leaf in action.leaves]
+        taken[end + 1 - size : end + 1] = own
+    try:
+        begins, ends = edges.run_once(lag, taken, message * 0)
+    except ScheduleError:
+        raise ScheduleError(f"schedule {found.name}".rstrip() + ": the ranks wait for each other; see check") from None
     spans: list[list[tuple[int, float, float]]] = [[] for _ in found.ranks]
     for (rank, slot, action), end, size in zip(slots, last, sizes, strict=True):
-        first = row[end if together is not None and action.parts else end + 1 - size]
+        first = end if together is not None and action.parts else end + 1 - size
         # A message is posted, and begins, when its own rank comes to it.
-        begin = ends[before[first]] if action.kind in MESSAGES else begins[first]
-        spans[rank].append((slot, begin, ends[row[end]]))
+        begin = ends[edges.first[first]] if action.kind in MESSAGES else begins[first]
+        spans[rank].append((slot, begin, ends[end]))
     return Replayed(found, tuple(map(tuple, spans)))

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import zip_longest
 
-import numpy as np
-
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
 from shardplan.strategy.schedules.action_lists import ActionLists
 from shardplan.strategy.schedules.refusal import CounterExample, Place, action_place
@@ -44,11 +42,11 @@ def _unmet_pair(found: Schedule) -> CounterExample | None:
 
 def _circle(found: Schedule, messages: str) -> CounterExample | None:
     lists = ActionLists.of_schedule(found)
-    stands = lists.edges(messages).depth[: len(lists.rank)] < 0
-    if not stands.any():
+    stands = sorted({*range(len(lists.rank))}.difference(lists.edges(messages).sequence()), reverse=True)
+    if not stands:
         return None
     source, _ = lists.sources()
-    at = {int(lists.rank[k]): int(k) for k in np.flatnonzero(stands)[::-1]}  # the first of each rank
+    at = {int(lists.rank[k]): k for k in stands}  # the first of each rank
     seen: list[int] = []
     stuck = min(at)
     while stuck not in seen:
