@@ -69,11 +69,13 @@ class ActionLists:
         rows: Iterable[Iterable[tuple[int, str, int | None]]], owners: Sequence[int] | Ints, copies: int = 1
     ) -> ActionLists:
         """Return the lists of stages, kinds and microbatches, a row for each rank."""
-        listed = [list(row) for row in rows]
-        found = [(_PLACES.get(kind, OTHER), stage, k or 0) for row in listed for stage, kind, k in row]
-        kind, stage, microbatch = np.array(found, dtype=np.int64).reshape(-1, 3).T
-        rank = np.repeat(np.arange(len(listed)), [len(row) for row in listed])
-        return ActionLists(rank, kind, stage, microbatch, np.asarray(owners, dtype=np.int64), copies, len(listed))
+        found: list[tuple[int, int, int, int]] = []
+        ranks = 0
+        for row in rows:
+            found += [(ranks, _PLACES.get(kind, OTHER), stage, k or 0) for stage, kind, k in row]
+            ranks += 1
+        rank, kind, stage, microbatch = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        return ActionLists(rank, kind, stage, microbatch, np.asarray(owners, dtype=np.int64), copies, ranks)
 
     @staticmethod
     def of_schedule(found: Schedule) -> ActionLists:
