@@ -83,10 +83,11 @@ def sweep(compiled: CompiledSchedule, stages: StageSeconds, extrapolate: bool = 
     if shortened and compiled.repeats is not None:
         _shortened(compiled, compiled.repeats, table, first, last, skipped)
     else:
-        graph, rows = compiled.graph, compiled.pass_rows
+        graph = compiled.graph
+        rows = compiled.pass_rows if times else None
         for part in _blocks(n, graph.rows):
             end = _whole(graph, table[:, part], first[:, part], last[:, part])
-            if times:
+            if rows is not None:
                 moments.append(np.stack([graph.begins(table[:, part], end, rows), end[rows]]))
     forward, backward = stages.forward, stages.backward_input + stages.backward_weight
     once = (stages.before + stages.after)[:, None]
