@@ -22,7 +22,18 @@ from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.blocks import run_in_blocks
 from shardplan.core.ops.collective import moving
-from shardplan.core.ops.compute import At, Compute, IdRange, KernelClass, LocalRun, Ruled, Size, Where, computing
+from shardplan.core.ops.compute import (
+    At,
+    Compute,
+    IdRange,
+    KernelClass,
+    LocalRun,
+    Ruled,
+    Size,
+    Where,
+    computing,
+    score_sides,
+)
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.reshard_cotangent import reshard_cotangent
 from shardplan.core.step import Step
@@ -98,6 +109,10 @@ class Composed(Compute):
     ) -> tuple[list[tuple[Compute, Step, tuple[TensorType, ...]]], tuple[TensorType, ...]]:
         """The steps with the types of their operands, and the types of the results."""
         return _steps(self, tuple(operands))
+
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Of attention what its price asks."""
+        return score_sides(self.share(*operands), *operands) if self.kernel_class == "scores" else ()
 
     def pull(
         self,
@@ -176,6 +191,11 @@ class Backward(Composed):
     def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
         """Those of the op."""
         return self.of.ids(*operands[: len(operands) - self.results]) if isinstance(self.of, Compute) else {}
+
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Of attention three products more: scores again, and two for each of its own."""
+        found = super(Backward, self).kernel_sides(*operands)
+        return (*found[:-1], found[-1] + 3) if found else ()
 
     def share(self, *operands: TensorType) -> float:
         """That of the op."""
