@@ -20,6 +20,13 @@ GONE = {
     "hardware.level:DeviceSpec": ("kernel_seconds",),
     "simulation.closed.form:ClosedForm": ("bounded",),
     "movement.redistribution.reducing_candidates": ("_reduction",),
+    "strategy.schedules.run": ("ListRun", "post_groups"),
+    "strategy.schedules.check": ("consumers",),
+    "strategy.partition.job_order": ("way",),
+    "simulation.jobs.compiled_job": ("message_pass",),
+    "simulation.sweep.graph": ("ActionGraph", "levelled"),
+    "simulation.sweep.pass_lists": ("PassLists",),
+    "simulation.sweep.message_graph": ("graph_of_placed",),
     "simulation.closed.memory": ("in_flight", "buffers", "LOGIT", "SCORE", "MASKS", "_staying"),
 }
 # Who reads the rate or the latency of a link, outside `hardware`, and for what: nobody makes a price of them.
@@ -39,9 +46,9 @@ READERS = {
 # What makes runs of schedules and prices of kernels: whoever else calls one answers a question of the table again.
 CALLERS = {
     "kernel_seconds": {"hardware/prices/cost.py", "hardware/prices/kernels.py", "simulation/closed/numbers.py"},
-    "ListRun": {"strategy/schedules/replay.py", "strategy/schedules/waits.py"},
-    "levelled": {"simulation/sweep/pass_lists.py", "simulation/sweep/message_graph.py"},
-    "ActionGraph": {"simulation/sweep/graph.py"},
+    "ActionGraph": {"strategy/schedules/action_graph.py"},
+    "levelled": {"strategy/schedules/action_lists.py"},
+    "ActionEdges": {"strategy/schedules/action_lists.py"},
     "StreamRun": {"simulation/jobs/maps.py", "simulation/jobs/streams.py"},
     "serving": {"simulation/closed/reading.py"},
 }
@@ -71,10 +78,40 @@ def test_what_it_replaced_is_gone(where: str) -> None:
 def test_nobody_else_runs_a_schedule_or_prices_a_kernel() -> None:
     found: dict[str, set[str]] = {name: set() for name in CALLERS}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLERS:
-                found[node.func.id].add(str(path.relative_to(SOURCE)))
+        for name in _asked(ast.parse(path.read_text())) & CALLERS.keys():
+            found[name].add(str(path.relative_to(SOURCE)))
     assert found == CALLERS
+
+
+def test_every_way_of_asking_is_seen() -> None:
+    ways = (
+        "levelled(x)", "from m import levelled", "from m import levelled as f", "import a.b\na.b.levelled(x)",
+        "from a import b\nmap(b.levelled, x)", "from m import ActionGraph as G\nG(x)", "import m\nm.ActionGraph(x)",
+    )  # fmt: skip
+    assert [bool(_asked(ast.parse(way)) & CALLERS.keys()) for way in ways] == [True] * len(ways)
+    others = "from m import ActionGraph\ndef f(x: ActionGraph, row: C) -> None:\n    row.serving(x.levelled)"
+    assert not _asked(ast.parse(others)) & CALLERS.keys()
+
+
+def _asked(tree: ast.Module) -> set[str]:
+    """The names that a module calls, bare, renamed, or as what a module has; of functions also what it only imports.
+
+    A class may be imported for signatures alone, and what another object has by such a name is another thing.
+    """
+    nodes = list(ast.walk(tree))
+    imports = [a for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names]
+    given = {a.asname or a.name.partition(".")[0]: a.name for a in imports}
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    owned = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _root(node) in given}
+    functions = {name for name in given.values() if not name[:1].isupper()}
+    return {given.get(name, name) for name in called} | owned | functions
+
+
+def _root(node: ast.expr) -> str:
+    """The name that a chain of attributes begins with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_nobody_else_reads_the_links() -> None:

@@ -1,13 +1,14 @@
 """Schedules run in time, one action after another in plain Python: the oracle of sweeps, written apart from them."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from hypothesis import strategies as st
 
 from shardplan.errors import ScheduleError
 from shardplan.simulation.sweep import StageSeconds
-from shardplan.strategy.schedules import GENERATORS, Schedule, schedule
+from shardplan.strategy.schedules import GENERATORS, Schedule, Times, schedule
 
 Key = tuple[str, int, int]  # F, I, W or B, stage, microbatch
 
@@ -57,6 +58,34 @@ def run(found: Schedule, stages: StageSeconds, k: int) -> Ran:
             moved = True
         assert moved, "the ranks wait for each other"
     return Ran(begin, end, home, max(end.values()))
+
+
+def placed_spans(found: Schedule, cost: Times, message: float, mode: str) -> dict[tuple[int, int], tuple[float, float]]:
+    """When each slot of lists in which messages are placed begins and ends: asked from the end, slot by slot."""
+    where = {a: (r, i) for r, row in enumerate(found.ranks) for i, a in enumerate(row)}
+    talks = {a: a.kind.startswith(("SEND", "RECV")) for a in where}
+
+    def posted(r: int, i: int) -> float:
+        row = found.ranks[r]
+        while mode == "batched" and i and talks[row[i]] and talks[row[i - 1]]:
+            i -= 1
+        return done(r, i - 1)
+
+    @cache
+    def end(r: int, i: int) -> float:
+        action, begun = found.ranks[r][i], posted(r, i)
+        if not talks[action]:
+            return begun + cost(action)
+        if mode == "buffered" and action.kind.startswith("SEND"):
+            return begun
+        other = posted(*where[action.matching]) + message
+        return max(begun, other) if mode == "buffered" else max(begun + message, other)
+
+    @cache
+    def done(r: int, i: int) -> float:
+        return max(done(r, i - 1), end(r, i)) if i >= 0 else 0.0
+
+    return {(r, i): (posted(r, i), end(r, i)) for r, i in where.values()}
 
 
 def drawn_stages(seed: int, n: int, chunks: int, messages: float = 0.5) -> StageSeconds:

@@ -12,7 +12,7 @@ from shardplan.errors import ScheduleError, ShardplanError
 from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep, timeline_of
 from shardplan.simulation.sweep.periods import PERIODS, periodic
 from shardplan.strategy.schedules import GENERATORS, Schedule, Times, in_flight, place_messages, replay, schedule
-from simulation.slow_pipeline import drawn_stages, named, run
+from simulation.slow_pipeline import drawn_stages, named, placed_spans, run
 from strategy.schedules.drawn import drawn
 
 SEEDS = st.integers(0, 10**6)
@@ -39,7 +39,7 @@ def test_named_schedules_are_as_the_plain_run_has_them(sizes: tuple[str, int, in
     for k in range(3):
         ran = run(found, stages, k)
         beside(found, swept, ran, k)
-        for (_, action, _), begin, end in zip(ready.graph.actions, swept.start[k], swept.end[k], strict=True):
+        for (_, action, _), begin, end in zip(ready.actions, swept.start[k], swept.end[k], strict=True):
             key = action.kind, action.stage, action.microbatch
             assert (begin, end) == pytest.approx((ran.begin[key], ran.end[key]), rel=1e-12)
     assert ready.in_flight == in_flight(found)
@@ -58,7 +58,7 @@ def test_schedules_of_users_are_as_the_plain_run_has_them(seed: int) -> None:
 @pytest.mark.parametrize("messages", ["blocking", "batched", "buffered"])
 @given(SEEDS)
 @settings(max_examples=60)
-def test_placed_messages_hold_their_ranks_as_in_a_replay(messages: str, seed: int) -> None:
+def test_placed_messages_hold_their_ranks_as_the_plain_run_has_them(messages: str, seed: int) -> None:
     random = Random(seed)
     found = drawn(random, messages=False)
     s = found.stages
@@ -69,6 +69,11 @@ def test_placed_messages_hold_their_ranks_as_in_a_replay(messages: str, seed: in
     stages = StageSeconds(*wide, np.full((1, s - 1), message))
     swept = sweep(compile_schedule(ready, messages=messages), stages, times=True)
     ran = replay(ready, times, message, messages)
+    plain = placed_spans(ready, times, message, messages)
+    assert len(plain) == sum(map(len, ran.spans))
+    for rank, spans in enumerate(ran.spans):
+        for slot, begin, end in spans:
+            assert (begin, end) == pytest.approx(plain[rank, slot], rel=1e-12)
     assert swept.makespan[0] == pytest.approx(ran.makespan, rel=1e-12)
     assert swept.bubble_seconds[0] == pytest.approx(ran.bubble, rel=1e-9, abs=1e-9)
     assert swept.busy[0] == pytest.approx(ran.busy, rel=1e-12)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardplan.core.accounting import account
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED
-from shardplan.strategy.schedules.run import MESSAGES
+from shardplan.strategy.schedules.action import MESSAGES
 
 
 def moments_by_dictionaries(job: Job, rank: int) -> Iterator[tuple[str, int, int]]:

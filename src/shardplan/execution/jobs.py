@@ -31,9 +31,9 @@ from shardplan.execution.job_arrays import batch_dim
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
-from shardplan.strategy.partition.job_order import Action, order, way
+from shardplan.strategy.partition.job_order import Action, order
 from shardplan.strategy.partition.programs import NEXT, TOTAL
-from shardplan.strategy.schedules.action import RECEIVES, SENDS
+from shardplan.strategy.schedules.action import RECEIVES, SENDS, value_pass
 
 Values = dict[str, Shards]  # by name
 
@@ -182,7 +182,7 @@ class JobRun:
     def __post_init__(self) -> None:
         """Take the order."""
         self.parts = parts(self.job)
-        self.places = {(s, way(kind), k): place for place, (s, kind, k) in enumerate(self.parts.order)}
+        self.places = {(s, value_pass(kind), k): place for place, (s, kind, k) in enumerate(self.parts.order)}
         self.last = {(k, s): place for place, (s, _, k) in enumerate(self.parts.order)}
 
     def step(self) -> dict[str, np.ndarray]:
@@ -275,7 +275,7 @@ class JobRun:
         once = job.saved_once(stage) if kind == "F" else ()
         if self.has_device(program.devices):
             self.finish_sends_before(place)
-            self.take(stage, way(kind), microbatch)
+            self.take(stage, value_pass(kind), microbatch)
             replaced = [o.removeprefix(NEXT) for o in program.outputs if o.startswith(NEXT)]
             given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
             for name in (*once, *replaced):  # made anew; what is given is the program's own, which lets it go
@@ -295,7 +295,7 @@ class JobRun:
                 if name in job.results:
                     self.results[name, microbatch, stage] = shards
         if kind != "OPT":
-            self.send(place, way(kind), (stage,), microbatch)
+            self.send(place, value_pass(kind), (stage,), microbatch)
         if kind == "I" and not self.job.schedule.has_messages:
             read = {name for name, _ in job.programs[stage, "W"].inputs}
             self.own[microbatch, stage] = {name: shards for name, shards in own.items() if name in read}

@@ -11,7 +11,8 @@ from shardplan.hardware.level import DeviceSpec, Level
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.jobs.op_intervals import MessagePlace
-from shardplan.strategy.partition.job_order import order, way
+from shardplan.strategy.partition.job_order import order
+from shardplan.strategy.schedules.action import value_pass as way
 from simulation.jobs.job_cases import SIZES, job
 
 GATHERED = "gathered"  # actions begin with parameters, which read no message

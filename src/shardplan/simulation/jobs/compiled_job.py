@@ -25,6 +25,8 @@ from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import OFFLOADS, rank_actions
 from shardplan.strategy.partition.programs import NEXT, SAVED, TOTAL
 from shardplan.strategy.partition.stage_work import loss_logits
+from shardplan.strategy.schedules.action import value_pass
+from shardplan.strategy.schedules.action_lists import ActionLists
 
 Key = tuple[int, str]
 Row = tuple[tuple[int, str, int], ...]  # stage, kind and microbatch
@@ -35,8 +37,9 @@ MAKES_GRADIENTS = ("B", "W")
 class CompiledJob:
     """A job where it runs; `rows` are the actions of every rank in order: stage, kind and microbatch.
 
-    `maps` are of actions by stage and kind; `ends` those of the first forward and the last backward of a stage, which
-    have beside them what moves once a step (`step_traffic`), where it has them.
+    `maps` are of actions by stage and kind, and so are `taken` and `sent`, numbers of messages in the order of a map's
+    inputs and results: they carry what the graph of the schedule has an action wait for. `ends` are maps of the first
+    forward and the last backward of a stage, with what moves once a step (`step_traffic`), where they have it beside.
     """
 
     job: Job
@@ -47,6 +50,8 @@ class CompiledJob:
     streams: tuple[str, ...]
     maps: Mapping[Key, ActionMap]
     messages: tuple[StageMessage, ...]
+    taken: Mapping[Key, list[int]]
+    sent: Mapping[Key, list[int]]
     rows: tuple[Row, ...]
     ends: Mapping[Key, ActionMap] = field(default_factory=dict[Key, ActionMap])
     _at: list[Mapping[int, ActionMap]] = field(default_factory=list[Mapping[int, ActionMap]])  # of `rows`, once asked
@@ -73,15 +78,10 @@ class CompiledJob:
         """Whether the devices of every stage take equally long, so that each stands for all."""
         return all(m.even for m in self.every_map)
 
-    def sends(self, stage: int, kind: str) -> list[int]:
-        """Return the numbers of the messages that an action sends, in the order of its map's results."""
-        sent = self.maps[stage, kind].sent
-        found = [
-            k
-            for k, m in enumerate(self.messages)
-            if m.transfer.kind == message_pass(kind) and m.transfer.source[0] == stage
-        ]
-        return [k for name in sent for k in found if self.messages[k].transfer.source[1] == name]
+    def turns(self, rows: Sequence[Row]) -> list[int]:
+        """Return ranks in an order in which each can do the next action of its list; raises `ScheduleError`."""
+        found = self.job.schedule
+        return ActionLists.of(rows, found.owners, found.copies).turns()
 
 
 def turning_places(row: Row) -> dict[Key, int]:
@@ -95,11 +95,6 @@ def turning_places(row: Row) -> dict[Key, int]:
                 found.pop((stage, other), None)
             found[stage, kind] = at
     return found
-
-
-def message_pass(kind: str) -> str:
-    """Return the pass whose messages an action takes and sends."""
-    return "B" if kind == "I" else "" if kind == "W" else kind
 
 
 def compile_job(job: Job, fabric: Fabric, settings: JobSettings, fold: Fold) -> CompiledJob:
@@ -176,7 +171,20 @@ class _JobCompiler:
             copy = copying(kind.lower(), self._saved(stage), self.settings)
             maps[stage, kind] = copied(copy, names, self.settings.overlap)
         messages = tuple(self._messages())
-        return CompiledJob(job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, rows, turned)
+        links = self._links(maps)
+        return CompiledJob(
+            job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, *links, rows, turned
+        )
+
+    def _links(self, maps: Mapping[Key, ActionMap]) -> tuple[dict[Key, list[int]], dict[Key, list[int]]]:
+        """The messages that each action takes, and sends."""
+        to, of = dict[tuple[str, int, str], int](), dict[tuple[str, int, str], list[int]]()
+        for k, t in enumerate(self.job.transfers):
+            to[t.kind, *t.target] = k
+            of.setdefault((t.kind, *t.source), []).append(k)
+        taken = {(s, kind): [to[_passing(kind), s, name] for name in one.taken] for (s, kind), one in maps.items()}
+        sent = {(s, kind): [k for n in one.sent for k in of[value_pass(kind), s, n]] for (s, kind), one in maps.items()}
+        return taken, sent
 
     def _ends(
         self, nodes: dict[tuple[int, Hashable], tuple[Node, ...]], rows: Sequence[Row]
@@ -240,15 +248,14 @@ class _JobCompiler:
         """Inputs from earlier actions, those from other stages, and results for others."""
         job = self.job
         inputs = [name for name, _ in program.inputs]
-        passing = "total" if kind == "OPT" else message_pass(kind)
-        taken = [n for n in self.takes.get((stage, passing), []) if n in inputs]
+        taken = [n for n in self.takes.get((stage, _passing(kind)), []) if n in inputs]
         local = {n for n in inputs if n not in taken and n not in job.batch}
         earlier = [
             n
             for n in inputs
             if n in local and (job.key(stage, n) not in job.state or (kind == "OPT" and n.startswith(TOTAL)))
         ]
-        sent = self.gives.get((stage, message_pass(kind)), []) if kind != "OPT" else []
+        sent = self.gives.get((stage, value_pass(kind)), []) if kind != "OPT" else []
         return tuple(earlier), tuple(taken), tuple(dict.fromkeys(n for n in sent if n in program.types))
 
     def _saved(self, stage: int) -> int:
@@ -286,6 +293,11 @@ class _JobCompiler:
             lanes[way] = lanes.get(way, -1) + 1
             found.append(StageMessage(t, *known[key], lanes[way]))
         return found
+
+
+def _passing(kind: str) -> str:
+    """What the messages that an action takes are of."""
+    return "total" if kind == "OPT" else value_pass(kind)
 
 
 def _even(nodes: Sequence[Node]) -> bool:

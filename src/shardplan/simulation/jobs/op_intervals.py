@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.simulation.interval import TOLERANCE, Interval
-from shardplan.simulation.jobs.compiled_job import CompiledJob, message_pass
+from shardplan.simulation.jobs.compiled_job import CompiledJob
 from shardplan.simulation.jobs.streams import OpSpan
 from shardplan.simulation.jobs.sweep import JobSweep
 from shardplan.simulation.jobs.timing import COMPUTE
@@ -73,10 +73,9 @@ class OpenedOps:
     def messages(self) -> dict[MessagePlace, tuple[float, float, int, int]]:
         """When each message starts and arrives, and the rank and action that send it (-1: behind the last)."""
         found: dict[MessagePlace, tuple[float, float, int, int]] = {}
-        sends = {key: self.compiled.sends(*key) for key in self.compiled.maps}
         for r, run in enumerate(self.sweep.ranks):
             for i, ((stage, kind, k), times) in enumerate(zip(run.actions, run.sent.tolist(), strict=True)):
-                for number, (start, end) in zip(sends[stage, kind] if kind != "OPT" else (), times, strict=False):
+                for number, (start, end) in zip(self.compiled.sent[stage, kind], times, strict=False):
                     found[MessagePlace(number, k)] = start, end, r, i
         owners = self.compiled.job.schedule.owners
         for number, start, end in self.sweep.last:
@@ -149,15 +148,9 @@ class OpenedOps:
                 return other
         run = self.sweep.ranks[r]
         stage, kind, k = run.actions[i]
-        taken = self.compiled.maps[stage, kind].taken
-        passing = "total" if kind == "OPT" else message_pass(kind)
-        for number, m in enumerate(self.compiled.messages):
-            if m.transfer.kind == passing and m.transfer.target[0] == stage and m.transfer.target[1] in taken:
-                mail = MessagePlace(number, k)
-                if mail in self.messages and abs(self.messages[mail][1] - start) <= self.slack:
-                    if m.seconds > 0:
-                        return mail
-                    return self._message_cause(mail, start)
+        for mail in (MessagePlace(number, k) for number in sorted(self.compiled.taken[stage, kind])):
+            if mail in self.messages and abs(self.messages[mail][1] - start) <= self.slack:
+                return mail if self.compiled.messages[mail.number].seconds > 0 else self._message_cause(mail, start)
         if same is None and (found := self._ending(r, i - 1, start, stream)) is not None:
             return found
         if (earlier := self.before[r].get(i)) is not None and (

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardplan.core.pattern import Groups
-from shardplan.errors import ScheduleError, ShardplanError
+from shardplan.errors import ShardplanError
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.hardware.prices.group_loads import group_loads, resource_starts
 from shardplan.simulation.engine import Tasks, Uses, ends
-from shardplan.simulation.jobs.compiled_job import CompiledJob, message_pass
+from shardplan.simulation.jobs.compiled_job import CompiledJob
 from shardplan.simulation.jobs.streams import OpSpan, StreamRun
 from shardplan.simulation.jobs.sweep import JobSweep, RankRun
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, OpCost, TimedOp
 from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job_order import order
-from shardplan.strategy.partition.job_order import way as passes
+from shardplan.strategy.schedules.action import value_pass
 
 ENDS = 1 << 62  # a place behind all actions
 MOST_TASKS = 1 << 19  # that are followed: some minutes
@@ -192,7 +192,7 @@ class _Every:
         self.away: list[list[tuple[int, int]]] = [
             [] for _ in compiled.rows
         ]  # sent: where in the order it is taken, its begin
-        self.places = {(s, passes(kind), k): at for at, (s, kind, k) in enumerate(order(compiled.job))}
+        self.places = {(s, value_pass(kind), k): at for at, (s, kind, k) in enumerate(order(compiled.job))}
         self.log: list[list[tuple[tuple[int, str, int], _TaskRun, Waits, list[tuple[int, int]]]]] = [
             [] for _ in compiled.rows
         ]
@@ -214,17 +214,10 @@ class _Every:
 
     def run(self) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
         compiled, job = self.compiled, self.compiled.job
-        at = [0] * len(compiled.rows)
-        going = True
-        while going:
-            going = False
-            for r, row in enumerate(compiled.rows):
-                while at[r] < len(row) and self._act(r, at[r], *row[at[r]]):
-                    at[r] += 1
-                    going = True
-        for r, row in enumerate(compiled.rows):
-            if at[r] < len(row):
-                raise ScheduleError(f"simulate: rank {r} waits for ever at {row[at[r]]}; see check")
+        left = [iter(enumerate(row)) for row in compiled.rows]
+        for r in compiled.turns(compiled.rows):
+            at, action = next(left[r])
+            self._act(r, at, *action)
         owners = job.schedule.owners
         self._send_all("total", owners)
         for stage in range(job.stages):
@@ -233,24 +226,14 @@ class _Every:
         self._send_all("OPT", owners)
         return self._timed()
 
-    def _act(self, r: int, at: int, stage: int, kind: str, k: int) -> bool:
+    def _act(self, r: int, at: int, stage: int, kind: str, k: int) -> None:
         compiled = self.compiled
-        one = compiled.map_at(r, at, (stage, kind))
-        passing = "total" if kind == "OPT" else message_pass(kind)
-        into = {
-            m.transfer.target[1]: n
-            for n, m in enumerate(compiled.messages)
-            if m.transfer.target[0] == stage and m.transfer.kind == passing
-        }
-        values: dict[str, Waits] = {}
-        for name in one.taken:
-            if (into[name], k) not in self.mail:
-                return False
-            values[name] = self.mail[into[name], k]
+        one, taken = compiled.map_at(r, at, (stage, kind)), compiled.taken[stage, kind]
+        values = {name: self.mail[number, k] for name, number in zip(one.taken, taken, strict=True)}
         earlier = self._all(r) if kind == "OPT" else self.done.get((stage, k), ())
         values |= dict.fromkeys(one.earlier, earlier)
         if compiled.settings.rendezvous and kind != "OPT":  # behind the last action both ends have met
-            self._meet(r, [into[name] for name in one.taken], k, self.places.get((stage, passes(kind), k), ENDS))
+            self._meet(r, taken, k, self.places.get((stage, value_pass(kind), k), ENDS))
         free = self.free[r]
         run = _TaskRun(free, values, self, r, stage, one.one)
         if one.copy is not None:
@@ -264,10 +247,9 @@ class _Every:
             used[one.one or op.cost.stream] = mine
         self.done[stage, k] = tuple(used.values()) or (*earlier, *free[COMPUTE])
         sent: list[tuple[int, int]] = []
-        for number, name in zip(compiled.sends(stage, kind) if kind != "OPT" else (), one.sent, strict=True):
+        for number, name in zip(compiled.sent[stage, kind], one.sent, strict=True):
             sent.append(self._send(number, k, run.values.get(name, ())))
         self.log[r].append(((stage, kind, k), run, self.done[stage, k], sent))
-        return True
 
     def _all(self, r: int) -> Waits:
         return tuple(wait for name, waits in self.free[r].items() if name != HOST for wait in waits)
@@ -306,7 +288,7 @@ class _Every:
         self.line[number] = last
         (source, _), (target, _) = m.transfer.source, m.transfer.target
         if m.seconds and k >= 0:
-            taken = self.places[target, passes(m.transfer.kind), k]
+            taken = self.places[target, m.transfer.kind, k]
             self.away[self.compiled.job.schedule.owners[source]].append((taken, gate))
         self.mail[number, k] = (np.full(len(self.devices[target]), last),)
         return gate, last

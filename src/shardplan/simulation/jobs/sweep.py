@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.errors import ScheduleError
 from shardplan.hardware.prices.fabric import Floats, Ints
-from shardplan.simulation.jobs.compiled_job import CompiledJob, message_pass
+from shardplan.simulation.jobs.compiled_job import CompiledJob
 from shardplan.simulation.jobs.periods import PeriodCut, Shorter, shorter
 
 _KEEP = 8  # periods at first
@@ -87,43 +86,25 @@ class _Sweep:
         self.line: list[float] = [0.0] * len(compiled.messages)  # by message until when its connection is taken
         self.jump: dict[tuple[int, str], float] = {}  # by stage and kind what is added behind its cut
         self.growth: dict[tuple[int, str], float] = {}
-        self.taking: dict[tuple[int, str], list[int]] = {}
-        self.sending: dict[tuple[int, str], list[int]] = {}
-        for key, found in compiled.maps.items():
-            stage, kind = key
-            passing = "total" if kind == "OPT" else message_pass(kind)
-            coming = [(k, m.transfer) for k, m in enumerate(compiled.messages) if m.transfer.kind == passing]
-            into = {t.target[1]: k for k, t in coming if t.target[0] == stage}
-            self.taking[key] = [into[name] for name in found.taken]
-            self.sending[key] = compiled.sends(stage, kind)
         self.ends = compiled.ends_of(self.rows)
         self.guessed: dict[tuple[int, str], float] = {}
         self.alike = self._windows()
         self.log: list[list[tuple[Floats, float, float, list[tuple[float, float]]]]] = [[] for _ in self.rows]
 
     def run(self) -> JobSweep | None:
-        rows, ranks = self.rows, self.ranks
         try:
-            going = True
-            while going:
-                going = False
-                for r, rank in enumerate(ranks):
-                    while rank.at < len(rows[r]) and self._act(r, rank):
-                        going = True
+            for r in self.compiled.turns(self.rows):
+                self._act(r, self.ranks[r])
             self._settled()
         except _Settling:
             return None
-        for r, rank in enumerate(ranks):
-            if rank.at < len(rows[r]):
-                stage, kind, k = rows[r][rank.at]
-                raise ScheduleError(f"simulate: rank {r} waits for ever at {stage}{kind}{k}; see check")
         last = self._optimize()
-        found = tuple(self._rank(r) for r in range(len(rows)))
+        found = tuple(self._rank(r) for r in range(len(self.rows)))
         seconds = max([0.0, *(float(run.done.max(initial=0.0)) for run in found), *(end for _, _, end in last)])
         return JobSweep(found, tuple(last), seconds, self.short.left_out if self.short else 0)
 
-    def _act(self, r: int, rank: _RankClock) -> bool:
-        """Do the next action of a rank, if it can be done."""
+    def _act(self, r: int, rank: _RankClock) -> None:
+        """Do the next action of a rank."""
         if rank.passed < len(self.cuts[r]) and rank.at == self._place(r, rank.passed):
             self._pass(r, rank)
         stage, kind, k = self.rows[r][rank.at]
@@ -131,10 +112,8 @@ class _Sweep:
         behind = key in rank.behind
         found = self.ends[r].get(rank.at) or self.compiled.maps[key]
         entry = np.full(self.n + 1 + len(found.taken), -np.inf)
-        for place, number in enumerate(self.taking[key]):
-            mail = self.mail.get((number, k))
-            if mail is None:
-                return False
+        for place, number in enumerate(self.compiled.taken[key]):
+            mail = self.mail[number, k]
             source = self._from(number)
             if behind and not mail[1] and source in self.alike and source not in self.jump:
                 self._guess(source, number, k)
@@ -150,13 +129,12 @@ class _Sweep:
         begin, end = after[n], after[n + 1]
         self.done[stage, k] = end, behind
         sent: list[tuple[float, float]] = []
-        for number, made in zip(self.sending[key], after[n + 2 :], strict=True):
+        for number, made in zip(self.compiled.sent[key], after[n + 2 :], strict=True):
             start = max(made, self.line[number])
             arrives = self.line[number] = start + self.compiled.messages[number].seconds
             self.mail[number, k] = arrives, behind
             sent.append((start, arrives))
         self.log[r].append((entry, begin, end, sent))
-        return True
 
     def _guess(self, source: tuple[int, str], number: int, k: int) -> None:
         """Say what a rank will pass its cut with, which has not come to it yet: by its messages a period before."""
@@ -222,7 +200,7 @@ class _Sweep:
         for stage, kind in cut.kinds:
             self.growth[stage, kind] = grow
             self.jump[stage, kind] = cut.times * grow
-            for number in self.sending[stage, kind]:
+            for number in self.compiled.sent[stage, kind]:
                 self.line[number] += cut.times * grow
         rank.free = rank.free + cut.times * by
         rank.behind |= cut.kinds
@@ -243,7 +221,7 @@ class _Sweep:
                     at[key] = len(mine) // max(1, each)
         # How many periods a message reaches back: by how much the two ends are apart, counted from where they repeat.
         back = 0
-        for key, taken in self.taking.items():
+        for key, taken in self.compiled.taken.items():
             for source in map(self._from, taken):
                 if key in at and source in at:
                     back = max(back, abs((at[key] - kept[key]) - (at[source] - kept[source])))
@@ -256,7 +234,7 @@ class _Sweep:
         for source, jump in self.guessed.items():
             if abs(self.jump[source] - jump) > slack:
                 raise _Settling
-        for key, taken in self.taking.items():
+        for key, taken in self.compiled.taken.items():
             for number in taken:
                 source = self._from(number)
                 if key in self.growth and self.growth.get(source, 0.0) > self.growth[key] + slack:
@@ -282,7 +260,7 @@ class _Sweep:
             if (stage, "OPT") in compiled.maps:
                 r = owners[stage]
                 one = compiled.maps[stage, "OPT"]
-                mail = [self.mail[number, -1][0] for number in self.taking[stage, "OPT"]]
+                mail = [self.mail[number, -1][0] for number in self.compiled.taken[stage, "OPT"]]
                 entry = np.array([*self.ranks[r].free, done[r], *mail])
                 after = (one.matrix + entry).max(axis=1)
                 self.ranks[r].free = after[: self.n]

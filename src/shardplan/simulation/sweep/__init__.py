@@ -1,11 +1,10 @@
-"""Stage-level events: schedules compiled to levels of actions, swept over many configurations at once.
+"""Stage-level events: the graph of a schedule swept over many configurations at once.
+
+What waits for what is said in `strategy.schedules.action_lists`.
 
 Reading order:
 
 - `stage_seconds`      `StageSeconds`: what chunks take, for n configurations
-- `graph`              `ActionGraph`: actions as levels, and the recurrence over them
-- `pass_lists`         the graph of computations in order, whose messages hold nobody
-- `message_graph`      the graph of a schedule whose sends and receives hold their ranks
 - `periods`            what repeats in the lists of a named schedule
 - `compiled_schedule`  `compile_schedule`: a schedule made ready, once
 - `sweeping`           `sweep`: when all is done; periods extrapolated where that is proved

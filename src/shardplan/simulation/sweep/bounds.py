@@ -19,9 +19,9 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, checked
-from shardplan.simulation.sweep.graph import code, message_code
-from shardplan.simulation.sweep.pass_lists import B, F, I, W
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
+from shardplan.strategy.schedules.action_graph import code, message_code
+from shardplan.strategy.schedules.action_lists import B, F, I, W
 
 BLOCK = 4096  # configurations at once: what a cache holds
 

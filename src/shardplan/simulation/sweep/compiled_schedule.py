@@ -9,14 +9,12 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ScheduleError, ShardplanError, excerpt
-from shardplan.simulation.sweep.graph import KINDS, ActionGraph
-from shardplan.simulation.sweep.message_graph import graph_of_placed
-from shardplan.simulation.sweep.pass_lists import I, PassLists, of_actions
 from shardplan.simulation.sweep.periods import PeriodicLists, periodic
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
-from shardplan.strategy.schedules import GENERATORS, Schedule, check
+from shardplan.strategy.schedules import GENERATORS, Action, Schedule, check
 from shardplan.strategy.schedules import schedule as named
-from shardplan.strategy.schedules.run import MODES
+from shardplan.strategy.schedules.action_graph import ActionGraph
+from shardplan.strategy.schedules.action_lists import MODES, ActionLists, I
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,11 +46,30 @@ class CompiledSchedule:
     schedule: Schedule | None  # that was given; None of a name
 
     @property
+    def lists(self) -> ActionLists:
+        """The lists of all of its actions; of a name, made when they are first asked for."""
+        return _lists_and_graph(self.schedule or self._sizes, self.messages)[0]
+
+    @property
     def graph(self) -> ActionGraph:
-        """The graph of all of its actions; of a name, made when it is first asked for."""
-        if self.schedule is not None:
-            return _graph_of(self.schedule, self.messages)
-        return _graph_of_named(self.name, self.ranks, self.microbatches, self.interleave)
+        """Their graph, as `lists`."""
+        return _lists_and_graph(self.schedule or self._sizes, self.messages)[1]
+
+    @property
+    def pass_rows(self) -> np.ndarray:
+        """The rows of computations in the graph, by rank and in order."""
+        return self.graph.row[np.flatnonzero(self.lists.computes)]
+
+    @property
+    def actions(self) -> list[tuple[int, Action, int]]:
+        """Rank, action and row of the same."""
+        lists, at = self.lists, np.flatnonzero(self.lists.computes)
+        ranks, rows = lists.rank[at].tolist(), self.pass_rows.tolist()
+        return list(zip(ranks, map(lists.action, at.tolist()), rows, strict=True))
+
+    @property
+    def _sizes(self) -> tuple[str, int, int, int]:
+        return self.name, self.ranks, self.microbatches, self.interleave
 
     @property
     def periods(self) -> int:
@@ -109,7 +126,7 @@ def checked(what: str, schedule: CompiledSchedule, stages: object) -> None:
 def _compiled_name(name: str, p: int, m: int, v: int) -> CompiledSchedule:
     repeats = periodic(name, p, m, v)
     if repeats is None:
-        return _of(_named_lists(name, p, m, v), name, m, v, None, "blocking", None)
+        return _of(ActionLists.of_schedule(named(name, p, m, v)), name, m, v, None, "blocking", None)
     # A period more than none holds the most that any number of them does: each gives back what it takes.
     lists = repeats.lists(1)
     return _of(lists, name, m, v, repeats, "blocking", None)
@@ -118,13 +135,13 @@ def _compiled_name(name: str, p: int, m: int, v: int) -> CompiledSchedule:
 @lru_cache(maxsize=64)
 def _compiled_schedule(schedule: Schedule, name: str, messages: str) -> CompiledSchedule:
     check(schedule, messages=messages if schedule.has_messages else "buffered")
-    lists = of_actions(schedule.ranks, schedule.owners, schedule.copies)
+    lists = ActionLists.of_schedule(schedule)
     v = schedule.stages // len(schedule.ranks)
     return _of(lists, name, schedule.microbatches, v, None, messages, schedule)
 
 
 def _of(
-    lists: PassLists,
+    lists: ActionLists,
     name: str,
     m: int,
     v: int,
@@ -155,28 +172,7 @@ def _of(
     )
 
 
-def _named_lists(name: str, p: int, m: int, v: int) -> PassLists:
-    found = named(name, p, m, v)
-    return of_actions(found.ranks, found.owners, found.copies)
-
-
 @lru_cache(maxsize=32)
-def _graph_of_named(name: str, p: int, m: int, v: int) -> ActionGraph:
-    return _with_actions(named(name, p, m, v))
-
-
-@lru_cache(maxsize=32)
-def _graph_of(schedule: Schedule, messages: str) -> ActionGraph:
-    return graph_of_placed(schedule, messages) if schedule.has_messages else _with_actions(schedule)
-
-
-def _with_actions(found: Schedule) -> ActionGraph:
-    actions = [
-        (rank, leaf)
-        for rank, row in enumerate(found.ranks)
-        for action in row
-        if action is not None
-        for leaf in action.leaves
-        if leaf.kind in KINDS
-    ]
-    return of_actions(found.ranks, found.owners, found.copies).graph(actions=actions)
+def _lists_and_graph(said: Schedule | tuple[str, int, int, int], messages: str) -> tuple[ActionLists, ActionGraph]:
+    lists = ActionLists.of_schedule(said if isinstance(said, Schedule) else named(*said))
+    return lists, lists.graph(messages)

@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 
 from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule
-from shardplan.simulation.sweep.graph import FREE, ActionGraph, code
 from shardplan.simulation.sweep.periods import PeriodicLists
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
+from shardplan.strategy.schedules.action_graph import FREE, ActionGraph, code
 
 PROBES, CELLS = 17, 1 << 21  # configurations, and configurations times rows of the graph, at most
 PASSES = 1 << 13  # of lists that are not shortened further

@@ -17,10 +17,10 @@ import numpy as np
 from shardplan.core import border
 from shardplan.errors import ShardplanError
 from shardplan.simulation.interval import Interval, MemoryCurve
-from shardplan.simulation.sweep.graph import FREE, KINDS, ActionGraph
 from shardplan.simulation.sweep.sweeping import Swept
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.schedules import Action
+from shardplan.strategy.schedules.action_graph import FREE, PASSES, ActionGraph
 
 COMM = "comm"
 
@@ -101,10 +101,14 @@ class _Lines:
 
     def intervals(self) -> tuple[Interval, ...]:
         """All intervals, causes first."""
-        passes = {row: (rank, action) for rank, action, row in self.graph.actions}
+        lists, row_of = self.done.lists, self.graph.row
+        passes = {row: (rank, action) for rank, action, row in self.done.actions}
+        other = dict(zip(row_of.tolist(), row_of[lists.sources()[0]].tolist(), strict=False))  # the end of a message
         causes: list[tuple[int, ...]] = [()] * self.graph.rows  # of a row: the intervals at whose end it ends
-        owner = [-1] * self.graph.rows  # the rank of a row, which what it sends is drawn on
+        owner = dict(zip(row_of.tolist(), lists.rank.tolist(), strict=False))
+        sends = set(row_of[np.flatnonzero(lists.sends)].tolist())
         first, second, cost = (x.tolist() for x in (self.graph.first, self.graph.second, self.graph.cost))
+        drawn: dict[int, tuple[int, ...]] = {}  # by send
         begun = [self._once(rank, "before", 0.0, self.before, ()) for rank in range(self.done.ranks)]
         for row in range(1, self.graph.rows):
             a, b = first[row], second[row]
@@ -118,13 +122,13 @@ class _Lines:
                 causes[row] = (
                     self._add(rank, "compute", self.start[row], self.end[row], str(action), action.kind, why),
                 )
-                owner[row] = rank
-            elif cost[row] != FREE:
-                rank = owner[a] if a else owner[b]
-                causes[row] = (self._message(max(rank, 0), self.start[row], self.end[row], why, None),)
-                owner[row] = rank
+            elif cost[row] != FREE:  # either end of a placed message, which is drawn once
+                end = row if row in sends else other[row]
+                if end not in drawn:
+                    drawn[end] = (self._message(owner[end], self.start[row], self.end[row], why, None),)
+                causes[row] = drawn[end]
             else:
-                causes[row], owner[row] = why, max(owner[a], owner[b]) if not a else owner[a]
+                causes[row] = why
         for rank, row in enumerate(self.graph.tails.tolist()):
             if row:
                 self._once(rank, "after", self.end[row], self.end[row] + self.after, causes[row])
@@ -134,11 +138,11 @@ class _Lines:
         """What a rank holds."""
         held, samples = static, [(0.0, static)]
         alone = not self.done.backwards.any()
-        for own, action, row in self.graph.actions:
+        for own, action, row in self.done.actions:
             nbytes = kept[action.stage % self.done.chunks]
             if own != rank or not nbytes:
                 continue
-            if action.kind == KINDS[0]:
+            if action.kind == PASSES[0]:
                 held += nbytes
                 samples.append((self.start[row], held))
             if alone or action.kind in ("B", "W"):

@@ -19,9 +19,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.simulation.sweep.graph import ActionGraph
-from shardplan.simulation.sweep.pass_lists import F, PassLists, W, of_actions
 from shardplan.strategy.schedules import GENERATORS
+from shardplan.strategy.schedules.action_graph import ActionGraph
+from shardplan.strategy.schedules.action_lists import ActionLists, F, W, leaves
 
 _Rows = list[np.ndarray]  # of each rank, kind * stages + stage of its passes
 
@@ -61,7 +61,7 @@ class PeriodicLists:
     period: int
     delay: int
 
-    def lists(self, times: int) -> PassLists:
+    def lists(self, times: int) -> ActionLists:
         """The lists with so many periods; microbatches are numbered by turns at their stage."""
         triples = zip(self.before, self.block, self.behind, strict=True)
         return _turns([np.concatenate([a, np.tile(b, times), t]) for a, b, t in triples], self.owners, self.copies)
@@ -100,7 +100,8 @@ def periodic(name: str, ranks: int, microbatches: int, chunks: int) -> PeriodicL
         return None
     tried = 4 * max(ranks, q)
     while (tried := tried + (microbatches - tried) % q) + 2 * q <= microbatches:
-        short, longer = (of_actions(made.rows(ranks, m, chunks), [0], 1) for m in (tried, tried + q))
+        both = (made.rows(ranks, m, chunks) for m in (tried, tried + q))
+        short, longer = (ActionLists.of(map(leaves, rows), [0]) for rows in both)
         stages = int(longer.stage.max()) + 1
         owners = np.zeros(stages, dtype=np.int64)
         owners[longer.stage] = longer.rank
@@ -114,11 +115,11 @@ def periodic(name: str, ranks: int, microbatches: int, chunks: int) -> PeriodicL
     return None
 
 
-def _codes(lists: PassLists, stages: int) -> _Rows:
+def _codes(lists: ActionLists, stages: int) -> _Rows:
     return np.split(lists.kind * stages + lists.stage, lists.starts[1:-1])
 
 
-def _turns(rows: _Rows, owners: np.ndarray, copies: int) -> PassLists:
+def _turns(rows: _Rows, owners: np.ndarray, copies: int) -> ActionLists:
     """Lists in which the microbatch of a pass is its turn among the forwards, backwards or W of its stage."""
     codes, stages = np.concatenate(rows), len(owners)
     kind, stage = codes // stages, codes % stages
@@ -128,7 +129,7 @@ def _turns(rows: _Rows, owners: np.ndarray, copies: int) -> PassLists:
     turn = np.empty(len(codes), dtype=np.int64)
     turn[order] = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
     rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    return PassLists(rank, kind, stage, turn, owners, copies, len(rows))
+    return ActionLists(rank, kind, stage, turn, owners, copies, len(rows))
 
 
 def _cut(short: _Rows, longer: _Rows, owners: np.ndarray, copies: int) -> np.ndarray | None:

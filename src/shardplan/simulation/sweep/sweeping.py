@@ -17,9 +17,9 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, checked
-from shardplan.simulation.sweep.graph import ActionGraph
 from shardplan.simulation.sweep.periods import PeriodicLists
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
+from shardplan.strategy.schedules.action_graph import ActionGraph
 
 SAME = 2.0**-42  # of the constant: what rounding leaves after some hundred periods
 CELLS = 1 << 18  # of a block of configurations: what a cache holds
@@ -33,7 +33,7 @@ class Swept:
     What comes once a step, `before` and `after`, is part of all three: a rank begins with the one, if there is any, and
     goes on with the other as soon as its own last pass ends. `in_flight` [ranks] are forwards that wait for their B or
     W, in chunks times microbatches. `skipped` [n] counts the periods that were not swept. `start` and `end` [n, passes]
-    of the passes in `graph.actions`, if they were asked for.
+    of the passes in `compiled.actions`, if they were asked for.
     """
 
     makespan: np.ndarray
@@ -84,10 +84,10 @@ def sweep(compiled: CompiledSchedule, stages: StageSeconds, extrapolate: bool = 
         _shortened(compiled, compiled.repeats, table, first, last, skipped)
     else:
         graph = compiled.graph
+        rows = compiled.pass_rows if times else None
         for part in _blocks(n, graph.rows):
             end = _whole(graph, table[:, part], first[:, part], last[:, part])
-            if times:
-                rows = np.array([row for _, _, row in graph.actions], dtype=np.int64)
+            if rows is not None:
                 moments.append(np.stack([graph.begins(table[:, part], end, rows), end[rows]]))
     forward, backward = stages.forward, stages.backward_input + stages.backward_weight
     once = (stages.before + stages.after)[:, None]

@@ -4,8 +4,9 @@ Reading order:
 
 - `action`     `Action`: one thing that a rank does for a stage, as text
 - `schedule`   `Schedule`: a list of actions a rank, as text and as CSV of torch
+- `action_lists`  `ActionLists`: the lists as arrays, and what each action waits for
+- `action_graph`  `ActionGraph`: actions as levels, and the recurrence over them
 - `refusal`    `CounterExample`: why a schedule is refused, and where
-- `run`        a run of the lists, with or without time
 - `replay`     `replay`: when each action runs; the two bubbles
 - `waits`      whether ranks wait for each other in a circle, also for messages
 - `check`      all that a schedule must be before it is run

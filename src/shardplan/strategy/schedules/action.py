@@ -15,6 +15,7 @@ from shardplan.errors import ScheduleError, excerpt
 COMPUTE = ("F", "B", "I", "W")
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
+MESSAGES = (*SENDS, *RECEIVES)
 STATE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # of a stage, whatever the microbatch
 OURS = ("OPT", "OFFLOAD", "RELOAD")  # what torch does not know: written to a file only on request
 OVERLAP = "OVERLAP_F_B"
@@ -76,6 +77,11 @@ class Action:
         """The receive that meets a send, and the other way round."""
         verb, _, way = self.kind.partition("_")
         return Action(self.peer, f"{'RECV' if verb == 'SEND' else 'SEND'}_{way}", self.microbatch)
+
+
+def value_pass(kind: str) -> str:
+    """Return the pass whose values a computation takes and hands on: B for I, which does that part of a B."""
+    return "B" if kind == "I" else kind
 
 
 @lru_cache(maxsize=1 << 16)

@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from shardplan.core import border
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
+from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, Action
+from shardplan.strategy.schedules.action_graph import FREE
+from shardplan.strategy.schedules.action_lists import MODES, ActionLists, leaves
 from shardplan.strategy.schedules.refusal import CounterExample, Place, action_place, spots
-from shardplan.strategy.schedules.run import MODES
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.waits import waits
 
@@ -144,11 +147,11 @@ def _position(found: Schedule, where: Spots, action: Action) -> tuple[int, int]:
 
 def _messages(found: Schedule, where: Spots) -> Iterator[CounterExample]:
     """Each value that crosses ranks has one send and one receive in their places, where any message is placed."""
-    placed = [a for a in where if a.kind in SENDS or a.kind in RECEIVES]
+    placed = [a for a in where if a.kind in MESSAGES]
     if not placed:
         return
     wanted: set[Action] = set()
-    for made, taken, sent in crossings(found, where):
+    for made, taken, sent in crossings(found):
         for message, beside, behind in ((sent, made, True), (sent.matching, taken, False)):
             wanted.add(message)
             if message not in where:
@@ -168,41 +171,28 @@ def _messages(found: Schedule, where: Spots) -> Iterator[CounterExample]:
             )
 
 
-def crossings(found: Schedule, where: Spots) -> Iterator[tuple[Action, Action, Action]]:
+def crossings(found: Schedule) -> Iterator[tuple[Action, Action, Action]]:
     """Yield each computation, the one on another rank that takes its value, and the send that carries it."""
-    for made in where:
-        for taken, way in consumers(found, made):
-            if taken in where and found.owners[taken.stage] != found.owners[made.stage]:
-                yield made, taken, Action(made.stage, way, made.microbatch)
-
-
-def consumers(found: Schedule, made: Action) -> Iterator[tuple[Action, str]]:
-    """Yield the computations that may take what one makes, and the kind of send that carries it."""
-    if made.kind == "F" and (to := found.stage_after(made.stage)) is not None:
-        yield Action(to, "F", made.microbatch), "SEND_F"
-    if made.kind in ("B", "I") and (to := found.stage_before(made.stage)) is not None:
-        yield Action(to, "B", made.microbatch), "SEND_B"
-        yield Action(to, "I", made.microbatch), "SEND_B"
+    lists = ActionLists.of(
+        ([each for each in leaves(row) if each[1] in COMPUTE] for row in found.ranks), found.owners, found.copies
+    )
+    source, lag = lists.sources()
+    taken = np.flatnonzero((source >= 0) & (lag != FREE))
+    for at in taken[np.argsort(source[taken])].tolist():
+        made = lists.action(int(source[at]))
+        yield made, lists.action(at), Action(made.stage, "SEND_F" if made.kind == "F" else "SEND_B", made.microbatch)
 
 
 def in_flight(found: Schedule) -> tuple[int, ...]:
     """Return the most forwards of each rank whose B or W is not done, in stages times microbatches."""
-    return tuple(max((n for _, _, n in _held_counts(row)), default=0) for row in found.ranks)
-
-
-def _held_counts(row: Sequence[Action | None]) -> Iterator[tuple[int, Action, int]]:
-    """Yield each slot that begins or ends a microbatch of a stage, and how many are held then."""
-    held = 0
-    for slot, action in enumerate(row):
-        for leaf in () if action is None else action.leaves:
-            if leaf.kind in ("F", "B", "W"):
-                held += 1 if leaf.kind == "F" else -1
-                yield slot, leaf, held
+    return ActionLists.of_schedule(found).in_flight()
 
 
 def _memory(found: Schedule, bounds: Sequence[int] | None) -> Iterator[CounterExample]:
     for rank, bound in () if bounds is None or found.forward_only else enumerate(bounds):
-        for slot, leaf, held in _held_counts(found.ranks[rank]):
-            if held > bound:
-                says = f"{action_place((rank, slot), leaf)} makes {held} in flight; the bound of rank {rank} is {bound}"
-                yield CounterExample("memory", says, ((rank, slot),))
+        placed = [(slot, leaf) for slot, a in enumerate(found.ranks[rank]) if a is not None for leaf in a.leaves]
+        [held] = ActionLists.of([leaves(found.ranks[rank])], found.owners, found.copies).held_counts()
+        for k in np.flatnonzero(held > bound).tolist():
+            slot, leaf = placed[k]
+            says = f"{action_place((rank, slot), leaf)} makes {held[k]} in flight; the bound of rank {rank} is {bound}"
+            yield CounterExample("memory", says, ((rank, slot),))

@@ -12,8 +12,9 @@ from itertools import islice, product
 from random import Random
 
 from shardplan.errors import ScheduleError
+from shardplan.strategy.schedules.action_lists import F, I, W
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.schedules.shop import F, I, Orders, Pass, Shop, W
+from shardplan.strategy.schedules.shop import Orders, Pass, Shop
 from shardplan.strategy.schedules.shop_tree import Key, ShopNode, ShopTree
 from shardplan.strategy.schedules.table import GENERATORS, schedule
 
@@ -115,7 +116,8 @@ def _greedy(shop: Shop, priority: tuple[int, int, int], filled: bool, high: bool
     Of several stages of a rank, the last or the first goes first. A forward leaves room for the later stages of its
     rank, without which the ranks could wait for each other for ever.
     """
-    n, last, stages = shop.microbatches, len(shop.owners) - 1, shop.stages
+    n, stages = shop.microbatches, shop.stages
+    waiting = [[k for k, source in enumerate(shop.waits) if source == each] for each in range(len(shop.waits))]
     ready = [[0, 0, 0] for _ in shop.owners]  # how many of each pass may begin, at the time of the run
     ready[0][F] = n
     begun = [[0, 0, 0] for _ in shop.owners]
@@ -148,15 +150,6 @@ def _greedy(shop: Shop, priority: tuple[int, int, int], filled: bool, high: bool
         clock = min(t for t, _ in busy.values())
         for rank in [r for r, (t, _) in busy.items() if t == clock]:
             s, kind = busy.pop(rank)[1]
-            for to, then in _next(s, kind, last):
-                ready[to][then] += 1
+            for after in waiting[3 * s + kind]:
+                ready[after // 3][after % 3] += 1
     return orders
-
-
-def _next(s: int, kind: int, last: int) -> tuple[Pass, ...]:
-    """What a pass makes ready."""
-    if kind == F:
-        return ((s + 1, F),) if s < last else ((s, I),)
-    if kind == I:
-        return ((s, W), (s - 1, I)) if s else ((s, W),)
-    return ()

@@ -7,9 +7,8 @@ from xml.sax.saxutils import escape
 
 from shardplan.core import border
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.action import COMPUTE, Action
-from shardplan.strategy.schedules.replay import Replayed, Times, replay
-from shardplan.strategy.schedules.run import MESSAGES, Cost
+from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, Action
+from shardplan.strategy.schedules.replay import Cost, Replayed, Times, replay
 from shardplan.strategy.schedules.schedule import Schedule
 
 _COLOURS = {"F": "#4c78a8", "B": "#f2a65a", "I": "#72b7b2", "W": "#79a65a"}

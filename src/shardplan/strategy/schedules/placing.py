@@ -15,11 +15,10 @@ import math
 from collections.abc import Set
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS, STATE, Action
+from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, RECEIVES, SENDS, STATE, Action
 from shardplan.strategy.schedules.check import broken_law, check, crossings
 from shardplan.strategy.schedules.refusal import spots
-from shardplan.strategy.schedules.replay import Replayed, replay
-from shardplan.strategy.schedules.run import MESSAGES, Cost
+from shardplan.strategy.schedules.replay import Cost, Replayed, replay
 from shardplan.strategy.schedules.schedule import Schedule
 
 ROUNDS = 4  # of placing by the times of what was placed
@@ -90,7 +89,7 @@ def _by_time(bare: Schedule, times: Replayed, message: float, ahead: Set[Action]
         assert action is not None
         keyed[rank].append((b, 1, (slot, "", 0), action))
     where = spots(bare)
-    for made, taken, sent in crossings(bare, where):
+    for made, taken, sent in crossings(bare):
         end, key = span[where[made][0]][1], (sent.stage, sent.kind, sent.microbatch or 0)
         keyed[where[made][0][0]].append((end, 0, key, sent))
         # What is rounded when times are added must not put a receive behind what takes it.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.action import COMPUTE, OVERLAP, Action
-from shardplan.strategy.schedules.run import MODES, Cost, ListRun
+from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, OVERLAP, Action
+from shardplan.strategy.schedules.action_graph import FREE
+from shardplan.strategy.schedules.action_lists import MODES, ActionLists
 from shardplan.strategy.schedules.schedule import Schedule
+
+Cost = Callable[[Action], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,26 @@ def replay(
     >>> replay(schedule("1f1b", 4, 8), Times(1, 1, 1)).bubble
     9
     """
-    run = ListRun(found, border.choice("messages", messages, MODES, ScheduleError), cost, message, together)
-    if any(run.stands(rank) for rank in range(len(run.rows))):
-        raise ScheduleError(f"schedule {found.name}".rstrip() + ": the ranks wait for each other; see check")
-    return Replayed(found, tuple(map(tuple, run.spans)))
+    mode = border.choice("messages", messages, MODES, ScheduleError)
+    slots = [(rank, k, a) for rank, row in enumerate(found.ranks) for k, a in enumerate(row) if a is not None]
+    sizes = [len(action.leaves) for _, _, action in slots]
+    last = [n - 1 for n in accumulate(sizes)]  # of the actions in a slot
+    edges = ActionLists.of_schedule(found).edges(mode, None if together is None else np.repeat(last, sizes))
+    lag, taken = ([0 if each == FREE else message for each in codes.tolist()] for codes in (edges.lag, edges.cost))
+    for (_, _, action), end, size in zip(slots, last, sizes, strict=True):
+        if together is not None and action.parts:
+            own = [*[0] * (size - 1), together(action)]
+        else:
+            own = [taken[end] if leaf.kind in MESSAGES else cost(leaf) for leaf in action.leaves]
+        taken[end + 1 - size : end + 1] = own
+    try:
+        begins, ends = edges.run_once(lag, taken, message * 0)
+    except ScheduleError:
+        raise ScheduleError(f"schedule {found.name}".rstrip() + ": the ranks wait for each other; see check") from None
+    spans: list[list[tuple[int, float, float]]] = [[] for _ in found.ranks]
+    for (rank, slot, action), end, size in zip(slots, last, sizes, strict=True):
+        first = end if together is not None and action.parts else end + 1 - size
+        # A message is posted, and begins, when its own rank comes to it.
+        begin = ends[edges.first[first]] if action.kind in MESSAGES else begins[first]
+        spans[rank].append((slot, begin, ends[end]))
+    return Replayed(found, tuple(map(tuple, spans)))

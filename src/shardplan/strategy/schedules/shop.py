@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import Action
+from shardplan.strategy.schedules.action_lists import ActionLists, F, I, W
 from shardplan.strategy.schedules.schedule import Schedule
 
-F, I, W = range(3)  # noqa: E741
 Pass = tuple[int, int]
 Orders = list[list[Pass]]
 
@@ -32,6 +34,7 @@ class Shop:
     microbatches: int
     times: tuple[tuple[float, float, float], ...]
     bounds: tuple[int, ...]
+    waits: tuple[int, ...] = field(init=False, repr=False, compare=False)  # by pass, 3 * stage + kind, -1 for none
 
     def __post_init__(self) -> None:
         border.whole_number("microbatches", self.microbatches, 1, kind=ScheduleError)
@@ -49,6 +52,11 @@ class Shop:
                 raise ScheduleError(
                     f"rank {rank} may hold {self.bounds[rank]} forwards; its {least} stages need as many"
                 )
+        # Of a rank for each stage: a pass waits for what it takes, or for the one before it. That both are done says
+        # the former, since no value comes back that did not go there.
+        alone = range(len(self.owners))
+        first, second, *_ = ActionLists.of(([(s, kind, 0) for kind in "FIW"] for s in alone), alone).edges()
+        object.__setattr__(self, "waits", tuple(np.where(second < 0, first, second).tolist()))
 
     @property
     def stages(self) -> list[list[int]]:
@@ -100,8 +108,7 @@ class Shop:
 
     def ends(self, orders: Sequence[Sequence[Pass]]) -> list[float]:
         """Return when each rank is done, run in order and as soon as possible; infinity where they wait in a circle."""
-        last = len(self.owners) - 1
-        done: list[list[list[float]]] = [[[], [], []] for _ in self.owners]
+        done: list[list[float]] = [[] for _ in self.waits]
         clocks, heads = [0.0] * len(orders), [0] * len(orders)
         moved = True
         while moved:
@@ -110,19 +117,13 @@ class Shop:
                 head, clock = heads[rank], clocks[rank]
                 while head < len(order):
                     s, kind = order[head]
-                    n = len(done[s][kind])
-                    if kind == F:
-                        source = done[s - 1][F] if s else None
-                    elif kind == I:
-                        source = done[s + 1][I] if s < last else done[s][F]
-                    else:
-                        source = done[s][I]
-                    if source is not None:
-                        if len(source) <= n:
+                    mine, source = done[3 * s + kind], self.waits[3 * s + kind]
+                    if source >= 0:
+                        if len(done[source]) <= len(mine):
                             break
-                        clock = max(clock, source[n])
+                        clock = max(clock, done[source][len(mine)])
                     clock += self.times[s][kind]
-                    done[s][kind].append(clock)
+                    mine.append(clock)
                     head += 1
                 moved |= head > heads[rank]
                 heads[rank], clocks[rank] = head, clock

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardplan.strategy.schedules.shop import F, I, Orders, Pass, Shop, W
+from shardplan.strategy.schedules.action_lists import F, I, W
+from shardplan.strategy.schedules.shop import Orders, Pass, Shop
 
 _Path = tuple[int, Pass, "_Path"] | None
 Key = tuple[tuple[int, ...], frozenset[int]]
@@ -45,6 +46,14 @@ class ShopTree:
         ranks = len(self.stages)
         self.root = ShopNode(((),) * 3 * self.count, (0,) * ranks, (0,) * ranks)
         self.passes = 3 * self.count * self.m
+        waits, owner = shop.waits, [shop.owners[k // 3] for k in range(3 * self.count)]
+        # Values that go from rank to rank: the pass that makes one, that which takes it, and the rank of that.
+        taken = ((source, k, owner[k]) for k, source in enumerate(waits) if source >= 0)
+        self.between = [each for each in taken if owner[each[0]] != each[2]]
+        # Each F and then each I: its rank, what it waits for, how long that takes, and of an I what its F takes.
+        way = [*range(F, len(waits), 3), *range(I, len(waits), 3)[::-1]]
+        flat = [t for times in shop.times for t in times]
+        self.way = [(k, owner[k], waits[k], flat[waits[k]], flat[k - I] if k % 3 == I else None) for k in way]
         # From the end of the last I, or of the last F, of a stage to the end of all.
         self.behind = [[0.0, 0.0] for _ in range(self.count)]
         for s in range(self.count):
@@ -92,16 +101,10 @@ class ShopTree:
         if kind == F:
             if node.held[rank] >= self.shop.bounds[rank] or s in node.barred:
                 return None
-            if s == 0:
-                return node.free[rank]
-            source = done[3 * s - 3]
-        elif kind == I:
-            if len(done[3 * s]) <= n:
-                return None
-            source = done[3 * s + 3 + I] if s + 1 < self.count else done[3 * s]
-        else:
-            source = done[3 * s + I]
-        return max(node.free[rank], source[n]) if n < len(source) else None
+        source = self.shop.waits[3 * s + kind]
+        if source < 0:
+            return node.free[rank]
+        return max(node.free[rank], done[source][n]) if n < len(done[source]) else None
 
     def _append_pass(self, node: ShopNode, rank: int, each: Pass, end: float) -> ShopNode:
         s, kind = each
@@ -119,12 +122,10 @@ class ShopTree:
 
         Besides the ranks, values that another rank has not taken yet; none sooner than that rank is free.
         """
-        done, free, owners = node.done, node.free, self.shop.owners
+        done, free = node.done, node.free
         found = list(free)
-        for s in range(self.count):
-            for k, to in ((3 * s + F, s + 1), (3 * s + I, s - 1)):
-                if 0 <= to < self.count and owners[to] != owners[s]:
-                    found += [max(t, free[owners[to]]) for t in done[k][len(done[3 * to + k % 3]) :]]
+        for made, taken, to in self.between:
+            found += [max(t, free[to]) for t in done[made][len(done[taken]) :]]
         return tuple(found)
 
     def lower_bound(self, node: ShopNode) -> float:
@@ -164,22 +165,17 @@ class ShopTree:
 
     def _earliest(self, node: ShopNode) -> tuple[list[float], list[float]]:
         """The soonest begin of the next F and of the next I of each stage."""
-        done, free, owners = node.done, node.free, self.shop.owners
-        f0, i0 = [0.0] * self.count, [0.0] * self.count
-        for s in range(self.count):
-            clock = free[owners[s]]
-            if s:
-                n, before = len(done[3 * s]), done[3 * s - 3]
-                clock = max(clock, before[n] if n < len(before) else f0[s - 1] + self.times[s - 1][F])
-            f0[s] = clock
-        for s in reversed(range(self.count)):
-            clock, n = free[owners[s]], len(done[3 * s + I])
-            if len(done[3 * s]) <= n:
-                clock = max(clock, f0[s] + self.times[s][F])
-            if s + 1 < self.count:
-                before = done[3 * s + 3 + I]
-                clock = max(clock, before[n] if n < len(before) else i0[s + 1] + self.times[s + 1][I])
-            i0[s] = clock
+        done, free = node.done, node.free
+        early = [0.0] * 3 * self.count
+        for k, rank, source, seconds, forward in self.way:
+            clock, n = free[rank], len(done[k])
+            if forward is not None and len(done[k - I]) <= n:
+                clock = max(clock, early[k - I] + forward)
+            if source >= 0:
+                before = done[source]
+                clock = max(clock, before[n] if n < len(before) else early[source] + seconds)
+            early[k] = clock
+        f0, i0 = early[F::3], early[I::3]
         for rank, mine in enumerate(self.stages):  # at the bound of memory a forward waits for a W, and so for an I
             if node.held[rank] >= self.shop.bounds[rank]:
                 freed = min(

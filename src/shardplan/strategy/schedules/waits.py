@@ -1,8 +1,8 @@
 """Whether the ranks of a schedule ever wait for each other in a circle.
 
-Messages between two ranks in one direction meet in order, the k-th send the k-th receive. Then the lists are run
-without time (`run`): when nothing moves, each rank that is not done stands at a slot that waits for one of a rank that
-stands before it, and following these gives the circle.
+Messages between two ranks in one direction meet in order, the k-th send the k-th receive. Where the graph of the
+actions has no level for some, each rank that is not done stands at one that waits for one of a rank that stands before
+it, and following these gives the circle.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import defaultdict
 from itertools import zip_longest
 
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, Action
+from shardplan.strategy.schedules.action_lists import ActionLists
 from shardplan.strategy.schedules.refusal import CounterExample, Place, action_place
-from shardplan.strategy.schedules.run import ListRun
 from shardplan.strategy.schedules.schedule import Schedule
 
 
 def waits(found: Schedule, messages: str) -> CounterExample | None:
     """Return the pair that does not meet or the circle of a schedule that is complete and in order, or None."""
-    return _unmet_pair(found) or _circle(ListRun(found, messages))
+    return _unmet_pair(found) or _circle(found, messages)
 
 
 def _unmet_pair(found: Schedule) -> CounterExample | None:
@@ -40,19 +40,20 @@ def _unmet_pair(found: Schedule) -> CounterExample | None:
     return None
 
 
-def _circle(run: ListRun) -> CounterExample | None:
-    stuck = next((rank for rank in range(len(run.rows)) if run.stands(rank)), None)
-    if stuck is None:
+def _circle(found: Schedule, messages: str) -> CounterExample | None:
+    lists = ActionLists.of_schedule(found)
+    stands = sorted({*range(len(lists.rank))}.difference(lists.edges(messages).sequence()), reverse=True)
+    if not stands:
         return None
-    seen: dict[int, tuple[Place, Action, Action]] = {}
+    source, _ = lists.sources()
+    at = {int(lists.rank[k]): k for k in stands}  # the first of each rank
+    seen: list[int] = []
+    stuck = min(at)
     while stuck not in seen:
-        step = run.awaited_action(stuck)
-        assert step is not None, "a rank that stands waits for something"
-        seen[stuck] = step
-        stuck = run.placed[step[2]][0][0]
-    circle = [seen[rank] for rank in list(seen)[list(seen).index(stuck) :]]
-    text = "; ".join(
-        f"{action_place(place, action)} waits for {action_place(run.placed[other][0], other)}"
-        for place, action, other in circle
-    )
-    return CounterExample("wait", f"a circle: {text}", tuple(place for place, _, _ in circle))
+        seen.append(stuck)
+        stuck = int(lists.rank[source[at[stuck]]])
+    places = [(rank, slot) for rank, row in enumerate(found.ranks) for slot, a in enumerate(row) if a for _ in a.leaves]
+    circle = [at[rank] for rank in seen[seen.index(stuck) :]]
+    ends = ([action_place(places[k], lists.action(k)) for k in (each, source[each])] for each in circle)
+    text = "; ".join(" waits for ".join(pair) for pair in ends)
+    return CounterExample("wait", f"a circle: {text}", tuple(places[k] for k in circle))

@@ -1,37 +1,76 @@
-"""`ActionGraph`: the actions of a schedule as levels of independent ones, for (max,+) sweeps over many configurations.
+"""`ActionGraph`: what waits for what in a schedule, as levels of independent nodes with (max,+) entries.
 
 A node begins when its two predecessors have ended, the second of them and the way of its message, and ends when it has
 taken its own time. What waits for more than two is a chain of nodes that take none. Rows are numbered in the order in
-which a sweep fills them, level by level; row 0 is the begin of the run, the predecessor of what has none. Times are no
-part of it: a node has codes, which point into the table of times of `StageSeconds`.
+which a run fills them, level by level; row 0 is the begin of the run, the predecessor of what has none. Times are no
+part of it: a node has codes, which point into a table of times, one column for each configuration.
 
 Where some nodes are `late`, all others have lower rows: a sweep can stop between them (`split` levels).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules import Action
 
-KINDS = ("F", "I", "W", "B")  # in the order of the table of times
+PASSES = ("F", "I", "W", "B")  # the kinds of computations, in the order of a table of times
 FREE = 0  # the code of what takes no time
+Ints = np.ndarray
 _Index = TypeVar("_Index", int, np.ndarray)
 
 
 def code(kind: _Index, chunk: _Index, chunks: int) -> _Index:
-    """The row of the table of times of a computation, by its place in `KINDS`."""
+    """The row of the table of times of a computation, by its place in `PASSES`."""
     return 1 + kind * chunks + chunk
 
 
-def message_code(back: int, low: _Index, chunks: int) -> _Index:
+def message_code(back: _Index, low: _Index, chunks: int) -> _Index:
     """The row of the table of times of a message between the chunks `low` and `low + 1`, `back` or (0) forward."""
-    return 1 + len(KINDS) * chunks + back * (chunks - 1) + low
+    return 1 + len(PASSES) * chunks + back * (chunks - 1) + low
+
+
+class ActionEdges(NamedTuple):
+    """Nodes as they were given: predecessors, -1 for none, and codes of the second's way and of their own time."""
+
+    first: Ints
+    second: Ints
+    lag: Ints
+    cost: Ints
+
+    def sequence(self) -> list[int]:
+        """Return nodes in an order in which each can be done, without those that wait in a circle, or for one."""
+        after: list[list[int]] = [[] for _ in self.first]
+        left = ((self.first >= 0).astype(int) + (self.second >= 0)).tolist()
+        for ends in (self.first.tolist(), self.second.tolist()):
+            for node, end in enumerate(ends):
+                if end >= 0:
+                    after[end].append(node)
+        found = [node for node, many in enumerate(left) if not many]
+        for node in found:
+            for each in after[node]:
+                left[each] -= 1
+                if not left[each]:
+                    found.append(each)
+        return found
+
+    def run_once(self, lag: Sequence[Any], cost: Sequence[Any], start: Any) -> tuple[list[Any], list[Any]]:
+        """Return when each node begins and ends, once: in numbers of any kind, `lag` and `cost` by node.
+
+        What is exact, as whole numbers are, stays so; last is the start. Raises `ScheduleError` for a circle.
+        """
+        begin, end = ([start] * (len(self.first) + 1) for _ in range(2))  # -1 is the last: the start
+        first, second, sequence = self.first.tolist(), self.second.tolist(), self.sequence()
+        if len(sequence) < len(first):
+            raise ScheduleError("the ranks of a schedule wait for each other in a circle; see check")
+        for node in sequence:
+            begin[node] = max(end[first[node]], end[second[node]] + lag[node])
+            end[node] = begin[node] + cost[node]
+        return begin, end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,24 +78,22 @@ class ActionGraph:
     """Nodes in rows from 1 on: `first` and `second` predecessors, `lag` and `cost` codes; all int [1 + nodes].
 
     `levels` are ranges of rows, of which `split` are not late. `row` maps the nodes as they were given to rows;
-    `heads` and `tails` [ranks] are the rows of the first and last node of each rank. `actions` are (rank, action, row)
-    of computations, by rank and in order, where they are known.
+    `heads` and `tails` [ranks] are the rows of the first and last computation of each rank, 0 without one.
     """
 
-    first: np.ndarray
-    second: np.ndarray
-    lag: np.ndarray
-    cost: np.ndarray
+    first: Ints
+    second: Ints
+    lag: Ints
+    cost: Ints
     levels: tuple[tuple[int, int], ...]
     split: int
-    row: np.ndarray
-    heads: np.ndarray
-    tails: np.ndarray
-    actions: tuple[tuple[int, Action, int], ...] = ()
+    row: Ints
+    heads: Ints
+    tails: Ints
 
     @property
     def rows(self) -> int:
-        """How many rows a sweep fills, with that of the begin."""
+        """How many rows a run fills, with that of the begin."""
         return len(self.first)
 
     def run(self, table: np.ndarray, end: np.ndarray, late: bool | None = None) -> None:
@@ -78,30 +115,22 @@ class ActionGraph:
         return np.maximum(end[self.first[rows]], end[self.second[rows]] + table[self.lag[rows]])
 
 
-def levelled(
-    first: np.ndarray,
-    second: np.ndarray,
-    lag: np.ndarray,
-    cost: np.ndarray,
-    heads: np.ndarray,
-    tails: np.ndarray,
-    late: np.ndarray | None = None,
-    actions: tuple[tuple[int, Action, int], ...] = (),
-) -> ActionGraph:
-    """Order nodes by levels; predecessors are indices of nodes, -1 for none, and actions say nodes.
+def levelled(edges: ActionEdges, heads: Ints, tails: Ints, late: Ints | None = None) -> ActionGraph:
+    """Order nodes by levels; heads and tails are indices of nodes, -1 for none.
 
     Raises `ScheduleError` where nodes wait for each other in a circle.
     """
+    first, second, lag, cost = edges
     count = len(first)
     depth = np.full(count, -1)
-    for k, level in enumerate(_levels(first, second)):
-        depth[level] = k
+    for k, nodes in enumerate(_levels(first, second)):
+        depth[nodes] = k
     if (depth < 0).any():
         raise ScheduleError("the ranks of a schedule wait for each other in a circle; see check")
     behind = np.zeros(count, dtype=bool) if late is None else late
     order = np.lexsort((depth, behind))
-    edges = np.flatnonzero(np.diff(depth[order]) | np.diff(behind[order])) + 1
-    bounds = [1, *(edges + 1).tolist(), count + 1]
+    cuts = np.flatnonzero(np.diff(depth[order]) | np.diff(behind[order])) + 1
+    bounds = [1, *(cuts + 1).tolist(), count + 1]
     levels = tuple(zip(bounds[:-1], bounds[1:], strict=True))
     row = np.empty(count, dtype=np.int64)
     row[order] = np.arange(1, count + 1)
@@ -118,7 +147,6 @@ def levelled(
         row,
         rows[heads],
         rows[tails],
-        tuple((rank, action, int(row[node])) for rank, action, node in actions),
     )
 
 
