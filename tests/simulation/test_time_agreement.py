@@ -27,6 +27,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         {"tensor": 8, "expert": 4, "microbatch": 4, "recompute": "full", "global_batch": 8},
         0.06,
     ),
+    "all state dealt out": (
+        "llama",
+        LLAMA,
+        {"data": 8, "zero": 3, "recompute": "full", "schedule": "zb-h1", "global_batch": 16},
+        0.05,
+    ),
     "a ring between nodes": (
         "llama",
         LLAMA | {"seq": 8192},
