@@ -2,10 +2,10 @@
 
     python -m benchmarks.request_accuracy [--open]
 
-Rows are in `benchmarks/rows/requests_*.jsonl`, each with its source and what was taken that it does not say. A row is one
-model on so many devices cut by `tensor`, so many requests at once, and one quantity measured: the seconds to the first
-token, those of a whole request, or tokens a second. Nothing is fitted to the rows of sources whose name has an even
-first byte of its SHA-256; their measurements are in a file of their own, which `--open` alone reads, and counts.
+Rows are in `benchmarks/rows/requests_*.jsonl`, each with its source and what was taken that it does not say. A row is
+one model on so many devices cut by `tensor`, so many requests at once, and one quantity measured: the seconds to the
+first token, those of a whole request, or tokens a second. Nothing is fitted to the rows of sources whose name has an
+even first byte of its SHA-256; their measurements are in a file of their own, which `--open` alone reads, and counts.
 `parts` are means by source; the mean over sources counts each once. `before` keeps the first figures of open sources.
 """
 
@@ -44,7 +44,10 @@ class RowRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RequestRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A row; `measured` has one of `first_token`, `latency` and `tokens_per_second`, and is {} where it is locked; `issued` as `RequestForm` has it."""
+    """A row; `measured` has one of `first_token`, `latency` and `tokens_per_second`, and is {} where it is locked.
+
+    `issued` is as `RequestForm` has it.
+    """
 
     id: str
     source: str
