@@ -98,8 +98,8 @@ COMMANDS = {
         "shardplan calibrate rows.jsonl --library nccl --out library.toml",
     ),
     "measure": (
-        "Time this machine, for plan --params.",
-        "torchrun --nproc-per-node 8 --no-python shardplan measure --on dgx-h100 --nodes 1 --out mine.toml",
+        "Time this machine under torchrun, for plan --params.",
+        "shardplan measure --on dgx-h100 --nodes 1 --out mine.toml",
     ),
     "lab": ("Run programs on an emulated cluster on this machine.", "shardplan lab --help"),
     "lab run": (
