@@ -2,10 +2,10 @@
 
     python -m benchmarks.memory_threads
 
-Rows are in `benchmarks/rows/oom_threads.jsonl`, typed with their sources and committed before any was judged; what a thread
-leaves open is in `assumed`. `predicted` is what `validate` says (the closed form, which nine times in ten is off by less
-than 10 %), `certified` what `plan --fit` says: the job's own account of memory. Nothing is fitted to them. Asked are 80 % of
-each half; `looks` counts the runs.
+Rows are in `benchmarks/rows/oom_threads.jsonl`, typed with their sources and committed before any was judged; what a
+thread leaves open is in `assumed`. `predicted` is what `validate` says (the closed form, which nine times in ten is off
+by less than 10 %), `certified` what `plan --fit` says: the job's own account of memory. Nothing is fitted to them.
+Asked are 80 % of each half; `looks` counts the runs.
 """
 
 from __future__ import annotations
