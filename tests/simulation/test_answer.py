@@ -34,6 +34,7 @@ from shardplan.simulation.searching.answer import (
     find_changes,
     training_flops,
 )
+from shardplan.simulation.searching.plans import RankedPlan
 from shardplan.simulation.searching.space import StrategySpace
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": 1000}
@@ -102,17 +103,36 @@ def test_the_answer_is_certified_and_all_that_are_told_differ() -> None:
         assert one.tokens_per_second == pytest.approx(16 * 128 / one.plan.seconds) and 0 < one.mfu < 1
 
 
-def test_ties_come_first_by_room_then_by_words_then_by_seconds() -> None:
+def test_ties_come_first_by_room_then_by_words_then_by_where_intervals_end() -> None:
     answer = small()
     quickest = answer.found.best.seconds
     near = [one.plan.seconds <= quickest * (1 + TIE) for one in answer.plans]
     assert near == [True] * answer.tied + [False] * (len(near) - answer.tied)
-    keys = [(one.plan.peak_bytes > 0.9 * BOX.device.memory, len(str(one.to_dict()["text"]).split()), one.plan.seconds)
+    keys = [(one.plan.peak_bytes > 0.9 * BOX.device.memory, len(str(one.to_dict()["text"]).split()), one.interval[1])
             for one in answer.plans]  # fmt: skip
     assert keys[: answer.tied] == sorted(keys[: answer.tied])
     later = [one.plan.seconds for one in answer.plans[answer.tied :]]
     assert later == sorted(later)
     assert all(one.lost.startswith("a tie") == tied for one, tied in list(zip(answer.plans, near, strict=True))[1:])
+
+
+def test_of_two_ties_the_more_certain_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one class say as much and have room: of intervals that end the earlier the slower they are, the slower."""
+    plain = small()
+    judge, first = plain.judge, plain.plans[0].plan
+    ends = [one.interval[1] for one in plain.plans]
+    assert judge.upper_ends([one.plan for one in plain.plans]) == pytest.approx(ends)
+    # Another of the same degrees that says as much, and takes longer.
+    other = first._replace(strategy=replace(first.strategy, attention="flash1"), seconds=first.seconds * 1.02)
+    first = first._replace(strategy=replace(first.strategy, attention="flash2"))
+    found = replace(plain.found, candidates=(first, other), front=(first,))
+    assert answer_plan(found, judge).plans[0].plan.strategy == first.strategy
+
+    def reversing(self: Judge, plans: list[RankedPlan]) -> list[float]:
+        return [1 / one.seconds for one in plans]
+
+    monkeypatch.setattr(Judge, "upper_ends", reversing)
+    assert answer_plan(found, judge).plans[0].plan.strategy == other.strategy
 
 
 def test_room_is_preferred_where_a_tie_is_tight() -> None:

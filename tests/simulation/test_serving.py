@@ -21,8 +21,10 @@ from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.inference.form import PricedRequests, RequestForm
+from shardplan.simulation.inference import forward
+from shardplan.simulation.inference.form import ISSUED, PricedRequests, RequestForm
 from shardplan.simulation.inference.request_timeline import serving_strategy
+from shardplan.simulation.inference.serving_plans import COMPARED
 from shardplan.simulation.inference.space import ServingSpace
 from shardplan.simulation.searching import ranges
 
@@ -158,6 +160,50 @@ def test_no_host_starts_the_collectives_of_a_captured_step() -> None:
 
 
 # The search
+
+
+def test_who_issues_kernels_is_asked() -> None:
+    """A graph is as quick as no launch; a host that launches each is slower, one in Python slower still."""
+    small, params = Requests(8, 8, 1), replace(of_machine(BOX), launch=2e-5, eager=8e-5)
+    c = Configurations.of([serving_strategy(Strategy(), small)])
+    token = {by: RequestForm.of(LLAMA, on(1), params, small, issued=by).priced(c).token.item() for by in ISSUED}
+    still = RequestForm.of(LLAMA, on(1), replace(params, launch=0.0, eager=0.0), small, issued="host").priced(c)
+    assert token["graph"] == pytest.approx(still.token.item())
+    kernels = token["host"] / params.launch  # the device takes next to nothing beside that
+    assert token["eager"] / params.eager == pytest.approx(kernels, rel=0.01)
+    assert 10 * LLAMA.fields["layers"] < kernels < 60 * LLAMA.fields["layers"]
+    with pytest.raises(ShardplanError, match="requests: issued 'rpc' is unknown; legal: graph, host, eager"):
+        RequestForm.of(LLAMA, on(1), params, small, issued="rpc")
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 5, 40])
+def test_experts_that_no_token_goes_to_are_not_read(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by drawing: tokens go to 2 of 16 experts each, and the memory reads those that one goes to."""
+    wide = Model.load("moe", **SIZES | {"hidden": 1024, "ffn": 4096, "layers": 1, "vocab": 64, "heads": 8},
+                      kv_heads=2, experts=16, experts_per_token=2, dense_layers=0)  # fmt: skip
+    bandwidth = 1e9
+    device = replace(BOX.device, memory_bandwidth=bandwidth)
+    params = replace(of_machine(BOX), stream=1.0)
+    asked = Requests(8, 2, sequences)
+    form = RequestForm.of(wide, replace(on(1), device=device), params, asked)
+    c = Configurations.of([serving_strategy(Strategy(microbatch=sequences), asked)])
+    token = form.priced(c).token.item()
+    monkeypatch.setattr(forward, "_unread_seconds", lambda *_: {})
+    unread = form.priced(c).token.item() - token
+    rng = np.random.default_rng(0)
+    drawn = [len({e for _ in range(sequences) for e in rng.choice(16, 2, replace=False)}) for _ in range(4000)]
+    one_expert = 3 * 1024 * 4096 * 2 / bandwidth
+    assert unread / one_expert == pytest.approx(16 - float(np.mean(drawn)), abs=0.1)
+
+
+def test_the_answer_says_how_far_published_requests_are_off() -> None:
+    found = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "request_accuracy.json").read_text())
+    sources = found["open"]["sources"] | found["locked"]["sources"]
+    count = sum(one["count"] for one in sources.values())
+    mean = np.mean([one["mean_error_percent"] for one in sources.values()])
+    worst = max(one["max_error_percent"] for one in sources.values())
+    assert f"beside {count} published requests of {len(sources)} sources" in COMPARED
+    assert f"{mean:.0f} % off in the mean, the worst {worst:.0f} %" in COMPARED
 
 
 def by_loops(devices: int, prompt: int, concurrency: int, experts: int) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from shardplan.cli import app
+from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.calibration import fit_machine, near_bounds
 from shardplan.simulation.accuracy.forecast import OPEN, RESIDUAL, SOURCE, forecast
 from shardplan.simulation.accuracy.step_fitting import LIMITS
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
-from shardplan.simulation.accuracy.subject import context_kind_of
+from shardplan.simulation.accuracy.subject import context_kind_of, model_of, strategies_of
 from shardplan.simulation.closed.chips import CHIPS, FREE, chip_of, common
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
@@ -209,6 +211,57 @@ def test_two_commands_calibrate_a_cluster_of_ones_own(tmp_path: Path) -> None:
     assert set(FREE) <= set(parse_fit(out.read_text()).names)
     refused = CliRunner().invoke(app, ["calibrate", "--on", str(mine)])
     assert refused.exit_code and "no file of measurements" in str(refused.exception or refused.output)
+
+
+def told(row: StepRow, **said: Any) -> StepRow:
+    """A row that says other things of its model or strategy."""
+    for part in ("model", "strategy"):
+        mine = {k: v for k, v in said.items() if hasattr(getattr(row, part), k)}
+        row = msgspec.structs.replace(row, **{part: msgspec.structs.replace(getattr(row, part), **mine)})
+    return row
+
+
+def test_rows_say_it_as_frameworks_do() -> None:
+    row = msgspec.structs.replace(vtrain()[0], id="ours/1")
+    for word, ours in (("recompute_granularity=full", "full"), ("core_attn", "selective"), ("off", "none")):
+        assert strategies_of(told(row, recompute=word))[0].recompute == ours
+    long = told(row, tensor=1, data=row.strategy.data * row.strategy.tensor // 2, context=2)
+    for word, ours in (("a2a", "ulysses"), ("p2p", "zigzag"), ("all_gather", "gather"), ("ring", "ring")):
+        assert strategies_of(told(long, context_kind=word))[0].context_kind == ours
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"recompute": "mlp"}, "ours/1: recompute 'mlp' is not told here; legal: none, "),
+        (
+            {"context": 2, "context_kind": "a2a+p2p"},
+            r"ours/1: context_kind 'a2a\+p2p' is not told here; legal: ulysses",
+        ),
+        ({"gated_mlp": True}, "ours/1: a gpt of gated_mlp=True: legal is False, or family llama"),
+        ({"kv_heads": 2}, "ours/1: a gpt of kv_heads=2: legal is "),
+        ({"family": "moe", "experts": 4, "experts_per_token": 2}, "ours/1: a moe of gated_mlp=False: legal is True"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(said: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """By the rows' reader, and so by the command, which then writes nothing."""
+    row = told(msgspec.structs.replace(vtrain()[0], id="ours/1"), **said)
+    with pytest.raises(ShardplanError, match=text):
+        strategies_of(row)
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "params.toml"
+    rows.write_bytes(msgspec.json.encode(row))
+    done = CliRunner().invoke(app, ["calibrate", "--steps", str(rows), "--on", "dgx-a100-80g", "--out", str(out)])
+    assert isinstance(done.exception, ShardplanError) and not out.exists()
+
+
+def test_a_llama_without_a_gate_has_as_many_parameters() -> None:
+    """Two matrices of a width, or three of two thirds of it: parameters, and so operations, are the same."""
+    row = on(told(vtrain()[0], family="llama", gated_mlp=False, hidden=1024, heads=16, ffn=6144), "dgx-a100-80g").model
+    one = model_of(row)
+    gated = model_of(msgspec.structs.replace(row, gated_mlp=True))
+    three = ("layers.gate", "layers.up", "layers.down")
+    sizes = [sum(math.prod(m.program.types[n].shape) for n in three) for m in (one, gated)]
+    assert sizes[0] == row.layers * 2 * 1024 * 6144 and sizes[1] == row.layers * 3 * 1024 * 6144
 
 
 def test_an_interval_is_no_narrower_than_a_source_is_off() -> None:

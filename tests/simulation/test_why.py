@@ -14,12 +14,22 @@ import shardplan as sp
 from shardplan.cli import app
 from shardplan.core.pattern import communicates
 from shardplan.errors import LayoutError, ShardplanError
+from shardplan.hardware.topology import Topology
+from shardplan.launches.handover.handed_plan import HandedPlan
+from shardplan.launches.handover.measured_row import row_of_plan
 from shardplan.report.why import why_text
+from shardplan.simulation.accuracy.forecast import forecast
+from shardplan.simulation.accuracy.step_rows import read_steps
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.machines import machine_of
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.jobs.timing import COMPUTE
 from shardplan.simulation.step_gap import step_gap
 from shardplan.simulation.timeline import Timeline
 from shardplan.simulation.why import WhyMovements, why
+from shardplan.strategy.asked_model import parse_model
+from shardplan.strategy.strategy import Strategy
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 96, "seq": 32, "vocab": 96}
 BOX = sp.Topology.load("dgx-h100", nodes=1)
@@ -160,11 +170,56 @@ def test_the_command(tmp_path: Path) -> None:
     gap = runner.invoke(app, ["why", str(out), *traces])
     assert gap.exit_code == 0 and "step      measured 10 s" in gap.output, gap.output
     assert next(x for x in gap.output.splitlines() if x.startswith("all_reduce")).split()[-2:] != ["0", "s"]
-    for wrong in (["why", str(tmp_path / "rank0.json")], ["why", str(out), "--step", "1"]):
+    rows, params = tmp_path / "rows.jsonl", tmp_path / "params.toml"
+    for number in (1, 2):  # it makes the file, and adds to it
+        fed = runner.invoke(app, ["why", str(out), *traces, "--rows", str(rows)])
+        assert fed.exit_code == 0 and f"measured/{number} added to {rows}: shardplan calibrate" in fed.output
+    first, second = read_steps(rows)
+    assert first.measured.seconds_per_step == second.measured.seconds_per_step == 10.0
+    assert first.strategy.tensor == 2 and first.strategy.data == 4 and first.strategy.zero == 1
+    fitted = runner.invoke(app, ["calibrate", "--steps", str(rows), "--on", "dgx-h100", "--out", str(params)])
+    assert fitted.exit_code == 0, fitted.output
+    asked[-2:] = ["--params", str(params)]
+    again = json.loads(runner.invoke(app, [*asked, "--fit", "tp=2 zero=1", "--json"]).output)["seconds"]
+    before = json.loads((out / "plan.json").read_text())["predicted"]["seconds"]
+    assert before < again  # nearer to ten seconds than before
+    rows.write_text("no rows\n")
+    refused = runner.invoke(app, ["why", str(out), *traces, "--rows", str(rows)]).exception
+    assert "line 1" in str(refused) and rows.read_text() == "no rows\n"
+    for wrong in (
+        ["why", str(tmp_path / "rank0.json")],
+        ["why", str(out), "--step", "1"],
+        ["why", str(out), "--rows", str(rows)],
+    ):
         assert isinstance(runner.invoke(app, wrong).exception, ShardplanError)
     for more in (["--json"], traces):
         refused = runner.invoke(app, ["why", str(out), "--top", "2", *more]).exception
         assert isinstance(refused, ShardplanError) and f"--top 2 with {more[0]}, which" in str(refused)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b,layers=4", "qwen3-8b,layers=4", "mixtral-8x7b,layers=2"])
+def test_a_row_of_a_plan_is_predicted_as_the_plan_is(name: str) -> None:
+    """The model that a row says by its sizes, on the row's cluster, takes what the plan was said to take."""
+    where = Topology.load("dgx-h100", nodes=1)
+    asked = parse_model(name, 1024)
+    strategy = Strategy(data=4, tensor=2, global_batch=16, precision="bf16")
+    plan = HandedPlan(asked.title, asked.name, {**asked.fields, "precision": "bf16"}, where, strategy)
+    row = row_of_plan(plan, 1.0, "measured/1")
+    (one,), skipped = forecast([row])
+    told = ClosedForm(plan.model, where, machine_of(where).parameters).seconds(Configurations.of([strategy]))
+    assert not skipped and one.seconds_per_step == pytest.approx(float(told[0]), rel=0.01)
+
+
+def test_what_no_row_can_say_is_refused() -> None:
+    where = Topology.load("dgx-h100", nodes=1)
+    for model, said, text in (
+        ("mlp-xs", {}, "legal are decoders by their sizes"),
+        ("qwen3-0.6b", {}, "would be a llama of [0-9,]+ parameters, and it has"),  # tied, which no row says
+        ("gpt2-xs", {"recompute": ("einsum",)}, "a row has no recompute by names of ops"),
+    ):
+        plan = HandedPlan("mine", model, {}, where, Strategy(data=8, **said))
+        with pytest.raises(ShardplanError, match=text):
+            row_of_plan(plan, 1.0, "measured/1")
 
 
 def test_a_predicted_step_has_no_measured_devices() -> None:

@@ -97,6 +97,10 @@ COMMANDS = {
         "Fit a library's table, or a machine, to measured rows.",
         "shardplan calibrate rows.jsonl --library nccl --out library.toml",
     ),
+    "measure": (
+        "Time this machine under torchrun, for plan --params.",
+        "shardplan measure --on dgx-h100 --nodes 1 --out mine.toml",
+    ),
     "lab": ("Run programs on an emulated cluster on this machine.", "shardplan lab --help"),
     "lab run": (
         "Run a program beside its prediction.",

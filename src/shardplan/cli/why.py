@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.cli.options import AnyTopology, Json, Nodes, read_topology
+from shardplan.cli.options import AnyTopology, Json, Nodes, check_writable, read_topology
 from shardplan.errors import ParseError, ShardplanError, excerpt, line
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ def why(
         typer.Option("--measured", metavar="TRACE", help="PyTorch profiler traces, a rank each: why they take longer."),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", min=0, help="Of the traces the profiler's step.")] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option("--rows", metavar="FILE", help="Of traces: add the step to these rows, for calibrate --steps."),
+    ] = None,
     top: Annotated[int | None, typer.Option("--top", min=1, help="Movements told in full; by default 8.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -43,13 +47,16 @@ def why(
     from shardplan.interop.importers.source_text import is_source
     from shardplan.launches.handover.handed_job import job_of
     from shardplan.launches.handover.handed_plan import find_handed
+    from shardplan.launches.handover.measured_row import add_row, row_told
     from shardplan.report.text import json_text
     from shardplan.report.why import SHOWN, gap_text, why_object, why_text
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.why import why as movements_of
 
-    if step is not None and not measured:
-        raise ShardplanError("why: --step is of traces; legal with it is --measured")
+    for name, given in (("--step", step), ("--rows", rows)):
+        if given is not None and not measured:
+            raise ShardplanError(f"why: {name} is of traces; legal with it is --measured")
+    check_writable(rows)
     if measured and where:
         raise ShardplanError(f"why: --measured with {line(' '.join(where))}; legal is one of them")
     if top is not None and (measured or as_json):
@@ -73,7 +80,13 @@ def why(
         from shardplan.simulation.step_gap import step_gap
 
         gap = step_gap(simulate(job, machine), read_kineto(measured, step))
-        print(json_text(gap.to_dict()) if as_json else gap_text(gap))
+        added = None if rows is None else add_row(rows, plan, gap.measured_seconds)
+        if as_json:
+            print(json_text(gap.to_dict() | ({} if added is None else {"row": added.id})))
+            return
+        print(gap_text(gap))
+        if added is not None and rows is not None:
+            print(row_told(added, rows, plan.topology.name))
         return
     found = movements_of(job, machine).select(words)
     print(json_text(why_object(found)) if as_json else why_text(found, top or SHOWN))

@@ -1,4 +1,4 @@
-"""What `validate` and `calibrate` print."""
+"""What `validate`, `calibrate` and `measure` print."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from shardplan.hardware.measured.fitting import Fitted
 from shardplan.hardware.prices.library import library_text
 from shardplan.hardware.units import format_seconds
 from shardplan.report.text import table
+from shardplan.simulation.accuracy.machine_timings import MachineTimings, TimedMachine
+from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.validation import CollectivesVerdict, Stratum
 
 _HEADINGS = ("library", "op", "nodes", "bytes", "rows", "median", "p90", "in 15 %", "in 20 %", "in 1.5 x")
@@ -86,3 +88,36 @@ def skipped_lines(skipped: Sequence[tuple[str, str]]) -> list[str]:
     for name, reason in skipped:
         ids[reason].append(name)
     return [f"skipped  {len(names)}, such as {names[0]}: {reason}" for reason, names in ids.items()]
+
+
+def timed_machine_text(found: TimedMachine, timings: MachineTimings) -> str:
+    """Return what was timed, the parameters by it, what collectives take beside their price, and what is kept."""
+    p, products = found.fit.parameters, len(timings.of_kind("product"))
+    copies, sizes = len(timings.of_kind("copy")), len(timings.collectives)
+    kinds = ", ".join(found.beside)
+    lines = [f"timed    {products} products of {timings.dtype}, {copies} copies"
+             + (f", {len(found.beside)} collectives ({kinds}), {sizes} sizes in all" if kinds else "")]  # fmt: skip
+    lines += [f"         {name} = {getattr(p, name):.4g}" for name in Parameters.names()
+              if name not in found.kept and name not in ("eager", "order", "context", "fragmentation")]  # fmt: skip
+    lines += [f"beside   {kind}: {ratio:.2f} times its price" for kind, ratio in found.beside.items()]
+    if found.is_slow:
+        lines.append("         network is the least that is legal: the levels deliver less than the topology states")
+    if timings.lacking:
+        lines.append(f"lacking  {', '.join(timings.lacking)}: the library has none")
+    if found.kept:
+        lines.append(f"kept     {', '.join(found.kept)}: what was timed does not determine them")
+    return "\n".join(lines)
+
+
+def timed_machine_object(found: TimedMachine, timings: MachineTimings) -> dict[str, Any]:
+    """Return the same as an object, with all timings."""
+    p = found.fit.parameters
+    return {
+        "parameters": {name: getattr(p, name) for name in Parameters.names()},
+        "kept": list(found.kept),
+        "measured_over_priced": dict(found.beside),
+        "dtype": timings.dtype,
+        "kernels": [one._asdict() for one in timings.kernels],
+        "collectives": [one._asdict() for one in timings.collectives],
+        "lacking": list(timings.lacking),
+    }

@@ -15,4 +15,5 @@ Reading order:
 - `group_state` what a process keeps about its process group, and the thread that looks after waits
 - `objects`     Python values between ranks, and one made of those of all
 - `clock`       one clock for the ranks, and the spans of all of them
+- `machine_timings` kernels and collectives timed, for a machine's parameters
 """

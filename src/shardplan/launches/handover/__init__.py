@@ -13,4 +13,5 @@ Reading order:
 - `folder`         all of it in a folder
 - `scaled_plan`    a plan on small sizes, to be run here
 - `handed_job`     its job, and the machine as it delivers
+- `measured_row`   a step of it that was measured, as a row that `calibrate` reads
 """

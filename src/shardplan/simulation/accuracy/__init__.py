@@ -7,5 +7,6 @@ Reading order:
 - `metrics`          errors, ranks and regret
 - `forecast`         rows predicted, with intervals
 - `step_fitting`     parameters of a machine fitted to its rows
+- `machine_timings`  the same by kernels and collectives that were timed on it
 - `step_validation`  the report
 """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from shardplan.errors import ShardplanError
+from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.step_rows import RowCluster, RowModel, StepRow
 from shardplan.simulation.closed.form import ClosedForm
@@ -28,6 +29,21 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16",),
 }
 
+# What frameworks call what is computed again, and how keys and values get to where queries are.
+RECOMPUTED = {
+    **dict.fromkeys(("none", "no", "off", "false"), "none"),
+    **dict.fromkeys(("full", "uniform", "recompute_granularity=full", "gradient_checkpointing", "mode=full"), "full"),
+    **dict.fromkeys(("selective", "core_attn", "recompute_granularity=selective"), "selective"),
+    **dict.fromkeys(("selective_op", "op", "mode=selective", "selective_ac_option=op"), "selective_op"),
+}
+CONTEXT_KINDS = {
+    **dict.fromkeys(("ulysses", "a2a"), "ulysses"),
+    **dict.fromkeys(("gather", "all_gather", "allgather"), "gather"),
+    **dict.fromkeys(("zigzag", "p2p"), "zigzag"),
+    "ring": "ring",
+}
+WITHOUT_GATE = 2 / 3  # of its width has a gated MLP that has as many parameters and operations, and saves as much
+PIECE = 128  # of a width, so that tensors divide it
 RING_FROM = 32 * 1024  # tokens of a sequence above which keys and values go round: heads are too few to deal out
 # Options that publications say although they do nothing.
 HARMLESS = ("sequence_parallel", "tensor_overlap", "zero", "fsdp", "recompute", "schedule", "offload_layers")
@@ -35,7 +51,15 @@ HARMLESS = ("sequence_parallel", "tensor_overlap", "zero", "fsdp", "recompute", 
 
 @lru_cache(maxsize=256)
 def model_of(row: RowModel) -> Model:
-    """Return the model of explicit shape, training in bf16: of two sequences, so that its batch has a factor."""
+    """Return the model of explicit shape, training in bf16: of two sequences, so that its batch has a factor.
+
+    A Llama without a gate is as one with a gate and two thirds of the width. Raises `ShardplanError` for what no model
+    here has.
+    """
+    said = {"gpt": (False, row.heads), "llama": (None, None), "moe": (True, None)}[row.family]
+    for name, legal in zip(("gated_mlp", "kv_heads"), said, strict=True):
+        if legal is not None and getattr(row, name) != legal:
+            raise ShardplanError(f"a {row.family} of {name}={getattr(row, name)}: legal is {legal}, or family llama")
     fields: dict[str, Any] = {name: getattr(row, name) for name in ("layers", "hidden", "heads", "ffn", "seq", "vocab")}
     if row.family == "gpt":
         fields["positions"] = row.seq
@@ -43,6 +67,8 @@ def model_of(row: RowModel) -> Model:
         fields["kv_heads"] = row.kv_heads
     more = ("head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "dense_layers", "dense_ffn", "shared_ffn")
     fields |= {name: getattr(row, name) for name in more if getattr(row, name)}
+    if row.family == "llama" and not row.gated_mlp:
+        fields["ffn"] = max(PIECE, round(row.ffn * WITHOUT_GATE / PIECE) * PIECE)
     if row.family == "moe":
         fields |= {"experts": row.experts, "experts_per_token": row.experts_per_token}
         fields.setdefault("dense_layers", 0)
@@ -76,8 +102,14 @@ def strategies_of(row: StepRow) -> list[Strategy]:
     said = row.strategy
     fixed: dict[str, Any] = {name: getattr(said, name) for name in said.__struct_fields__ if name not in row.unknown}
     fixed["context_kind"] = context_kind_of(row)
+    if fixed.get("recompute") is not None:
+        fixed["recompute"] = _word_of(row, "recompute", RECOMPUTED)
     found: list[Strategy] = []
-    refused, limits = "no combination", limits_of(row.model)
+    refused = "no combination"
+    try:
+        limits = limits_of(row.model)
+    except ShardplanError as error:
+        raise ShardplanError(f"{row.id}: {error}") from None
     if row.table.startswith("torchtitan") and fixed.get("recompute") == "selective":  # as torchtitan means it
         fixed["recompute"] = "selective_op"
     if limits.shared == 1:  # of a dense model it may say any number
@@ -101,13 +133,25 @@ def context_kind_of(row: StepRow) -> str:
     """Return how a row's sequences are cut: as it says, else above 32k tokens in a balanced ring, else by heads."""
     if row.strategy.context == 1:
         return "ulysses"
-    return row.strategy.context_kind or ("zigzag" if row.model.seq > RING_FROM else "ulysses")
+    if row.strategy.context_kind is not None:
+        return _word_of(row, "context_kind", CONTEXT_KINDS)
+    return "zigzag" if row.model.seq > RING_FROM else "ulysses"
+
+
+def _word_of(row: StepRow, name: str, words: Mapping[str, str]) -> str:
+    """What a field of a row says, in our words."""
+    said = str(getattr(row.strategy, name)).lower()
+    if said not in words:
+        raise ShardplanError(f"{row.id}: {name} {excerpt(said)} is not told here; legal: {', '.join(words)}")
+    return words[said]
 
 
 def dropped(row: StepRow, strategy: Strategy) -> dict[str, object]:
     """Return the published options of a row that do nothing, and without which it is predicted, as they were said."""
     said = {name: getattr(row.strategy, name) for name in row.strategy.__struct_fields__ if name not in row.unknown}
     said.pop("context_kind")  # said, or taken: never dropped
+    if said.get("recompute"):
+        said["recompute"] = RECOMPUTED.get(str(said["recompute"]).lower(), said["recompute"])
     return {name: value for name, value in said.items() if getattr(strategy, name) != value and value is not None}
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core import border
+from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
@@ -23,6 +25,7 @@ from shardplan.simulation.inference.requests import Requests, forward_model
 from shardplan.strategy.model import Model
 
 Floats = np.ndarray
+ISSUED = ("graph", "host", "eager")  # by whom the kernels of a step are
 ROUNDING = 1e-12  # of sums in another order
 
 
@@ -52,8 +55,9 @@ class ObjectiveValues(NamedTuple):
 class RequestForm:
     """The closed form of requests to a model on a topology; `objective` is `latency` or `tokens`.
 
-    Steps of tokens are priced at the mean length of the cache: attention's price is linear in it. They are captured:
-    no host starts their kernels, and their collectives start as fast as links do. Those of prompts are not.
+    Steps of tokens are priced at the mean length of the cache: attention's price is linear in it. Who issues their
+    kernels is said by `issued`: of a `graph` that was captured no host starts them, and their collectives start as fast
+    as links do, those of prompts not; `host` is an engine that launches each, `eager` one that does so from Python.
 
     >>> from shardplan.strategy.strategy import Strategy
     >>> model = Model.load("gpt2", precision="bf16")
@@ -68,22 +72,29 @@ class RequestForm:
     tokens: tuple[ClosedForm, ...]
     requests: Requests
     objective: str = "latency"
+    issued: str = "graph"
 
     @staticmethod
     def of(
-        model: Model, topology: Topology, params: Parameters, requests: Requests, objective: str = "latency"
-    ) -> RequestForm:
+        model: Model, topology: Topology, params: Parameters, requests: Requests, objective: str = "latency",
+        issued: str = "graph",
+    ) -> RequestForm:  # fmt: skip
         """Load the forward steps; raises `ShardplanError` for a model without caches, or of fewer positions."""
+        border.choice("requests: issued", issued, ISSUED, ShardplanError)
         forward_model(model, 1, requests.positions)
-        prompts = ClosedForm(forward_model(model, requests.prompt, requests.prompt), topology, params)
-        quick = _captured(params)
-        tokens = tuple(ClosedForm(forward_model(model, 1, n), topology, quick, captured=True) for n in requests.lengths)
-        return RequestForm(prompts, tokens, requests, objective)
+        slow, quick = _issued_by(issued, params)
+        prompts = ClosedForm(forward_model(model, requests.prompt, requests.prompt), topology, slow)
+        graph = issued == "graph"
+        tokens = tuple(
+            ClosedForm(forward_model(model, 1, n), topology, quick, captured=graph) for n in requests.lengths
+        )
+        return RequestForm(prompts, tokens, requests, objective, issued)
 
     def on(self, topology: Topology, parameters: Parameters) -> RequestForm:
         """Return the form on another topology, or with other parameters; what was read stays."""
-        tokens = tuple(form.on(topology, _captured(parameters)) for form in self.tokens)
-        return RequestForm(self.prompts.on(topology, parameters), tokens, self.requests, self.objective)
+        slow, quick = _issued_by(self.issued, parameters)
+        tokens = tuple(form.on(topology, quick) for form in self.tokens)
+        return RequestForm(self.prompts.on(topology, slow), tokens, self.requests, self.objective, self.issued)
 
     def priced(self, c: Configurations) -> PricedRequests:
         """Price them; `microbatch` is the sequences of a group, and divides `concurrency`."""
@@ -158,9 +169,10 @@ class RequestForm:
         return most, parameters, caches
 
 
-def _captured(params: Parameters) -> Parameters:
-    """Parameters of a step that no host launches kernel by kernel."""
-    return replace(params, launch=0.0, eager=0.0)
+def _issued_by(issued: str, params: Parameters) -> tuple[Parameters, Parameters]:
+    """Parameters of the steps of prompts and of tokens, by who issues their kernels."""
+    slow = replace(params, launch=params.eager) if issued == "eager" else params
+    return slow, replace(params, launch=0.0, eager=0.0) if issued == "graph" else slow
 
 
 def whole_sequences(c: Configurations) -> Configurations:

@@ -5,14 +5,17 @@ What comes behind the layers, the last norm and the head, is apart: of a prompt 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm, sent
-from shardplan.simulation.closed.numbers import LayerCost, LocalSizes
+from shardplan.simulation.closed.numbers import LayerCost, LocalSizes, with_kernels
+from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.stages import layer_rows
 from shardplan.simulation.closed.work import FORWARD, LocalKernel, Reading
 
@@ -41,6 +44,8 @@ def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
     stages, behind = np.zeros((n, pipeline)), np.zeros(n)
     for reading, where, one, cost in form.classes(c):
         rows = layer_rows(one, cost, p, FORWARD, form.topology.device)
+        if saved := _unread_seconds(form, reading, one, cost):
+            rows = _without(rows, saved, layer_rows(one, cost, _unlaunched(p), FORWARD, form.topology.device), p.order)
         counts = layers_of(reading.layers, pipeline).copy()
         counts[-1] = 0
         made = np.einsum("rc,rn->nc", counts, rows)
@@ -48,6 +53,40 @@ def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
             made[:, 1:] += sent(one, cost, form.collectives())[:, None]
         stages[where], behind[where] = made, rows[-1]
     return ForwardTimes(stages, behind)
+
+
+def _unread_seconds(form: ClosedForm, reading: Reading, c: Configurations, cost: LayerCost) -> dict[int, Floats]:
+    """By run the seconds, [n], in which experts that no token of a step goes to would be read.
+
+    Each of T tokens goes to k of E experts, any of which is then in use with 1 - (1 - k/E)^T. The program's kernels
+    read all of them; where that is few, they do little else.
+    """
+    fields = form.model.fields
+    experts = int(fields.get("experts") or 0)
+    if not experts:
+        return {}
+    col = c.columns
+    tokens = col["microbatch"] * int(fields["seq"]) * np.maximum(1, col["expert"] // col["tensor"])
+    idle = (1 - int(fields["experts_per_token"]) / experts) ** tokens.astype(float)
+    sizes = _sizes(reading, cost, col["microbatch"].astype(float))
+    device = with_kernels(form.topology.device, form.parameters)
+    found: dict[int, Floats] = {}
+    for h in reading.parameters:
+        if h.run >= 0 and {"experts", "ffn"} <= set(form.model.dims.get(h.name, ())):
+            found[h.run] = found.get(h.run, np.zeros(len(c))) + stream_seconds(sizes.bytes(h.value) * idle, device)
+    return found
+
+
+def _without(rows: Floats, saved: dict[int, Floats], busy: Floats, order: float) -> Floats:
+    """Rows whose device is busy for less: what hosts take of them stays."""
+    hosts = np.maximum(0.0, rows**order - busy**order)
+    for run, seconds in saved.items():
+        busy[run] = np.maximum(0.0, busy[run] - seconds)
+    return (busy**order + hosts) ** (1 / order)
+
+
+def _unlaunched(p: Parameters) -> Parameters:
+    return replace(p, launch=0.0, eager=0.0)
 
 
 def forward_bytes(form: ClosedForm, c: Configurations, positions: int, sequences: int) -> ForwardBytes:

@@ -20,7 +20,11 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
-UNCOMPARED = "no measured request was compared with these seconds; those of training steps were"
+# The means of benchmarks/results/request_accuracy.json, where each source counts once.
+COMPARED = (
+    "beside 166 published requests of 5 sources (16 bits, A100 to H200) seconds are 15 % off in the mean, "
+    "the worst 55 %"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +121,7 @@ class ServingResult:
         ]
         lines.append(f"{self.counted:,} strategies, {self.priced:,} priced; {len(self.pareto)} on the front")
         lines += [f"{one.strategies:,} left out: {one.rule}" for one in self.pruned if one.strategies]
-        lines.append(UNCOMPARED)
+        lines.append(COMPARED)
         return "\n".join(lines)
 
 

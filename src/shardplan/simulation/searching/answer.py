@@ -2,7 +2,8 @@
 
 Two predictions closer than `TIE` tell no strategies apart (`benchmarks/plan_ties.py`: of measured pairs that were
 predicted so close, three in ten came in the other order). Of such a tie the first keeps the room that a prediction of
-bytes may be off by, then says the least, then is quickest. Strategies of the same degrees stand as one.
+bytes may be off by, then says the least, then is quickest where nine steps in ten end (the upper end of its interval).
+Strategies of the same degrees stand as one.
 """
 
 from __future__ import annotations
@@ -131,6 +132,13 @@ class Judge:
             sequences * self.flops / (plan.seconds * peak),
         )
 
+    def upper_ends(self, plans: Sequence[RankedPlan]) -> list[float]:
+        """Return the upper ends of the intervals of strategies, in seconds."""
+        columns = [_column(plan).columns for plan in plans]
+        c = Configurations({name: np.concatenate([one[name] for one in columns]) for name in columns[0]})
+        seconds = np.array([plan.seconds for plan in plans])
+        return (seconds * np.exp(NORMAL_90 * deviation(self.form, c, self.machine))).tolist()
+
     def price(self, plan: RankedPlan) -> float:
         """Return the seconds of a step of a strategy."""
         return float(self.form.seconds(_column(plan))[0])
@@ -187,11 +195,12 @@ def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "st
     for plan in plans:
         classes.setdefault(tuple(getattr(plan.strategy, name) for name in DEGREES), []).append(plan)
     told: list[JudgedPlan] = []
+    upper = dict(zip(map(id, plans), [] if least else judge.upper_ends(plans), strict=not least))
     for members in classes.values():
         first = members[0].seconds
         bound = (quickest if first <= quickest * (1 + TIE) else first) * (1 + TIE)
         order = members if least else [
-            *sorted((p for p in members if p.seconds <= bound), key=lambda p: _ease(p, certifier.memory)),
+            *sorted((p for p in members if p.seconds <= bound), key=lambda p: _ease(p, certifier.memory, upper[id(p)])),
             *(p for p in members if p.seconds > bound),
         ]  # fmt: skip
         if (chosen := next((p for p in order if certifier.fits(p.strategy)), None)) is not None:
@@ -205,7 +214,7 @@ def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "st
         tied = 1
     else:
         near = [one for one in told if one.plan.seconds <= quickest * (1 + TIE)]
-        near.sort(key=lambda one: _ease(one.plan, certifier.memory))
+        near.sort(key=lambda one: _ease(one.plan, certifier.memory, one.interval[1]))
         tied = len(near)
         told = [*near, *sorted((one for one in told if one not in near), key=lambda one: one.plan.seconds)]
     best = told[0]
@@ -213,9 +222,9 @@ def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "st
     return PlanAnswer(title, judge, (best, *named[1:]), tied, goal, found)
 
 
-def _ease(plan: RankedPlan, memory: float) -> tuple[bool, int, float]:
-    """Of a tie who comes first: whether bytes are near the memory, how much is said, seconds."""
-    return plan.peak_bytes > memory * (1 - MEMORY_RESIDUAL), _words_of(plan), plan.seconds
+def _ease(plan: RankedPlan, memory: float, upper: float) -> tuple[bool, int, float]:
+    """Of a tie who comes first: whether bytes are near the memory, how much is said, where its interval ends."""
+    return plan.peak_bytes > memory * (1 - MEMORY_RESIDUAL), _words_of(plan), upper
 
 
 def _reason_lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> str:
@@ -225,7 +234,9 @@ def _reason_lost(one: JudgedPlan, best: JudgedPlan, tied: bool, least: bool) -> 
     if tied:
         mine, its = _words_of(one.plan), _words_of(best.plan)
         tight = one.held.nbytes > best.held.nbytes and one.plan.seconds <= best.plan.seconds
-        return "a tie; less room" if tight else "a tie; says more" if mine > its else "a tie; slower"
+        slower = one.plan.seconds > best.plan.seconds
+        last = "a tie; slower" if slower else "a tie; less certain"
+        return "a tie; less room" if tight else "a tie; says more" if mine > its else last
     more = {k: s - dict(best.causes).get(k, 0.0) for k, s in one.causes}
     worst = sorted(((s, k) for k, s in more.items() if s > FELT * best.plan.seconds), reverse=True)
     return ", ".join(f"+{format_seconds(s)} {k}" for s, k in worst[:2]) or "slower in all"
