@@ -14,7 +14,8 @@ from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm, sent
-from shardplan.simulation.closed.numbers import LayerCost, LocalSizes, with_kernels
+from shardplan.simulation.closed.kernel_classes import with_kernels
+from shardplan.simulation.closed.numbers import LayerCost, LocalSizes
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.stages import layer_rows
 from shardplan.simulation.closed.work import FORWARD, LocalKernel, Reading
