@@ -42,6 +42,7 @@ def logical_dims(tensor: str, text: str) -> tuple[LogicalDim, ...]:
     s = Scanner(text)
     found: list[LogicalDim] = []
     while True:
+        begin = s.position
         atoms: list[str] = []
         if not s.take("1"):
             while (name := s.match(NAME)) is not None:
@@ -50,7 +51,8 @@ def logical_dims(tensor: str, text: str) -> tuple[LogicalDim, ...]:
         if s.take("["):
             parts = [t.strip() for t in (s.match(_RANGE) or "").split(":")]
         if (parts and not (2 <= len(parts) <= 3 and s.take("]"))) or not (s.peek(",") or s.end()):
-            raise s.error(f"{tensor} = {excerpt(text)}: no dim ends here; legal is as 'l[3:61], g r d, e'")
+            dim = excerpt(text[begin:].partition(",")[0].strip())
+            raise s.error(f"{tensor} = {excerpt(text)}: the dim {dim} is none; legal is as 'l[3:61], g r d, e'")
         found.append(LogicalDim(tuple(atoms), *parts))
         if not s.take(","):
             return tuple(found)
