@@ -43,13 +43,13 @@ class Dialect:
         except (ValueError, RecursionError, MemoryError) as error:
             raise ParseError(f"{self.subject} is malformed: {error}", text, start) from None
         try:
-            return _Reader(self, text, body, start).convert(tree, self.logic)
+            return _TreeReader(self, text, body, start).convert(tree, self.logic)
         except RecursionError:
             raise ParseError(f"{self.subject} is nested too deeply; cut it into several", text, start) from None
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _TreeReader:
     """What converts one text's syntax tree, and knows where in the text a node of it stands."""
 
     dialect: Dialect
