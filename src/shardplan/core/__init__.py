@@ -13,7 +13,8 @@ Reading order:
 - `messages`        who sends which box to whom, vectorised over devices
 - `pattern`         the communication of one op, as `hardware` prices it
 - `factor_rule`     how the dims of a compute op hang together, and its typing rule
-- `expression_tree` the tree of an elementwise expression, its text and its meaning
+- `expression_tree` the tree of an expression, its text, and its meaning on arrays
+- `dialect`         which of the one notation is legal in an expression, and its reader
 - `expression`      `Expression`: the language of elementwise ops, and what typing asks of it
 - `derivative`      derivatives of expressions
 - `op`              `Op`: what every operation must say of itself
@@ -26,7 +27,6 @@ Reading order:
 - `walk`            the walk over a program's steps and the bodies inside them
 - `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
 - `draft`           `Draft`: steps while they are written
-- `reshard_cotangent` the gradient of a move
 - `gradients`       `gradients`: a program with its gradients
 - `dim_names`       what the dims of a program's values are called
 - `composite_patterns` composites that are written out as one step each
