@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from shardplan.hardware.prices import kernels
 from shardplan.simulation.accuracy import forecast
-from shardplan.simulation.closed import chips, memory, numbers, stages
+from shardplan.simulation.closed import chips, kernel_classes, memory, numbers, stages
 from shardplan.simulation.closed.machines import machine_fit, shipped
 from shardplan.simulation.closed.parameters import Parameters
 
@@ -16,11 +17,19 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     numbers: {
         "SCORE_BYTES": ("bytes streamed for a score of unfused attention", "counted: arXiv 2205.05198, 4.1"),
         "LOSS_BYTES": ("bytes streamed for a logit", "counted: Megatron's loss, PyTorch's loss"),
-        "FASTER": ("speed of attention kernels beside flash1", "published: arXiv 2307.08691, arXiv 2407.08608"),
         "ALIGNED": ("bytes that rows of a head are multiples of, for tensor cores", "published: cuBLAS"),
         "BLOCK": ("heads and sequences in a block of the fused softmax", "counted: Megatron's fused_softmax.py"),
         "APART": ("kernels, and bytes a score, of a softmax in steps", "counted: Megatron's fused_softmax.py"),
         "IN_STEPS": ("kernels of unfused attention", "counted: its products, softmax, dropout"),
+    },
+    kernel_classes: {
+        "FASTER": ("speed of attention kernels beside flash1", "published: arXiv 2307.08691"),
+        "BESIDE": (
+            "the same of kernels for asynchronous tensor cores",
+            "arXiv 2407.08608; benchmarks/results/gpu.json",
+        ),
+        "QUERIES": ("queries of a block of attention", "kernels of cuDNN by shape: benchmarks/kernel_shapes.py"),
+        "NARROW_BYTES": ("bytes of an element of narrow products", "published: OCP MX 1.0, NVFP4"),
     },
     stages: {
         "_RECIPES": ("bytes of parameter, gradient and state by precision", "counted: software's documentation"),
@@ -29,6 +38,13 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
     },
     memory: {},
+    kernels: {
+        "HEAD": ("width of a head at which shares are stated", "definition"),
+        "EXPONENTIALS": ("exponentials of a processor a second", "published: CUDA programming guide"),
+        "ENDS": ("of the longest block, for which processors wait at the end", "fitted: benchmarks/kernel_shapes.py"),
+        "BACKWARD": ("speed of attention's backward pass", "fitted: benchmarks/kernel_shapes.py"),
+        "KEYS": ("keys of a block of the backward pass", "published: FlashAttention's tiles"),
+    },
     chips: {
         "KNOWN": ("deviations of what kernels say of a chip", "by hand: spread of kernels, and of fits beside them"),
         "APART": ("deviations of machines with one chip", "by hand: spread of the fits"),

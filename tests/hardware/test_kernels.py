@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan as sp
-from shardplan.core.ops import Einsum
+from shardplan.core.ops import Attention, Backward, Einsum
 from shardplan.core.pattern import Work
 from shardplan.errors import TopologyError
 from shardplan.hardware.level import DeviceSpec, KernelShares
@@ -54,6 +54,48 @@ def test_it_is_the_longer_of_operations_and_bytes(
         kernel_seconds(replace(work, flops=2 * flops), DEVICE),
     ]
     assert stream_seconds(nbytes, DEVICE) == pytest.approx(nbytes / 1.6e12, rel=1e-12)
+
+
+def attention_seconds(heads: int, queries: int, width: int, value: int, products: int, seen: float) -> float:
+    """Seconds of attention, its blocks dealt out one by one: the slowest processor, and what others wait at the end."""
+    block = 128
+    scores = 312e12 / 108 / (16 * 1.6e9)  # operations that one exponential takes
+    share = 0.4 * (512 + scores) / 512 * (4 * max(width, value)) / (4 * max(width, value) + scores)
+    share *= 0.85 if products > 2 else 1.0
+    rate = 312e12 * share / 108
+    per_pair = 2.0 * products * max(width, value)
+    rows = [min(block, queries - at) for at in range(0, queries, block)]
+    pairs = [n * queries * 2 * seen * (k + 0.5) / len(rows) for k, n in enumerate(rows)]
+    diagonal = [n * block / 2 * (seen < 1) for n in rows]
+    longest = block * queries * per_pair / rate
+    whole = heads * sum(a + b for a, b in zip(pairs, diagonal, strict=True)) * per_pair / rate / 108
+    return max(longest, whole + 0.27 * longest)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8, 32, 128])
+@pytest.mark.parametrize("width", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("products", [2, 5])
+def test_attention_is_dealt_out_in_blocks(heads: int, width: tuple[int, int], products: int) -> None:
+    """Few heads leave processors idle until the longest block ends; narrow heads and padded values take longer."""
+    device = replace(DEVICE, processors=108)
+    for queries, seen in ((1024, 0.5), (4096, 0.5), (4096, 1.0)):
+        flops = products * 1.0 * heads * queries**2 * seen * sum(width)
+        sides = (float(heads), float(queries), float(queries), *map(float, width), seen, float(products))
+        found = kernel_seconds(Work(flops, "bf16", 1.0, "scores", sides), device)
+        assert found == pytest.approx(attention_seconds(heads, queries, *width, products, seen), rel=1e-9)
+    # One query of a sequence is no block: kernels share its keys out.
+    one = Work(4e6, "bf16", 1.0, "scores", (8.0, 1.0, 8192.0, 128.0, 128.0, 1.0, 2.0))
+    assert kernel_seconds(one, device) == pytest.approx(4e6 / (0.4 * 312e12))
+
+
+def test_ops_say_what_attention_is() -> None:
+    """Forward and back, of a device's heads."""
+    q, k, v = (sp.TensorType.parse(f"bf16[2, 64, 8@x, 2, {d}]".replace(", 2, ", s), "x=4")
+               for d, s in ((24, ", 2, "), (24, ", "), (16, ", ")))  # fmt: skip
+    work = Attention().pattern(q, k, v)
+    assert isinstance(work, Work) and work.sides == (8.0, 64.0, 64.0, 24.0, 16.0, 0.5, 2.0)
+    back = Backward(Attention(), (0, 1, 2)).pattern(q, k, v, *Attention().infer(q, k, v))
+    assert isinstance(back, Work) and back.sides == (8.0, 64.0, 64.0, 24.0, 16.0, 0.5, 5.0)
 
 
 def test_a_product_says_its_sides_on_its_worst_device() -> None:

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from shardplan.cli import app
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.accuracy.calibration import fit_machine
+from shardplan.simulation.accuracy.calibration import fit_machine, near_bounds
 from shardplan.simulation.accuracy.forecast import OPEN, RESIDUAL, SOURCE, forecast
+from shardplan.simulation.accuracy.step_fitting import LIMITS
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.subject import context_kind_of
 from shardplan.simulation.closed.chips import CHIPS, FREE, chip_of, common
@@ -93,6 +94,20 @@ def test_rows_that_say_nothing_leave_what_the_chip_says() -> None:
     assert found.parameters.network == pytest.approx(like.parameters.network, rel=1e-3)
 
 
+def test_machines_with_one_chip_are_near_each_other_but_where_something_says_why() -> None:
+    fits = {m: shipped_fit(m) for m in ("dgx-h100", "dgx-h200", "grand-teton-h100", "dgx-a100-80g")}
+    far = {m: dataclasses.replace(fit, parameters=dataclasses.replace(fit.parameters, product=x))
+           for (m, fit), x in zip(fits.items(), (0.5, 0.7, 0.3, 0.75), strict=True)}  # fmt: skip
+    for apart in ({}, {("grand-teton-h100", "product"): "500 W"}):
+        found = near_bounds(far, apart)
+        low, high = found["dgx-h100"]["product"]
+        assert found["dgx-h200"]["product"] == (low, high) and high / low == pytest.approx(1.15)
+        assert 0.3 < low < high < 0.75
+        assert (found["grand-teton-h100"]["product"] == LIMITS["product"]) == bool(apart)
+        # One machine of its chip, and the network, which is no chip's.
+        assert found["dgx-a100-80g"] == dict(LIMITS) and found["dgx-h100"]["network"] == LIMITS["network"]
+
+
 def test_what_a_source_leaves_open_widens_an_interval() -> None:
     row = vtrain()[0]
     widths = [
@@ -115,17 +130,19 @@ def test_the_host_is_that_of_the_software() -> None:
 
 def test_keys_and_values_go_round_beside_attention() -> None:
     model = Model.load("llama", layers=4, hidden=1024, heads=8, kv_heads=8, ffn=2816, seq=65536, vocab=32000, batch=1)
-    form = ClosedForm(model, TWO, Parameters(network=0.2))
     kinds = ("gather", "ring", "zigzag")
     many = [Strategy(context=16, context_kind=kind, global_batch=1) for kind in kinds]  # pyright: ignore[reportArgumentType]
-    gather, ring, zigzag = form.seconds(Configurations.of(many))
-    assert zigzag < gather and zigzag < ring  # in the order of the sequence the last device has most pairs
-    slow, slower = (
-        ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many)) for n in (0.01, 0.005)
-    )
-    hidden = slow[0] - slow[2]
-    assert hidden > gather - zigzag  # all of what is sent at first; then what attention takes, and no more
-    assert slower[0] - slower[2] == pytest.approx(hidden, rel=1e-6) and slow[2] > 1.2 * zigzag
+    gather, ring, zigzag = np.array(
+        [
+            ClosedForm(model, TWO, Parameters(network=n)).seconds(Configurations.of(many))
+            for n in (1.0, 0.9, 0.02, 0.01, 0.005)
+        ]
+    ).T
+    assert zigzag[0] < gather[0] < ring[0]  # in the order of the sequence the last device has most pairs
+    assert zigzag[1] - zigzag[0] < 0.7 * (gather[1] - gather[0])  # attention hides all but the last cotangents
+    # A ring leaves a node over one link, a gather over all; where that is slow it takes what the link does.
+    assert zigzag[3] > 5 * gather[3]
+    assert zigzag[4] - zigzag[3] == pytest.approx(2 * (zigzag[3] - zigzag[2]), rel=1e-6)
 
 
 def test_what_runs_beside_products_is_not_hidden_again() -> None:

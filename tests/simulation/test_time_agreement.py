@@ -25,8 +25,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         "moe",
         EXPERTS | {"kv_heads": 32},
         {"tensor": 8, "expert": 4, "microbatch": 4, "recompute": "full", "global_batch": 8},
+        0.06,
+    ),
+    "a ring between nodes": (
+        "llama",
+        LLAMA | {"seq": 8192},
+        {"tensor": 4, "context": 4, "context_kind": "ring", "global_batch": 4},
+        0.05,
+    ),
+    "experts whole over a context": (
+        "moe",
+        EXPERTS,
+        {"data": 4, "context": 4, "context_kind": "gather", "zero": 2, "fsdp": True, "global_batch": 4},
         0.03,
     ),
+    "chunks wait once": (
+        "gpt",
+        SIZES | {"layers": 8},
+        {"data": 8, "pipeline": 4, "schedule": "interleaved", "interleave": 2, "zero": 1, "global_batch": 16},
+        0.08,
+    ),
+    "a table of two stages": ("gpt", SIZES, {"tensor": 2, "pipeline": 4, "global_batch": 2}, 0.05),
     "layers gathered": ("gpt", SIZES, {"data": 4, "zero": 3, "fsdp": True, "global_batch": 16}, 0.05),
     "gradients in every pass": ("llama", LLAMA, {"data": 8, "zero": 2, "fsdp": True, "global_batch": 64}, 0.05),
     "apart from products": (

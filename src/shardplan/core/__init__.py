@@ -27,6 +27,7 @@ Reading order:
 - `walk`            the walk over a program's steps and the bodies inside them
 - `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
 - `draft`           `Draft`: steps while they are written
+- `reshard_cotangent` the gradient of a move
 - `gradients`       `gradients`: a program with its gradients
 - `dim_names`       what the dims of a program's values are called
 - `composite_patterns` composites that are written out as one step each

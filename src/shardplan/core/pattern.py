@@ -114,7 +114,9 @@ class Work:
     dtype: str
     nbytes: np.ndarray | float
     kind: str = "streamed"  # its class, as ops name it: product, scores (attention), loss or streamed
-    sides: tuple[np.ndarray | float, ...] = ()  # of a product of two operands: rows, columns, and what is summed over
+    # Of a product of two operands: rows, columns, and what is summed over. Of attention: heads of all sequences,
+    # queries, keys, widths of a key and of a value, what part of the keys a query sees, products of a pair (2, back 5).
+    sides: tuple[np.ndarray | float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -143,12 +143,13 @@ class KernelShares:
     """
 
     product: float = 1.0  # of the operations per second, in large products
-    attention: float = 1.0  # of them, in attention
+    attention: float = 1.0  # of them, in long forward attention with heads of 128
     stream: float = 1.0  # of the memory bandwidth
     half: float = 0.0  # elements
+    queries: float = 128.0  # that a processor has at once in attention
 
     def __post_init__(self) -> None:
-        for name in ("product", "attention", "stream", "half"):
+        for name in ("product", "attention", "stream", "half", "queries"):
             value = border.number(f"device: kernels: {name}", getattr(self, name), TopologyError)
             if name != "half" and not value > 0:
                 raise TopologyError(f"device: kernels: {name} is {excerpt(value)}, it must be above 0")
@@ -166,6 +167,7 @@ class DeviceSpec:
     memory_bandwidth: float = math.inf  # bytes per second
     launch: float = 0.0  # seconds to start a kernel or a collective
     kernels: KernelShares = KernelShares()
+    processors: int = 0  # that have a tile of a kernel at once; 0 where it is unstated
 
     def __post_init__(self) -> None:
         for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
@@ -182,6 +184,7 @@ class DeviceSpec:
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
                 raise TopologyError(f"device: {name} is {excerpt(value)}, it must be above 0")
         border.number("device: launch", self.launch, TopologyError)
+        border.whole_number("device: processors", self.processors, 0, kind=TopologyError)
         if not isinstance(self.kernels, KernelShares):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"device: kernels is {excerpt(self.kernels)}; legal is KernelShares")
 

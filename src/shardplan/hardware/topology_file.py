@@ -21,8 +21,8 @@ from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate
 
 _PRESETS = Path(__file__).parent / "presets"
 _TOP = ("version", "name", "library", "device", "levels")
-_DEVICE = ("flops", "memory", "memory_bandwidth", "launch", "kernels")
-_KERNELS = ("product", "attention", "stream", "half")
+_DEVICE = ("flops", "memory", "memory_bandwidth", "launch", "kernels", "processors")
+_KERNELS = ("product", "attention", "stream", "half", "queries")
 _LEVEL = (
     "name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "efficiency", "degraded", "reduces"
 )  # fmt: skip
@@ -189,7 +189,8 @@ def _device(data: dict[str, Any]) -> DeviceSpec:
     kernels = _typed_value("device", data, "kernels", dict, {})
     check_keys("device: kernels", kernels, _KERNELS)
     shares = {name: float(_typed_value("device: kernels", kernels, name, (int, float), 1.0)) for name in kernels}
-    return DeviceSpec(flops, memory, bandwidth, launch, KernelShares(**shares))
+    processors = _typed_value("device", data, "processors", int, 0)
+    return DeviceSpec(flops, memory, bandwidth, launch, KernelShares(**shares), processors)
 
 
 def to_text(topology: Hardware) -> str:
@@ -213,6 +214,8 @@ def to_text(topology: Hardware) -> str:
             lines.append(f'memory_bandwidth = "{exact(device.memory_bandwidth, "B/s")}"')
         if device.launch:
             lines.append(f'launch = "{exact(device.launch, "s")}"')
+        if device.processors:
+            lines.append(f"processors = {device.processors}")
         plain = KernelShares()
         shares = [f"{x} = {y!r}" for x in _KERNELS if (y := getattr(device.kernels, x)) != getattr(plain, x)]
         if shares:

@@ -13,8 +13,8 @@ from shardplan.hardware.topology import Topology, topology_of
 from shardplan.simulation.closed.collectives import with_network
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.machines import of_machine
-from shardplan.simulation.closed.numbers import with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep, timeline_of

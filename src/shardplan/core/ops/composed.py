@@ -22,11 +22,20 @@ from shardplan.core.op import Op, results_of
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.blocks import run_in_blocks
 from shardplan.core.ops.collective import moving
-from shardplan.core.ops.compute import At, Compute, IdRange, KernelClass, LocalRun, Ruled, Size, Where, computing
-from shardplan.core.ops.general import Exchange, Send
+from shardplan.core.ops.compute import (
+    At,
+    Compute,
+    IdRange,
+    KernelClass,
+    LocalRun,
+    Ruled,
+    Size,
+    Where,
+    computing,
+    score_sides,
+)
 from shardplan.core.ops.indexing import Constant
-from shardplan.core.ops.movement import AllGather, AllToAll, Slice
-from shardplan.core.ops.reduction import ReduceScatter
+from shardplan.core.reshard_cotangent import reshard_cotangent
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
@@ -100,6 +109,10 @@ class Composed(Compute):
     ) -> tuple[list[tuple[Compute, Step, tuple[TensorType, ...]]], tuple[TensorType, ...]]:
         """The steps with the types of their operands, and the types of the results."""
         return _steps(self, tuple(operands))
+
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Of attention what its price asks."""
+        return score_sides(self.share(*operands), *operands) if self.kernel_class == "scores" else ()
 
     def pull(
         self,
@@ -178,6 +191,11 @@ class Backward(Composed):
     def ids(self, *operands: TensorType) -> Mapping[int, IdRange]:
         """Those of the op."""
         return self.of.ids(*operands[: len(operands) - self.results]) if isinstance(self.of, Compute) else {}
+
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Of attention three products more: scores again, and two for each of its own."""
+        found = super(Backward, self).kernel_sides(*operands)
+        return (*found[:-1], found[-1] + 3) if found else ()
 
     def share(self, *operands: TensorType) -> float:
         """That of the op."""
@@ -346,37 +364,3 @@ class Reverse:
         Reverse(self.draft, dict(body.types), value).fill_cotangents(body.steps, found, needed, number)
         self.draft.alike = alike  # names of the body are not of this walk
         return [found.get(name) for name in names]
-
-
-# The gradient of a move is a move: that of the cotangent to where the operand lay, chosen by the types alone.
-
-
-def reshard_cotangent(draft: Draft, name: str, t: TensorType, op: str) -> str:
-    """Return a cotangent of what an op made of a value of type `t` as one of that value.
-
-    Over axes that `t` names it is not partial any more: hence of an all-reduce the identity, of an all-gather a slice
-    or, of a partial cotangent, a reduce-scatter.
-    """
-    u = draft.types[name]
-    if t.layout.root or u.layout.root or t.layout.boxes or u.layout.boxes or t.layout.reduction not in (None, "sum"):
-        raise TypingError(f"{op} of {t} has no gradient; legal are values on all devices, whole, sharded or sums")
-    if u.mesh != t.mesh:
-        return draft(Send(Layout(t.layout.dims), t.mesh), draft.reduce_axes(name, u.layout.partial))
-    partial = set(t.mesh.expand(u.layout.partial))
-    for d, (before, after) in enumerate(zip(u.atoms, t.atoms, strict=True)):
-        new = after[len(before) :]
-        if new and after[: len(before)] == before and set(new) <= partial:
-            name = draft(ReduceScatter(d, t.mesh.fold(new)), name)
-    name = draft.reduce_axes(name, t.layout.used_axes)
-    u = draft.types[name]
-    changed = [d for d in range(t.ndim) if u.atoms[d] != t.atoms[d]]
-    lost = {d: u.atoms[d][len(t.atoms[d]) :] for d in changed if u.atoms[d][: len(t.atoms[d])] == t.atoms[d]}
-    new = {d: t.atoms[d][len(u.atoms[d]) :] for d in changed if t.atoms[d][: len(u.atoms[d])] == u.atoms[d]}
-    if len(lost) == len(new) == 1 and len(changed) == 2 and set(*lost.values()) == set(*new.values()):
-        ((a, run), (b, order)) = (*lost.items(), *new.items())
-        return draft(AllToAll(a, b, t.mesh.fold(run), t.mesh.fold(order) if order != run else ()), name)
-    if len(lost) == len(changed) or len(new) == len(changed):
-        for d in changed:
-            name = draft(AllGather(d, t.mesh.fold(lost[d])) if lost else Slice(d, t.mesh.fold(new[d])), name)
-        return name
-    return draft(Exchange(Layout(t.layout.dims, u.layout.partial, u.layout.reduction)), name)

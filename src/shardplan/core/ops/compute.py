@@ -79,10 +79,10 @@ class Compute(Op):
         """The class of its kernel: `product`, `scores` (attention), `loss`, or, by what it touches, `streamed`."""
         return "streamed"
 
-    def product_sides(self, *operands: TensorType) -> tuple[float, ...]:
-        """Return what the price of a product asks: rows, columns, and what is summed over, on the worst device.
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Return what the price of a product or of attention asks, on the worst device (`core.pattern.Work.sides`).
 
-        Of what is no product of two operands nothing is said.
+        Of other kernels, and of products of more than two operands, nothing is said.
         """
         return ()
 
@@ -200,9 +200,17 @@ class Compute(Op):
     def pattern(self, *operands: TensorType) -> Pattern:
         """One kernel."""
         dtype = (operands or self.infer())[0].dtype
-        kind = self.kernel_class
-        sides = self.product_sides(*operands) if kind == "product" else ()
-        return Work(self.flops(*operands), dtype, float(self.touched_bytes(*operands)), kind, sides)
+        nbytes, sides = float(self.touched_bytes(*operands)), self.kernel_sides(*operands)
+        return Work(self.flops(*operands), dtype, nbytes, self.kernel_class, sides)
+
+
+def score_sides(share: float, *operands: TensorType) -> tuple[float, ...]:
+    """Return what the price of attention asks of queries `[b s g r d]`, keys `[b t g d]` and values `[b t g e]`.
+
+    `share` is the part of the keys that a query sees; see `core.pattern.Work.sides`.
+    """
+    q, k, v = (t.local_shape() for t in operands[:3])
+    return tuple(map(float, (q[0] * q[2] * q[3], q[1], k[1], q[4], v[3], share, 2)))
 
 
 def _base_array(x: Array) -> Array:

@@ -107,7 +107,7 @@ def _figures(op: Overlapped, operands: tuple[TensorType, ...]) -> _Figures:
             sent += amount
             messages.append(RoundMessages(ids[there], put.peer[there], amount[there]))
         joint = RoundMessages.merge_parts(messages) if messages else None
-        works = [w for kernel in one.kernels if (w := _work(kernel, operands[0].dtype, widths, op.kernel_class))]
+        works = [w for kernel in one.kernels if (w := _work(kernel, operands, widths, op))]
         if joint is not None and not joint.amount.size:
             joint = None
         rounds += joint is not None
@@ -120,13 +120,14 @@ def _figures(op: Overlapped, operands: tuple[TensorType, ...]) -> _Figures:
     return _Figures(float(busy.max()), received, sent, rounds, int(room.max()), InTurn(1, tuple(steps)))
 
 
-def _work(kernel: Kernel, dtype: str, widths: dict[str, int], kind: str) -> Work | None:
+def _work(kernel: Kernel, operands: Sequence[TensorType], widths: dict[str, int], op: Overlapped) -> Work | None:
     """A kernel on its worst device; None where no device runs it."""
     if not kernel.live.any():
         return None
     blocks = (*kernel.sources, *kernel.targets)
     nbytes = sum((b.elements * widths[b.buffer] for b in blocks), np.zeros(len(kernel.live), dtype=np.int64))
-    return Work(float(kernel.flops[kernel.live].max()), dtype, float(nbytes[kernel.live].max()), kind)
+    flops, most = float(kernel.flops[kernel.live].max()), float(nbytes[kernel.live].max())
+    return Work(flops, operands[0].dtype, most, op.kernel_class, op.kernel_sides(*operands))
 
 
 def _at_once(works: Sequence[Work], joint: RoundMessages | None, ids: Ints) -> Pattern:

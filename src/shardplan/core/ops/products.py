@@ -60,7 +60,7 @@ class Einsum(Ruled):
         left, right = self.spec.split("->")
         return tuple(left.split(",")), right
 
-    def product_sides(self, *operands: TensorType) -> tuple[float, ...]:
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
         """Those of the factors of both operands and not of the result, and of those of one of them."""
         sides, result = self.sides
         if len(sides) != 2:

@@ -25,7 +25,7 @@ from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.lowering import Buffer, Copy, Ints, Lowering, Round
 from shardplan.core.namespace import wide
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
-from shardplan.core.ops.compute import KernelClass, common_dtype
+from shardplan.core.ops.compute import KernelClass, common_dtype, score_sides
 from shardplan.core.ops.movement import AllGather, Slice
 from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
@@ -66,6 +66,11 @@ class _Rotating(Overlapped):
     def members(self, t: TensorType) -> tuple[str, ...]:
         """Return the axes of the sequence, round which tiles go."""
         return t.layout.dims[SEQUENCE]
+
+    def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
+        """Of a round: all keys that are at hand, but in one of them."""
+        found = score_sides(1.0, *operands)
+        return (*found[:-1], found[-1] + 3 * (len(operands) > 3))
 
     def _order(self, q: TensorType) -> Zigzag | None:
         return Zigzag(q.shape[SEQUENCE], self.zigzag) if self.causal else None

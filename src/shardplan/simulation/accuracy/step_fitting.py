@@ -86,6 +86,7 @@ def fit_steps(
     free: Sequence[str] = FREE,
     start: Parameters | None = None,
     widths: Mapping[str, float] = dict.fromkeys(LIMITS, PRIOR),
+    limits: Mapping[str, tuple[float, float]] = LIMITS,
 ) -> StepFit:
     """Fit parameters to the logarithms of measured seconds.
 
@@ -94,6 +95,7 @@ def fit_steps(
         free: What is fitted, at most six; the others stay as `start` has them.
         start: What is usual, to which all are drawn where the rows say nothing.
         widths: By parameter the deviation of its logarithm from that.
+        limits: By parameter the least and the most that it may be.
 
     Raises `ShardplanError` without rows, and for a parameter that is none.
     """
@@ -103,7 +105,7 @@ def fit_steps(
         raise ShardplanError(f"free={strange[0]}; legal are at most six of {', '.join(LIMITS)}")
     base, bench = start or Parameters(), Bench(rows)
     usual = np.log([getattr(base, name) for name in free])
-    low, high = (np.log([LIMITS[name][k] for name in free]) for k in (0, 1))
+    low, high = (np.log([limits[name][k] for name in free]) for k in (0, 1))
     tables = Counter(row.table for row in rows)
     weights = np.array([min(1.0, MOST / tables[row.table]) for row in rows])
 

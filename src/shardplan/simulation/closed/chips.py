@@ -48,12 +48,13 @@ class Chip:
 
 
 # Medians of large kernels: A100 and B200 of SimuMax's tables (products 0.71 to 0.80 of the peak on A100, 0.44 to 0.65
-# on B200; attention counted causal, over what is faster than `flash1`), H100 of benchmarks/results/gpu.json (products
-# 0.65 to 0.79, `flash2` 0.27 to 0.33, copies 0.85, norms 0.5, softmax 0.25 to 0.4 of the bandwidth).
+# on B200; long causal attention, `flash2` 0.6 on A100, `cudnn` 0.45 on B200, over what is faster than `flash1`), H100
+# of benchmarks/results/gpu.json (products 0.65 to 0.79, `flash2` 0.33, `cudnn` 0.65, copies 0.85, norms 0.5, softmax
+# 0.25 to 0.4 of the bandwidth).
 CHIPS = (
-    Chip("A100", "nccl", 312e12, Parameters(product=0.76, stream=0.7, launch=1e-5, eager=4e-5, attention=0.3)),
-    Chip("H100", "nccl", 989.4e12, Parameters(product=0.68, stream=0.6, launch=1e-5, eager=4e-5, attention=0.19)),
-    Chip("B200", "nccl", 2350e12, Parameters(product=0.58, stream=0.55, launch=1e-5, eager=4e-5, attention=0.2)),
+    Chip("A100", "nccl", 312e12, Parameters(product=0.76, stream=0.7, launch=1e-5, eager=4e-5, attention=0.37)),
+    Chip("H100", "nccl", 989.4e12, Parameters(product=0.68, stream=0.6, launch=1e-5, eager=4e-5, attention=0.21)),
+    Chip("B200", "nccl", 2350e12, Parameters(product=0.58, stream=0.55, launch=1e-5, eager=4e-5, attention=0.15)),
 )
 
 

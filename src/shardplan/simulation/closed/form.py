@@ -19,8 +19,9 @@ from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import CODES, Configurations, distinct
+from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
-from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs, with_kernels
+from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds
 from shardplan.simulation.closed.reading import read
@@ -389,5 +390,6 @@ def _scheduled(c: Configurations, kinds: ChunkKinds, stages: StageTimes, where: 
         )
         nothing = np.zeros((len(at), len(of_chunk) - 1))
         order = compile_schedule(CODES["schedule"][schedule], pipeline, m, interleave)
-        found[at] = closed_step(order, StageSeconds(forward, backward - weight, weight, nothing), near=False)
+        stage_seconds = StageSeconds(forward, backward - weight, weight, nothing)
+        found[at] = closed_step(order, stage_seconds, near=interleave > 1 and m < pipeline)
     return found

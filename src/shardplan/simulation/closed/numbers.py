@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.pattern import Work
-from shardplan.hardware.level import DeviceSpec, KernelShares
+from shardplan.hardware.level import DeviceSpec
 from shardplan.hardware.prices.kernels import kernel_seconds
 from shardplan.simulation.closed.collectives import AffineCosts, CollectivePrices
+from shardplan.simulation.closed.kernel_classes import cast_work, narrow_bytes
 from shardplan.simulation.closed.lifetimes import life_bytes
-from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import FORWARD, Extent, LocalKernel, LocalMove, LocalValue, Reading
 from shardplan.strategy.strategy import HEADS, RATIO, SHARING
 
@@ -31,9 +31,6 @@ IN_STEPS = (4.0, 6.0)
 # Bytes that a loss in steps reads and writes for a logit: widened to f32, its largest subtracted, exponentials summed
 # and divided (Megatron's vocabulary-parallel loss), or one softmax in f32 (PyTorch's); in the forward pass, and back.
 LOSS_BYTES = {"unfused": (38.0, 14.0), "": (14.0, 14.0)}
-# How much faster later kernels of attention are than the first: arXiv 2307.08691 (about twice, less backward), and
-# fused attention of cuDNN 9 beside FlashAttention 2 on H100 (arXiv 2407.08608, figure 5).
-FASTER = {"flash1": 1.0, "flash2": 1.6, "cudnn": 2.2}
 # Rows of so many bytes are what tensor cores read; a product along a head of another size runs on other units.
 ALIGNED, ITEMSIZE = 16, 2
 # Megatron's fused softmax takes blocks of so many heads and sequences; else there is a kernel each to widen, scale,
@@ -115,11 +112,18 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
         dtype = asked.product_dtype if k.weighs and k.run >= 0 else k.dtype
         asked.device.peak(dtype)
         sides = tuple(sizes.volume([k.extents[f] for f in side]) for side in k.roles[1:])
-        return [Work(flops, dtype, nbytes, k.kind, sides)]
+        narrow = narrow_bytes(dtype)
+        if not narrow:
+            return [Work(flops, dtype, nbytes, k.kind, sides)]
+        read, made = [sizes.volume(v.extents) for v in k.values[:-1]], sizes.bytes(k.values[-1])
+        product = Work(flops, dtype, sum(read, made / narrow) * narrow, k.kind, sides)
+        return [product, *(cast_work(k.values[v].itemsize, narrow, read[v], k.dtype) for v in k.casts)]
     if k.kind == "scores":
         asked.device.peak(k.dtype)
         flops = flops * _busiest_in_ring(k, sizes) if asked.ring else flops
-        return _unfused(k, sizes, asked, nbytes) if unfused(asked) else [Work(flops, k.dtype, nbytes, k.kind)]
+        if unfused(asked):
+            return _unfused(k, sizes, asked, nbytes)
+        return [Work(flops, k.dtype, nbytes, k.kind, _score_sides(k, sizes))]
     if k.kind == "loss" and asked.whole_loss:
         nbytes = logits_of(k, sizes) * LOSS_BYTES.get(asked.attention, LOSS_BYTES[""])[k.phase]
     return [Work(0.0, k.dtype, nbytes, k.kind)]
@@ -148,6 +152,12 @@ def _unfused(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked, nbytes: Flo
     return [Work(flops, dtype, nbytes, "product", (s, t, d)), Work(0.0, dtype, streamed)]
 
 
+def _score_sides(k: LocalKernel, sizes: LocalSizes) -> tuple[Floats | float, ...]:
+    """What the price of attention asks, as ops say it (`core.ops.ring.score_sides`)."""
+    b, s, g, r, d, t, e = (sizes.extent(x) for x in k.extents)
+    return b * g * r, s, t, d, e, k.seen, 5.0 if k.phase == 1 else 2.0
+
+
 def _busiest_in_ring(k: LocalKernel, sizes: LocalSizes) -> Floats:
     """How many times the mean of pairs the device has whose queries are last: all tiles of keys whole, but its own."""
     around = np.prod([sizes.degrees[axis] for axis in k.extents[1].axes if axis in CONTEXT_AXES], axis=0)
@@ -161,17 +171,13 @@ def scores_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
 
 
 def launches_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats | float:
-    """Return how many kernels the host issues: one, but for attention in steps."""
+    """Return how many kernels the host issues: one, but for attention in steps, and casts before narrow products."""
+    if k.casts and k.run >= 0 and narrow_bytes(asked.product_dtype):
+        return 1.0 + len(k.casts)
     if k.kind != "scores" or not unfused(asked):
         return 1.0
     b, _, g, r, *_ = (sizes.extent(x) for x in k.extents)
     return IN_STEPS[k.phase == 1] + APART[k.phase == 1][0] * ((b * g * r) % BLOCK > 0)
-
-
-def with_kernels(device: DeviceSpec, p: Parameters, attention: str = "flash2") -> DeviceSpec:
-    """Return a device at the shares of its rates that kernels reach by parameters, with this class of attention."""
-    fused = p.attention * FASTER.get(attention, 1.0)
-    return replace(device, kernels=KernelShares(p.product, fused, p.stream, p.half))
 
 
 def logits_of(k: LocalKernel, sizes: LocalSizes) -> Floats:

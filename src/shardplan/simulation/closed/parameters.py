@@ -15,8 +15,8 @@ class Parameters:
         launch: Seconds after which the host issues the next kernel; a device that is done sooner waits.
         eager: The same of software that computes attention in steps, as that of 2020 to 2022 did.
         network: The part of the bandwidth between nodes, as the topology delivers it, that a step's collectives reach.
-        attention: The part of the peak that fused attention of the first generation (`flash1`) reaches, counted causal
-            where it is.
+        attention: The part of the peak that fused attention of the first generation (`flash1`) reaches with heads of
+            128 in long sequences, counted causal where it is.
         half: The size at which a dim of a product takes as long again: a product of m x k by k x n takes
             1 + half (1/m + 1/n + 1/k) times what a large one takes for its operations. By hand: products say 86 to 150.
         order: How sharply a device that waits for the host, and a host that waits for the device, exclude each other:

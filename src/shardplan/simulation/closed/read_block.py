@@ -33,6 +33,7 @@ class ReadBlock:
     kept: set[str] = field(default_factory=set[str])  # what the backward pass has, too
     parts: dict[str, State] = field(default_factory=dict[str, State])  # addends of the gradients of parameters
     number: int = 0  # of the step that is read
+    narrow: set[str] = field(default_factory=set[str])  # what a narrow product before it has cast
     made_at: dict[str, int] = field(default_factory=dict[str, int])  # by value how many kernels there were then
     copies: dict[tuple[str, frozenset[tuple[str, int]]], tuple[int, int]] = field(
         default_factory=dict[tuple[str, "frozenset[tuple[str, int]]"], tuple[int, int]]

@@ -20,6 +20,7 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.addends import addends, no_larger
 from shardplan.simulation.closed.caches import kept_values
+from shardplan.simulation.closed.kernel_classes import cast_operands
 from shardplan.simulation.closed.lifetimes import layer_life
 from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
 from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values, table_state
@@ -234,6 +235,7 @@ class _Reader:
                 self.phase == BACKWARD and any(r in block.held for r in step.results),
                 joins_product(block, step, op, types, results),
                 op.share(*types),
+                cast_operands(block, step) if weighs and roles else (),
             )
         )
 

@@ -14,7 +14,8 @@ from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context, with_kernels
+from shardplan.simulation.closed.kernel_classes import narrow_bytes, with_kernels
+from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassWork, pass_seconds
 from shardplan.simulation.closed.work import BACKWARD
@@ -61,6 +62,13 @@ def element_bytes(c: Configurations) -> ElementBytes:
     )
     gradient = np.where(gradient > 0, gradient, table[:, 1])
     return ElementBytes(table[:, 0], gradient, np.where(summed > 0, summed, gradient), table[:, 2])
+
+
+def cast_bytes(c: Configurations) -> Floats:
+    """Return the bytes that an element of a parameter takes to be cast for narrow products, once a step, [n]."""
+    found = [narrow_bytes(_RECIPES[name][3]) for name in CODES["precision"]]
+    width = np.array(found)[c.columns["precision"]]
+    return (width > 0) * (element_bytes(c).parameter + 2 * width)
 
 
 def overlapped(c: Configurations) -> Floats:
@@ -329,5 +337,8 @@ class Dealt:
         owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
         elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few
         update = elements.max(axis=0) * (_PASSES * size.state + size.gradient + size.parameter)
+        layers = {k: np.concatenate([rows[k][:-2], np.zeros_like(rows[k][-2:])]) for k in owned}
+        cast = sum((self._on_ranks(kinds, kinds.sums(x)) for x in layers.values()), np.zeros(1)).max(axis=0)
+        update = update + cast * cast_bytes(self.c)
         copied = self.copied_seconds(kinds, backward)
         return exposed.max(axis=0) + copied + stream_seconds(update, with_kernels(device, self.p))

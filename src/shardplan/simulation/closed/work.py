@@ -55,6 +55,7 @@ class LocalKernel(NamedTuple):
     gradient: bool  # whether it makes the gradient of a parameter
     joined: bool  # whether a product does it to its result before that is written: a bias that is added
     seen: float = 1.0  # of attention what part of the keys a query sees
+    casts: tuple[int, ...] = ()  # which values kernels of their own cast before it, where the product is narrow
 
 
 class LocalMove(NamedTuple):
