@@ -33,13 +33,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[turns.COLLECTED] = frozenset(item.nodeid for item in items)
     parts = int(config.getoption("--turn"))
-    long = [f"tests/{name}" for name in turns.LONG] if parts > 1 else []
+    long = tuple(f"tests/{name}" for name in turns.LONG)
     by_long = itertools.groupby(items, lambda item: next((name for name in long if item.nodeid.startswith(name)), ""))
-    kept = [i for name, own in by_long for i in (turns.share(tuple(own), parts) if name else own)]
+    kept = [i for name, own in by_long for i in (turns.share_of_cases(list(own), parts) if name else own)]
     if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        ran = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in ran])
         items[:] = kept
+    items.sort(key=lambda item: not item.nodeid.startswith(long))  # else a worker has a long file when all else is done
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -61,17 +64,15 @@ def _no_process_group_stays() -> Iterator[None]:  # pyright: ignore[reportUnused
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file that starts processes stay with one worker: most share a launch, which each worker would pay."""
+    """The tests of a file stay with one worker: they share launches, models and searches, which each would pay.
+
+    Files of many long cases come first, so that no worker is left with one at the end.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Launches(LoadScopeScheduling):
+    class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return (
-                nodeid.partition("::")[0]
-                if nodeid.startswith(
-                    ("tests/execution/", "tests/fused/", "tests/interop/", "tests/report/test_page.py")
-                )
-                else nodeid
-            )
+            return nodeid.partition("::")[0]
 
-    return Launches(config, log)
+    config.option.loadscopereorder = False  # by number of tests, which says little
+    return Files(config, log)

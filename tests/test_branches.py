@@ -13,7 +13,6 @@ which `hardware` prices collectives are their names. To make an op is no branch,
 """
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,32 +83,38 @@ def mentioned(node: ast.AST) -> set[str]:
     return {n.id for n in nodes if isinstance(n, ast.Name)} | {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
-def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Every name that is given a value, with the value."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((t.id, node.value) for t in targets if isinstance(t, ast.Name))
+class Names:
+    """What a module gives names to, found in one walk: what it assigns, imports, and annotates as arguments."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self.assigned: list[tuple[str, ast.expr]] = []
+        self.imported: list[tuple[str, str, str]] = []  # the module, its name there and here
+        self.arguments: list[tuple[str, set[str]]] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                self.assigned += ((t.id, node.value) for t in targets if isinstance(t, ast.Name))
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                self.imported += ((node.module, alias.name, alias.asname or alias.name) for alias in node.names)
+            elif isinstance(node, ast.arg) and node.annotation:
+                self.arguments.append((node.arg, mentioned(node.annotation)))
+        # Without those that are made by a call: they are no classes.
+        self.renamed = [
+            (name, mentioned(value))
+            for name, value in self.assigned
+            if not any(isinstance(n, ast.Call) for n in ast.walk(value))
+        ]
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Every name that is imported from a module: the module, its name there and here."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name, alias.asname or alias.name) for alias in node.names)
-
-
-def classes_in(tree: ast.Module, elsewhere: dict[str, set[str]]) -> set[str]:
+def classes_in(module: Names, elsewhere: dict[str, set[str]]) -> set[str]:
     """The names that stand for op classes in a module; `elsewhere` are those of other modules."""
     known = set(CLASSES)
-    for module, name, here in imported(tree):
-        if name in CLASSES | elsewhere.get(module, set()) and module.startswith("shardplan"):
+    for source, name, here in module.imported:
+        if name in CLASSES | elsewhere.get(source, set()) and source.startswith("shardplan"):
             known.add(here)
     while True:
-        found = {
-            name for name, value in assigned(tree)
-            if mentioned(value) & known and not any(isinstance(n, ast.Call) for n in ast.walk(value))
-        }  # fmt: skip
+        found = {name for name, words in module.renamed if words & known}
         if found <= known:
             return known
         known |= found
@@ -118,19 +123,17 @@ def classes_in(tree: ast.Module, elsewhere: dict[str, set[str]]) -> set[str]:
 class Branches(ast.NodeVisitor):
     """The branches of a module, as pieces of its text."""
 
-    def __init__(self, tree: ast.Module, elsewhere: dict[str, set[str]], foreign: set[str]) -> None:
+    def __init__(self, module: Names, elsewhere: dict[str, set[str]], foreign: set[str]) -> None:
         self.found: list[str] = []
-        self.classes = classes_in(tree, elsewhere)
+        self.classes = classes_in(module, elsewhere)
         self.words = NAMES - foreign
         self.generics = {"list", "tuple", "dict", "set", "type"}
-        self.generics |= {here for module, _, here in imported(tree) if module in ("typing", "collections.abc")}
-        self.lists = {name for name, value in assigned(tree) if self.named(value)}
+        self.generics |= {here for source, _, here in module.imported if source in ("typing", "collections.abc")}
+        self.lists = {name for name, value in module.assigned if self.named(value)}
         self.ops = {"op"}
-        self.ops |= {name for name, value in assigned(tree) if self.is_op(value)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.arg) and node.annotation and mentioned(node.annotation) & self.classes:
-                self.ops.add(node.arg)
-        self.visit(tree)
+        self.ops |= {name for name, value in module.assigned if self.is_op(value)}
+        self.ops |= {name for name, words in module.arguments if words & self.classes}
+        self.visit(module.tree)
 
     def named(self, node: ast.AST | None) -> bool:
         """Whether it is an op's name, or a collection of such."""
@@ -210,14 +213,14 @@ class Branches(ast.NodeVisitor):
 
 def scanned(root: Path) -> dict[str, list[str]]:
     """The branches of every file below `root` but those of core, by its path."""
-    trees = {path.relative_to(root).as_posix(): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
-    dotted = {"shardplan." + name.removesuffix(".py").replace("/", "."): tree for name, tree in trees.items()}
+    modules = {path.relative_to(root).as_posix(): Names(ast.parse(path.read_text())) for path in root.rglob("*.py")}
+    dotted = {"shardplan." + name.removesuffix(".py").replace("/", "."): module for name, module in modules.items()}
     elsewhere: dict[str, set[str]] = {}
     for _ in range(2):  # a name of a name of classes
-        elsewhere = {module: classes_in(tree, elsewhere) - CLASSES for module, tree in dotted.items()}
+        elsewhere = {name: classes_in(module, elsewhere) - CLASSES for name, module in dotted.items()}
     found = {
-        name: Branches(tree, elsewhere, FOREIGN.get(name, set())).found
-        for name, tree in trees.items()
+        name: Branches(module, elsewhere, FOREIGN.get(name, set())).found
+        for name, module in modules.items()
         if not name.startswith("core/")
     }
     return {name: hits for name, hits in found.items() if hits}
@@ -233,7 +236,7 @@ def test_only_these_files_branch_on_an_op() -> None:
 
 def test_words_that_mean_something_else_are_there() -> None:
     for name in FOREIGN:
-        assert Branches(ast.parse((SOURCE / name).read_text()), {}, set()).found
+        assert Branches(Names(ast.parse((SOURCE / name).read_text())), {}, set()).found
 
 
 HEAD = "from shardplan.core.ops import AllGather, Send as Away\nfrom shardplan.core import ops\n"
@@ -297,7 +300,7 @@ FREE = [
 
 
 def branches(text: str) -> list[str]:
-    return Branches(ast.parse(HEAD + text), {"shardplan.execution.other": {"Union"}}, set()).found
+    return Branches(Names(ast.parse(HEAD + text)), {"shardplan.execution.other": {"Union"}}, set()).found
 
 
 @pytest.mark.parametrize("text", CAUGHT)

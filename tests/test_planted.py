@@ -4,11 +4,12 @@ Here an eighth of them is planted, another one at another commit; `make faults` 
 """
 
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, Server, altered, listed
-from tests.turns import LONG, ROOT, share
+from tests.turns import COLLECTED, LONG, ROOT, share
 
 FAULTS = listed()
 PLANTED = share(FAULTS, 8)
@@ -47,6 +48,26 @@ def test_the_long_files_are_there() -> None:
     assert [name for name in LONG if not (ROOT / "tests" / name.partition("::")[0]).is_file()] == []
 
 
+def collected(files: list[str]) -> list[str]:
+    """The tests of some files, as pytest names them."""
+    asked = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_the_tests_that_faults_name_are_there(request: pytest.FixtureRequest) -> None:
+    """Of files that this run has in full, what it has collected is asked; the others are collected anew."""
+    config = request.config
+    parts = {word.partition("::")[0] for word in config.args if "::" in word}
+    here = [name for name in config.stash[COLLECTED] if name.partition("::")[0] not in parts]
+    named = {test for fault in FAULTS for test in fault.tests}
+    others = {test.partition("::")[0] for test in named} - {name.partition("::")[0] for name in here}
+    every = [*here, *(collected(sorted(others)) if others else [])]
+    known = {name.partition("[")[0] for name in every}.union(every, (name.partition("::")[0] for name in every))
+    assert sorted(named - known) == []
+
+
 def test_every_fault_alters_what_stands_in_the_source_once() -> None:
     misfits: list[str] = []
     for fault in FAULTS:
@@ -75,7 +96,7 @@ def test_a_planted_fault_is_caught(server: Server, fault: Fault) -> None:
 
 
 def test_no_fault_is_no_failure(server: Server) -> None:
-    """What is planted, not how, makes the tests fail: the same source again passes them."""
-    for fault in PLANTED[::12]:
+    """What is planted, not how, makes the tests fail: the same source again passes them; so do they when they run."""
+    for fault in PLANTED[::50]:
         status, said = server.outcome(Fault(fault.name, "nothing", fault.old, fault.old, fault.tests))
         assert status == SURVIVED, said

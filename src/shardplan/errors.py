@@ -82,6 +82,10 @@ class MissingExtra(BackendError, ImportError):
     """An optional package is not installed; the message says how to install it."""
 
 
+class ReplicationWarning(UserWarning):
+    """Devices of an axis do the same work; the message says how much, and which line of the tables deals it out."""
+
+
 def excerpt(value: object) -> str:
     """Return a value as a message shows it: on one line, and cut where it is long.
 

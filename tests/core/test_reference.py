@@ -101,3 +101,15 @@ def test_run_takes_and_returns_one_list_or_several() -> None:
     assert len(sp.run(two, [shards, shards])) == 2
     with pytest.raises(sp.BackendError, match="unknown backend 'cuda'; legal are "):
         sp.run(P, shards, backend="cuda")
+
+
+def test_shards_of_an_uneven_dim_are_run_as_they_are() -> None:
+    """Each has the shape of its own device, not of the first."""
+    t = sp.TensorType.parse("i32[5@x]", sp.Mesh(x=3))
+    program = Program({"0": t}, [Step(AllGather(0, ("x",)), ("0",), ("1",))], ("1",))
+    array = np.arange(5, dtype=np.int32)
+    shards = sp.distribute(array, t)
+    assert [x.shape for x in shards] == [(2,), (2,), (1,)]
+    assert all(np.array_equal(x, array) for x in sp.run(program, shards))
+    with pytest.raises(sp.LayoutError, match=r"device 2: a shard of dtype int32 and shape \(2,\)"):
+        sp.run(program, [shards[0], shards[1], shards[1]])

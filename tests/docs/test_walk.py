@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from execution.torch_launch import launch
+
 ROOT = Path(__file__).parents[2]
 WALK = [sys.executable, str(ROOT / "examples" / "walk.py")]
 PAGE = (ROOT / "docs" / "walk.md").read_text()
@@ -26,9 +28,11 @@ def walked(command: list[str]) -> list[str]:
     return done.stdout.splitlines()
 
 
-def on_ranks(count: int) -> list[str]:
-    """The walk on so many processes."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", WALK[1]]
+def walked_on(count: int, *arguments: str) -> list[str]:
+    """The walk on so many ranks, of which the first prints."""
+    status, out, err = launch(count, Path(WALK[1]), *arguments)
+    assert status == 0, err
+    return out.splitlines()
 
 
 def test_the_walk(tmp_path: Path) -> None:
@@ -38,9 +42,9 @@ def test_the_walk(tmp_path: Path) -> None:
     search = ["gpt2", "--on", "dgx-a100", "--nodes", "1", "--batch", "32", "--top", "1"]
     parts = {
         "Planning": walked([*WALK, "redistribute", source, destination, *options]),
-        "Running": walked([*on_ranks(6), "run", plan, "--backend", "torch"]),
+        "Running": walked_on(6, "run", plan, "--backend", "torch"),
         "Searching": walked([*WALK, "plan", *search]),
-        "Training": walked([*on_ranks(4), str(ROOT / "examples" / "job.py")]),
+        "Training": walked_on(4, str(ROOT / "examples" / "job.py")),
     }
     numbers = [int(number) for number, _, _ in STOP.findall(PAGE)]
     assert numbers == list(range(1, len(numbers) + 1))

@@ -3,8 +3,11 @@
 What needs eight devices runs once, in a child process (`jax_checks.py`).
 """
 
+import inspect
 import itertools
 import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,21 @@ pytest.importorskip("jax")
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
-    return said("execution/jax_checks.py")
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the checks find which the tests of this run read."""
+    here = {i.function for i in request.session.items if isinstance(i, pytest.Function) and i.path == request.path}
+    return said("execution/jax_checks.py", *sorted(checks_read(here)))
+
+
+def checks_read(tests: Iterable[Callable[..., None]]) -> set[str]:
+    return {name for test in tests for name in re.findall(r'seen\["(\w+)"\]', inspect.getsource(test))}
+
+
+def test_every_check_is_read() -> None:
+    source = (Path(__file__).parent / "jax_checks.py").read_text()
+    listed = set(re.findall(r"\w+", source.partition("CHECKS: tuple[Callable[[], Any], ...] = (")[2].partition(")")[0]))
+    tests = [value for name, value in globals().items() if name.startswith("test_")]
+    assert checks_read(tests) == listed
 
 
 def test_every_op_alone(seen: dict[str, Any]) -> None:

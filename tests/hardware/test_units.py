@@ -1,15 +1,18 @@
 """Unit strings: parsing, formatting, errors."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.errors import ParseError
+from shardplan.errors import LayoutError, ParseError
 from shardplan.hardware.units import (
     exact,
     format_bytes,
     format_rate,
     format_seconds,
+    limit_of,
     parse_bytes,
     parse_flops,
     parse_rate,
@@ -96,3 +99,14 @@ def test_exact_text_parses_to_the_same_float(value):
     assert parse_flops(exact(value, "FLOP/s")) == value
     assert parse_seconds(exact(value, "s")) == value
     assert parse_seconds(exact(0.0, "s")) == 0
+
+
+@pytest.mark.parametrize(("said", "limit"), [(None, None), (7, 7), (7.0, 7), ("1.5 kB", 1500), ("1.5 B", 1)])
+def test_a_limit_is_whole_bytes(said: object, limit: int | None) -> None:
+    assert limit_of("limit", said) == limit
+
+
+@pytest.mark.parametrize("said", [7.5, True, math.inf, math.nan, "0.5 B", 0, -1])
+def test_what_is_no_limit_is_refused(said: object) -> None:
+    with pytest.raises(LayoutError, match="the limit is "):
+        limit_of("limit", said)

@@ -2,6 +2,7 @@
 
 import ast
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,21 @@ def names(child: Path) -> list[str]:
     raise AssertionError("the child lists no checks")
 
 
-@cache
-def checks(child: Path) -> dict:
-    """What came of all checks of a child; one of them is about how an interpreter ends."""
-    return told(4, child, seconds=600, to_the_end=child == DROP_IN)
+Checks = Callable[[Path], dict]
+
+
+@pytest.fixture(scope="module")
+def checks(request: pytest.FixtureRequest) -> Checks:
+    """What came of those checks of a child that this run has; one child is about how an interpreter ends."""
+    asked = {i.callspec.params.get("name") for i in request.session.items if isinstance(i, pytest.Function)
+             and i.path == request.path and hasattr(i, "callspec")}  # fmt: skip
+
+    @cache
+    def run(child: Path) -> dict:
+        chosen = [name for name in names(child) if name in asked] or names(child)[:1]
+        return told(4, child, *chosen, seconds=600, to_the_end=child == DROP_IN)
+
+    return run
 
 
 def test_equals_dtensor_on_random_pairs_of_six_ranks():
@@ -59,7 +71,7 @@ def test_orders_of_sharding(ranks: int):
 
 
 @pytest.mark.parametrize("name", names(DROP_IN))
-def test_drop_in(name: str):
+def test_drop_in(name: str, checks: Checks):
     found = checks(DROP_IN)
     if found["skipped"].get(name):
         pytest.skip(found["skipped"][name])
@@ -67,24 +79,24 @@ def test_drop_in(name: str):
 
 
 @pytest.mark.parametrize("name", names(MEANING))
-def test_meaning(name: str):
+def test_meaning(name: str, checks: Checks):
     found = checks(MEANING)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 
 @pytest.mark.parametrize("name", names(KINDS))
-def test_kinds(name: str):
+def test_kinds(name: str, checks: Checks):
     found = checks(KINDS)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 
 @pytest.mark.parametrize("name", names(CITIZEN))
-def test_what_frameworks_see(name: str):
+def test_what_frameworks_see(name: str, checks: Checks):
     found = checks(CITIZEN)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 
 
-def test_a_result_that_nobody_uses_does_not_break_the_exit():
+def test_a_result_that_nobody_uses_does_not_break_the_exit(checks: Checks):
     """The child leaves such a move under way: its sums need every rank to go on, and no rank may hang or crash."""
     found = checks(DROP_IN)
     assert found["status"] == 0, found["err"]

@@ -10,7 +10,8 @@ import pytest
 
 from shardplan import Model, ShardplanError
 from shardplan.movement.weights.configs import model_config
-from shardplan.strategy.asked_model import COMPUTED, ELSEWHERE, KEYS, TYPES, parse_model, read_config
+from shardplan.strategy.asked_model import parse_model
+from shardplan.strategy.model_config import COMPUTED, ELSEWHERE, KEYS, TYPES, read_config
 
 COMMON = {"architectures": ["X"], "bos_token_id": 1, "initializer_range": 0.02, "torch_dtype": "bfloat16",
           "transformers_version": "4.51.0", "use_cache": True, "vocab_size": 151936}  # fmt: skip
@@ -53,7 +54,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.1, "summary_type": "cls_index", "summary_use_proj": True, "task_specific_params": {},
         "vocab_size": 50257},
 }  # fmt: skip
-# Parameters as published, for models that are no preset; Qwen2's without its biases, which are left out.
+# Parameters as published, for models that are no preset.
 OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "Mistral-7B-v0.1": (ROTARY | {
         "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
@@ -62,8 +63,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "Qwen2.5-7B": (ROTARY | {
         "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
         "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000000.0,
-        "vocab_size": 152064}, 7_615_616_512 - 28 * (28 + 4 + 4) * 128,
-        ("left out: biases of queries, keys and values",)),
+        "vocab_size": 152064}, 7_615_616_512, ()),
     "gpt-oss-20b": (ROTARY | {
         "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "hidden_size": 2880,
         "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
@@ -73,7 +73,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         "vocab_size": 201088}, 24 * (2880 * (64 * 2 + 8 * 2) * 64 + 32 * 3 * 2880 * 2880 + 32 * 2880 + 2 * 2880)
         + 2 * 201088 * 2880 + 2880,
         ("left out: attention_bias=True", "left out: biases; attention sinks",
-         "left out: layer_types=[full_attention, sliding_attention]", "left out: rope_scaling=yarn factor=32",
+         "left out: layer_types=[full_attention, sliding_attention]",
          "left out: sliding_window=128", "left out: swiglu_limit=7.0")),
 }  # fmt: skip
 
@@ -86,8 +86,9 @@ def test_a_config_is_the_preset_that_was_made_of_it(name: str, tmp_path: Path) -
     asked, preset = parse_model(f"{tmp_path},seq=512"), Model.load(name, seq=512, **more)
     found = asked.load()
     assert found.parameter_count == preset.parameter_count
-    assert dict(found.fields) == dict(preset.fields)
-    said = {"deepseek-v3": ["num_nextn_predict_layers=1", "rope_scaling=yarn factor=40"],
+    scaled = {"deepseek-v3": {"rope_scaling": "yarn factor=40 original_max_position_embeddings=163840"}}.get(name, {})
+    assert dict(found.fields) == {**preset.fields, **scaled}
+    said = {"deepseek-v3": ["num_nextn_predict_layers=1"],
             "gpt2-xl": ["attn_pdrop=0.1", "embd_pdrop=0.1", "resid_pdrop=0.1"]}  # fmt: skip
     assert asked.notes == tuple(f"left out: {text}" for text in said.get(name, []))
 
@@ -97,7 +98,7 @@ def test_other_models_have_the_parameters_that_were_published(name: str) -> None
     config, count, notes = OTHERS[name]
     asked = read_config(model_config(config))
     assert sorted(asked.notes) == sorted(notes)
-    assert asked.load(seq=64).parameter_count == count
+    assert Model.load(asked.family, **{**asked.fields, "seq": 64}).parameter_count == count
     assert asked.fields["seq"] == 4096
 
 
@@ -145,6 +146,35 @@ def test_every_size_of_a_config_counts(name: str) -> None:
 def test_what_no_builder_writes_is_refused(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ShardplanError, match=reason):
         read_config(config)
+
+
+def test_a_model_is_loaded_from_a_config_of_which_everything_counts(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["llama3-8b"]))
+    for name in (str(path), str(tmp_path)):
+        found = Model.load(name, seq=512, precision="bf16", optimizer="sgd")
+        assert found.program == Model.load("llama3-8b", seq=512, precision="bf16", optimizer="sgd").program
+    path.write_text(json.dumps(CONFIGS["gpt2-xl"] | {"embd_pdrop": 0.0}))
+    left = "no builder computes attn_pdrop=0.1, resid_pdrop=0.1; legal is a config without, or ignore="
+    with pytest.raises(ShardplanError, match=left):
+        Model.load(str(path))
+    with pytest.raises(ShardplanError, match=r"ignore='embd_pdrop' of .*; legal are attn_pdrop, resid_pdrop"):
+        Model.load(str(path), ignore=["embd_pdrop"])
+    assert Model.load(str(path), ignore=["attn_pdrop", "resid_pdrop"]).fields["layers"] == 48
+    with pytest.raises(ShardplanError, match=r"ignore=.* of gpt2, which is no config"):
+        Model.load("gpt2", ignore=["attn_pdrop"])
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"type": "dynamic", "factor": 2.0}, "rope_scaling=dynamic factor=2"),
+        ({"type": "linear", "factor": 2.0, "curve": 1}, "rope_scaling=linear curve=1 factor=2"),
+        ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling=llama3 factor=8"),
+    ],
+)
+def test_a_scaling_of_positions_that_is_not_computed_is_named(said: dict[str, Any], text: str) -> None:
+    assert read_config(model_config(CONFIGS["llama3-8b"] | {"rope_scaling": said})).notes == (f"left out: {text}",)
 
 
 def test_a_preset_takes_changes() -> None:

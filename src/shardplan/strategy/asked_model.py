@@ -1,89 +1,15 @@
-"""`AskedModel`: what a text names, a preset with changes or a Hugging Face config, as what `Model.load` takes.
-
-Of a config every key is read, is known to say nothing of a training step, has the value that the builders compute, or
-stands in `notes`: nothing is silent. A type of model that no builder writes is refused.
-"""
+"""`AskedModel`: what a text names, a preset with changes or a Hugging Face config, as what `Model.load` takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardplan.core import border
-from shardplan.errors import ParseError, ShardplanError, excerpt, line, near_text
-from shardplan.movement.weights.configs import PLAIN, model_config
+from shardplan.errors import ParseError, excerpt, line
+from shardplan.movement.weights.configs import model_config
 from shardplan.strategy.model import Model, presets
-
-USUAL_SEQ = 4096  # tokens of a sequence, where a config allows as many: it says how long one may be, not how long it is
-# By `model_type` the family that writes it, what of it no config says, and what the builder lacks.
-TYPES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
-    "gpt2": ("gpt", {}, ""),
-    "llama": ("llama", {}, ""),
-    "mistral": ("llama", {}, ""),
-    "qwen2": ("llama", {}, "biases of queries, keys and values"),
-    "qwen3": ("llama", {"qk_norm": True, "model_type": "qwen3"}, ""),
-    "mixtral": ("moe", {"router": "softmax", "model_type": "mixtral"}, ""),
-    "qwen2_moe": ("moe", {"router": "softmax"}, "biases of queries, keys and values; the gate of the shared expert"),
-    "qwen3_moe": ("moe", {"router": "softmax", "qk_norm": True}, ""),
-    "deepseek_v3": ("moe", {"router": "sigmoid"}, ""),
-    "gpt_oss": ("moe", {"router": "softmax"}, "biases; attention sinks"),
-}
-# By field of the builders the keys of configs that say it, the first that is there.
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "vocab": ("vocab_size",),
-    "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
-    "tied": ("tie_word_embeddings",),
-    "rope_theta": ("rope_theta",),
-    "positions": ("n_positions",),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok", "experts_per_token"),
-    "dense_layers": ("first_k_dense_replace",),
-    "q_lora_rank": ("q_lora_rank",),
-    "kv_lora_rank": ("kv_lora_rank",),
-    "rotary_dim": ("qk_rope_head_dim",),
-    "value_dim": ("v_head_dim",),
-    "router_groups": ("n_group",),
-    "router_groups_kept": ("topk_group",),
-    "router_scale": ("routed_scaling_factor",),
-}
-OF_EXPERTS = (*(key for name in ("experts", "experts_per_token", "dense_layers") for key in KEYS[name]),
-              "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts")  # fmt: skip
-OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-OF_GROUPS = ("n_group", "topk_group", "routed_scaling_factor", "topk_method", "scoring_func")
-# By key the values of it that are what the builders compute.
-COMPUTED: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "rope_scaling": (PLAIN,),
-    "norm_topk_prob": (True,),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "decoder_sparse_step": (1,),
-    "moe_layer_freq": (1,),
-    "partial_rotary_factor": (1,),
-    "num_nextn_predict_layers": (0,),
-    "mlp_only_layers": ([],),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "scale_attn_by_inverse_layer_idx"), (False,)),
-    **dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"), (0,)),
-}
-# Keys that say nothing of what a step computes: ids of tokens, how weights are stored and begun, what serves.
-ELSEWHERE = frozenset((
-    "_name_or_path", "architectures", "attn_implementation", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype",
-    "eos_token_id", "ep_size", "experts_per_token", "initial_context_length", "initializer_range",
-    "max_position_embeddings", "max_window_layers", "model_type", "n_ctx", "n_positions", "name_or_path",
-    "output_router_logits", "pad_token_id", "pretraining_tp", "quantization_config", "reorder_and_upcast_attn",
-    "rope_parameters", "rope_theta", "router_aux_loss_coef", "router_jitter_noise", "scale_attn_weights", "seq_aux",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "torch_dtype", "transformers_version", "unk_token_id", "use_cache", "use_sliding_window",
-))  # fmt: skip
+from shardplan.strategy.model_config import is_config, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,97 +43,12 @@ def parse_model(text: str, seq: int | None = None) -> AskedModel:
         if not equals or name in changes:
             raise ParseError(f"model {excerpt(text)}: {excerpt(word)}; legal is a preset, then field=value, each once")
         changes[name] = _value(value)
-    path = Path(first)
-    if first in presets() or not (path.suffix == ".json" or path.is_dir() or "/" in first):
+    if first in presets() or not is_config(first):
         return AskedModel(first, first, changes)
-    asked = read_config(model_config(path), line(first))
+    asked = read_config(model_config(first), line(first))
     fields = {**asked.fields, **changes}
     said = () if "seq" in changes else (f"seq={fields['seq']}: a config says how long sequences may be; --seq sets it",)
-    return AskedModel(asked.title, asked.name, fields, (*asked.notes, *said))
-
-
-def read_config(config: Mapping[str, Any], what: str = "config.json") -> AskedModel:
-    """Return the model of a config that `movement.weights.configs.model_config` read.
-
-    Raises `ShardplanError` for a type that no builder writes, and where a size is missing.
-
-    >>> tiny = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
-    ...         "vocab_size": 32, "intermediate_size": 16, "max_position_embeddings": 64, "rope_theta": 1e6}
-    >>> asked = read_config(tiny)
-    >>> asked.name, asked.fields["seq"], asked.notes
-    ('llama', 64, ('left out: biases of queries, keys and values',))
-    """
-    kind = str(config.get("model_type"))
-    if kind not in TYPES:
-        raise ShardplanError(
-            f"{what}: model_type={excerpt(kind)}{near_text(kind, TYPES)}; legal are {', '.join(TYPES)}"
-        )
-    family, beside, lacking = TYPES[kind]
-    legal = {name: keys for name, keys in KEYS.items() if _concerns(family, kind, keys)}
-    read = {name: next((k for k in keys if config.get(k) is not None), "") for name, keys in legal.items()}
-    for name in ("layers", "hidden", "heads", "vocab", *(("experts", "experts_per_token") if family == "moe" else ())):
-        if not read[name]:
-            raise ShardplanError(f"{what} lacks {' or '.join(KEYS[name])}; legal is a config with the sizes of {kind}")
-    fields: dict[str, Any] = {name: config[key] for name, key in read.items() if key} | dict(beside)
-    most = config.get("max_position_embeddings") or config.get("n_positions") or USUAL_SEQ
-    fields["seq"] = min(
-        border.whole_number(f"{what}: max_position_embeddings", most, 1, kind=ShardplanError), USUAL_SEQ
-    )
-    taken = {*read.values()}
-    if family == "moe":
-        taken |= {"shared_expert_intermediate_size", "n_shared_experts", "intermediate_size"}
-        fields |= _shared_widths(config, fields, what)
-    if "kv_lora_rank" in fields:
-        taken |= {"qk_nope_head_dim", "head_dim"}
-        fields["head_dim"] = sum(_size(config, key, what) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
-        fields["kv_heads"] = fields["heads"]
-    notes = [f"left out: {lacking}"] if lacking else []
-    notes += [f"left out: {key}={said}" for key, said in _otherwise(config, taken, fields["seq"])]
-    return AskedModel(f"{kind} of {what}", family, fields, tuple(notes))
-
-
-def _concerns(family: str, kind: str, keys: tuple[str, ...]) -> bool:
-    """Whether a model of this type has what these keys say."""
-    if family != "moe" and {*keys} & {*OF_EXPERTS} and "intermediate_size" not in keys:
-        return False
-    if kind != "deepseek_v3" and {*keys} & {*OF_LATENTS, *OF_GROUPS}:
-        return False
-    return "n_positions" not in keys if family != "gpt" else not {*keys} & {"rope_theta", "head_dim"}
-
-
-def _shared_widths(config: Mapping[str, Any], fields: Mapping[str, Any], what: str) -> dict[str, int]:
-    """The widths of what every token takes, and of the layers without experts."""
-    found: dict[str, int] = {}
-    if fields.get("dense_layers"):
-        found["dense_ffn"] = _size(config, "intermediate_size", what)
-    if config.get("n_shared_experts"):
-        found["shared_ffn"] = _size(config, "n_shared_experts", what) * _size(config, "moe_intermediate_size", what)
-    elif config.get("shared_expert_intermediate_size"):
-        found["shared_ffn"] = _size(config, "shared_expert_intermediate_size", what)
-    return found
-
-
-def _size(config: Mapping[str, Any], key: str, what: str) -> int:
-    return border.whole_number(f"{what}: {key}", config.get(key), 1, kind=ShardplanError)
-
-
-def _otherwise(config: Mapping[str, Any], taken: set[str], seq: int) -> list[tuple[str, str]]:
-    """What a config says that no builder does: keys and values."""
-    found: list[tuple[str, str]] = []
-    for key, value in sorted(config.items()):
-        window = key == "sliding_window" and (
-            config.get("use_sliding_window") is False or value is None or value >= seq
-        )
-        kinds = key == "layer_types" and isinstance(value, list) and {*map(str, value)} == {"full_attention"}
-        plain = key in taken or key in ELSEWHERE or value in COMPUTED.get(key, ()) or value is None
-        if not (plain or window or kinds or (isinstance(value, Mapping) and key == "text_config")):
-            found.append((key, line(_brief(value))))
-    return found
-
-
-def _brief(value: Any) -> str:
-    """A value in a few words: of a list what it has."""
-    return f"[{', '.join(sorted({*map(str, value)}))}]" if isinstance(value, list) else str(value)
+    return AskedModel(asked.title, asked.family, fields, (*asked.notes, *said))
 
 
 def _value(text: str) -> int | float | bool | str:

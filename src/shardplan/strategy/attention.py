@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping
 
 from shardplan.core.ops import Attention, Concat, Expand, RmsNorm, Rotary, Write
+from shardplan.core.ops.rotary import RotaryScaling
 from shardplan.strategy.parameter import Within
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes
@@ -29,7 +30,8 @@ def write_cache(s: Scope, c: DecoderSizes, given: Given, name: str, dims: Mappin
 
 def attend(s: Scope, c: DecoderSizes, given: Given, queries: str, keys: str, values: str) -> str:
     """Write causal attention; tokens before those of a cache's step are its `position` in number."""
-    op = Attention(zigzag=c.zigzag)
+    more = RotaryScaling.parse(c.rope_scaling).score_scale if c.kv_lora_rank else 1.0
+    op = Attention(zigzag=c.zigzag, scale=0.0 if more == 1 else more * c.head_dim**-0.5)
     return s(op, queries, keys, values, *(given[name] for name in ("position",) if name in given))
 
 
@@ -51,7 +53,7 @@ def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -
 
 
 def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
-    """Llama's: rotary positions, and with `qk_norm` a norm of each head's query and key."""
+    """Llama's: rotary positions; with `qkv_bias` Qwen2's biases, with `qk_norm` a norm of each head's query and key."""
     head, hidden = {"head": c.head_dim}, {"hidden": c.hidden}
     one, many = {"kv_heads": c.kv_heads}, {"kv_heads": c.kv_heads, "ratio": c.ratio}
     weight = s.parameter("q", {**hidden, **many, **head}, f"{block}.q_proj.weight", "(kv_heads ratio head) hidden")
@@ -61,11 +63,20 @@ def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: st
         for n in ("k", "v")
     )
     keys, values = s.einsum("bsh,hgd->bsgd", x, k), s.einsum("bsh,hgd->bsgd", x, v)
+    if c.qkv_bias:
+        queries, keys, values = (
+            s.elementwise("a + b", x, s.parameter(f"{n}_bias", dims, f"{block}.{n}_proj.bias", f"({' '.join(dims)})"))
+            for n, x, dims in (
+                ("q", queries, {**many, **head}),
+                ("k", keys, {**one, **head}),
+                ("v", values, {**one, **head}),
+            )
+        )
     if c.qk_norm:
         norm = RmsNorm(c.norm_eps)
         queries = s(norm, queries, s.parameter("q_norm", head, f"{block}.q_norm.weight"))
         keys = s(norm, keys, s.parameter("k_norm", head, f"{block}.k_norm.weight"))
-    turn = Rotary(c.rope_theta)
+    turn = Rotary(c.rope_theta, scaling=c.rope_scaling)
     queries, keys = s(turn, queries, given["positions"]), s(turn, keys, given["positions"])
     keys = write_cache(s, c, given, "key_cache", {**one, **head}, keys)
     values = write_cache(s, c, given, "value_cache", {**one, **head}, values)
@@ -79,7 +90,7 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
     """
     hidden, ranks = {"hidden": c.hidden}, ({"q_rank": c.q_lora_rank}, {"kv_rank": c.kv_lora_rank})
     plain, heads = c.head_dim - c.rotary_dim, {"kv_heads": c.kv_heads}
-    norm, turn = RmsNorm(c.norm_eps), Rotary(c.rope_theta, interleaved=True)
+    norm, turn = RmsNorm(c.norm_eps), Rotary(c.rope_theta, interleaved=True, scaling=c.rope_scaling)
     weight = s.parameter("q_a", {**hidden, **ranks[0]}, f"{block}.q_a_proj.weight", "q_rank hidden")
     gain = s.parameter("q_a_norm", ranks[0], f"{block}.q_a_layernorm.weight")
     squeezed = s(norm, s.einsum("bsh,hq->bsq", x, weight), gain)

@@ -21,6 +21,7 @@ from shardplan.core.target_counts import take_count_as_input
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, excerpt, near_text
 from shardplan.strategy.decoders import decoder
+from shardplan.strategy.model_config import is_config, load_config
 from shardplan.strategy.model_sizes import with_sizes
 from shardplan.strategy.parameter import Array, Parameter
 from shardplan.strategy.perceptrons import perceptron, recommender
@@ -86,19 +87,22 @@ class Model:
         optimizer: str | None = "",
         dtype: str = "f32",
         precision: str | None = None,
+        ignore: Iterable[str] = (),
         **fields: Any,
     ) -> Model:
         """Build a preset, or a family (gpt, llama, moe, mlp, dlrm) by its sizes, which win over a preset's.
 
         Args:
-            name: A preset or a family.
+            name: A preset or a family; or the path of a Hugging Face config.json, or of the folder that has it.
             training: Whether it is a training step, or the forward pass alone: with `cache=` positions of a cache that
                 it reads and writes, as in prefill and, with `seq=1`, decode.
             optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
-                (`lr`, `beta1`, `beta2`, `eps`, `decay`) are fields, too.
+                (`lr`, `beta1`, `beta2`, `eps`, `decay`), and `clip`, the norm to which all gradients together are
+                scaled down, are fields, too; `lr="input"` and `decay="input"` are inputs of a step, as schedules want.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
             precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
                 in f32, and a parameter w is that, rounded.
+            ignore: Keys of the config that no builder computes, and that may be left out; others are refused.
             fields: `batch`, and the sizes of the family, named as in presets.
 
         Raises `ShardplanError` naming the legal presets, families and fields.
@@ -109,6 +113,12 @@ class Model:
         """
         border.text("Model.load: the name of a model", name, ShardplanError)
         known = presets()
+        if name not in known and is_config(name):
+            read = load_config(name, ignore)
+            more: dict[str, Any] = {"dtype": dtype, "precision": precision, **read.fields, **fields}
+            return Model.load(read.family, training=training, optimizer=optimizer, **more)
+        if ignore:
+            raise ShardplanError(f"Model.load: ignore={excerpt(ignore)} of {name}, which is no config; legal is none")
         if name not in known and name not in _FAMILIES:
             raise ShardplanError(
                 f"Model.load: {excerpt(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
@@ -121,8 +131,8 @@ class Model:
             border.choice("Model.load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
             if not training:
                 raise ShardplanError(f"Model.load: optimizer={optimizer!r} without training; legal is None")
-        legal = OPTIMIZERS[optimizer].settings if optimizer else {}
-        settings = {k: border.number(f"Model.load: {k}", fields[k], ShardplanError) for k in legal if k in fields}
+        legal = OPTIMIZERS[optimizer].fields if optimizer else {}
+        settings = OPTIMIZERS[optimizer].read("Model.load", fields) if optimizer else {}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
         sizes = _sizes(name, given, fields, tuple(legal))
         if precision is not None:
@@ -321,7 +331,7 @@ class Model:
 
 def _remade(model: Model, forward: Program, fields: Mapping[str, Any]) -> Model:
     """A model that was made of a program, of another one with its inputs, or under other fields."""
-    known = OPTIMIZERS[fields["optimizer"]].settings if fields["optimizer"] else {}
+    known = OPTIMIZERS[fields["optimizer"]].fields if fields["optimizer"] else {}
     dims, settings = (
         {key: model.dims.get(key, ()) for key, _ in forward.inputs},
         {k: fields[k] for k in known if k in fields},

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, fields
 
 from shardplan.core import border
-from shardplan.errors import ShardplanError
+from shardplan.core.ops.rotary import RotaryScaling
+from shardplan.errors import ParseError, ShardplanError
 
 
 def _check(sizes: DecoderSizes | PerceptronSizes | RecommenderSizes, *positive: str) -> None:
@@ -32,7 +33,7 @@ _EXPERTS = (
     "experts", "experts_per_token", "dense_layers", "dense_ffn", "shared_ffn", "router", "router_groups",
     "router_groups_kept", "router_scale", "capacity_factor",
 )  # fmt: skip
-_TURNED = ("rope_theta", "qk_norm", "q_lora_rank", "kv_lora_rank")
+_TURNED = ("rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "q_lora_rank", "kv_lora_rank")
 _WITHOUT = {"gpt": (*_TURNED, *_EXPERTS), "llama": ("positions", *_EXPERTS), "moe": ("positions", "zigzag")}
 
 
@@ -42,6 +43,7 @@ class DecoderSizes:
 
     `seq` tokens a sequence; with `cache`, which is how many positions keys and values are kept for, it is a step of
     inference: prefill, or decode with seq 1. A GPT learns `positions`: the larger of both, unless they are said.
+    `rope_scaling` is as `core.ops.rotary.RotaryScaling` reads it: `llama3 factor=8 ...`.
     Tokens and targets are in `zigzag` order over so many tiles: see `core.ops.zigzag`.
     `capacity_factor` is what of its even share of tokens an expert has room for in a sequence, 0: all that come.
     """
@@ -60,10 +62,12 @@ class DecoderSizes:
     positions: int = 0
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_scaling: str = ""
     head_dim: int = 0
     value_dim: int = 0
     rotary_dim: int = 0
     qk_norm: bool = False
+    qkv_bias: bool = False
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     experts: int = 0
@@ -113,7 +117,7 @@ class DecoderSizes:
         usual = {f.name: f.default for f in fields(self)}
         legal = {name: usual[name] for name in _WITHOUT[self.family]} | {"gated_mlp": not gpt}
         legal |= {"kv_heads": self.heads} if gpt or latent else {}
-        legal |= {"qk_norm": False} if latent else {"value_dim": self.head_dim, "rotary_dim": 0}
+        legal |= {"qk_norm": False, "qkv_bias": False} if latent else {"value_dim": self.head_dim, "rotary_dim": 0}
         if self.router != "sigmoid":
             legal |= {name: usual[name] for name in ("router_groups", "router_groups_kept", "router_scale")}
         for name, value in legal.items():
@@ -122,6 +126,10 @@ class DecoderSizes:
         _check(self, "kv_heads", "ffn", *(("experts", "experts_per_token") if self.family == "moe" else ()))
         if not self.rope_theta:
             self._refuse("rope_theta", "is above 0")
+        try:
+            RotaryScaling.parse(self.rope_scaling)
+        except ParseError as error:
+            raise ShardplanError(f"Model.load: rope_scaling: {error}") from None
         _divides("kv_heads", self.kv_heads, "heads", self.heads)
         turned = self.rotary_dim if latent else self.head_dim
         if not gpt and (turned % 2 or not 0 < turned <= self.head_dim - latent):

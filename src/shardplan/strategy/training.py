@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from shardplan.core import border
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.gradients import Keep, Origin, gradients, keep_computed
 from shardplan.core.op import Op
-from shardplan.core.ops import AdamW, Cast, Elementwise, Sgd
+from shardplan.core.ops import AdamW, Cast, Elementwise, ReduceDims, Sgd
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+from shardplan.errors import ShardplanError
 from shardplan.strategy.scope import ONE
 
 
@@ -29,6 +31,36 @@ class Optimizer:
     settings: Mapping[str, float]
     state: tuple[str, ...] = ()
     counts: bool = False
+    inputs: tuple[str, ...] = ()  # settings that may be inputs of a step, as schedules want them
+
+    @property
+    def fields(self) -> Mapping[str, float]:
+        """What a model may say of it, by default: its settings, and the norm that gradients are clipped to, 0: none."""
+        return {**self.settings, CLIP: 0.0}
+
+    def made(self, said: Mapping[str, Any]) -> Op:
+        """Return the op with what is said of its settings."""
+        make: Any = self.op
+        inputs = self.given(said)
+        numbers = {n: value if n in inputs else said.get(n, value) for n, value in self.settings.items()}
+        return make(**numbers, **({"inputs": inputs} if inputs else {}))
+
+    def given(self, said: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the settings that are inputs of a step."""
+        return tuple(name for name in self.inputs if said.get(name) == INPUT)
+
+    def read(self, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what fields say of it; raises `ShardplanError` for what is no number, and no input where one may be.
+
+        `what` opens the message.
+        """
+        return {
+            k: fields[k]
+            if k in self.inputs and fields[k] == INPUT
+            else border.number(f"{what}: {k}", fields[k], ShardplanError)
+            for k in self.fields
+            if k in fields
+        }
 
 
 class Precision(NamedTuple):
@@ -46,10 +78,14 @@ class Precision(NamedTuple):
         return numpy_dtype(self.dtype).itemsize < 4
 
 
-MASTER = "master"
+MASTER, CLIP, INPUT = "master", "clip", "input"
+CLIP_EPS = 1e-6  # what torch's clip_grad_norm_ adds to the norm
 PRECISIONS = {"fp32": Precision("f32", "f32"), "bf16": Precision("bf16", "f32"), "fp16": Precision("f16", "f16")}
 _MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
-_UPDATES = (Optimizer(Sgd, {"lr": 1e-2}), Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True))
+_UPDATES = (
+    Optimizer(Sgd, {"lr": 1e-2}, inputs=("lr",)),
+    Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True, inputs=("lr", "decay")),
+)
 OPTIMIZERS = {update.op.name: update for update in _UPDATES}
 
 
@@ -69,7 +105,7 @@ def training_program(
     program: Program,
     wanted: Iterable[str],
     optimizer: str | None = None,
-    settings: Mapping[str, float] = MappingProxyType({}),
+    settings: Mapping[str, Any] = MappingProxyType({}),
     keep: Keep = keep_computed,
     *,
     master: bool = False,
@@ -91,8 +127,7 @@ def training_program(
     if optimizer is None:
         return Training(named, made, {}, found.origins)
     rule = OPTIMIZERS[optimizer]
-    update: Any = rule.op
-    op = update(**{**rule.settings, **settings})
+    op = rule.made(settings)
     draft, states, steps = Draft(named.types), dict[str, TensorType](), list(named.steps)
     replaced: dict[str, str] = {}
     now: tuple[str, ...] = ()
@@ -100,13 +135,22 @@ def training_program(
         states["step"] = draft.types["step"] = TensorType("i32", (), (), ONE)
         replaced["step"] = draft(Elementwise("a + 1"), "step")
         now = (replaced["step"],)
+    wide = "f64" if any(named.types[w].dtype == "f64" for w in names) else "f32"
+    for name in rule.given(settings):
+        states[name] = draft.types[name] = TensorType(wide, (), (), ONE)
+        now = (*now, name)
+    scaled = dict(made)
+    if clip := settings.get(CLIP, 0.0):
+        squares = [sum_squares(draft, made[w]) for w in names]
+        factor = draft(Elementwise(clip_expression(clip)), _add_up(draft, squares))
+        scaled = {w: draft(Elementwise("a * b"), made[w], _cast_like(draft, factor, made[w])) for w in names}
     for w in names:
         t = named.types[w]
         kept = "f32" if numpy_dtype(t.dtype).itemsize < 4 else t.dtype
         first, mine = f"{w}.{MASTER}" if master else w, [f"{w}.{part}" for part in rule.state]
         for name in (*([first] if master else []), *mine):
             states[name] = draft.types[name] = TensorType(kept, t.shape, t.layout, t.mesh)
-        out = draft.write_step(op, first, made[w], *mine, *now)
+        out = draft.write_step(op, first, scaled[w], *mine, *now)
         replaced |= {w: draft(Cast(t.dtype), out[0])} if master else {}
         replaced |= zip((first, *mine), out, strict=True)
     names_of = {v: f"next.{name}" for name, v in replaced.items()}
@@ -114,6 +158,31 @@ def training_program(
     outputs = (*named.outputs[:count], *names_of.values())
     whole = Program((*named.inputs, *states.items()), steps, outputs)
     return Training(whole, made, {name: f"next.{name}" for name in replaced}, found.origins)
+
+
+def clip_expression(clip: float) -> str:
+    """Return what gradients are multiplied with, of the sum of their squares `a`: as torch's clip_grad_norm_."""
+    factor = f"{clip} / (sqrt(a) + {CLIP_EPS})"
+    return f"where({factor} < 1, {factor}, 1)"
+
+
+def sum_squares(draft: Draft, name: str) -> str:
+    """Write the sum of the squares of a value, in f32 or wider."""
+    t = draft.types[name]
+    wide = name if numpy_dtype(t.dtype).itemsize >= 4 else draft(Cast("f32"), name)
+    return draft(ReduceDims(tuple(range(t.ndim))), draft(Elementwise("a * a"), wide))
+
+
+def _add_up(draft: Draft, names: Sequence[str]) -> str:
+    total, *others = names
+    for name in others:
+        total = draft(Elementwise("a + b"), total, name)
+    return total
+
+
+def _cast_like(draft: Draft, name: str, other: str) -> str:
+    kind = draft.types[other].dtype
+    return name if draft.types[name].dtype == kind else draft(Cast(kind), name)
 
 
 def _rename_step(step: Step, names: Mapping[str, str]) -> Step:

@@ -11,6 +11,7 @@
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Write, Iota, Constant
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `rotary`    Rotary, and how long contexts scale its angles
 - `query_tiles`  attention a few rows of queries at a time
 - `overlapped` `Overlapped`: an op that computes between its messages
 - `ring`      attention whose keys and values go round, and its gradient: RingAttention, RingAttentionBackward
@@ -43,7 +44,6 @@ from shardplan.core.ops.layers import (
     LayerNorm,
     OneHot,
     RmsNorm,
-    Rotary,
     Softmax,
     Split,
     TargetCount,
@@ -54,6 +54,7 @@ from shardplan.core.ops.placing import Cast, Crop, Pad, Pin, Reshape
 from shardplan.core.ops.products import Einsum, matmul
 from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceScatter, ToPartial
 from shardplan.core.ops.ring import RingAttention, RingAttentionBackward
+from shardplan.core.ops.rotary import Rotary
 from shardplan.core.ops.routing import Combine, Dispatch, Dropout, FromSlots, TopK, ToSlots
 from shardplan.core.ops.updates import AdamW, Sgd
 from shardplan.core.registry import OPS

@@ -1,4 +1,4 @@
-"""What a transformer's layers are made of, said by decomposition alone: norms, softmax, attention, rotary, losses."""
+"""What a transformer's layers are made of, said by decomposition alone: norms, softmax, attention, losses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from string import ascii_lowercase, ascii_uppercase
+from string import ascii_lowercase
 from typing import ClassVar
 
 from shardplan.core import border
@@ -292,53 +292,6 @@ class Attention(Composed):
         """A causal kernel skips keys after the queries: half of them, where both are of one length."""
         q, k = operands[:2]
         return 1 - q.shape[1] / (2 * k.shape[1]) if self.causal else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary(Composed):
-    """Pairs of the last dim of `[b s .. d]` turned by their position, i32 `[s]`: arXiv 2104.09864.
-
-    A pair are elements i and i + d/2, or 2i and 2i + 1 where they are `interleaved`; the i-th turns by position /
-    theta**(2i/d), or `back` by as much.
-    """
-
-    name: ClassVar[str] = "rotary"
-    theta: float = 10000.0
-    interleaved: bool = False
-    back: bool = False
-
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
-        """x cos + J x sin, where J turns a pair by a quarter."""
-        t, _ = check_arity(self.name, operands, 2)
-        if t.ndim < 3 or t.shape[-1] % 2:
-            raise TypingError(f"{t}; legal are three dims or more, the last of an even size")
-        half, pair = t.shape[-1] // 2, "h two=2" if self.interleaved else "two=2 h"
-        between = ascii_uppercase[: t.ndim - 3]
-        lead = " ".join(f"bs{between}")
-        x = d(Reshape(f"{lead} ({pair}) -> {lead} {pair}"), widened(d, "0"))
-        kind = d.types[x].dtype
-        number = d(Iota(kind, (1, *((half, 1) if self.interleaved else (1, half))), 1 + (not self.interleaved),
-                        Layout(((), (), ())), t.mesh))  # fmt: skip
-        ones = " ".join(f"one{k}=1" for k in range(t.ndim - 1))
-        position = d(Expand(f"s -> s {ones}"), d(Cast(kind), "1"))
-        angle = d(Elementwise(f"a * exp(b * {-math.log(self.theta) / half})"), position, number)
-        quarter = (d(Iota(kind, (2, 2), k, Layout(((), ())), t.mesh)) for k in (1, 0))
-        letters = ("ht", "hu") if self.interleaved else ("th", "uh")
-        turn = Einsum(f"bs{between}{letters[0]},tu->bs{between}{letters[1]}")
-        turned = d(turn, x, d(Elementwise("a - b"), *quarter))
-        y = d(Elementwise(f"a * cos(c) {'-' if self.back else '+'} b * sin(c)"), x, turned, angle)
-        return [cast_to(d, d(Reshape(f"{lead} {pair} -> {lead} ({pair})"), y), t.dtype)]
-
-    def pull(
-        self,
-        draft: Draft,
-        operands: Sequence[str],
-        results: Sequence[str],
-        cotangents: Sequence[str],
-        wanted: Sequence[bool],
-    ) -> Sequence[str | None]:
-        """The other way round, which reads the positions alone."""
-        return [draft(replace(self, back=not self.back), cotangents[0], operands[1]), None]
 
 
 @dataclass(frozen=True, slots=True)

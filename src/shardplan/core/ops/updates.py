@@ -1,4 +1,7 @@
-"""Updates of parameters, in place: Sgd, AdamW. A gradient is taken in the parameter's dtype."""
+"""Updates of parameters, in place: Sgd, AdamW. A gradient is taken in the parameter's dtype.
+
+Settings named in `inputs` are operands behind the others, scalars in that order, in the place of the numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,13 @@ class Sgd(Composed):
     name: ClassVar[str] = "sgd"
     aliases = ((0, 0),)
     lr: float
+    inputs: tuple[str, ...] = ()
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """One expression."""
-        _check_operands(self.name, operands, 2)
-        return [d(Elementwise(f"a - {self.lr} * b"), "0", _like(d, "1", "0"))]
+        _check_operands(self.name, operands, 2, self.inputs, ("lr",))
+        lr, more = ("c", [_like(d, "2", "0")]) if self.inputs else (self.lr, [])
+        return [d(Elementwise(f"a - {lr} * b"), "0", _like(d, "1", "0"), *more)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +49,31 @@ class AdamW(Composed):
     beta2: float = 0.999
     eps: float = 1e-8
     decay: float = 0.01
+    inputs: tuple[str, ...] = ()
 
     def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
         """Moments, their corrections by 1 - beta**step, the update."""
-        _check_operands(self.name, operands, 5)
+        _check_operands(self.name, operands, 5, self.inputs, ("lr", "decay"))
+        said = {"lr": str(self.lr), "decay": str(self.decay)} | dict(zip(self.inputs, "ef", strict=False))
         g = _like(d, "1", "2")
         m = d(Elementwise(f"{self.beta1} * a + {1 - self.beta1} * b"), "2", g)
         v = d(Elementwise(f"{self.beta2} * a + {1 - self.beta2} * b * b"), "3", g)
         step = _like(d, "4", "0")
         first, second = (f"(1 - exp({math.log(b)} * d))" for b in (self.beta1, self.beta2))
-        text = f"a - {self.lr} * ({self.decay} * a + b / {first} / (sqrt(c / {second}) + {self.eps}))"
-        w = d(Elementwise(text), "0", _like(d, m, "0"), _like(d, v, "0"), step)
+        text = f"a - {said['lr']} * ({said['decay']} * a + b / {first} / (sqrt(c / {second}) + {self.eps}))"
+        more = [_like(d, str(5 + k), "0") for k in range(len(self.inputs))]
+        w = d(Elementwise(text), "0", _like(d, m, "0"), _like(d, v, "0"), step, *more)
         return [w, m, v]
 
 
-def _check_operands(op: str, operands: Sequence[TensorType], count: int) -> None:
-    """Refuse another number of operands, and those that are not of one shape, but for the number of the step."""
-    if len({t.shape for t in check_arity(op, operands, count)[:4]}) > 1:
+def _check_operands(
+    op: str, operands: Sequence[TensorType], count: int, inputs: tuple[str, ...], legal: tuple[str, ...]
+) -> None:
+    """Refuse another number of operands, those that are not of one shape, but for scalars, and other inputs."""
+    if inputs not in ((), *((name,) for name in legal), legal):
+        raise TypingError(f"{op}: inputs={inputs}; legal are some of {', '.join(legal)}, in this order")
+    given = check_arity(op, operands, count + len(inputs))
+    if len({t.shape for t in given[: min(count, 4)]}) > 1 or any(t.shape for t in given[count:]):
         raise TypingError(f"{op} of {', '.join(map(str, operands))}; legal are a gradient and moments of the shape")
 
 

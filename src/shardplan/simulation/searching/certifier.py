@@ -21,7 +21,7 @@ from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.jobs.holdings import attributed
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.memory import holdings
-from shardplan.strategy.partition.partition import partition
+from shardplan.strategy.partition.partition import make_job
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.schedules.schedule import Schedule
@@ -113,7 +113,7 @@ class Certifier:
         plain = replace(strategy, attention=None, tensor_overlap=False)
         if strategy.precision in NARROW:  # what narrow products keep is less
             plain = replace(plain, precision="bf16")
-        job = partition(self.model, replace(plain, cuts=even_cuts(self.model, plain)), layouts=self.layouts)
+        job = make_job(self.model, replace(plain, cuts=even_cuts(self.model, plain)), layouts=self.layouts)
         found, p = holdings(job, runtime_of(strategy)), self.parameters
         held = [s + p.fragmentation * (n - s) + p.context for n, s in zip(found.peak_bytes, found.state, strict=True)]
         rank = int(np.argmax(held))

@@ -20,7 +20,7 @@ from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_o
 from shardplan.simulation.searching.search import search
 from shardplan.simulation.steps import delivered
 from shardplan.strategy.partition.order import RUN
-from shardplan.strategy.partition.partition import partition
+from shardplan.strategy.partition.partition import make_job
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.schedules import Schedule, check
 from shardplan.strategy.strategy import AXES, NARROW, Strategy
@@ -109,7 +109,7 @@ def step_seconds(judge: Judge, strategy: Strategy, layouts: Layouts | None = Non
     s = replace(strategy, attention=None, tensor_overlap=False, offload_layers=0)
     s = replace(s, precision="bf16") if s.precision in NARROW else s
     where = delivered(judge.topology, judge.machine.parameters)
-    job = partition(judge.model, replace(s, cuts=even_cuts(judge.model, s)), where, layouts=layouts)
+    job = make_job(judge.model, replace(s, cuts=even_cuts(judge.model, s)), where, layouts=layouts)
     return simulate_job(job, where).seconds
 
 

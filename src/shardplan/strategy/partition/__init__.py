@@ -3,6 +3,8 @@
 Reading order:
 
 - `tables`      `Layouts`: what a strategy says of a model's names
+- `parallel_styles` what is column- or row-parallel, in the words of those who know; torch's plans
+- `style_tables` from those words to tables
 - `opening`     composed ops as their steps, where an axis cannot serve the whole
 - `microbatch`  the program of a microbatch, forward and backward, cut into stages
 - `flow`        its lines, in blocks
@@ -18,6 +20,8 @@ Reading order:
 - `job`         `Job`
 - `job_order`   the order in which one process may run all actions of a job
 - `partition`   `partition`
+- `shares`      what an axis deals out of operations and bytes
+- `serve_remedies` which line of the tables deals out what an axis does whole
 - `annotated`   a program whose author says how its inputs and results lie, as a job
 - `remedies`    which annotations remove a movement
 """

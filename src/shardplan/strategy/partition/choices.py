@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -129,6 +130,11 @@ def _is(names: Names, group: Sequence[str]) -> bool:
     return any(name in group for name in names)
 
 
+def parts_of_served(names: Names, served: Collection[str]) -> bool:
+    """Say whether names are of the major factor of a dim that is served: `ffn.0`, where groups of `ffn` are norms."""
+    return any(whole in served and part == "0" for whole, _, part in (name.rpartition(".") for name in names))
+
+
 class HeldDims(NamedTuple):
     """How a parameter lies where it is an operand, or its gradient as a result; by dim its axes."""
 
@@ -187,6 +193,12 @@ def options(
             # Ids and masks, and what has only these dims in its results, every device may make.
             free = all(f in line.made for f in taken) or not any(map(differs, line.types))
             break
+    every = {name for group in groups or () for name in group}
+    for factor in line.links.sizes if not bounds.pinned else ():  # which no axis need serve
+        held = math.prod(layer.mesh.span(a).size for a in (axis, *dict(rest.factors).get(factor, ())))
+        if parts_of_served(line.names[factor], every) and line.links.sizes[factor] % held == 0:
+            for choice in rest.serving(axis, factor):
+                offer(choice)
     for operands in sets_of(len(line.types)):
         offer(rest.passing(axis, operands))
     if free or groups is None:

@@ -21,8 +21,9 @@ from shardplan.notebook import notebook_html
 from shardplan.plans.plan import Plan
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.alternatives import Alternative, alternatives
-from shardplan.strategy.partition.programs import saved_of_state
+from shardplan.strategy.partition.programs import TOTAL, saved_of_state
 from shardplan.strategy.partition.settle import Settled
+from shardplan.strategy.partition.shares import AxisShare, axis_shares
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.schedules import Schedule
@@ -126,6 +127,18 @@ class Job:
         rows = self.schedule.compute_only().ranks
         found = Counter((a.stage, a.kind) for row in rows for action in row if action for a in action.leaves)
         return Counter({key: found[key] or 1 for key in self.programs})
+
+    def shares(self) -> tuple[AxisShare, ...]:
+        """Return what each axis of a stage deals out of operations, bytes held and bytes touched.
+
+        >>> from shardplan import Model, Strategy, partition
+        >>> print(partition(Model.load("mlp", layers=2, hidden=8, batch=2), Strategy(tensor=2)).shares()[0])
+        tensor=2: 0.500 of operations, 0.500 of bytes held, 0.601 of bytes touched; even is 0.500; whole: no parameter
+        """
+        parameters = self.model.parameters.keys()
+        named = ((part.name.removeprefix(TOTAL), self.state[key]) for key, part in self.parts.items())
+        state = [(name, t) for name, t in named if name in parameters or name.rpartition(".")[0] in parameters]
+        return axis_shares(self.model, self.settled, state)
 
     def key(self, stage: int, name: str) -> str:
         """Return what a stage's value is called in `state`."""

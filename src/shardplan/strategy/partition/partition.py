@@ -31,11 +31,13 @@ from shardplan.strategy.partition.prefetch import early
 from shardplan.strategy.partition.prices import prices_on
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
-from shardplan.strategy.partition.refusals import check_bucket, check_kept
+from shardplan.strategy.partition.refusals import check_bucket, check_clip, check_kept
 from shardplan.strategy.partition.row_plans import RowPlans
+from shardplan.strategy.partition.serve_remedies import warn_of_replication
 from shardplan.strategy.partition.settle import Settled, settle
 from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
+from shardplan.strategy.partition.style_tables import AskedLayouts, read_layouts
 from shardplan.strategy.partition.tables import LAYER, Layouts
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
@@ -46,7 +48,7 @@ TWIN = ".twin"  # of a parameter's gradient: that of the second chain of DualPip
 
 
 def partition(
-    model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: Layouts | str | None = None
+    model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: AskedLayouts = None
 ) -> Job:
     """Return the programs of a model under a strategy.
 
@@ -55,18 +57,32 @@ def partition(
         strategy: Degrees, and what else is decided.
         topo: What prices are taken on; device ids are its own. By default a nominal switch. What its device does not
             state of its work is that of a nominal one.
-        layouts: Tables instead of `strategy.layouts(model)`.
+        layouts: Tables instead of `strategy.layouts(model)`, or what of it is otherwise: `Layouts.column("*.up")`.
+
+    Warns (`ReplicationWarning`) of an axis of whose devices the worst does more than 1.1 times an even share of the
+    operations of products, with the line of the tables that deals them out; `Job.shares` has all axes.
 
     Raises `LayoutError` for a strategy that the model does not admit, naming line and axis, or of which an option
     does nothing.
     """
+    job = make_job(model, strategy, topo, layouts=layouts)
+
+    def settled(tables: Layouts) -> Settled:
+        return _Partition(model, strategy, topo, tables).settled()[0]
+
+    warn_of_replication(job.model, job.layouts, job.settled, settled)
+    return job
+
+
+def make_job(model: Model, strategy: Strategy, topo: Where | str | None = None, *, layouts: AskedLayouts = None) -> Job:
+    """Do as `partition`, without a warning: for those that try many."""
     if not isinstance(model, Model) or not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
         given = f"{excerpt(model)} and {excerpt(strategy)}"
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     check_predicted(strategy)
     check_options(model, strategy, tables=layouts is None)
-    starts = None if strategy.cuts is None else (0, *strategy.cuts)
-    return _Partition(model, strategy, topo, layouts, starts).job()
+    check_clip(model, strategy)
+    return _Partition(model, strategy, topo, layouts).job()
 
 
 class _Partition:
@@ -75,10 +91,10 @@ class _Partition:
         model: Model,
         strategy: Strategy,
         topo: Where | str | None,
-        layouts: Layouts | str | None,
-        starts: tuple[int, ...] | None,
+        layouts: AskedLayouts,
+        starts: tuple[int, ...] | None = None,
     ) -> None:
-        self.starts = starts
+        self.starts = starts or (None if strategy.cuts is None else (0, *strategy.cuts))
         self.strategy, self.model = strategy, fitted(model, strategy)
         self.training = bool(self.model.fields["training"])
         self.schedule = ordered(strategy, self.model)
@@ -88,7 +104,7 @@ class _Partition:
         self.runs = {(a.stage, a.kind) for row_ in order for action in row_ if action for a in action.leaves}
         self.meshes = [strategy.mesh(self.model, rank) for rank in owners]
         self.mesh = self.meshes[0]
-        self.layouts = Layouts.parse(layouts) if isinstance(layouts, str) else layouts or strategy.layouts(self.model)
+        self.layouts = read_layouts(layouts, self.model, strategy)
         self.where = where_of("topo", topo)
         ends = (self.mesh, *(strategy.mesh(self.model, rank) for rank in (0, strategy.pipeline - 1)))
         self.prices = prices_on(self.where or Topology.load("nominal", devices=strategy.devices), ends)
@@ -156,7 +172,7 @@ class _Partition:
             out[TOTAL + name] = self.layouts.stored_type(of, self.micro.dims[name], t, self.mesh, self.held[name])
         return out | {copy: out[name] for copy, name in self.micro.copies.items()}
 
-    def _settled(self) -> tuple[Settled, dict[Key, tuple[str, TensorType]]]:
+    def settled(self) -> tuple[Settled, dict[Key, tuple[str, TensorType]]]:
         """Settle; and the rows that are gradients, each with its parameter and the type of its total."""
         block = self.micro.block
         ends: dict[Key, tuple[str, TensorType]] = {}
@@ -205,7 +221,7 @@ class _Partition:
 
         Where the settled seconds, and memory, cut the layers otherwise than operations do, all begins again with them.
         """
-        settled, ends = self._settled()
+        settled, ends = self.settled()
         if self.starts is None and self.count > 1 and (better := self._better(settled)) != self.micro.cuts.starts:
             return _Partition(self.model, self.strategy, self.where, self.layouts, better).job()
         add = self.strategy.microbatches > 1
@@ -295,8 +311,8 @@ class _Partition:
                 for state, u in self.state.items():
                     if state.rpartition(".")[0] == name and state in model.replaced and state not in model.parameters:
                         mine[state] = self._as_many(u, t)
-            if self.training and "step" in self.state:
-                mine["step"] = self.state["step"]
+            if self.training:
+                mine |= {n: self.state[n] for n in ("step", "lr", "decay") if n in self.state}
             found.append(mine)
         state = {n for n in self.model.replaced if n not in self.model.parameters}
         return [*found, *({n: t for n, t in mine.items() if n not in state} for mine in found * (self.chains - 1))]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.nested import as_nested, row, rows
-from shardplan.core.ops import Cast, Elementwise
+from shardplan.core.ops import Cast, Elementwise, ToPartial
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.model import Model
@@ -19,7 +20,7 @@ from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
-from shardplan.strategy.training import MASTER, OPTIMIZERS, rename_values
+from shardplan.strategy.training import CLIP, MASTER, OPTIMIZERS, clip_expression, rename_values, sum_squares
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
 Types = Mapping[str, TensorType]
@@ -36,6 +37,14 @@ class WrittenProgram(NamedTuple):
     sent: Mapping[str, str]
     saved: Mapping[str, Mapping[TensorType, str]]
     joins: bool = False
+
+
+class Update(NamedTuple):
+    """Of a parameter what is updated of it, and what its gradient is called, as its state lies."""
+
+    name: str
+    kept: Sequence[str]
+    total: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,7 @@ class Writers:
         """
         model = self.model
         rule = OPTIMIZERS[model.fields["optimizer"]]
-        op = rule.op(**{k: model.fields.get(k, v) for k, v in rule.settings.items()})  # pyright: ignore
+        op, clip = rule.made(model.fields), float(model.fields.get(CLIP, 0.0))
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         called: dict[str, str] = {}
         now: list[str] = []
@@ -140,23 +149,16 @@ class Writers:
             writer.given("step", types["step"])
             now = [writer.op(Elementwise("a + 1"), ["step"])]
             called[now[0]] = f"{NEXT}step"
+        now += [writer.given(name, types[name]) for name in rule.given(model.fields)]
         if self.bucket is not None:
             self._bucketed(writer, parameters, types, rule.state, self.bucket)
-        for name, copies in parameters.items():
-            kept = _kept(name, rule.state, types)
-            for n in (TOTAL + name, *kept):
-                if n not in writer.values:
-                    writer.given(n, types[n])
-            for copy in copies:
-                writer.given(TOTAL + copy, types[TOTAL + name])
-                both = [writer.values[n][types[TOTAL + name]] for n in (TOTAL + name, TOTAL + copy)]
-                writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
-            layout = types[kept[-1]].layout
-            by = f"the update of {name}"
+        updates = (self._given_update(writer, name, types, rule.state, copies) for name, copies in parameters.items())
+        for update in _clipped(writer, [*updates], clip) if clip else updates:
+            name, kept = update.name, update.kept
+            by, layout = f"the update of {name}", types[kept[-1]].layout
             first = writer.want(kept[0], types[kept[0]].with_layout(layout), by)
-            total = writer.summed(TOTAL + name, types[TOTAL + name].with_layout(layout), by)
             others = [writer.want(n, types[n].with_layout(layout), by) for n in kept[1:]]
-            writer.op(op, [first, total, *others, *now])
+            writer.op(op, [first, update.total, *others, *now])
             made = dict(zip(kept, writer.steps[-1].results, strict=True))
             if name not in made:
                 made[name] = writer.op(Cast(types[name].dtype), [made[kept[0]]])
@@ -165,6 +167,21 @@ class Writers:
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
         return WrittenProgram(program, tuple(writer.movements), {}, {})
+
+    def _given_update(
+        self, writer: Writer, name: str, types: Types, state: Sequence[str], copies: Sequence[str]
+    ) -> Update:
+        """Declare what an update reads, and sum the gradient over copies and devices."""
+        kept = _kept(name, state, types)
+        for n in (TOTAL + name, *kept):
+            if n not in writer.values:
+                writer.given(n, types[n])
+        for copy in copies:
+            writer.given(TOTAL + copy, types[TOTAL + name])
+            both = [writer.values[n][types[TOTAL + name]] for n in (TOTAL + name, TOTAL + copy)]
+            writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
+        t = types[TOTAL + name].with_layout(types[kept[-1]].layout)
+        return Update(name, kept, writer.summed(TOTAL + name, t, f"the update of {name}"))
 
     def _bucketed(
         self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str], most: float
@@ -212,6 +229,31 @@ class Writers:
         """Return the type in which a value goes to another stage: as it was made, but never partial."""
         t = self.settled.type_of(((), name))
         return t.with_layout(Layout(t.layout.dims))
+
+
+def _clipped(writer: Writer, updates: Sequence[Update], clip: float) -> Iterator[Update]:
+    """Yield updates by gradients of which all together have at most a norm: one all-reduce of one number.
+
+    A sum of squares is partial over what its gradient is cut over; over other axes one device alone counts it.
+    """
+    inputs = {update.total: writer.types[update.total] for update in updates}
+    draft = Draft(inputs)
+    squares = [sum_squares(draft, update.total) for update in updates]
+    over = dict.fromkeys(a for name in squares for a in draft.types[name].layout.partial)
+    total = ""
+    for name in squares:
+        rest = tuple(a for a in over if a not in draft.types[name].layout.partial)
+        name = draft(ToPartial(rest), name) if rest else name
+        total = draft(Elementwise("a + b"), total, name) if total else name
+    (total,) = writer.inline(Program(tuple(inputs.items()), draft.steps, (total,)), list(inputs))
+    writer.values[total] = {writer.types[total]: total}
+    t = writer.types[total]
+    whole = writer.want(total, t.with_layout(Layout(t.layout.dims)), "the norm of all gradients")
+    factor = writer.op(Elementwise(clip_expression(clip)), [whole])
+    for update in updates:
+        kind = writer.types[update.total].dtype
+        one = factor if writer.types[factor].dtype == kind else writer.op(Cast(kind), [factor])
+        yield update._replace(total=writer.op(Elementwise("a * b"), [update.total, one]))
 
 
 def _kept(name: str, state: Sequence[str], types: Types) -> list[str]:

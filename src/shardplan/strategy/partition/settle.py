@@ -17,7 +17,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.nested import rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Choice, LaidLine, Served, options
+from shardplan.strategy.partition.choices import Choice, LaidLine, Served, options, parts_of_served
 from shardplan.strategy.partition.elimination import Table, TooWide, least
 from shardplan.strategy.partition.flow import Key, Line, Path
 from shardplan.strategy.partition.prices import Prices
@@ -186,7 +186,8 @@ def _options(
     may = [
         d
         for d, names in enumerate(maker.dims)
-        if (every & set(names) or (groups is None and LAYER not in names)) and t.shape[d] > 1
+        if (every & set(names) or parts_of_served(names, every) or (groups is None and LAYER not in names))
+        and t.shape[d] > 1
     ]
     for d in (None, *may):
         for k in range(len(dims[d]) + 1) if d is not None else (0,):

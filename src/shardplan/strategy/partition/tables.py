@@ -20,12 +20,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import axes_text
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ParseError, excerpt
+from shardplan.strategy.partition.parallel_styles import ParallelStyles
 
 FREE, NONE, LAYER = "free", "none", "layer"
 Axes = tuple[str, ...]
@@ -46,6 +48,11 @@ class TableLine:
     def matches(self, name: str) -> bool:
         """Say whether it counts for a name."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that it cuts dims over."""
+        return frozenset(axis for _, axes in self.dims for axis in axes)
 
     def __str__(self) -> str:
         """Return the line of a table."""
@@ -82,9 +89,32 @@ class Layouts:
 
     def __str__(self) -> str:
         """Return the tables."""
-        serve = [f"{axis}: {_served(groups)}" for axis, groups in self.serve]
+        serve = [f"{axis}: {served_text(groups)}" for axis, groups in self.serve]
         tables = zip(_TITLES, (serve, self.stored, self.held), strict=True)
         return "\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in tables)
+
+    @staticmethod
+    def column(*patterns: str, axis: str = "tensor") -> ParallelStyles:
+        """Say of parameters that an axis cuts their output features: `Layouts.column("*.gate", "*.up").row("*.down")`.
+
+        `partition` takes it as `layouts`; what it does not name is as the strategy has it.
+        """
+        return ParallelStyles().column(*patterns, axis=axis)
+
+    @staticmethod
+    def row(*patterns: str, axis: str = "tensor") -> ParallelStyles:
+        """Say of parameters that an axis cuts their input features."""
+        return ParallelStyles().row(*patterns, axis=axis)
+
+    @staticmethod
+    def vocab(*patterns: str, axis: str = "tensor") -> ParallelStyles:
+        """Say of tables that an axis cuts their rows, and of heads that it cuts their classes."""
+        return ParallelStyles().vocab(*patterns, axis=axis)
+
+    @staticmethod
+    def of_torch(plan: Mapping[str, Any], axis: str = "tensor") -> ParallelStyles:
+        """Read a plan of torch's `parallelize_module`, or torchtitan's: see `ParallelStyles.of_torch`."""
+        return ParallelStyles.of_torch(plan, axis)
 
     @staticmethod
     def parse(text: str) -> Layouts:
@@ -116,7 +146,7 @@ class Layouts:
         """
         several = [axis for axis, _ in self.serve]
         for k, (axis, groups) in enumerate(self.serve):
-            line = f"serve, {axis}: {_served(groups)}"
+            line = f"serve, {axis}: {served_text(groups)}"
             if axis in several[:k]:
                 raise LayoutError(f"{line}: a second line of {axis}; legal is one")
             _known(line, "axis", (axis,), axes)
@@ -188,7 +218,8 @@ def _group(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
 
-def _served(groups: Iterable[tuple[str, ...]]) -> str:
+def served_text(groups: Iterable[tuple[str, ...]]) -> str:
+    """Return what an axis serves, as a line of serve has it."""
     return " > ".join(map(_group, groups)) or NONE
 
 
