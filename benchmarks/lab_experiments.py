@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import arguments, record, table, write
+from benchmarks.lab_draws import SEED
 
 from shardplan.execution.lab import missing
 from shardplan.execution.lab.results import Done, Sweep
 from shardplan.execution.lab.scores import MODELS, Summary
-from shardplan.execution.lab.standard import SEED, STANDARD
+from shardplan.execution.lab.standard import STANDARD
 from shardplan.execution.lab.sweep import MOST_LATE, estimate, measure_experiments
 from shardplan.execution.lab.validate import ScoreVerdict, placement_ratios, validate
 

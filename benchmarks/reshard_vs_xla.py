@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import ROOT, Progress, arguments, geomean, record, spread, table, write
-from benchmarks.peers.hlo import largest_bytes, parse_hlo
+from benchmarks.peers.hlo import collective_text, largest_bytes, received_bytes
 
 from benchmarks import suites
 from shardplan.core.tensor import TensorType
+from shardplan.interop.hlo import parse_hlo
 
 DEVICES = 8
 LOCAL_BYTES = 2**20
@@ -48,13 +49,13 @@ def compile_one(f: Any, s: TensorType, sharding: Any) -> tuple[Any, dict[str, An
     seconds = time.perf_counter() - started
     text = executable.as_text()
     collectives = parse_hlo(text, s.mesh.size)
-    received = np.sum([c.received(s.mesh.size) for c in collectives], axis=0) if collectives else np.zeros(1)
+    received = np.sum([received_bytes(c, s.mesh.size) for c in collectives], axis=0) if collectives else np.zeros(1)
     return executable, {
         "received": int(np.max(received)),
         "largest": largest_bytes(text),
         "temporary": int(executable.memory_analysis().temp_size_in_bytes),
         "compile seconds": seconds,
-        "collectives": [str(c) for c in collectives],
+        "collectives": [collective_text(c) for c in collectives],
     }
 
 

@@ -21,7 +21,9 @@ import traceback
 from typing import Any
 
 from benchmarks.common import ROOT, Progress, arguments, record, table, use_tests, write
-from benchmarks.peers.hlo import parse_hlo
+from benchmarks.peers.hlo import received_bytes
+
+from shardplan.interop.hlo import parse_hlo
 
 DEVICES = 8
 PART = 200
@@ -63,7 +65,7 @@ def compared(program: Any) -> str:
     parts = [p for p in compile_program(program) if p.executable is not None]
     for text, one in zip(compiled_text(program), parts, strict=True):
         for c in parse_hlo(text, len(one.devices)):
-            for place, n in enumerate(c.received(len(one.devices))):
+            for place, n in enumerate(received_bytes(c, len(one.devices))):
                 got[one.devices[place]] += n
     says: collections.Counter[int] = collections.Counter()
     plain: collections.Counter[int] = collections.Counter()

@@ -64,7 +64,7 @@ FOREIGN = {
     "movement/weights/table.py": {"split"},  # the key of a table
     "movement/weights/frameworks.py": {"split"},  # how a table stores a product
     "movement/weights/derive/tables.py": {"split"},
-    "movement/weights/derive/expressions.py": {"pad"},  # the name of an atom
+    "movement/weights/derive/family_form.py": {"pad"},  # the name of an atom
     "simulation/closed/form.py": {"attention"},
     "simulation/closed/memory.py": {"attention"},
     "simulation/closed/stages.py": {"attention"},

@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.peers.hlo import HloCollective, largest_bytes, parse_hlo
+from benchmarks.peers.hlo import collective_text, largest_bytes, received_bytes, rounds_taken
 from benchmarks.peers.problem import Moves, Problem
 
-__all__ = ["HloCollective", "compiled_text", "moves_of_text", "parse_hlo", "plan", "plan_many", "versions"]
+from shardplan.interop.hlo import parse_hlo
 
 WARNING = "Involuntary full rematerialization"
 # Types that travel as they are, without the 64-bit mode of JAX and without the CPU's bf16 upcasts.
@@ -48,10 +48,10 @@ def moves_of_text(problem: Problem, text: str, log: str = "", seconds: float = 0
     """The moves that a compiled module makes; `log` is what XLA wrote to standard error while compiling it."""
     collectives = parse_hlo(text, problem.devices)
     return Moves(
-        received=tuple(c.received(problem.devices) for c in collectives),
-        rounds=tuple(c.rounds for c in collectives),
+        received=tuple(received_bytes(c, problem.devices) for c in collectives),
+        rounds=tuple(rounds_taken(c) for c in collectives),
         largest=largest_bytes(text),
-        ops=tuple(str(c) for c in collectives),
+        ops=tuple(collective_text(c) for c in collectives),
         rematerialised=WARNING in log,
         seconds_planning=seconds,
     )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
-from benchmarks.peers.hlo import largest_bytes, parse_hlo
+from benchmarks.peers.hlo import largest_bytes, received_bytes
 
 import conformance
 import shardplan as sp
@@ -65,6 +65,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
 from shardplan.execution.jax.cache import BoundedCache
 from shardplan.execution.record import Record
+from shardplan.interop.hlo import parse_hlo
 
 SAMPLE = 30
 FOLDED = ("i8", "u16", "i32", "bool", "f32")
@@ -349,7 +350,7 @@ def moved(program: Program) -> tuple[list[tuple[str, int, int]], dict[int, int],
         largest = max(largest, largest_bytes(text))
         for c in parse_hlo(text, len(part.devices)):
             kinds.append((c.kind, c.operand_bytes, c.output_bytes))
-            for place, n in enumerate(c.received(len(part.devices))):
+            for place, n in enumerate(received_bytes(c, len(part.devices))):
                 got[part.devices[place]] += n
     return kinds, got, largest
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.lab_draws import CLUSTERS, CROSSED, competing, draw_experiments
 
 from execution.lab_here import needs_lab
 from shardplan.errors import BackendError, LayoutError
@@ -16,7 +17,7 @@ from shardplan.execution.lab.experiments import Experiment, emulated_topology, p
 from shardplan.execution.lab.item import Run, WrongResult
 from shardplan.execution.lab.measurement import repetition_of
 from shardplan.execution.lab.results import Sweep
-from shardplan.execution.lab.standard import CLUSTERS, CROSSED, STANDARD, competing, draw_experiments
+from shardplan.execution.lab.standard import STANDARD
 from shardplan.execution.lab.sweep import estimate, measure_experiments
 from shardplan.execution.lab.validate import CROSSOVERS, MANY, SEVERAL, SHAPES, validate
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.execution.mpi.segments import unname
+from shardplan.execution.mpi.world import unname
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of what a process has mapped")
 

@@ -36,8 +36,7 @@ import torch
 
 from execution.threads import Network, Shards, played
 from shardplan.execution.drive import finish
-from shardplan.execution.lab.replay import Replay
-from shardplan.execution.lab.wire import LabWire
+from shardplan.execution.lab.rank import LabWire, Replay
 from shardplan.execution.rank_rounds import rank_rounds
 from shardplan.execution.record import Record
 from shardplan.execution.torch import steps

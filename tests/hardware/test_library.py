@@ -14,7 +14,7 @@ from shardplan.core.pattern import AtOnce, Groups, Messages, StepPattern
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Topology, presets, price, seconds
 from shardplan.hardware.level import DeviceSpec
-from shardplan.hardware.prices.cost import KINDS, offers
+from shardplan.hardware.prices.cost import KINDS, affine_costs
 from shardplan.hardware.prices.library import (
     ALGORITHM_NAMES,
     Library,
@@ -198,7 +198,7 @@ def test_offers_are_the_price_at_every_size(case, kind):
     if members.shape[1] < 2:
         return
     fabric = fabric_with(topology, TABLE)
-    lines = offers(kind, members, fabric)
+    lines = affine_costs(kind, members, fabric)
     for nbytes in (1.0, 1e4, 1e6, 1e9):
         whole = seconds(Groups(kind, members, np.full(len(members), nbytes)), fabric)
         assert min(a + b * nbytes for a, b in lines) == pytest.approx(whole, rel=1e-9)
@@ -323,7 +323,7 @@ def test_prices_of_presets_are_monotone_in_bytes(name):
         fabric = Fabric(topology if counts == (1,) else Topology.load(name, nodes=n))
         members = np.arange(fabric.topology.size)[None, :4096]
         for kind in KINDS:
-            lines = offers(kind, members, fabric) if members.size > 1 else ()
+            lines = affine_costs(kind, members, fabric) if members.size > 1 else ()
             assert all(a >= 0 and b > 0 for a, b in lines)
             costs = [min((a + b * 2.0**e for a, b in lines), default=e) for e in range(10, 34)]
             assert costs == sorted(set(costs)), (name, n, kind)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from benchmarks.peers.hlo import largest_bytes, parse_hlo
+from benchmarks.peers.hlo import largest_bytes, received_bytes
 
 from benchmarks import suites
 from execution.jax_child import main
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
+from shardplan.interop.hlo import parse_hlo
 
 ARRAY = np.arange(48 * 24, dtype=np.float32).reshape(48, 24)
 WEIGHT = np.arange(48 * 24, dtype=np.float32).reshape(24, 48).T % 11
@@ -306,7 +307,7 @@ def beside(here: Here) -> Any:
         end = here.sharding(*spec)
         shape = jax.ShapeDtypeStruct(ARRAY.shape, ARRAY.dtype, sharding=start)
         text = jax.jit(lambda x: x, out_shardings=end).lower(shape).compile().as_text()
-        theirs = sum(sum(c.received(8)) for c in parse_hlo(text, 8))
+        theirs = sum(sum(received_bytes(c, 8)) for c in parse_hlo(text, 8))
         line = compare_with_xla(start, end, ARRAY.shape, "f32")
         if f", {format_bytes(theirs)} by XLA (" not in line:
             wrong.append(f"{line}, not {theirs}")
@@ -342,7 +343,7 @@ def compiled(here: Here) -> Any:
             text = executable.as_text()
             got = np.zeros(s.mesh.size, dtype=np.int64)
             for c in parse_hlo(text, s.mesh.size):
-                got += c.received(s.mesh.size)
+                got += received_bytes(c, s.mesh.size)
             plan = plan_of(s, t)
             says = np.zeros(s.mesh.size, dtype=np.int64)
             for step in plan.program.steps:

@@ -147,11 +147,27 @@ def test_spellings_of_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> 
     assert parse_groups(text, 4) == groups
 
 
-def test_groups_over_the_middle_of_an_axis() -> None:
-    """Of eight devices as 2 x 2 x 2: neither the halves nor neighbours."""
-    middle = ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert parse_groups("replica_groups=mesh['x'=8] {'x':(2)2}", 8) == middle
-    assert parse_groups("replica_groups=mesh['x'=8], device_ids=([8]) {'x':(2)2}", 8) == middle
+MIDDLE = ((0, 2), (1, 3), (4, 6), (5, 7))  # of eight devices as 2 x 2 x 2: neither the halves nor neighbours
+
+
+@pytest.mark.parametrize(
+    ("spelling", "groups"),
+    [
+        ("{}", (tuple(range(8)),)),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[2,4]<=[2,2,2]T(1,0,2)", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh[x=2,y=4] {y}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['x'=2,'y'=4] {'y','x'}", ((0, 4, 1, 5, 2, 6, 3, 7),)),
+        ("mesh['x'=2,'y'=4] {'y':(1)2}", MIDDLE),
+        ("mesh['x'=8]{'x':(2)2}", MIDDLE),
+        ("mesh['x'=8], device_ids=([8]) {'x':(2)2}", MIDDLE),
+        ("mesh['x'=2,'y'=4], device_ids=([2,2,2]T(0,2,1)) {'y':(2)2}", MIDDLE),
+        ("mesh['x'=2,'y'=4], device_ids=(7,6,5,4,3,2,1,0) {'x'}", ((7, 3), (6, 2), (5, 1), (4, 0))),
+        ("mesh['x'=8] {'x':(4)2,'x':(1)2}", ((0, 4, 1, 5), (2, 6, 3, 7))),
+    ],
+)
+def test_groups_of_eight(spelling: str, groups: tuple[tuple[int, ...], ...]) -> None:
+    assert parse_groups(f", channel_id=1, replica_groups={spelling}, dimensions={{0}}", 8) == groups
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("pred", 24), ("s4", 12), ("bf16", 48), ("c64", 192), ("f8e4m3fn", 24)])

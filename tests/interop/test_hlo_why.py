@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.interop.hlo_places import SourcePlaces
+from shardplan.interop.hlo import SourcePlaces
 from shardplan.interop.hlo_trace import HloTrace
 from shardplan.interop.hlo_why import hlo_movements, hlo_why_text
 

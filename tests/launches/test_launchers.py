@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from shardplan.launches.launchers import ORDER, srun_text, torchrun_text
+from shardplan.launches.fixes import ORDER, srun_text, torchrun_text
 
 
 def run_srun(text: str, hosts: tuple[str, ...]) -> list[str] | None:

@@ -20,7 +20,7 @@ from shardplan.cli import app
 from shardplan.launches.handover.handed_plan import HandedPlan
 from shardplan.report.page.figures import STEPS, drawn_ranks, exposed_shares, timeline_figure
 from shardplan.report.page.page import PagePart, render_page
-from shardplan.report.page.placement import placed_markup
+from shardplan.report.page.plan_page import placed_markup
 from shardplan.simulation.jobs.spans import joined, length, uncovered_stretches
 from shardplan.simulation.jobs.timing import COMPUTE
 from shardplan.simulation.simulate import simulate

@@ -84,7 +84,7 @@ def place(
     if top < 1:
         raise LayoutError(f"--top {top}: at least 1 placement is printed")
     kind = cast("Programs", programs)
-    found = rank(subject, cluster, demands, programs=kind, algorithm=algorithm, inside=_pairs(inside))
+    found = rank(subject, cluster, demands, programs=kind, algorithm=algorithm, inside=_parse_inside(inside))
     if svg is not None:
         write_atomic(svg, svg_placement(found[0].placement, demands).encode())
     if as_json:
@@ -222,7 +222,7 @@ def audit(
         framework,
         show_picture,
         svg is not None or report is not None,
-        _pairs(inside),
+        _parse_inside(inside),
         algorithm,
         model,
         strategy,
@@ -247,7 +247,7 @@ def _needed(name: str | None, nodes: int | None) -> Topology:
     return found
 
 
-def _pairs(text: str | None) -> dict[str, str] | None:
+def _parse_inside(text: str | None) -> dict[str, str] | None:
     """The level of each axis that is to stay inside one."""
     if text is None:
         return None

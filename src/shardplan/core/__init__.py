@@ -13,7 +13,8 @@ Reading order:
 - `messages`        who sends which box to whom, vectorised over devices
 - `pattern`         the communication of one op, as `hardware` prices it
 - `factor_rule`     how the dims of a compute op hang together, and its typing rule
-- `expression_tree` the tree of an elementwise expression, its text and its meaning
+- `expression_tree` the tree of an expression, its text, and its meaning on arrays
+- `dialect`         which of the one notation is legal in an expression, and its reader
 - `expression`      `Expression`: the language of elementwise ops, and what typing asks of it
 - `derivative`      derivatives of expressions
 - `op`              `Op`: what every operation must say of itself

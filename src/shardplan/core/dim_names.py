@@ -83,7 +83,7 @@ def dim_names(
         if None in (x.root().name, y.root().name):
             _join(x, y, "dim_names")
     stacks = [part for level in top.all_levels() for part in level.stacks]
-    return _Naming(given, stacks).names(top, program)
+    return _Naming(given, stacks).dim_names(top, program)
 
 
 def _name_input_dims(program: Program, top: _DimLevel, name: str, names: tuple[str | None, ...]) -> Iterator[_DimPart]:
@@ -338,7 +338,7 @@ class _Naming:
         inner = (run[i:j] for i in range(len(run)) for j in range(i + 1, len(run) + 1))
         return any(part in self.whole and part != run for part in inner)
 
-    def names(self, level: _DimLevel, program: Program) -> DimNames:
+    def dim_names(self, level: _DimLevel, program: Program) -> DimNames:
         """Return those of a program, and of the bodies in it."""
         order = steps_by_value(program)
         first = [name for name, _ in program.inputs]
@@ -348,7 +348,7 @@ class _Naming:
             step = program.steps[number]
             values |= {n: tuple(map(self.of, level.values[n])) for n in step.results}
             if isinstance(step.op, Nested):
-                bodies[number] = self.names(level.bodies[number], step.op.body)
+                bodies[number] = self.dim_names(level.bodies[number], step.op.body)
         factors = [{n: self.of(part) for n, part in level.factors[k].items()} for k in range(len(program.steps))]
         wholes = {name: self.run(run) for run, name in self.whole.items() if self.cut(run)}
         return DimNames(values, tuple(factors), bodies, wholes)

@@ -1,4 +1,4 @@
-"""`Expression`: the small language of fused elementwise ops, and what typing asks of it.
+"""`Expression`: the elementwise dialect, of fused ops, and what typing asks of it.
 
 Operands are named `a`, `b`, `c`, ... in operand order. Legal are numbers, `+ - * / **` (constant exponent), unary `-`,
 the functions of `FUNCTIONS`, and comparisons as the condition of `where`. Everything a partial operand needs to know is
@@ -7,21 +7,21 @@ derived from the tree: the degree in a set of operands (sums), and the direction
 
 from __future__ import annotations
 
-import ast
-import sys
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, assert_never
 
 import numpy as np
 
+from shardplan.core.dialect import Dialect
 from shardplan.core.expression_tree import (
+    BINARY,
     COMPARISONS,
     FUNCTIONS,
     LOOSEST,
     ORDERED,
-    SYMBOLS,
     ZERO,
     Binary,
     Call,
@@ -36,6 +36,17 @@ from shardplan.core.expression_tree import (
 from shardplan.core.namespace import Dtype, Namespace, Tensor
 from shardplan.errors import ParseError, TypingError
 
+ELEMENTWISE = Dialect(
+    subject="an expression",
+    legal="operands, numbers, + - * / **, functions",
+    symbols=frozenset(BINARY),
+    functions={name: f.arity for name, f in FUNCTIONS.items()},
+    operand=re.compile("[a-z]"),
+    operands="a, b, c, ... in order",
+    floats=True,
+    numbers="a finite number",
+    logic=False,
+)
 MOST_EXPONENT = 127  # of an integer: numpy takes an exponent in the dtype of its base, and i8 ends there
 
 
@@ -266,69 +277,10 @@ def _agree(x: int, y: int) -> int | None:
 # An op keeps its expression as text, and every facet of the op asks for the tree.
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Expression:
-    body = text.strip()
-    start = len(text) - len(text.lstrip())
-    try:
-        tree = ast.parse(body, mode="eval").body
-    except SyntaxError as error:
-        before = "".join(body.splitlines(keepends=True)[: (error.lineno or 1) - 1])
-        at = min(len(before) + error.offset - 1, len(body)) if error.offset else len(body)
-        raise ParseError(f"an expression is malformed: {error.msg}", text, start + at) from None
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ParseError(f"an expression is malformed: {error}", text, start) from None
-
-    def fail(node: ast.expr, message: str) -> ParseError:
-        return ParseError(message, text, start + _offset(body, node.lineno, node.col_offset))
-
-    try:
-        expression = Expression(_convert(tree, fail, False))
-        names = expression.names
-    except RecursionError:
-        raise ParseError("an expression is nested too deeply; cut it into several ops", text, start) from None
+    expression = Expression(ELEMENTWISE.parse(text))
+    names = expression.names
     if names != tuple(chr(ord("a") + k) for k in range(len(names))) or not names:
         shown = ", ".join(names) if names else "none"
         message = f"an expression uses its operands a, b, c, ... without a gap; this one uses {shown}"
-        raise ParseError(message, text, start)
+        raise ParseError(message, text, len(text) - len(text.lstrip()))
     return expression
-
-
-def _offset(text: str, line: int, column: int) -> int:
-    """The position of a (1-based line, UTF-8 column) in `text`."""
-    lines = text.splitlines(keepends=True)[: max(line, 1)]
-    if not lines:
-        return 0
-    return sum(map(len, lines[:-1])) + len(lines[-1].encode()[:column].decode(errors="ignore"))
-
-
-def _convert(node: ast.expr, fail: Callable[[ast.expr, str], ParseError], condition: bool) -> Node:
-    match node:
-        case ast.Name(id=name):
-            if len(name) != 1 or not "a" <= name <= "z":
-                raise fail(node, f"unknown operand {name!r}; operands are a, b, c, ... in order")
-            return Name(name)
-        case ast.Constant(value=value):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-                raise fail(node, f"the constant {ast.unparse(node)} is not a finite number")
-            return Number(value)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = _convert(operand, fail, False)
-            return Number(-inner.value) if isinstance(inner, Number) else Negate(inner)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in SYMBOLS:
-            result = Binary(SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
-            if result.symbol == "**" and not isinstance(result.right, Number):
-                raise fail(right, "the exponent of ** is a number")
-            return result
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in SYMBOLS:
-            if not condition:
-                raise fail(node, "a comparison is legal only as the condition of where(condition, yes, no)")
-            return Binary(SYMBOLS[type(op)], _convert(left, fail, False), _convert(right, fail, False))
-        case ast.Call(func=ast.Name(id=function), args=args, keywords=[]) if function in FUNCTIONS:
-            if len(args) != FUNCTIONS[function].arity:
-                raise fail(node, f"{function} takes {FUNCTIONS[function].arity} arguments, not {len(args)}")
-            return Call(function, tuple(_convert(x, fail, function == "where" and k == 0) for k, x in enumerate(args)))
-        case ast.Call(func=ast.Name(id=function)) if function not in FUNCTIONS:
-            raise fail(node, f"unknown function {function!r}; legal are {', '.join(FUNCTIONS)}")
-        case _:
-            raise fail(
-                node, f"{ast.unparse(node)!r} is not an expression; legal are operands, numbers, + - * / **, functions"
-            )

@@ -34,7 +34,7 @@ class Negate:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """`+ - * / **` or a comparison."""
+    """Arithmetic, a comparison, or `and`, `or`: one of `SYMBOLS`."""
 
     symbol: str
     left: Node
@@ -43,7 +43,7 @@ class Binary:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function of the language applied to its arguments."""
+    """A function of the dialect applied to its arguments; `NOT` and `IF` stand for `not x` and `x if c else y`."""
 
     function: str
     arguments: tuple[Node, ...]
@@ -133,14 +133,18 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
 }
 ORDERED = ("<", "<=", ">", ">=")  # not defined for complex numbers
 COMPARISONS = (*ORDERED, "==", "!=")
+NOT, IF = "not", "if"  # keywords, and so no function's names; the arguments of an `IF` are condition, yes, no
 # As in Python, so that text parses back to the same tree: a higher one binds more tightly.
-LOOSEST, NEGATION, POWER = 0, 3, 4
-PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "**": POWER} | dict.fromkeys(COMPARISONS, LOOSEST)
+LOOSEST, INVERSION, COMPARISON, NEGATION, POWER = 0, 3, 4, 7, 8
+PRECEDENCE = {"or": 1, "and": 2, "+": 5, "-": 5, "*": 6, "/": 6, "//": 6, "**": POWER} | dict.fromkeys(
+    COMPARISONS, COMPARISON
+)
 SYMBOLS: dict[type[ast.AST], str] = {
     ast.Add: "+",
     ast.Sub: "-",
     ast.Mult: "*",
     ast.Div: "/",
+    ast.FloorDiv: "//",
     ast.Pow: "**",
     ast.Lt: "<",
     ast.LtE: "<=",
@@ -148,6 +152,8 @@ SYMBOLS: dict[type[ast.AST], str] = {
     ast.GtE: ">=",
     ast.Eq: "==",
     ast.NotEq: "!=",
+    ast.And: "and",
+    ast.Or: "or",
 }
 ZERO = -1  # the degree of the constant 0: homogeneous of every degree
 
@@ -187,7 +193,13 @@ def text_of(node: Node, outer: int) -> str:
             return _paren(f"{text_of(left, POWER + 1)} ** {text_of(right, NEGATION)}", outer > POWER)
         case Binary(symbol, left, right):
             own = PRECEDENCE[symbol]
-            return _paren(f"{text_of(left, own)} {symbol} {text_of(right, own + 1)}", outer > own)
+            first = own + (own == COMPARISON)  # a < b < c would be a chain
+            return _paren(f"{text_of(left, first)} {symbol} {text_of(right, own + 1)}", outer > own)
+        case Call("not", (operand,)):
+            return _paren(f"not {text_of(operand, INVERSION)}", outer > INVERSION)
+        case Call("if", (condition, yes, no)):
+            of = text_of(yes, LOOSEST + 1), text_of(condition, LOOSEST + 1), text_of(no, LOOSEST)
+            return _paren("{} if {} else {}".format(*of), outer > LOOSEST)
         case Call(function, arguments):
             return f"{function}({', '.join(text_of(x, LOOSEST) for x in arguments)})"
         case _:

@@ -10,7 +10,6 @@ a contiguous run of atoms, hence one (size, stride) pair in mesh order; an axis 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from shardplan.core import border
-from shardplan.core.notation import Scanner
+from shardplan.core.notation import NAME, Scanner
 from shardplan.errors import LayoutError, excerpt
 
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 MOST_DEVICES = border.MOST_ITEMS  # four million, beyond any cluster: a few numbers a device still fit in memory
 Parts = tuple[tuple[str, int], ...]  # names and sizes of the parts of one axis, major first; () where it is not split
 
@@ -127,7 +125,7 @@ class Mesh:
         if math.prod(parts.values()) != size or any(p < 1 for p in parts.values()):
             raise LayoutError(f"cannot split {axis!r} of size {size} into {parts}: the parts must multiply to {size}")
         for name in parts:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            if not NAME.fullmatch(name):
                 raise LayoutError(f"cannot split {axis!r}: the part name {name!r} is not an identifier")
         splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
         return self.with_parts(splits | {axis: {f"{axis}.{name}": n for name, n in parts.items()}})
@@ -270,7 +268,7 @@ class Mesh:
 def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, splits: dict[str, dict[str, int]]) -> None:
     """Set the fields of a mesh: axes with sizes, device ids in mesh order, and by axis the sizes of its parts."""
     for name, size in table.items():
-        if not isinstance(name, str) or not _IDENTIFIER.match(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(name, str) or not NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"axis name {excerpt(name)} is not an identifier")
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"axis {name!r} has size {excerpt(size)}: sizes are integers of at least 1")

@@ -9,8 +9,9 @@ import re
 
 from shardplan.errors import ParseError, excerpt
 
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
-INTEGER = re.compile(r"\d+")
+INTEGER = re.compile(r"[0-9]+")
 MOST_DIGITS = 18  # of a number: the most for which every number fits in 64 bits
 _SPACE = re.compile(r"[ \t]*")
 

@@ -10,18 +10,16 @@ size in the text or by keyword, and carries what the op's `over` says.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from shardplan.core.factor_rule import Dims, Factor, FactorRule
-from shardplan.core.notation import Scanner
+from shardplan.core.notation import NAME, Scanner
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, TypingError
 
 MARKS = ("sum", "max", "min", "fixed")
-_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ def parse_rule(text: str) -> RuleText:
         if mark not in MARKS:
             raise scanner.error(f"unknown mark {mark!r}; legal are {', '.join(MARKS)}")
         scanner.expect(":", f"the mark {mark}")
-        while (name := scanner.match(_NAME)) is not None:
+        while (name := scanner.match(NAME)) is not None:
             if name in marks or name not in left:
                 raise scanner.error(f"the factor {name} is {'marked twice' if name in marks else 'in no operand'}")
             if mark != "fixed" and name in right:
@@ -135,7 +133,7 @@ def _side(scanner: Scanner, sizes: dict[str, int]) -> tuple[Dims, ...]:
 
 
 def _factor(scanner: Scanner, sizes: dict[str, int]) -> str:
-    name = scanner.match(_NAME)
+    name = scanner.match(NAME)
     if name is None:
         raise scanner.error("expected a factor, as in [i (j k)]")
     if scanner.take("="):

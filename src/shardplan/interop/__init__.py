@@ -10,7 +10,6 @@ Reading order:
 - `safetensors_header` what a file says it holds, and what is checked of that
 - `hlo`                the collectives of a compiled XLA program, and the script that moves their bytes
 - `hlo_groups`         the devices that such a collective names
-- `hlo_places`         where in its source an instruction comes from
 - `hlo_trace`          those collectives as a value, which is timed and replayed
 - `hlo_why`            of each who asks for it, and what it costs
 - `importers`          a folder: models of torch, JAX and ONNX as a `Model`

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from shardplan.core.ops.collective import Collective
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, excerpt
 from shardplan.interop.hlo_groups import Groups, integer, integers_in, parse_groups
-from shardplan.interop.hlo_places import SourcePlaces
 from shardplan.simulation.script import Script, ScriptRound, Stage, abreast
 from shardplan.simulation.scripts import stages_of
 
@@ -38,6 +38,7 @@ _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_MANY = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+_DIM = re.compile(r"dimensions=\{(\d+)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}")
 
 
@@ -51,6 +52,7 @@ class HloCollective:
     operand_bytes: int  # of all operands together, on one device
     output_bytes: int  # of all results together, on one device
     name: str  # of the instruction
+    dim: int | None = field(default=None, compare=False)  # of the arrays, that it acts on, where it is printed
     op: str = field(default="", compare=False)  # the operation of the source that it is of, as XLA calls it
     place: str = field(default="", compare=False)  # where that is
     shapes: tuple[str, str] = field(default=("", ""), compare=False)  # of all operands, and of the result
@@ -85,7 +87,7 @@ def parse_hlo(text: str, devices: int) -> list[HloCollective]:
     A collective that names no groups runs on that many `devices`. Raises `ParseError` for what is no HLO module, and a
     communicating instruction whose bytes are not known.
     """
-    module = _read(text)
+    module = HloModule.parse(text)
     return _collectives(module, module.entry, devices, {})
 
 
@@ -125,7 +127,9 @@ def _typed_collective(one: HloCollective, group: Sequence[int]) -> tuple[Collect
 
 
 @dataclass(frozen=True, slots=True)
-class _Instruction:
+class HloInstruction:
+    """One line of a computation."""
+
     name: str
     shape: str  # of the result, as text
     opcode: str
@@ -134,14 +138,39 @@ class _Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Module:
-    computations: dict[str, tuple[_Instruction, ...]]  # by name
+class HloModule:
+    """The computations of a compiled module, each a tuple of instructions in the order of the text."""
+
+    computations: dict[str, tuple[HloInstruction, ...]]  # by name
     entry: str  # the name of the one that runs
     places: SourcePlaces
 
+    @staticmethod
+    def parse(text: str) -> HloModule:
+        """Read a text: computations are blocks from a line that ends in `{` to one that begins with `}`.
+
+        Raises `ParseError` for what is no HLO module, and for a line in it that is no instruction.
+        """
+        computations: dict[str, tuple[HloInstruction, ...]] = {}
+        entry, name, lines = "", "", []
+        for line in text.splitlines():
+            stripped = line.strip()
+            if not name:
+                if not line.startswith(("HloModule", " ")) and (header := _HEADER.match(line)):
+                    name, lines = header[2], []
+                    entry = name if header[1] else entry
+            elif stripped == "}" or stripped.startswith("}, "):
+                computations[name] = tuple(lines)
+                name = ""
+            elif " = " in stripped:
+                lines.append(_instruction(stripped))
+        if not entry:
+            raise ParseError("not the text of an HLO module: it has no ENTRY computation")
+        return HloModule(computations, entry, SourcePlaces.parse(text))
+
 
 def _collectives(
-    module: _Module, name: str, devices: int, found: dict[str, list[HloCollective] | None], depth: int = 0
+    module: HloModule, name: str, devices: int, found: dict[str, list[HloCollective] | None], depth: int = 0
 ) -> list[HloCollective]:
     """Return the collectives of a computation, those of what it calls where it calls them; `found` remembers them."""
     if name not in module.computations:
@@ -170,7 +199,7 @@ def _collectives(
         else:
             trips = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
             inner: list[HloCollective] = []
-            for called in _called_computations(instruction):
+            for called in called_computations(instruction):
                 inner += _collectives(module, called, devices, found, depth + 1)
             times = integer(trips[1]) if trips else 1
             if len(out) + len(inner) * times > MOST:
@@ -184,10 +213,10 @@ def _collectives(
 
 
 def _collective(
-    kind: str, instruction: _Instruction, shapes: dict[str, str], devices: int, places: SourcePlaces
+    kind: str, instruction: HloInstruction, shapes: dict[str, str], devices: int, places: SourcePlaces
 ) -> HloCollective:
     attributes = instruction.attributes
-    pairs = _PAIRS.search(attributes)
+    pairs, dim = _PAIRS.search(attributes), _DIM.search(attributes)
     output = instruction.shape
     if instruction.opcode in ("all-gather-start", "collective-permute-start"):
         parts = _elements(output)
@@ -197,7 +226,7 @@ def _collective(
             )
         output = parts[1]
     given = [_operand_shape(operand, shapes) for operand in instruction.operands]
-    operands = sum(map(sum, map(_sizes, given)))
+    operands = sum(map(sum, map(array_bytes, given)))
     op, place = places.place(attributes)
     permute = kind == "collective-permute"
     ids = integers_in(pairs[1]) if pairs else ()
@@ -211,8 +240,9 @@ def _collective(
         groups=groups,
         pairs=tuple(zip(ids[::2], ids[1::2], strict=True)) if permute else (),
         operand_bytes=operands,
-        output_bytes=sum(_sizes(output)),
+        output_bytes=sum(array_bytes(output)),
         name=instruction.name,
+        dim=integer(dim[1]) if dim else None,
         op=op,
         place=place,
         shapes=(", ".join(map(_plain_shape, given)), _plain_shape(output)),
@@ -233,13 +263,14 @@ def _operand_shape(operand: str, shapes: dict[str, str]) -> str:
     return shape or shapes[name.lstrip("%")]
 
 
-def _called_computations(instruction: _Instruction) -> tuple[str, ...]:
+def called_computations(instruction: HloInstruction) -> tuple[str, ...]:
+    """Return the names of the computations that an instruction calls, of a fusion also."""
     many = [n.strip().lstrip("%") for inner in _CALLED_MANY.findall(instruction.attributes) for n in inner.split(",")]
     return (*_CALLED.findall(instruction.attributes), *(n for n in many if n))
 
 
-def _sizes(shape: str) -> list[int]:
-    """The bytes of every array in a shape, nested tuples flattened."""
+def array_bytes(shape: str) -> list[int]:
+    """Return the bytes of every array in a shape, nested tuples flattened; raises `ParseError`."""
     found = [_bits(dtype) * math.prod(integers_in(dims)) // BYTE for dtype, dims in _ARRAY.findall(shape)]
     if sum(found) > MOST_BYTES:
         raise ParseError(f"the shape {excerpt(shape)} has {sum(found):.3g} bytes; legal are at most {MOST_BYTES:.3g}")
@@ -259,27 +290,7 @@ def _bits(dtype: str) -> int:
     return int(found[1])
 
 
-def _read(text: str) -> _Module:
-    """Read a module: computations are blocks from a line that ends in `{` to one that begins with `}`."""
-    computations: dict[str, tuple[_Instruction, ...]] = {}
-    entry, name, lines = "", "", []
-    for line in text.splitlines():
-        stripped = line.strip()
-        if not name:
-            if not line.startswith(("HloModule", " ")) and (header := _HEADER.match(line)):
-                name, lines = header[2], []
-                entry = name if header[1] else entry
-        elif stripped == "}" or stripped.startswith("}, "):
-            computations[name] = tuple(lines)
-            name = ""
-        elif " = " in stripped:
-            lines.append(_instruction(stripped))
-    if not entry:
-        raise ParseError("not the text of an HLO module: it has no ENTRY computation")
-    return _Module(computations, entry, SourcePlaces.parse(text))
-
-
-def _instruction(line: str) -> _Instruction:
+def _instruction(line: str) -> HloInstruction:
     """`[ROOT] %name = shape opcode(operands), attributes`."""
     line = re.sub(r"/\*.*?\*/", "", line)
     name, _, rest = line.removeprefix("ROOT ").partition(" = ")
@@ -289,7 +300,7 @@ def _instruction(line: str) -> _Instruction:
     if shape_end < 0 or opening < 0:
         raise ParseError(f"{excerpt(line)} is no HLO instruction; legal is name = shape opcode(operands)")
     closing = _closing(call, opening)
-    return _Instruction(
+    return HloInstruction(
         name=name.strip().lstrip("%"),
         shape=rest[:shape_end],
         opcode=call[:opening],
@@ -318,3 +329,56 @@ def _elements(text: str) -> list[str]:
             start = position + 1
     last = inner[start:].strip()
     return [*parts, last] if last else parts
+
+
+# Where in its source an instruction of a compiled module comes from, by the module's metadata.
+#
+# Source: the text that XLA prints (checked with jaxlib 0.10.2): `metadata={op_name="jit(f)/add" stack_frame_id=2}` with
+# tables of files, functions, locations and frames in front, or, as older ones have it, `source_file=` and
+# `source_line=`.
+
+
+_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_FILE = re.compile(r'source_file="((?:[^"\\]|\\.)*)"')
+_LINE = re.compile(r"source_line=(\d+)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_ROW = re.compile(r"^(\d+) (.*)$")
+_FIELD = re.compile(r"(\w+)=(\d+)")
+
+
+class SourcePlaces(NamedTuple):
+    """By the number of a stack frame where it is: `file:line (function)`."""
+
+    frames: Mapping[int, str]
+
+    @staticmethod
+    def parse(text: str) -> SourcePlaces:
+        """Read the tables in front of a module; of one without them there are none."""
+        rows: dict[str, dict[int, str]] = {title: {} for title in _TABLES}
+        title = ""
+        for line in text.splitlines():
+            if line in rows:
+                title = line
+            elif line.startswith(("%", "ENTRY")):
+                break
+            elif title and (row := _ROW.match(line)):
+                rows[title][int(row[1])] = row[2]
+        names, functions, locations, frames = (rows[title] for title in _TABLES)
+        found: dict[int, str] = {}
+        for number, said in frames.items():
+            at = dict(_FIELD.findall(locations.get(int(dict(_FIELD.findall(said)).get("file_location_id", 0)), "")))
+            file = names.get(int(at.get("file_name_id", 0)), "").strip('"')
+            function = functions.get(int(at.get("function_name_id", 0)), "").strip('"')
+            if file:
+                found[number] = f"{file}:{at.get('line', 0)}" + (f" ({function})" if function else "")
+        return SourcePlaces(found)
+
+    def place(self, attributes: str) -> tuple[str, str]:
+        """Return the operation that an instruction is of, and where that is; empty texts where it does not say."""
+        name, frame = _NAME.search(attributes), _FRAME.search(attributes)
+        file, line = _FILE.search(attributes), _LINE.search(attributes)
+        where = self.frames.get(int(frame[1]), "") if frame else ""
+        if not where and file:
+            where = file[1] + (f":{line[1]}" if line else "")
+        return (name[1] if name else ""), where

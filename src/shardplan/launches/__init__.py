@@ -10,7 +10,6 @@ Reading order:
 - `arguments`   the strategy that arguments of Megatron-LM or torchtitan say
 - `job_traffic` what a step of a job communicates, by axes and op
 - `verdict`     what a launch is as a placement, or which groups do not fit
-- `launchers`   where ranks run as srun and torchrun say it
 - `fixes`       how to launch a placement, as text that runs
 - `causes`      why a demand is slow
 - `handover`    a plan as files of torchtitan, Megatron, torch, JAX, Slurm and torchrun

@@ -56,7 +56,7 @@ class _Kinds:
         return self.during - self.before
 
     @property
-    def change(self) -> Ints:
+    def growth(self) -> Ints:
         """What a move adds for good."""
         return self.after - self.before
 
@@ -97,7 +97,7 @@ def _exact(kinds: _Kinds) -> list[int]:
     strides = np.cumprod(np.concatenate([[1], sizes[:-1]]))
     states = np.arange(int(np.prod(sizes)))
     done = states[:, None] // strides % sizes  # [states, kinds]
-    live = kinds.start + done @ kinds.change
+    live = kinds.start + done @ kinds.growth
     cost = np.stack([(live + rise).max(axis=1) for rise in kinds.rise], axis=1)  # of one more of each kind
     peak = np.full(len(states), int(kinds.start.max()))
     last = np.zeros(len(states), dtype=np.int64)
@@ -137,7 +137,7 @@ def _beams(kinds: _Kinds) -> list[int]:
 def _beam(kinds: _Kinds, taste: Taste) -> tuple[list[int], int]:
     """A low peak: at every depth the states with the lowest peak so far survive, and of those the ones to the taste."""
     counts = kinds.counts
-    size = np.abs(kinds.change).sum(axis=1)
+    size = np.abs(kinds.growth).sum(axis=1)
     mark = np.random.default_rng(0).integers(1 << 62, size=len(counts))  # names a state by a sum; a seed: deterministic
     done = np.zeros((1, len(counts)), dtype=np.int64)
     live, peak = kinds.start[None], np.array([int(kinds.start.max())])
@@ -145,7 +145,7 @@ def _beam(kinds: _Kinds, taste: Taste) -> tuple[list[int], int]:
     for _ in range(int(counts.sum())):
         frm, kind = np.nonzero(done < counts)
         tops = np.maximum(peak[frm], (live[frm] + kinds.rise[kind]).max(axis=1))
-        after = live[frm] + kinds.change[kind]
+        after = live[frm] + kinds.growth[kind]
         order = np.lexsort((kind, *taste(after, size[kind]), tops))
         names = (done @ mark)[frm] + mark[kind]
         _, first = np.unique(names[order], return_index=True)

@@ -76,7 +76,9 @@ def simulate_step(
     out = form(columns)
     peak = int(out.peak_bytes[0])
     if fidelity == "closed" and own is None:
-        return _closed(float(out.seconds[0]), {k: float(v[0]) for k, v in out.parts.items()}, peak, where.name)
+        return _closed_form_timeline(
+            float(out.seconds[0]), {k: float(v[0]) for k, v in out.parts.items()}, peak, where.name
+        )
     made = form.stages(columns)
     send = np.repeat(made.send[:, None], made.forward.shape[1] - 1, axis=1)
     stages = StageSeconds(made.forward, made.backward - made.weight, made.weight, send, send, np.zeros(1), made.after)
@@ -103,7 +105,7 @@ def delivered(topology: Topology, params: Parameters | None = None) -> Topology:
     return replace(with_network(topology, p), device=with_kernels(topology.device, p))
 
 
-def _closed(seconds: float, parts: dict[str, float], peak: int, name: str) -> Timeline:
+def _closed_form_timeline(seconds: float, parts: dict[str, float], peak: int, name: str) -> Timeline:
     """One rank: busy, waiting, and what comes once a step."""
     ends = [("busy", seconds - parts["bubble"] - parts["once"]), ("bubble", parts["bubble"]), ("once", parts["once"])]
     found: list[Interval] = []

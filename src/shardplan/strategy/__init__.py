@@ -6,7 +6,6 @@ Reading order:
 - `parameter`  `Parameter`: an input of a model's program, and where a checkpoint has it
 - `scope`      `Scope`: a model's program while it is written
 - `attention`  the attention of a layer: with grouped heads, or of a latent; caches
-- `experts`    the MLP of a layer: gated, and routed experts
 - `decoders`   GPT-2 and GPT-3; Llama 3, Qwen3, Mixtral, DeepSeek-V3
 - `perceptrons` DistIR's perceptron, DLRM
 - `training`   gradients and updates: from a loss to a training step

@@ -60,7 +60,6 @@ class Runtime:
 MEGATRON = Runtime("megatron", 4.0)
 MEGATRON_2021 = Runtime("megatron-2021", 4.0, score=5.0, mask=2.0, apart=True)  # arXiv 2205.05198, section 4.1
 TORCHTITAN = Runtime("torchtitan", 8.0)
-RUNTIMES = {one.name: one for one in (MEGATRON, MEGATRON_2021, TORCHTITAN)}
 
 
 def runtime_of(strategy: Strategy) -> Runtime:

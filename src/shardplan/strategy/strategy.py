@@ -285,7 +285,7 @@ class Strategy:
         heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
         tensor = math.gcd(self.tensor, *heads) if heads else self.tensor
         shard = self.shard or self.data
-        left = self.expert if any(shared_dim(dims) for dims in model.dims.values()) else 1
+        left = self.expert if any(expert_dim(dims) for dims in model.dims.values()) else 1
         whole = {"data": shard, "context": self.context, "tensor": tensor, "group": self.tensor // tensor}
         sizes = {"replica": self.data // shard}
         for axis, n in whole.items():
@@ -313,7 +313,7 @@ class Strategy:
                     cuts += [(dim, a) for dim, a in _cuts(_sizes(model, name), axes) if dim not in dict(cuts)]
                 stored += [TableLine((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
-            taken = dict(_axes(held[name]))
+            taken = dict(_axis_dim_pairs(held[name]))
             sums = tuple(a for a in (*batch, *sequence) if a not in taken)
             apart, left = (tuple(a for a in sums if (a == "replica") == alike) for alike in (False, True))
             free = ((FREE, apart),) if apart else ()
@@ -367,7 +367,7 @@ def _cuts(dims: Mapping[str, int], axes: Iterable[str]) -> Iterator[tuple[str, A
         yield first, heads + ratio
 
 
-def shared_dim(dims: Iterable[str]) -> str | None:
+def expert_dim(dims: Iterable[str]) -> str | None:
     """Return the dim of a value that experts are: themselves, or the embeddings of tables; None where there is none."""
     mine = [d for d in dims if d != LAYER]
     if mine and mine[0] == "experts":
@@ -378,13 +378,13 @@ def shared_dim(dims: Iterable[str]) -> str | None:
 def _held_cuts(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """How a parameter is held: experts one by one, and what tensor axes cut."""
     sizes = _sizes(model, name)
-    shared, sharing = shared_dim(sizes), tuple(a for a in axes if a in SHARING.values())
+    shared, sharing = expert_dim(sizes), tuple(a for a in axes if a in SHARING.values())
     if shared and sharing and sizes[shared] > 1:
         yield shared, sharing
     yield from _cuts(sizes, [a for a in axes if not (shared and a in sharing)])
 
 
-def _axes(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
+def _axis_dim_pairs(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
     return ((a, dim) for dim, axes in cuts for a in axes)
 
 

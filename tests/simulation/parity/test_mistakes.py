@@ -12,7 +12,7 @@ from shardplan.core.step import Step
 from shardplan.hardware.level import DeviceSpec, Level
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.parity import DistirMachine, DistirModel, DistirPoint, distir, distir_listing
-from shardplan.simulation.parity.alternating import alternating
+from shardplan.simulation.parity.program import alternating
 from shardplan.strategy.schedules import in_flight, schedule
 
 HERE = DistirMachine()

@@ -23,8 +23,8 @@ from shardplan.simulation.parity import (
     distir,
     distir_listing,
 )
-from shardplan.simulation.parity.alternating import alternating
 from shardplan.simulation.parity.entry import compiled
+from shardplan.simulation.parity.program import alternating
 from shardplan.simulation.parity.replay import replayed, unrolled
 from shardplan.strategy.strategy import Strategy
 

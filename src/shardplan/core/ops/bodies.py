@@ -147,7 +147,28 @@ class Repeat(Nested):
 
 
 @dataclass(frozen=True, slots=True)
-class Together(Nested):
+class MovedBody(Nested):
+    """An op that runs its body once: what it means and moves is what the body does."""
+
+    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
+        """Run the body."""
+        return run_reference(self.body, operands)
+
+    def received_bytes(self, *operands: TensorType) -> np.ndarray:
+        """Those of all moves of the body."""
+        return books_of(self.body).received
+
+    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
+        """Those of all moves of the body."""
+        return self.devices(), books_of(self.body).sent
+
+    def devices(self, *results: TensorType) -> np.ndarray:
+        """Return all devices of the body, ascending."""
+        return np.asarray(self.body.devices, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Together(MovedBody):
     """Moves that do not depend on each other, posted at once; also on different meshes, as both halves of a swap.
 
     Every move reads inputs of the body, and all that they make are its outputs. Raises `TypingError`.
@@ -197,22 +218,6 @@ class Together(Nested):
                 made = self.body.outputs.index(result)
                 strands.append((given[operand], made, move.lower_operand(t, u, devices, algorithm)))
         return side_by_side(devices, strands)
-
-    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
-        """Run the moves."""
-        return run_reference(self.body, operands)
-
-    def received_bytes(self, *operands: TensorType) -> np.ndarray:
-        """Those of all moves."""
-        return books_of(self.body).received
-
-    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
-        """Those of all moves."""
-        return self.devices(), books_of(self.body).sent
-
-    def devices(self, *results: TensorType) -> np.ndarray:
-        """Return all devices of the body, ascending."""
-        return np.asarray(self.body.devices, dtype=np.int64)
 
     def rounds(self, *operands: TensorType) -> int:
         """Those of the longest move."""

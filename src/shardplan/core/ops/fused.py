@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-import numpy as np
-
 from shardplan.core import border
 from shardplan.core.accounting import books_of, held_inside
-from shardplan.core.nested import Nested, check_depth
-from shardplan.core.op import Array, Op, Shards
+from shardplan.core.nested import check_depth
+from shardplan.core.op import Op
+from shardplan.core.ops.bodies import MovedBody
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.ops.compute import computing
 from shardplan.core.ops.fused_forms import (
@@ -38,7 +37,6 @@ from shardplan.core.ops.movement import AllToAll
 from shardplan.core.ops.reduction import AllReduce
 from shardplan.core.pattern import Overlap, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
@@ -48,7 +46,7 @@ MOST_TILES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Fused(Nested):
+class Fused(MovedBody):
     """A body of computations and one move, run as one; `tiles` a destination, 0 where the kernel chooses.
 
     Raises `TypingError` where the body is no such thing.
@@ -106,22 +104,6 @@ class Fused(Nested):
         """The axes of the move."""
         op, before, _ = self.move_with_types
         return op.members(before)
-
-    def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
-        """Run the body."""
-        return run_reference(self.body, operands)
-
-    def received_bytes(self, *operands: TensorType) -> np.ndarray:
-        """Those of the move."""
-        return books_of(self.body).received
-
-    def sent_bytes(self, *operands: TensorType) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the move."""
-        return self.devices(), books_of(self.body).sent
-
-    def devices(self, *results: TensorType) -> np.ndarray:
-        """Return all devices of the body, ascending."""
-        return np.asarray(self.body.devices, dtype=np.int64)
 
     def rounds(self, *operands: TensorType) -> int:
         """Those of the move."""

@@ -15,8 +15,6 @@ Reading order:
 - `measurement` what comes out
 - `host`        the first process inside the namespaces, which forks the ranks
 - `rank`        one of those: runs its part by the torch backend's interpreter when it is told to
-- `replay`      scripts: bytes without values
-- `wire`        the torch backend's wire, which counts bytes by peer
 - `job_bytes`   a job as bytes, for the ranks
 - `steps`       steps of jobs, whose compute is slept and whose messages are real
 - `experiments` what a sweep measures, with its predictions

@@ -25,8 +25,35 @@ class Repetition:
 MOST_BUSY = 0.35  # share of the processors above which they, and not the links, may set the pace
 
 
+class RepetitionStatistics:
+    """What repetitions come to, of whatever was run."""
+
+    __slots__ = ()
+    repetitions: tuple[Repetition, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(r.seconds for r in self.repetitions)
+
+    @property
+    def min_seconds(self) -> float:
+        """The least."""
+        return min(r.seconds for r in self.repetitions)
+
+    @property
+    def cv(self) -> float:
+        """Standard deviation over mean of the seconds; 0 of a single repetition."""
+        return variation([r.seconds for r in self.repetitions])
+
+    @property
+    def cpu_share(self) -> float:
+        """The mean."""
+        return statistics.fmean(r.cpu_share for r in self.repetitions)
+
+
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(RepetitionStatistics):
     """An item measured."""
 
     title: str
@@ -50,29 +77,9 @@ class Measurement:
         return None if self.calls else self.payload == self.predicted_payload
 
     @property
-    def seconds(self) -> float:
-        """The median."""
-        return statistics.median(r.seconds for r in self.repetitions)
-
-    @property
-    def min_seconds(self) -> float:
-        """The least."""
-        return min(r.seconds for r in self.repetitions)
-
-    @property
-    def cv(self) -> float:
-        """Standard deviation over mean of the seconds; 0 of a single repetition."""
-        return variation([r.seconds for r in self.repetitions])
-
-    @property
     def lateness(self) -> float:
         """The largest, in seconds."""
         return max(r.lateness for r in self.repetitions)
-
-    @property
-    def cpu_share(self) -> float:
-        """The mean."""
-        return statistics.fmean(r.cpu_share for r in self.repetitions)
 
     @property
     def drops(self) -> int:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +32,15 @@ from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
 from shardplan.execution.lab.job_bytes import unpack_job
-from shardplan.execution.lab.replay import Replay
-from shardplan.execution.lab.wire import LabWire
 from shardplan.execution.lower import place_of, shape_of
-from shardplan.execution.record import Record
+from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.emulated_compute import SleptStep
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import TorchExecutable, Values
 from shardplan.execution.torch.steps import bind_step
+from shardplan.execution.torch.wire import Pending, TorchWire
+from shardplan.simulation.script import Message, Script
 from shardplan.simulation.scripts import algorithm_of
 
 STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic off the links
@@ -208,3 +211,71 @@ def run_rank(cluster: Cluster, rank: int, pipe: Connection, timeout: float) -> N
         status = 0
     finally:
         os._exit(status)
+
+
+# `LabWire`: the torch backend's wire, with the bytes to every peer counted, and device ids mapped to ranks.
+#
+# The host gives all ranks one item, so groups are used without greeting.
+
+
+@dataclass(slots=True)
+class LabWire(TorchWire):
+    """The traffic of one rank in one run; its peers are device ids."""
+
+    ranks: Mapping[int, int] = field(default_factory=dict[int, int])  # by device id, the rank that stands in for it
+    payload: Counter[int] = field(default_factory=Counter[int])  # bytes sent, by the receiver's device id
+
+    def post(
+        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]]
+    ) -> tuple[Pending, Pending]:
+        """Start messages between device ids; what is pending bears them, too, so that a failure names devices."""
+        for device, x in sends:
+            self.payload[device] += x.nbytes
+        ranks = self.ranks
+        ins, outs = TorchWire.post(self, [(ranks[d], x) for d, x in receives], [(ranks[d], x) for d, x in sends])
+        named_ins = [(d, work) for (d, _), (_, work) in zip(receives, ins, strict=True)]
+        return named_ins, [(d, work) for (d, _), (_, work) in zip(sends, outs, strict=True)]
+
+    def group_of(self, ranks: tuple[int, ...]) -> Any:
+        """Return the process group of the ranks that stand in for some devices, in their order."""
+        return self.watch.state.members(tuple(self.ranks[d] for d in ranks))
+
+
+# A script on real links: bytes without meaning, posted and waited for as `simulation.script` says.
+
+
+class Replay:
+    """The part of one device in a script."""
+
+    def __init__(self, script: Script, device: int) -> None:
+        """Keep the device's own stages."""
+        self.device = device
+        self.stages = list(script.rounds_of(device))
+        largest = [n for _, rounds in self.stages for sends, takes in rounds for _, n in (*sends, *takes)]
+        self._largest = max(largest, default=0)
+
+    def run(self, wire: TorchWire, record: Record) -> None:
+        """Run all stages; every message is sent from, and received into, one buffer, as nobody reads it."""
+        source = torch.zeros(self._largest, dtype=torch.uint8)
+        sink = torch.zeros(self._largest, dtype=torch.uint8)
+        for stage, rounds in self.stages:
+            start, before = time.monotonic(), wire.received
+            _stage(rounds, stage.in_flight, wire, source, sink)
+            record.spans.append(StepSpan(self.device, stage.step, start, time.monotonic(), wire.received - before))
+
+
+def _stage(
+    rounds: Sequence[tuple[list[Message], list[Message]]],
+    in_flight: int,
+    wire: TorchWire,
+    source: torch.Tensor,
+    sink: torch.Tensor,
+) -> None:
+    """Post all receives of a stage; then, round by round, wait for what no more may be in flight, and send."""
+    ins = iter(wire.post([(peer, sink[:n]) for _, takes in rounds for peer, n in takes], [])[0])
+    sent: Pending = []
+    due = [0] * in_flight + [len(takes) for _, takes in rounds]
+    for number, (sends, _) in enumerate(rounds):
+        wire.wait(list(islice(ins, due[number])))
+        sent += wire.post([], [(peer, source[:n]) for peer, n in sends])[1]
+    wire.wait([*ins, *sent])

@@ -7,7 +7,6 @@ verified. State is laid out before the instant at which ranks start, and results
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,14 @@ from shardplan.errors import BackendError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab.item import Item, Run
 from shardplan.execution.lab.job_bytes import pack_job
-from shardplan.execution.lab.measurement import Repetition, repetition_of, variation
+from shardplan.execution.lab.measurement import Repetition, RepetitionStatistics, repetition_of
 from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Job
 
 
 @dataclass(frozen=True, slots=True)
-class StepMeasurement:
+class StepMeasurement(RepetitionStatistics):
     """Runs of one step."""
 
     title: str
@@ -31,26 +30,6 @@ class StepMeasurement:
     slept: tuple[float, ...]  # seconds of compute that each rank slept in a step, by device id
     voided: int  # runs thrown away because a rank started late
     load: float  # the machine's load average over a minute, at the start
-
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return statistics.median(r.seconds for r in self.repetitions)
-
-    @property
-    def min_seconds(self) -> float:
-        """The least."""
-        return min(r.seconds for r in self.repetitions)
-
-    @property
-    def cv(self) -> float:
-        """Standard deviation over mean of the seconds."""
-        return variation([r.seconds for r in self.repetitions])
-
-    @property
-    def cpu_share(self) -> float:
-        """The mean."""
-        return statistics.fmean(r.cpu_share for r in self.repetitions)
 
 
 def measure_steps(

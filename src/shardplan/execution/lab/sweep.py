@@ -79,7 +79,7 @@ def measure_experiments(
     meter = _WorkMeter(progress, work + second * twice / AGAIN)
     with _Labs(engine, most_late) as labs:
         for experiment, own in todo:
-            done = _experiment(labs, experiment, own, repetitions, meter)
+            done = _measure_experiment(labs, experiment, own, repetitions, meter)
             found = replace(found, experiments=(*found.experiments, done), again=())
             if keep is not None:
                 keep(found)
@@ -137,7 +137,9 @@ def _work(own: Iterable[Pair | Row], repetitions: int) -> float:
     return sum(duration(p.events, repetitions) for p in own)
 
 
-def _experiment(labs: _Labs, experiment: Experiment, own: list[Pair], repetitions: int, meter: _WorkMeter) -> Done:
+def _measure_experiment(
+    labs: _Labs, experiment: Experiment, own: list[Pair], repetitions: int, meter: _WorkMeter
+) -> Done:
     tell = meter.part(_work(own, repetitions), experiment.name)
     started, load = time.monotonic(), os.getloadavg()[0]
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -3,9 +3,8 @@
 Reading order:
 
 - `run`             `run_program`; `MpiExecutable`, a program bound to one rank
-- `world`           starting MPI; `segments` takes the name of its shared memory away
+- `world`           starting MPI; takes the name of its shared memory away
 - `steps`           the ops bound to a rank: `bind`, those that only move, and those without messages
-- `sums`            the ops that reduce, and the broadcast
 - `binding`         what the steps of a program share: datatypes, groups, rounds
 - `wire`            `MpiWire`: datatypes and traffic, with bounded waits and counted bytes
 - `agree`           what ranks say to each other to start a program, and when

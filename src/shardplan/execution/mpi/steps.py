@@ -11,22 +11,21 @@ of addends, and hide what they move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.dtypes import numpy_dtype
+from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running, wrap_blocking
 from shardplan.execution.lower import group_of, place_of
 from shardplan.execution.mpi.binding import Arrays, Binding
 from shardplan.execution.mpi.compute import compute, work
-from shardplan.execution.mpi.copies import write
 from shardplan.execution.mpi.native import all_to_all_members
 from shardplan.execution.mpi.wire import Messages, MpiWire, Pending, Types
-from shardplan.execution.rank_rounds import PeerPiece, PieceCopy, RankKernel, RankRound, RankRounds, rank_rounds
+from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankKernel, RankRound, RankRounds, rank_rounds
 
 MOST_KEPT = 2**14  # an op of more messages and copies than these makes each round, and its datatypes, in its turn
 
@@ -132,3 +131,44 @@ def _in_turn(rounds: Iterator[RankRound], with_types: Callable[[RankRound, Types
             yield with_types(one, own)  # its datatypes are freed once the next is asked for: MPI keeps those in use
         finally:
             own.free_datatypes()
+
+
+# The copies and folds of a round on one rank, with numpy, between views of its buffers.
+
+
+def write(arrays: Mapping[str, np.ndarray], copy: PieceCopy) -> None:
+    """Write, fold or fill a piece, in the dtype of its buffer."""
+    targets = _views(arrays, copy.target)
+    if copy.source is None:
+        for target in targets:
+            target[...] = identity(copy.fold or "sum", target.dtype)
+        return
+    sources = _views(arrays, copy.source)
+    if [x.shape for x in sources] != [x.shape for x in targets]:
+        if _run(targets):
+            targets = _cut(targets[0], sources)
+        else:
+            sources = _cut(sources[0] if _run(sources) else np.concatenate([x.reshape(-1) for x in sources]), targets)
+    for source, target in zip(sources, targets, strict=True):
+        if copy.fold is None:
+            target[...] = source
+        else:
+            with np.errstate(all="ignore"):
+                COMBINE[copy.fold](target, source, out=target)
+
+
+def _views(arrays: Mapping[str, np.ndarray], piece: Piece) -> list[np.ndarray]:
+    whole = arrays[piece.buffer].reshape(piece.shape)
+    # Without the ellipsis no view of an array without dims.
+    return [whole[(*(slice(lo, hi) for lo, hi in box), ...)] for box in piece.boxes]
+
+
+def _run(views: Sequence[np.ndarray]) -> bool:
+    """Whether the views are one run of elements, which can be cut anywhere."""
+    return len(views) == 1 and views[0].flags.c_contiguous
+
+
+def _cut(run: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the elements of a run in order, as views of these shapes."""
+    ends = np.cumsum([x.size for x in like])
+    return [run.reshape(-1)[end - x.size : end].reshape(x.shape) for x, end in zip(like, ends.tolist(), strict=True)]

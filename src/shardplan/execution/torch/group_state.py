@@ -191,6 +191,6 @@ def group_state() -> GroupState:
 
 
 @atexit.register
-def _leave() -> None:
+def _end_all_states() -> None:
     for old in _states.values():
         old.end()

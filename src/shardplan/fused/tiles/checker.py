@@ -137,7 +137,7 @@ def _check_coverage(protocol: TileProtocol) -> None:
     for name, buffer in protocol.buffers.items():
         for rank in range(protocol.ranks):
             _table_covers(protocol, name, buffer, rank)
-            _table_written(protocol, name, buffer, rank, puts[name, rank])
+            _check_each_tile_written_once(protocol, name, buffer, rank, puts[name, rank])
 
 
 def _table_covers(protocol: TileProtocol, name: str, buffer: TileBuffer, rank: int) -> None:
@@ -151,7 +151,7 @@ def _table_covers(protocol: TileProtocol, name: str, buffer: TileBuffer, rank: i
         raise _fail(protocol, f"tiles cover {found} of the {whole} elements of {name} of rank {rank}")
 
 
-def _table_written(
+def _check_each_tile_written_once(
     protocol: TileProtocol, name: str, buffer: TileBuffer, rank: int, puts: list[tuple[TilePut, int]]
 ) -> None:
     wanted = {box: tile for box, tile in buffer.table[rank] if volume(box)}

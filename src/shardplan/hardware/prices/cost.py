@@ -133,7 +133,7 @@ def cheapest_algorithm(pattern: Pattern, fabric: Fabric) -> str:
     return price(pattern, fabric).algorithm
 
 
-def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") -> tuple[tuple[float, float], ...]:
+def affine_costs(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") -> tuple[tuple[float, float], ...]:
     """Return the cost of a collective as affine functions of bytes, one for each row; the least of them is paid.
 
     Args:
@@ -145,18 +145,18 @@ def offers(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") ->
     Returns:
         Pairs of seconds at 0 bytes and seconds per byte that a member holds before the op.
     """
-    return offers_of((kind,), members, fabric, algorithm)[0]
+    return affine_costs_by_kind((kind,), members, fabric, algorithm)[0]
 
 
-def offers_of(
+def affine_costs_by_kind(
     kinds: Sequence[str], members: Ints, fabric: Fabric, algorithm: str = "auto"
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Return `offers` of several collectives over the same groups, which are laid on the topology once."""
+    """Return `affine_costs` of several collectives over the same groups, which are laid on the topology once."""
     laid, byte = _lay_groups(members, fabric), np.ones(len(members))
     return tuple(_lines(_rows(Groups(kind, members, byte), laid, byte, algorithm)) for kind in kinds)
 
 
-def message_offers(sender: Ints, receiver: Ints, fabric: Fabric) -> tuple[tuple[float, float], ...]:
+def affine_message_costs(sender: Ints, receiver: Ints, fabric: Fabric) -> tuple[tuple[float, float], ...]:
     """Return the cost of messages that go at once as affine functions of bytes, one for each row; the least is paid.
 
     Args:
@@ -194,7 +194,7 @@ def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tupl
 
 
 def affine(kinds: tuple[str, ...], members: Ints, fabric: Fabric) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Return `offers` of several collectives over the same groups of device ids; remembered."""
+    """Return `affine_costs` of several collectives over the same groups of device ids; remembered."""
     ids = np.ascontiguousarray(fabric.topology_ids(members))
     return _affine(kinds, ids.tobytes(), ids.shape, fabric.topology, fabric.library, fabric.launch)
 
@@ -207,7 +207,7 @@ def _affine(
         np.frombuffer(ids, dtype=np.int64).reshape(shape),
         Fabric(topology, launch=launch).with_library(library),
     )
-    return offers_of(kinds, members, fabric)
+    return affine_costs_by_kind(kinds, members, fabric)
 
 
 def _no_bytes(fabric: Fabric) -> tuple[float, ...]:

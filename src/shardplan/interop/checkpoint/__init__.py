@@ -16,7 +16,6 @@ Reading order:
 - `boxes`          what of every whole tensor a device holds
 - `targets`        the files that a destination has
 - `sharing`        several processes of a launcher, each with its part of the files
-- `needs`          which logical tensors a file needs, and what of them
 - `replicas`       copies of one element compared
 - `jobs`           what a run needs, in one value
 - `filling`        what every byte of a file is

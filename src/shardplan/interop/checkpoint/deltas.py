@@ -165,14 +165,14 @@ def check_base(data: _DeltaFields, hashes: Hashes, where: str) -> None:
             if (found := own.get(name, "none")) != old:
                 more = ", and is of the delta's own version" if found == new else ""
                 raise LayoutError(
-                    f"{where}: {name} of place {number} is {_short(found)}, and the delta is for {_short(old)}{more}; "
-                    f"legal is the base {data.base[:16]}"
+                    f"{where}: {name} of place {number} is {_shorten_digest(found)}, and the delta is for "
+                    f"{_shorten_digest(old)}{more}; legal is the base {data.base[:16]}"
                 )
     if len(data.places) != len(hashes):
         raise LayoutError(f"{where} has {len(hashes)} places, and the delta {len(data.places)}; legal is its base")
 
 
-def _short(described: str) -> str:
+def _shorten_digest(described: str) -> str:
     head, _, digest = described.rpartition(" ")
     return f"{head} {digest[:16]}" if head else digest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections import Counter
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.core.dtypes import itemsize, short_name
+from shardplan.core.expression_tree import Binary, Name
 from shardplan.errors import LayoutError, ParseError, line, near_text
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.sources import DISTRIBUTED, OpenCheckpoint, matches
-from shardplan.movement.weights.arithmetic import evaluate_arithmetic
+from shardplan.movement.weights.arithmetic import evaluate_size, parse_size
 from shardplan.movement.weights.sizing import TableSizes
 from shardplan.movement.weights.table import TableParameter, WeightTable, shipped_models, shipped_tables, table_files
 from shardplan.movement.weights.towers import CONFIGS, add_tower, is_of_language_model, with_prefix
@@ -265,14 +265,13 @@ def _inferred_sizes(
 
 def _solve_key(text: str, size: int, out: dict[str, Any]) -> None:
     """Put the key of a config whose value an atom's text and size say: a name, the first of several, or a quotient."""
-    tree = ast.parse(text.strip(), mode="eval").body
-    match tree:
-        case ast.Name(id=key) | ast.BoolOp(values=[ast.Name(id=key), *_]):
-            out.setdefault(key, size)
-        case ast.BinOp(left=ast.Name(id=key), op=ast.Div(), right=right):
-            known = {k: v for k, v in out.items() if k != key}
-            below = evaluate_arithmetic(ast.unparse(right), known.get)
-            if isinstance(below, int):
-                out.setdefault(key, size * below)
-        case _:
-            pass
+    tree = first = parse_size(text)
+    while isinstance(first, Binary) and first.symbol in ("or", "and"):
+        first = first.left
+    if isinstance(first, Name):
+        out.setdefault(first.name, size)
+    elif isinstance(tree, Binary) and tree.symbol == "/" and isinstance(tree.left, Name):
+        key = tree.left.name
+        below = evaluate_size(tree.right, text, {k: v for k, v in out.items() if k != key}.get)
+        if isinstance(below, int):
+            out.setdefault(key, size * below)

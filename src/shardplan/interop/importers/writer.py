@@ -187,7 +187,7 @@ class FlatWriter:
 
     def _cut(self, v: Seen, dim: int, k: int, sizes: Sequence[int]) -> Seen:
         atom = v.dims[dim][k]
-        self.want(atom, sizes)
+        self.request_factors(atom, sizes)
         more = len(sizes) - 1
         if not atom.has_axis:
             new = tuple(Strand(n, BROADCAST) for n in sizes)
@@ -209,7 +209,7 @@ class FlatWriter:
         )
         return Seen(name, dims)
 
-    def want(self, atom: Strand, sizes: Sequence[int]) -> None:
+    def request_factors(self, atom: Strand, sizes: Sequence[int]) -> None:
         """Ask for the factors of parameters' dims."""
         for o in atom.origins:
             held = next(p.factors[o.dim] for p in self.parameters.values() if p.file == o.file)
@@ -354,7 +354,7 @@ class FlatWriter:
         plain = {a.size for a in atoms if a.origins and all(o.parts == 1 for o in a.origins)}
         for a in atoms:
             if a.origins and all(o.parts > 1 for o in a.origins) and a.size in plain:
-                self.want(a, [a.size])
+                self.request_factors(a, [a.size])
 
     def reduce_view(self, v: Seen, dims: Iterable[int], kind: str, keep: bool) -> Seen:
         """Reduce some dims."""

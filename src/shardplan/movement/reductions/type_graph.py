@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.hardware.level_factors import Digits, groups_along
-from shardplan.hardware.prices.cost import offers_of
+from shardplan.hardware.prices.cost import affine_costs_by_kind
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.reductions.instructions import COLLECTIVES, Grouping, Instruction, groupings
@@ -324,7 +324,7 @@ def merge_digits(digits: Digits) -> Digits:
 
 
 def digit_lines(kind: str, varies: Digits, zero: Digits, topology: Topology, algorithm: str) -> Lines:
-    """Return seconds at 0 bytes, and per byte that a member holds before, of each row for a collective; see `offers`.
+    """Return seconds at 0 bytes, and per byte that a member holds before, of each row for a collective: `affine_costs`.
 
     Members differ in the digits `varies`, in this order, and of `zero` only coordinate 0 takes part.
     """
@@ -340,4 +340,4 @@ def _every_line(varies: Digits, zero: Digits, topology: Topology, algorithm: str
         # outermost level that is spanned, else in those that hold them.
         top = next(j for j, unit in enumerate(topology.strides) if unit < max(n * stride for n, stride in varies))
         looked_at = topology.strides[top] * (1 if topology.levels[top].link == "switch" else topology.levels[top].size)
-    return offers_of(COLLECTIVES, groups_along(varies, zero, looked_at), Fabric(topology), algorithm)
+    return affine_costs_by_kind(COLLECTIVES, groups_along(varies, zero, looked_at), Fabric(topology), algorithm)

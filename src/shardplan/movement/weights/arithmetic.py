@@ -1,4 +1,4 @@
-"""Sizes as arithmetic over a model's config and the degrees: exact, and nothing else is evaluated.
+"""The dialect of sizes: arithmetic over a model's config and the degrees, exact, and nothing else is evaluated.
 
 Legal are whole numbers, names, `+ - * / //`, comparisons, `not`, `and`, `or`, `x if c else y`, and the functions
 `ceil`, `floor`, `min`, `max`. A name that the config lacks counts as nothing: `head_dim or hidden_size / heads` takes
@@ -7,34 +7,37 @@ the first that there is.
 
 from __future__ import annotations
 
-import ast
 import math
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
-from shardplan.errors import LayoutError, ParseError, excerpt
+from shardplan.core.dialect import Dialect
+from shardplan.core.expression_tree import BINARY, LOOSEST, Binary, Call, Name, Negate, Node, Number, text_of, walk
+from shardplan.errors import LayoutError, excerpt
 
 Lookup = Callable[[str], Any]
-_BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: Fraction,
-}
-_COMPARE: Final[dict[type[ast.cmpop], Callable[[Any, Any], Any]]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
+# As of arrays, but for a quotient, which is exact, and no powers.
+_BINARY: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    **{symbol: meaning for symbol, meaning in BINARY.items() if symbol != "**"},
+    "/": Fraction,
+    "//": operator.floordiv,
 }
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {"ceil": math.ceil, "floor": math.floor, "min": min, "max": max}
-_LEGAL = "numbers, names, + - * / //, comparisons, not, and, or, x if c else y, ceil, floor, min and max"
+SIZES: Final = Dialect(
+    subject="a size",
+    legal="numbers, names, + - * / //, comparisons, not, and, or, x if c else y, ceil, floor, min and max",
+    symbols=frozenset({*_BINARY, "and", "or"}),
+    functions={"ceil": 1, "floor": 1, "min": None, "max": None},
+    operand=re.compile(r"\w+"),
+    operands="names",
+    floats=False,
+    numbers="a whole number",
+    logic=True,
+)
 
 
 def evaluate_arithmetic(text: str, lookup: Lookup) -> Any:
@@ -45,7 +48,7 @@ def evaluate_arithmetic(text: str, lookup: Lookup) -> Any:
     >>> evaluate_arithmetic("head_dim or hidden / heads", {"hidden": 64, "heads": 4}.get)
     Fraction(16, 1)
     """
-    return _value(_parse_arithmetic(text), text, lookup)
+    return evaluate_size(parse_size(text), text, lookup)
 
 
 def evaluate_whole_number(text: str | int, lookup: Lookup, what: str) -> int:
@@ -65,55 +68,45 @@ def evaluate_whole_number(text: str | int, lookup: Lookup, what: str) -> int:
 
 def names_in(text: str) -> tuple[str, ...]:
     """Return the names whose values an expression is made of, each once; raises `ParseError`."""
-    found = [
-        node.id
-        for node in ast.walk(_parse_arithmetic(text))
-        if isinstance(node, ast.Name) and node.id not in _FUNCTIONS
-    ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(n.name for n in walk(parse_size(text)) if isinstance(n, Name)))
 
 
 @lru_cache(maxsize=4096)
-def _parse_arithmetic(text: str) -> ast.expr:
-    try:
-        return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ParseError(f"the size {excerpt(text)} is no arithmetic; legal are {_LEGAL}") from None
+def parse_size(text: str) -> Node:
+    """Return the tree of an expression; raises `ParseError` pointing at the character."""
+    return SIZES.parse(text)
 
 
-def _value(node: ast.expr, text: str, lookup: Lookup) -> Any:
-    def of(inner: ast.expr) -> Any:
-        found = _value(inner, text, lookup)
+def evaluate_size(node: Node, text: str, lookup: Lookup) -> Any:
+    """Return the value of a node of the expression `text`, as `evaluate_arithmetic` does."""
+
+    def of(inner: Node) -> Any:
+        found = evaluate_size(inner, text, lookup)
         if found is None:
-            raise LayoutError(f"{ast.unparse(inner)} is not known, which {excerpt(text)} needs; give it in the config")
+            shown = text_of(inner, LOOSEST)
+            raise LayoutError(f"{shown} is not known, which {excerpt(text)} needs; give it in the config")
         return found
 
     match node:
-        case ast.expr(value=bool() | int() as value):
+        case Number(value):
             return value
-        case ast.Name(id=name):
+        case Name(name):
             return lookup(name)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
-            return _numbers(_BINARY[type(sign)], text, of(left), of(right))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
+        case Negate(operand):
             return _numbers(operator.neg, text, of(operand))
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _value(operand, text, lookup)
-        case ast.BoolOp(op=sign, values=values):
-            found = None
-            for inner in values:
-                found = _value(inner, text, lookup)
-                if bool(found) == isinstance(sign, ast.Or):
-                    return found
-            return found
-        case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _COMPARE:
-            return _numbers(_COMPARE[type(sign)], text, of(left), of(right))
-        case ast.IfExp(test=test, body=body, orelse=orelse):
-            return _value(body if _value(test, text, lookup) else orelse, text, lookup)
-        case ast.Call(func=ast.Name(id=function), args=arguments, keywords=[]) if function in _FUNCTIONS and arguments:
+        case Binary("and" | "or" as symbol, left, right):
+            found = evaluate_size(left, text, lookup)
+            return found if bool(found) == (symbol == "or") else evaluate_size(right, text, lookup)
+        case Binary(symbol, left, right):
+            return _numbers(_BINARY[symbol], text, of(left), of(right))
+        case Call("not", (operand,)):
+            return not evaluate_size(operand, text, lookup)
+        case Call("if", (condition, yes, no)):
+            return evaluate_size(yes if evaluate_size(condition, text, lookup) else no, text, lookup)
+        case Call(function, arguments):
             return _numbers(_FUNCTIONS[function], text, *map(of, arguments))
         case _:
-            raise ParseError(f"{ast.unparse(node)} in the size {excerpt(text)} is no arithmetic; legal are {_LEGAL}")
+            assert_never(node)
 
 
 def _numbers(function: Callable[..., Any], text: str, *values: Any) -> Any:

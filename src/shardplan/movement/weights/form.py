@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from shardplan.core.notation import INTEGER, NAME, Scanner
 from shardplan.errors import ParseError
 
 EVEN: Final = "even"
 SHARED: Final = "shared"
 RULES: Final = (EVEN, "ceil", "first", "last", "robin", SHARED)
-_TOKEN = re.compile(r"\s*(?:([A-Za-z_][A-Za-z0-9_]*)|([0-9]+)|([@*.~()|:=,\[\]]))")
+_ONE, _DIGIT, _PADDING = re.compile(r"1(?!\d)"), re.compile(r"(?=\d)"), re.compile(r"0\s*:")
+_NAMED = {sign: re.compile(rf"{NAME.pattern}(?=\s*{sign})") for sign in "=:"}  # a tensor, before its sign
 _MOST_NESTED = 32
 
 
@@ -148,119 +150,81 @@ def parse_product(text: str) -> tuple[FormFactor, ...]:
 
 @lru_cache(maxsize=4096)  # the same expressions stand in every table of a family
 def _parse_form(text: str) -> StoredForm:
-    return _FormReader(text).read_stored_form()
+    s = Scanner(text)
+    tensor = _tensor(s, "=")
+    dims = [_dim(s)]
+    while s.take(","):
+        dims.append(_dim(s))
+    if not s.end():
+        raise s.error("the expression should end here; legal are an atom, '(', '@' and ','")
+    return StoredForm(tensor, tuple(dims))
 
 
-class _FormReader:
-    """The tokens of a text, and where the next one is."""
+def _name(s: Scanner, what: str) -> str:
+    found = s.match(NAME)
+    if found is None:
+        raise s.error(f"{what} is missing here; legal is a name")
+    return found
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.tokens: list[tuple[str, str, int]] = []
-        self.at = 0
-        position = 0
-        while text[position:].strip():
-            match = _TOKEN.match(text, position)
-            if match is None:
-                start = position + len(text[position:]) - len(text[position:].lstrip())
-                raise ParseError(f"unexpected {text[start]!r} in an expression of storage", text, start)
-            kind = ("name", "number", "sign")[(match.lastindex or 1) - 1]
-            self.tokens.append((kind, match.group(match.lastindex or 1), match.start(match.lastindex or 1)))
-            position = match.end()
 
-    def fail(self, message: str) -> ParseError:
-        """The error that points at the next token."""
-        place = self.tokens[self.at][2] if self.at < len(self.tokens) else len(self.text)
-        return ParseError(message, self.text, place)
+def _tensor(s: Scanner, sign: str) -> str | None:
+    """A tensor and the sign behind it, None where no such sign comes."""
+    found = s.match(_NAMED[sign])
+    if found is not None:
+        s.take(sign)
+    return found
 
-    def has_sign_ahead(self, sign: str, further: int = 0) -> bool:
-        """Say whether a sign comes next, or `further` tokens later."""
-        k = self.at + further
-        return k < len(self.tokens) and self.tokens[k][:2] == ("sign", sign)
 
-    def kind(self) -> str:
-        """What comes next: name, number, sign, or nothing at the end."""
-        return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+def _dim(s: Scanner) -> tuple[FormFactor, ...]:
+    """A product of at least one factor."""
+    if s.match(_ONE):
+        return ()
+    factors = _factors(s, 0)
+    if not factors:
+        raise s.error("a dim is empty; legal are atoms, groups in parentheses, and 1")
+    return factors
 
-    def take(self, sign: str) -> bool:
-        """Take a sign if it comes next."""
-        found = self.has_sign_ahead(sign)
-        self.at += found
-        return found
 
-    def name(self, what: str) -> str:
-        """Take a name."""
-        if self.kind() != "name":
-            raise self.fail(f"{what} is missing here; legal is a name")
-        self.at += 1
-        return self.tokens[self.at - 1][1]
+def _factors(s: Scanner, depth: int) -> tuple[FormFactor, ...]:
+    """A product of any number of factors."""
+    if depth > _MOST_NESTED:
+        raise s.error(f"parentheses are nested more than {_MOST_NESTED} deep")
+    found: list[FormFactor] = []
+    item: str | tuple[FormAlternative, ...] | None
+    while True:
+        if s.take("("):
+            several = [_alternative(s, depth)]
+            while s.take("|"):
+                several.append(_alternative(s, depth))
+            if not s.take(")"):
+                raise s.error("a ')' is missing here; legal are an atom, '|' and ')'")
+            item = tuple(several)
+        elif (item := s.match(NAME)) is None:
+            return tuple(found)
+        cuts: list[FormCut] = []
+        while s.take("@"):
+            cuts.append(_cut(s))
+        found.append(FormFactor(item, tuple(cuts)))
 
-    def read_stored_form(self) -> StoredForm:
-        """Take the whole text."""
-        tensor = None
-        if self.kind() == "name" and self.has_sign_ahead("=", 1):
-            tensor = self.name("a tensor")
-            self.at += 1
-        dims = [self.dim()]
-        while self.take(","):
-            dims.append(self.dim())
-        if self.at < len(self.tokens):
-            raise self.fail("the expression should end here; legal are an atom, '(', '@' and ','")
-        return StoredForm(tensor, tuple(dims))
 
-    def dim(self) -> tuple[FormFactor, ...]:
-        """Take a product of at least one factor."""
-        if self.kind() == "number" and self.tokens[self.at][1] == "1":
-            self.at += 1
-            return ()
-        factors = self.factors(0)
-        if not factors:
-            raise self.fail("a dim is empty; legal are atoms, groups in parentheses, and 1")
-        return factors
+def _alternative(s: Scanner, depth: int) -> FormAlternative:
+    """One addend of a sum."""
+    if s.match(_PADDING):
+        size = s.match(NAME) or s.match(INTEGER)
+        if size is None:
+            raise s.error("the size of the padding is missing here; legal is an atom or a number")
+        return FormAlternative(None, (), size)
+    if s.match(_DIGIT) is not None:
+        raise s.error("a number here begins padding; legal is '0: size'")
+    tensor = _tensor(s, ":")
+    return FormAlternative(tensor, _factors(s, depth + 1))
 
-    def factors(self, depth: int) -> tuple[FormFactor, ...]:
-        """Take a product of any number of factors."""
-        if depth > _MOST_NESTED:
-            raise self.fail(f"parentheses are nested more than {_MOST_NESTED} deep")
-        found: list[FormFactor] = []
-        while self.kind() == "name" or self.has_sign_ahead("("):
-            item: str | tuple[FormAlternative, ...]
-            if self.take("("):
-                several = [self.alternative(depth)]
-                while self.take("|"):
-                    several.append(self.alternative(depth))
-                if not self.take(")"):
-                    raise self.fail("a ')' is missing here; legal are an atom, '|' and ')'")
-                item = tuple(several)
-            else:
-                item = self.name("an atom")
-            cuts: list[FormCut] = []
-            while self.take("@"):
-                cuts.append(self.cut())
-            found.append(FormFactor(item, tuple(cuts)))
-        return tuple(found)
 
-    def alternative(self, depth: int) -> FormAlternative:
-        """Take one addend of a sum."""
-        if self.kind() == "number":
-            if self.tokens[self.at][1] != "0" or not self.has_sign_ahead(":", 1):
-                raise self.fail("a number here begins padding; legal is '0: size'")
-            self.at += 2
-            if self.kind() not in ("name", "number"):
-                raise self.fail("the size of the padding is missing here; legal is an atom or a number")
-            self.at += 1
-            return FormAlternative(None, (), self.tokens[self.at - 1][1])
-        tensor = None
-        if self.kind() == "name" and self.has_sign_ahead(":", 1):
-            tensor = self.name("a tensor")
-            self.at += 1
-        return FormAlternative(tensor, self.factors(depth + 1))
-
-    def cut(self) -> FormCut:
-        """Take what stands behind an '@'."""
-        axes = [self.name("an axis")]
-        while self.take("*"):
-            axes.append(self.name("an axis"))
-        if self.take("~"):
-            return FormCut(tuple(axes), SHARED)
-        return FormCut(tuple(axes), self.name("a rule") if self.take(".") else EVEN)
+def _cut(s: Scanner) -> FormCut:
+    """What stands behind an '@'."""
+    axes = [_name(s, "an axis")]
+    while s.take("*"):
+        axes.append(_name(s, "an axis"))
+    if s.take("~"):
+        return FormCut(tuple(axes), SHARED)
+    return FormCut(tuple(axes), _name(s, "a rule") if s.take(".") else EVEN)

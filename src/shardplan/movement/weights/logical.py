@@ -10,11 +10,10 @@ import math
 import re
 from dataclasses import dataclass
 
-from shardplan.errors import LayoutError, ParseError, excerpt
+from shardplan.core.notation import NAME, Scanner
+from shardplan.errors import LayoutError, excerpt
 
-_DIM = re.compile(r"\s*([A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*|1|)\s*(?:\[([^\[\]:]*):([^\[\]:]*)(?::([^\[\]:]*))?\])?\s*\Z")
-
-
+_RANGE = re.compile(r"[^\[\]]*")
 MOST_ELEMENTS = 2**62
 
 
@@ -35,21 +34,28 @@ class LogicalDim:
 
 
 def logical_dims(tensor: str, text: str) -> tuple[LogicalDim, ...]:
-    """Read the dims of a logical tensor; raises `ParseError`.
+    """Read the dims of a logical tensor; raises `ParseError` at the character.
 
     >>> [str(d) for d in logical_dims("router", "l[3:61], x, g r d")]
     ['l[3:61]', 'x', 'g r d']
     """
+    s = Scanner(text)
     found: list[LogicalDim] = []
-    for part in text.split(","):
-        match = _DIM.match(part)
-        if match is None:
-            raise ParseError(
-                f"{tensor} = {excerpt(text)}: the dim {excerpt(part.strip())} is none; legal is as 'l[3:61], g r d, e'"
-            )
-        atoms = () if match.group(1) == "1" else tuple(match.group(1).split())
-        found.append(LogicalDim(atoms, *((text or "").strip() for text in match.groups()[1:])))
-    return tuple(found)
+    while True:
+        begin = s.position
+        atoms: list[str] = []
+        if not s.take("1"):
+            while (name := s.match(NAME)) is not None:
+                atoms.append(name)
+        parts = []
+        if s.take("["):
+            parts = [t.strip() for t in (s.match(_RANGE) or "").split(":")]
+        if (parts and not (2 <= len(parts) <= 3 and s.take("]"))) or not (s.peek(",") or s.end()):
+            dim = excerpt(text[begin:].partition(",")[0].strip())
+            raise s.error(f"{tensor} = {excerpt(text)}: the dim {dim} is none; legal is as 'l[3:61], g r d, e'")
+        found.append(LogicalDim(tuple(atoms), *parts))
+        if not s.take(","):
+            return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

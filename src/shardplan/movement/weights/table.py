@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.core.decoding import decode_toml, read_text
+from shardplan.core.notation import NAME
 from shardplan.errors import LayoutError, ParseError, excerpt, line
 from shardplan.hardware.toml_fields import basic_string
 from shardplan.movement.weights.form import RULES, StoredForm, cuts_of, parse_product
 from shardplan.movement.weights.frameworks import unknown_table
 
 SHIPPED = Path(__file__).parent / "tables"
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*(?:\.local)?)\}")
 Pairs = tuple[tuple[str, str], ...]
 On = tuple[tuple[str, str | int], ...]
@@ -311,7 +311,7 @@ def _remove_parameters(parameters: list[Any], names: list[str], where: str) -> l
 def _table(where: str, data: dict[str, Any]) -> WeightTable:
     def section(name: str, of: dict[str, Any]) -> dict[str, Any]:
         found = of.get(name, {})
-        if not isinstance(found, dict) or not all(_NAME.match(key) for key in found):
+        if not isinstance(found, dict) or not all(NAME.fullmatch(key) for key in found):
             raise LayoutError(f"{where}: [{name}] is {excerpt(found)}; legal is a table of names")
         return found
 
@@ -328,7 +328,7 @@ def _table(where: str, data: dict[str, Any]) -> WeightTable:
     for name, axes in meshes.items():
         if (
             not isinstance(axes, list)
-            or not all(isinstance(a, str) and _NAME.match(a) for a in axes)
+            or not all(isinstance(a, str) and NAME.fullmatch(a) for a in axes)
             or len(set(axes)) < len(axes)
         ):
             raise LayoutError(f"{where}: the mesh {name or 'mesh'} = {excerpt(axes)}; legal is a list of distinct axes")

@@ -4,7 +4,6 @@ Reading order:
 
 - `page`         `PagePart` and `render_page`: parts in a page, with the script that draws figures inside it
 - `figures`      figures of a step: its timeline, memory, bytes by level, alternatives, sensitivity
-- `placement`    where the devices of a plan lie, alike nodes folded
 - `plan_page`    the report of a plan
 - `other_pages`  those of a redistribution and of an audited launch
 """

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.errors import optional
-from shardplan.plans.plan_file import write_atomic
 
 EXTRA = "report"  # what installs plotly and jinja2
 Figure = Mapping[str, Any]  # `data` and `layout`, as plotly takes them
@@ -68,8 +67,3 @@ def page_template(name: str) -> Any:
 def figure_text(figure: Figure) -> str:
     """Return a figure as JSON that may stand in a script."""
     return json.dumps(figure, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
-
-
-def save_page(path: Path, title: str, parts: Sequence[PagePart], subtitle: str = "") -> None:
-    """Write a report, whole or not at all."""
-    write_atomic(path, render_page(title, parts, subtitle).encode())

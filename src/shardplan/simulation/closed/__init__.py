@@ -10,7 +10,7 @@ Reading order:
 - `reading`         from a model and a strategy's tables to a `Reading`
 - `parameters`      `Parameters`: what of a machine no data sheet says
 - `machines`        the parameters of machines that ship, as files
-- `links`           collectives on the levels of a topology, for many groups at once
+- `collectives`     collectives on the levels of a topology, for many groups at once
 - `numbers`         kernels priced, and summed by layer, at many sizes
 - `configurations`  `Configurations`: many strategies as columns
 - `stages`          what chunks of layers take, and what comes once a step

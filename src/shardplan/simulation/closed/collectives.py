@@ -2,7 +2,8 @@
 
 A group lies along axes, each of a size and a stride in device ids; every device is in one group, and all groups are on
 the topology's resources at once. What the library takes for it is the least of a few lines in bytes
-(`hardware.prices.cost.offers`), found once for every kind and shape of group; thousands of strategies share a hundred.
+(`hardware.prices.cost.affine_costs`), found once for every kind and shape of group; thousands of strategies share a
+hundred.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.hardware.prices.cost import least_lines, message_offers, offers
+from shardplan.hardware.prices.cost import affine_costs, affine_message_costs, least_lines
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import distinct
@@ -109,7 +110,7 @@ class CollectivePrices:
                 ids = np.arange(_period(self.fabric.topology, size * step), dtype=np.int64)
                 hops = size - 1 if across else 1
                 sender = ids[(ids // step) % size < size - hops]
-                self.known[key] = message_offers(sender, sender + hops * step, self.fabric)
+                self.known[key] = affine_message_costs(sender, sender + hops * step, self.fabric)
             return self.known[key]
 
         return _of_each([distance, stages], of_distance)
@@ -124,16 +125,18 @@ class CollectivePrices:
                 found: Lines = ((0.0, 0.0),)
                 if pairs:
                     members = group_members(pairs, self.fabric.topology)
-                    found = message_offers(members.reshape(-1), np.roll(members, -1, axis=1).reshape(-1), self.fabric)
+                    found = affine_message_costs(
+                        members.reshape(-1), np.roll(members, -1, axis=1).reshape(-1), self.fabric
+                    )
                 self.known[key] = found
             return self.known[key]
 
         return _of_each([x for axis in axes for x in axis], of_group)
 
     def _offered(self, kind: str, axes: Axes) -> Lines:
-        key = "offers", kind, axes
+        key = "collective", kind, axes
         if key not in self.known:
-            self.known[key] = offers(kind, group_members(axes, self.fabric.topology), self.fabric)
+            self.known[key] = affine_costs(kind, group_members(axes, self.fabric.topology), self.fabric)
         return self.known[key]
 
 

@@ -72,7 +72,9 @@ class Configurations:
             said = [getattr(s, name, DEFAULTS[name]) for s in rows]
             columns[name] = np.asarray(said, dtype=bool if name in FLAGS else np.int64)
         for name, legal in CODES.items():
-            columns[name] = np.asarray([_code(name, legal, getattr(s, name, legal[0])) for s in rows], dtype=np.int64)
+            columns[name] = np.asarray(
+                [_code_of_choice(name, legal, getattr(s, name, legal[0])) for s in rows], dtype=np.int64
+            )
         return Configurations(columns)
 
     def __len__(self) -> int:
@@ -132,7 +134,7 @@ class Configurations:
         return Strategy(**said)
 
 
-def _code(name: str, legal: tuple[Any, ...], said: object) -> int:
+def _code_of_choice(name: str, legal: tuple[Any, ...], said: object) -> int:
     if said not in legal:
         raise LayoutError(f"many strategies at once: {name}={excerpt(said)}; legal are {', '.join(map(str, legal))}")
     return legal.index(said)

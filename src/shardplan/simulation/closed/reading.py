@@ -43,7 +43,7 @@ from shardplan.simulation.closed.work import (
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.opening import refuses
 from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
-from shardplan.strategy.strategy import shared_dim
+from shardplan.strategy.strategy import expert_dim
 
 
 def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
@@ -145,7 +145,7 @@ class _Reader:
         )
         if not first:
             run = -1 if is_read_early(self.model.program, self.forwards, name) else -2
-        return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums, shared_dim(dims) is not None)
+        return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums, expert_dim(dims) is not None)
 
     def _step(self, block: ReadBlock, number: int, step: Step) -> None:
         loop = as_nested(step.op)

@@ -6,8 +6,7 @@ stream of timed actions beside programs. Reading order:
 - `points`       `DistirModel`, `DistirPoint`: a configuration, and whether DistIR fails on it
 - `machine`      `DistirMachine`: what an op costs, mistakes 1 to 5
 - `graph`        a model as it lists it for one device of a tensor group and one microbatch
-- `mlp`, `gpt`   its two models as such graphs
-- `alternating`  its pipeline schedule, mistake 8
+- `gpt`          one of its two models as such a graph; the other is in `entry`
 - `program`      a graph cut over degrees: timed actions by block, bytes added and freed
 - `replay`       clocks and live memory; the list of all actions, op by op
 - `entry`        from a configuration to its result or its list

@@ -174,7 +174,7 @@ class HopExchange:
         for into, out_of, move in zip(
             self._region_views(self.here, False), self._region_views(self.here, True), moves, strict=True
         ):
-            self._copy(copies, into, out_of, plus[move])
+            self._add_copy(copies, into, out_of, plus[move])
         return copies
 
     def _straight(self, chunk: RefitChunk, sends: bool) -> bool:
@@ -214,7 +214,7 @@ class HopExchange:
             wire, plus = travels[move]
             less = len(shape) - own.ndim
             staged = torch.as_strided(typed[wire], shape[less:], strides[less:], begins[wire] + at // wire.itemsize)
-            self._copy(copies, *((staged, own) if sends else (own, staged)), plus)
+            self._add_copy(copies, *((staged, own) if sends else (own, staged)), plus)
         return RefitMessage(peer, data, copies)
 
     def _region_views(self, rows: RefitRegions, sends: bool) -> Iterator[torch.Tensor]:
@@ -230,7 +230,7 @@ class HopExchange:
         for parameter, offset, steps, shape, first in zip(*listed, strict=True):
             yield torch.as_strided(flat[parameter], shape[first:], steps[first:], begins[parameter] + offset)
 
-    def _copy(self, copies: RefitCopies, into: torch.Tensor, out_of: torch.Tensor, plus: int) -> None:
+    def _add_copy(self, copies: RefitCopies, into: torch.Tensor, out_of: torch.Tensor, plus: int) -> None:
         if not plus:
             copies.into.append(into)
             copies.out_of.append(out_of)

@@ -7,7 +7,7 @@ Reading order:
 - `cuts`         which part of it every rank has, as cuts over mesh axes
 - `holes`        what stands in names: families, their numbers, and which rank has which
 - `sides`        all trials together, and the sizes of atoms in each
-- `expressions`  the expression of a family that fits all of them
+- `family_form`  the expression of a family that fits all of them
 - `tables`       the table, checked on every trial
 """
 

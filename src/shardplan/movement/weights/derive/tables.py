@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.derive.expressions import family_form
+from shardplan.movement.weights.derive.family_form import family_form
 from shardplan.movement.weights.derive.holes import RankHole, hole_of, values_of
 from shardplan.movement.weights.derive.sides import SeenTrials
 from shardplan.movement.weights.derive.trials import LoaderTrial, SeenTrial, run_trial
