@@ -50,7 +50,7 @@ def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
     levels, rate = _levels(t.mesh, fabric), _rate(s, t, fabric)
     parts = [math.prod(s.mesh.span(a).size for a in names) for names in s.layout.dims]
     known: dict[tuple[tuple[int, ...], int], float] = {}
-    ranked: dict[_Cut, tuple[float, int]] = {}
+    ranked: dict[TileCut, tuple[float, int]] = {}
     for pieces in _choices(t, levels):
         for first in range(t.ndim if pieces else 0):
             for cut in _cuts(t, pieces, first, levels):
@@ -138,14 +138,14 @@ def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]
         yield from itertools.combinations(axes, count)
 
 
-class _Cut(NamedTuple):
+class TileCut(NamedTuple):
     """A smaller tile and its gathers, not typed yet."""
 
     grown: tuple[Atoms, ...]  # the atoms of every dim
     gathers: tuple[tuple[tuple[int, Atoms], ...], ...]  # of each gather its dims with what leaves their ends
 
 
-def _cuts(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[int]) -> Iterator[_Cut]:
+def _cuts(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[int]) -> Iterator[TileCut]:
     """Yield the cut of `t` by these pieces, each in a dim that it divides, `first` before others.
 
     Where it divides none, in the first one, if most parts have some of it, else in the longest.
@@ -167,13 +167,13 @@ def _cuts(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[i
         added[at] = added.get(at, ()) + piece
     runs = sorted(added.items())
     steps = tuple(tuple((d, run) for (_, d), run in step) for _, step in itertools.groupby(runs, lambda x: x[0][0]))
-    yield _Cut(tuple(grown), steps)
+    yield TileCut(tuple(grown), steps)
     if len(steps) > 1:
         whole = ((d, g[len(own) :]) for d, (g, own) in enumerate(zip(grown, t.atoms, strict=True)))
-        yield _Cut(tuple(grown), (tuple((d, run) for d, run in whole if run),))
+        yield TileCut(tuple(grown), (tuple((d, run) for d, run in whole if run),))
 
 
-def _typed_tile(t: TensorType, cut: _Cut) -> Tile | None:
+def _typed_tile(t: TensorType, cut: TileCut) -> Tile | None:
     """Return the tile of a cut; None where a sub-axis does not divide, or on the way stands on an uneven dim."""
     mesh = t.mesh
     try:
@@ -194,7 +194,7 @@ def _size(mesh: Mesh, atoms: Atoms) -> int:
 def _seconds(
     s: TensorType,
     t: TensorType,
-    cut: _Cut,
+    cut: TileCut,
     fabric: Fabric | None,
     rate: float,
     known: dict[tuple[tuple[int, ...], int], float],
