@@ -21,6 +21,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "gathers bound it": ("gpt", SIZES, {"data": 8, "tensor": 8, "zero": 3, "global_batch": 16}, 0.05),
     "beside gradients": ("gpt", SIZES, {"tensor": 8, "microbatch": 4, "global_batch": 16}, 0.05),
     "to the layer's end": ("gpt", SIZES, {"recompute": "full", "global_batch": 8}, 0.03),
+    "a mixture to the layer's end": (
+        "moe",
+        EXPERTS | {"kv_heads": 32},
+        {"tensor": 8, "expert": 4, "microbatch": 4, "recompute": "full", "global_batch": 8},
+        0.03,
+    ),
     "layers gathered": ("gpt", SIZES, {"data": 4, "zero": 3, "fsdp": True, "global_batch": 16}, 0.05),
     "gradients in every pass": ("llama", LLAMA, {"data": 8, "zero": 2, "fsdp": True, "global_batch": 64}, 0.05),
     "apart from products": (

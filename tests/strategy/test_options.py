@@ -14,6 +14,7 @@ from shardplan.errors import LayoutError, ShardplanError
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.searching.fit import fit
+from shardplan.strategy.strategy_text import parse_strategy, strategy_text
 from strategy.idle_options import MODELS, model, tally
 
 
@@ -150,6 +151,10 @@ def test_a_strategy_shows_what_is_not_as_by_default_and_reads_back() -> None:
             "schedule": rng.choice(["1f1b", "interleaved", "zb-v"]), "recompute": rng.choice(["none", ("einsum",)]),
             "precision": rng.choice([None, "bf16"]), "global_batch": rng.choice([None, 32]),
         }  # fmt: skip
+        if said["schedule"] == "interleaved":
+            said["interleave"] = rng.choice([None, 1, 2, 3])
         one = sp.Strategy(**said)
+        if isinstance(one.recompute, str):
+            assert parse_strategy(strategy_text(one), global_batch=one.global_batch) == one
         assert eval(repr(one), {"Strategy": sp.Strategy}) == one
         assert "context_kind" not in repr(one)

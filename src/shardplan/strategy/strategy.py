@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from shardplan.core import border
 from shardplan.core.dtypes import short_name
@@ -217,10 +217,15 @@ class Strategy:
         if isinstance(said, str) and several != chunks and not GENERATORS[said].free:
             raise ScheduleError(f"schedule {said} has {chunks} chunks a rank, {several} were asked for")
 
-    def __repr__(self) -> str:
-        """Say what is otherwise than by default, as it is written."""
+    def non_defaults(self) -> dict[str, Any]:
+        """Return the fields that are otherwise than by default, and chunks where a schedule has several by default."""
         plain = {name: getattr(_PLAIN, name) for name in self.__slots__} | {"global_batch": self.data * self.microbatch}
-        return f"Strategy({', '.join(f'{k}={getattr(self, k)!r}' for k, x in plain.items() if getattr(self, k) != x)})"
+        if isinstance(self.schedule, str) and GENERATORS[self.schedule].chunks > 1:
+            plain["interleave"] = None
+        return {name: getattr(self, name) for name, x in plain.items() if getattr(self, name) != x}
+
+    def __repr__(self) -> str:
+        return f"Strategy({', '.join(f'{name}={x!r}' for name, x in self.non_defaults().items())})"
 
     @property
     def rotates(self) -> bool:
@@ -309,10 +314,9 @@ class Strategy:
                 stored += [TableLine((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
             taken = dict(_axes(held[name]))
-            apart = [a for a in (*batch, *sequence) if a != "replica" and a not in taken]
-            free = ((FREE, tuple(apart)),) if apart else ()
             sums = tuple(a for a in (*batch, *sequence) if a not in taken)
-            left = tuple(a for a in sums if a not in apart)
+            apart, left = (tuple(a for a in sums if (a == "replica") == alike) for alike in (False, True))
+            free = ((FREE, apart),) if apart else ()
             if not sums:
                 continue
             if zero >= 3 and free:
@@ -321,11 +325,7 @@ class Strategy:
                 continue
             if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
                 stored.append(TableLine(_state_names(model, name), free))
-            stored.append(
-                TableLine((f"gradient.{name}",), free, left)
-                if zero >= 2
-                else TableLine((f"gradient.{name}",), (), sums)
-            )
+            stored.append(TableLine((f"gradient.{name}",), *((free, left) if zero >= 2 else ((), sums))))
         lines = [TableLine((name,), cuts) for name, cuts in held.items() if cuts]
         return Layouts(tuple(self._serve(axes)), join_lines(stored), join_lines(lines))
 

@@ -26,10 +26,7 @@ def strategy_text(s: Strategy) -> str:
     >>> strategy_text(Strategy(data=2, sequence_parallel=True, global_batch=8))
     'data=2 sequence_parallel=true'
     """
-    plain = Strategy()
-    names = [name for name in Strategy.__dataclass_fields__ if name != "global_batch"]
-    said = ((name, getattr(s, name)) for name in names if getattr(s, name) != getattr(plain, name))
-    words = [f"{name}={_value_text(x)}" for name, x in said]
+    words = [f"{name}={_value_text(x)}" for name, x in s.non_defaults().items() if name != "global_batch"]
     return " ".join(words) or "data=1"
 
 

@@ -94,23 +94,41 @@ class CollectivePrices:
 
         return _of_each([x for axis in axes for x in axis], of_group)
 
-    def message_lines(self, distance: Floats, stages: Ints) -> AffineCosts:
+    def message_lines(self, distance: Floats, stages: Ints, across: bool = False) -> AffineCosts:
         """Return the cost of messages in which every device sends to the one so many ids further, but for a last stage.
 
         They are of a step from stage to stage in groups of `stages` devices, all of them at once; one stage sends none.
+        With `across` the first stage alone sends, to the last.
         """
 
         def of_distance(one: tuple[int, ...]) -> Lines:
-            key, (step, size) = ("message", *one), one
+            key, (step, size) = ("message", across, *one), one
             if size == 1:
                 return ((0.0, 0.0),)
             if key not in self.known:
                 ids = np.arange(_period(self.fabric.topology, size * step), dtype=np.int64)
-                sender = ids[(ids // step) % size < size - 1]
-                self.known[key] = message_offers(sender, sender + step, self.fabric)
+                hops = size - 1 if across else 1
+                sender = ids[(ids // step) % size < size - hops]
+                self.known[key] = message_offers(sender, sender + hops * step, self.fabric)
             return self.known[key]
 
         return _of_each([distance, stages], of_distance)
+
+    def round_lines(self, axes: Group) -> AffineCosts:
+        """Return the cost of messages in which every device of a group sends to the next one around it, all at once."""
+
+        def of_group(one: tuple[int, ...]) -> Lines:
+            key = "round", one
+            if key not in self.known:
+                pairs = normal_axes(tuple(zip(one[::2], one[1::2], strict=True)))
+                found: Lines = ((0.0, 0.0),)
+                if pairs:
+                    members = group_members(pairs, self.fabric.topology)
+                    found = message_offers(members.reshape(-1), np.roll(members, -1, axis=1).reshape(-1), self.fabric)
+                self.known[key] = found
+            return self.known[key]
+
+        return _of_each([x for axis in axes for x in axis], of_group)
 
     def _offered(self, kind: str, axes: Axes) -> Lines:
         key = "offers", kind, axes

@@ -16,7 +16,7 @@ from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.core.dtypes import short_name
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
-from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
+from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import CODES, Configurations, distinct
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
@@ -24,7 +24,7 @@ from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSi
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, is_halved, layer_rows, recipe, weight_rows
+from shardplan.simulation.closed.stages import Dealt, at_once, is_halved, layer_rows, recipe, weight_rows
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule
 from shardplan.strategy.model import Model
@@ -35,7 +35,6 @@ Ints = np.ndarray
 # Schedules whose step is that of its busiest rank, and of what the others do before and behind it, where there are
 # microbatches for all; others are asked.
 FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
-_AT_ONCE = [CODES["schedule"].index(name) for name in AT_ONCE]  # no backward pass before the last forward pass
 # Axes of each block, innermost first; experts have the inner part of each.
 INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
 SPREAD = ("data", "expert")  # axes over which sequences are dealt out
@@ -212,8 +211,8 @@ class ClosedForm:
             PassWork(back - weight * halved, again, reduces * ~halved),
             PassWork(weight * halved, nothing, reduces * halved),
             PassOrder(
-                at_once=np.isin(c.columns["schedule"], _AT_ONCE),
-                apart=halved & (c.columns["pipeline"] > 1),
+                at_once=at_once(c),
+                apart=halved & (c.columns["pipeline"] > 1) & gathers.any(axis=0),
                 steady=c.microbatches > 1,
             ),
         )
@@ -339,10 +338,11 @@ class ClosedForm:
         precision = CODES["precision"][int(c.columns["precision"][0])]
         dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
         device = with_kernels(self.topology.device, self.parameters, attention)
-        ring = CODES["context_kind"][int(c.columns["context_kind"][0])] == "ring"
+        context = CODES["context_kind"][int(c.columns["context_kind"][0])]
         copies = int(self.model.fields.get("experts_per_token") or 0)
         whole = CODES["loss"][int(c.columns["loss"][0])] == "whole"
-        asked = KernelsAsked(device, dtype, attention, whole, ring, copies)
+        rotates = context in ("ring", "zigzag")
+        asked = KernelsAsked(device, dtype, attention, whole, context == "ring", copies, rotates)
         return layer_costs(reading, asked, self.collectives(), sizes, strides).at(back)
 
     def collectives(self) -> CollectivePrices:

@@ -21,6 +21,7 @@ Floats = np.ndarray
 PHASES = ("forward", "backward")
 TENSOR_AXES = HEADS + RATIO
 CONTEXT_AXES = ("context", SHARING["context"])  # axes around which a ring sends keys and values
+SUM_BYTES = 4.0  # of an element of cotangents of keys and values that go round: sums are in f32, or wider
 EXPERTS = frozenset(("expert", "expert_context"))  # axes over which tokens go to experts
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
@@ -99,6 +100,7 @@ class KernelsAsked(NamedTuple):
     whole_loss: bool = True  # else it reads its logits once, and once more to write their gradient
     ring: bool = False  # whether keys go round, past queries that lie in the order of the sequence
     copies: int = 0  # experts to which a token goes; 0 where there are none
+    rotates: bool = False  # whether keys and values go round beside attention, in whatever order
 
 
 def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list[Work]:
@@ -229,6 +231,32 @@ class MovePrices:
         after = nbytes if move.whole else nbytes / group
         return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
 
+    def waited_rounds(self, phase: int, axes: tuple[str, ...], values: Sequence[LocalValue], kernel: Floats) -> Floats:
+        """Return the seconds that attention waits for tiles of keys and values that go round, [n].
+
+        A round is a kernel and a message beside it. Back, the sums of the tiles' cotangents follow them a round later,
+        and come home in one round more, beside nothing (Liu et al., arXiv 2310.01889, section 3; as `ring_attention`).
+
+        Args:
+            phase: Forward or backward.
+            axes: Those around which they go.
+            values: Keys and values, whole over these axes.
+            kernel: Seconds of attention in all rounds, [n].
+        """
+        lines = self.collectives.round_lines([(self.sizes.degrees[a], self.strides[a]) for a in axes])
+        around = np.prod([self.sizes.degrees[a] for a in axes], axis=0)
+        tile, sums = (sum((self.sizes.volume(v.extents) * width(v) for v in values), np.zeros(1)) / around
+                      for width in (lambda v: v.itemsize, lambda v: max(v.itemsize, SUM_BYTES)))  # fmt: skip
+
+        def waited(nbytes: Floats, rounds: Floats | float) -> Floats:
+            return rounds * np.maximum(0.0, lines.seconds(nbytes) - kernel / around)
+
+        if phase == FORWARD:
+            return waited(tile, around - 1)
+        several = around > 1
+        both = waited(tile + sums, np.maximum(0.0, around - 2))
+        return several * (waited(tile, 1.0) + both + waited(sums, 1.0) + lines.seconds(sums))
+
     def _over_levels(self, axes: tuple[str, ...], nbytes: Floats) -> Floats:
         """Return the seconds of tokens that go once to each node that has experts of theirs, and on from there, [n].
 
@@ -259,6 +287,11 @@ class MovePrices:
         return self.known[key]
 
 
+def whole_over_context(kind: str) -> str:
+    """Return the row of those parameters of a kind whose gradients every device of a context makes whole."""
+    return f"{kind} whole over context"
+
+
 def layer_costs(
     reading: Reading,
     asked: KernelsAsked,
@@ -283,8 +316,6 @@ def layer_costs(
             add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
         if k.gradient:
             add("gradients", k.run, seconds)
-        if k.kind == "scores":
-            add(f"attention {phase}", k.run, seconds)
         if k.kind == "scores" and k.phase == FORWARD:
             add("attention", k.run, seconds)
             add("scores", k.run, scores_of(k, sizes, asked))
@@ -297,19 +328,30 @@ def layer_costs(
             add("again needed" if k.needed else "again rest", k.run, seconds)
             add("again launches", k.run, launches_of(k, sizes, asked))
     moved = MovePrices(collectives, sizes, strides, asked.copies)
+    turned: dict[int, list[LocalMove]] = {}  # by run what goes round
     for m in reading.moves:
+        if asked.rotates and m.attention and {*m.axes} <= {*CONTEXT_AXES}:
+            if m.phase == FORWARD:
+                turned.setdefault(m.run, []).append(m)
+            continue
         seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
         if m.beside:
             add("beside gradients", m.run, np.minimum(seconds, sum(each[k] for k in m.beside)))
         if m.early:
             add("early", m.run, seconds)
-        if {*m.axes} <= {*CONTEXT_AXES}:
-            add(f"around {phase}", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:
             add("again moves needed" if m.needed else "again moves rest", m.run, seconds)
             add("again launches", m.run, 1.0)
+    for run, tiles in turned.items():
+        for p, phase in enumerate(PHASES):
+            of_run = zip(reading.kernels, each, strict=True)
+            kernel = sum((x for k, x in of_run if k.kind == "scores" and (k.phase, k.run) == (p, run)), np.zeros(1))
+            if kernel.any():
+                waited = moved.waited_rounds(p, tiles[0].axes, [m.value for m in tiles], kernel)
+                add(f"moves {phase}", run, waited)
+                add("again moves needed", run, waited * (p == FORWARD))
     for h in reading.parameters:
         kind = (
             "experts"
@@ -317,6 +359,8 @@ def layer_costs(
             else "parameters"
         )
         add(kind, h.run, sizes.volume(h.value.extents))
+        if not {*h.sums} & {*CONTEXT_AXES}:
+            add(whole_over_context(kind), h.run, sizes.volume(h.value.extents))
     for h in reading.copies:
         add("copies", h.run, sizes.volume(h.value.extents))
     for h in reading.tables:

@@ -12,6 +12,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.work import Saved, State
+from shardplan.strategy.partition.tables import TableLine
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +42,14 @@ class ReadBlock:
         """Note that the step that is read wants a value in a state."""
         key = name, frozenset(wanted.items())
         self.copies[key] = self.copies.get(key, (self.number,))[0], self.number
+
+
+def table_state(lines: Sequence[TableLine], name: str, dims: Sequence[str], axes: Sequence[str]) -> State:
+    """Return where axes have a value, as the first line of a table that names it says; nowhere, where none does."""
+    for line in lines:
+        if line.matches(name):
+            return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in axes}
+    return {}
 
 
 def needed_values(program: Program, forwards: int) -> set[str]:

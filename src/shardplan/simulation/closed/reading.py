@@ -22,7 +22,7 @@ from shardplan.simulation.closed.addends import addends, no_larger
 from shardplan.simulation.closed.caches import kept_values
 from shardplan.simulation.closed.lifetimes import layer_life
 from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
-from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values
+from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values, table_state
 from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (
     BACKWARD,
@@ -41,7 +41,7 @@ from shardplan.simulation.closed.work import (
 )
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.opening import refuses
-from shardplan.strategy.partition.tables import FREE, LAYER, Layouts, TableLine
+from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
 from shardplan.strategy.strategy import shared_dim
 
 
@@ -90,11 +90,11 @@ class _Reader:
         for name, _ in program.inputs:
             dims = self.model.dims.get(name, ())
             if name in self.model.parameters:
-                held = self._laid(self.layouts.held, name, dims)
+                held = table_state(self.layouts.held, name, dims, self.axes)
                 top.held[name] = name, held
                 top.state[name] = held
             else:
-                top.state[name] = self._laid(self.layouts.stored, name, dims)
+                top.state[name] = table_state(self.layouts.stored, name, dims, self.axes)
             top.made[name] = [top.state[name]]
         top.held |= {value: top.held[name] for value, name in self.owners.items()}
         top.needed = needed_values(program, self.forwards)
@@ -128,12 +128,6 @@ class _Reader:
             copies=tuple(h._replace(run=-2) for h in parameters if h.run == -1 and h.name in outside.late),
             tables=tuple(h for h in parameters if h.run < 0 and h.name in outside.tables),
         )
-
-    def _laid(self, lines: Sequence[TableLine], name: str, dims: Sequence[str]) -> State:
-        for line in lines:
-            if line.matches(name):
-                return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in self.axes}
-        return {}
 
     def _parameter(self, top: ReadBlock, name: str) -> HeldParameter:
         t, dims = self.model.program.types[name], self.model.dims[name]
@@ -264,9 +258,13 @@ class _Reader:
             return
         wanted = {a: d for a, f in chosen.items() for d, fs in enumerate(dims) if f in fs}
         wanted |= {a: PARTIAL for a in passed if block.state.get(name, {}).get(a) == PARTIAL}
-        self._moved(block, name, t, wanted, any(r in block.needed for r in step.results))
+        op = computing(step.op)
+        attends = (op is not None and op.kernel_class == "scores") or block.maker.get(name) == "scores"
+        self._moved(block, name, t, wanted, any(r in block.needed for r in step.results), attends)
 
-    def _moved(self, block: ReadBlock, name: str, t: TensorType, wanted: State, needed: bool) -> None:
+    def _moved(
+        self, block: ReadBlock, name: str, t: TensorType, wanted: State, needed: bool, attends: bool = False
+    ) -> None:
         now = block.state.get(name, {})
         if dict(now) != dict(wanted):
             block.want(name, wanted)
@@ -295,7 +293,9 @@ class _Reader:
             since = range(block.made_at.get(name, len(self.kernels)), len(self.kernels)) if inside and summed else ()
             beside = tuple(k for k in since if self.kernels[k].gradient)
             value, early = LocalValue(t.itemsize, extents), inside and not summed and name in block.saved
-            self.moves.append(LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early))
+            self.moves.append(
+                LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early, attends)
+            )
         if dict(now) != dict(wanted):
             known.append(dict(wanted))
 

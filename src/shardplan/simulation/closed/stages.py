@@ -11,13 +11,13 @@ import numpy as np
 
 from shardplan.hardware.level import DeviceSpec
 from shardplan.hardware.prices.kernels import stream_seconds
-from shardplan.simulation.closed.chunk_kinds import ChunkKinds
+from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.numbers import PHASES, LayerCost, with_kernels
+from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context, with_kernels
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassWork, pass_seconds
-from shardplan.simulation.closed.work import BACKWARD, FORWARD
+from shardplan.simulation.closed.work import BACKWARD
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
 
@@ -34,7 +34,6 @@ _RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
 _SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}  # None: not said
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
 _PASSES = 2.0
-ROUND = ("ring", "zigzag")  # kinds of context in which devices hand keys and values on beside attention
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
 
@@ -83,6 +82,31 @@ def is_halved(c: Configurations) -> Floats:
     return np.isin(c.columns["schedule"], _halved_codes())
 
 
+def at_once(c: Configurations) -> Floats:
+    """Return where all forward passes are before all that is backward, bool [n]."""
+    return np.isin(c.columns["schedule"], [CODES["schedule"].index(name) for name in AT_ONCE])
+
+
+def several_chunks(c: Configurations) -> Floats:
+    """Return where layers are cut into chunks, so that what is before them is apart from what is behind, bool [n]."""
+    return c.columns["pipeline"] * c.columns["interleave"] > 1
+
+
+def returns(c: Configurations) -> Floats:
+    """Return where the last chunk is of the first rank, as in schedules that turn at the last one, bool [n]."""
+    return np.isin(c.columns["schedule"], _returning_codes())
+
+
+@lru_cache(maxsize=1)
+def _returning_codes() -> tuple[int, ...]:
+    found: list[int] = []
+    for code, name in enumerate(CODES["schedule"]):
+        made = GENERATORS[name]
+        first, *_ = made.rows(2, 4, made.chunks)
+        found += [code] * ({leaf.stage for action in first for leaf in action.leaves} >= {0, 2 * made.chunks - 1})
+    return tuple(found)
+
+
 @lru_cache(maxsize=1)
 def _halved_codes() -> tuple[int, ...]:
     found: list[int] = []
@@ -124,26 +148,13 @@ def weight_rows(c: Configurations, cost: LayerCost, p: Parameters, device: Devic
     return cost.rows.get("gradients", 0.0) + gradient_seconds(c, cost, p, device)
 
 
-def hidden_rounds(c: Configurations, cost: LayerCost, phase: int) -> Floats:
-    """Return the seconds in which a ring sends keys and values beside attention of those that it has, [runs + 2, n].
-
-    The first of as many rounds as there are devices has nothing to wait for (Liu et al., arXiv 2310.01889, section 3).
-    """
-    zero: Floats = np.zeros((len(next(iter(cost.rows.values()))), len(c)))
-    ring = np.isin(c.columns["context_kind"], [CODES["context_kind"].index(kind) for kind in ROUND])
-    rounds = 1 - 1 / c.columns["context"]
-    beside = rounds * cost.rows.get(f"attention {PHASES[phase]}", zero)
-    return ring * np.minimum(cost.rows.get(f"around {PHASES[phase]}", zero), beside)
-
-
 def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, device: DeviceSpec) -> Floats:
     """Return the seconds of a microbatch in each part, [runs + 2, n]: of `device`, or of its host."""
     col, rows, name = c.columns, cost.rows, PHASES[phase]
     zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
     moves = 1 - (1 - EXPOSED) * overlapped(c)
     moved = rows.get(f"moves {name}", zero) * moves
-    # What runs beside products is no longer there to run beside attention.
-    beside = hidden_rounds(c, cost, phase) * moves
+    beside = zero
     busy = rows.get(f"compute {name}", zero)
     launches = rows.get(f"launches {name}", zero)
     if phase == BACKWARD:
@@ -156,7 +167,6 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
         # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
         whole = needed + rest * ~col["fsdp"]
-        whole = whole - hidden_rounds(c, cost, FORWARD) * moves
         attention = rows.get("attention", zero)
         # Of what is needed attention and what was moved are kept, and every second product.
         every_second = np.maximum(0.0, rows.get("again needed", zero) - attention) / 2
@@ -164,12 +174,15 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         launches = launches + layers * full * rows.get("again launches", zero)
         parts = col["loss"] == CODES["loss"].index("chunked")
         busy = busy + parts * rows.get("again of a loss", zero)
-        # What a product sums is on its way while gradients of parameters are made, unless those come later.
-        made, back = rows.get("gradients", zero), rows.get("compute backward", zero)
-        hidden = rows.get("beside gradients", zero) * ~is_halved(c) + np.minimum(rows.get("early", zero), back - made)
-        beside = beside + moves * hidden * runs_beside(c)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
-        busy = busy + gradient_seconds(c, cost, p, device)
+        added = gradient_seconds(c, cost, p, device)
+        busy = busy + added
+        # What a product sums is on its way while gradients of parameters are made, unless those come later; and what
+        # waits for nothing, beside all that is left.
+        summing = rows.get("beside gradients", zero) * ~is_halved(c)
+        apart = is_halved(c)
+        left = rows.get("compute backward", zero) + np.where(apart, -rows.get("gradients", zero), added) - summing
+        beside = moves * (summing + np.minimum(rows.get("early", zero), left)) * runs_beside(c)
     busy = busy + np.maximum(0.0, moved - beside)
     issue = np.where(col["attention"] == CODES["attention"].index("unfused"), p.eager, p.launch)
     return (busy**p.order + (launches * issue) ** p.order) ** (1 / p.order)
@@ -203,13 +216,23 @@ class Dealt:
         return Dealt(c, cost, collectives, p, replicas, few, alike, apart)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
-        """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have."""
-        zero: Floats = np.zeros((1, len(self.c)))
-        alike, experts = rows.get("parameters", zero), rows.get("experts", zero)
-        found = self.collectives.lines(summed, whole, self.alike).seconds(alike * width)
-        if not np.any(experts):
-            return found
-        return found + self.collectives.lines(summed, whole, self.apart).seconds(experts * width)
+        """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have.
+
+        A gradient that devices of a context make whole, as of experts whose tokens they gathered, is summed over the
+        other replicas alone: of what is dealt out each takes its part first.
+        """
+        found: Floats = np.zeros((1, len(self.c)))
+        for kind, group in (("parameters", self.alike), ("experts", self.apart)):
+            elements, (context, *others) = rows.get(kind), group
+            if elements is None:
+                continue
+            made = rows.get(whole_over_context(kind)) if summed else None
+            if made is not None:
+                elements = elements - made
+                part = made if whole else made / context[0]
+                found = found + self.collectives.lines(True, whole, others).seconds(part * width)
+            found = found + self.collectives.lines(summed, whole, group).seconds(elements * width)
+        return found
 
     def gather_seconds(self, phase: int) -> Floats:
         """Return the seconds in which a microbatch gathers the parameters of each part, [runs + 2, n].
@@ -220,10 +243,13 @@ class Dealt:
         col = self.c.columns
         dealt = col["fsdp"] | (col["zero"] == 3)
         found = self._collective(False, True, self.cost.rows, element_bytes(self.c).parameter) * dealt
+        copied = self.cost.rows["copies"].any(axis=0)
         if phase == BACKWARD:
             found = found * ~(col["fsdp"] & (col["zero"] == 2))  # what stays gathered from the forward pass
-            found[-1] += found[-2] * self.cost.rows["copies"].any(axis=0)
+            found[-1] += found[-2] * copied
             found[-2] = 0.0
+        else:
+            found[-1] += found[-2] * (copied & several_chunks(self.c))
         return found
 
     def reduce_seconds(self, device: DeviceSpec) -> Floats:
@@ -237,11 +263,36 @@ class Dealt:
         own = sum((rows.get(kind, zero) / count * (count > 1) for kind, count in pairs), zero)
         added = own * (size.summed + 2 * size.gradient) * (self.c.microbatches > 1)
         seconds = self._collective(True, False, rows, size.summed) + stream_seconds(added, with_kernels(device, self.p))
+        # Two chunks that read a parameter each reduce what they find.
+        seconds[-1] += seconds[-2] * (self.cost.rows["copies"].any(axis=0) & several_chunks(self.c))
         return seconds * (col["fsdp"] | (col["zero"] >= 2))
 
     def _on_ranks(self, kinds: ChunkKinds, values: Floats) -> Floats:
         """Sums over the chunks that a rank computes, [combinations, n] of [kinds, n]."""
         return np.einsum("pkn,kn->pn", kinds.ranks, values)
+
+    def copied_seconds(self, kinds: ChunkKinds, backward: Floats) -> Floats:
+        """Return the seconds in which a parameter that the last stage reads too waits for its gradient, and goes back.
+
+        The last stage makes its gradient first, and that is on its way while all stages run back (`backward`, of each
+        part in a microbatch, [runs + 2, n]). The first one sends the parameter when it is updated: each replica sends
+        its part where the others gather it in less time. A schedule that turns at the last rank has both in one.
+        """
+        col, size = self.c.columns, element_bytes(self.c)
+        copies = self.cost.rows["copies"].max(axis=0)
+        pipeline = np.where(returns(self.c), 1, col["pipeline"])
+        if not np.any(copies * (pipeline > 1)):
+            return np.zeros(len(self.c))
+        lines = self.collectives.message_lines(self.c.strides()["pipeline"], pipeline, across=True)
+        dealt = np.where(col["fsdp"] | (col["zero"] >= 2), self.replicas, 1.0)
+        passes = kinds.sums(backward)
+        stage = (kinds.chunks * passes).sum(axis=0) / pipeline
+        late = np.maximum(0.0, lines.seconds(copies * size.summed / dealt) - pipeline * stage)
+        nbytes = copies * size.parameter
+        layered = col["fsdp"] | (col["zero"] == 3)
+        whole, part = (lines.seconds(nbytes / over) for over in (1.0, self.replicas))
+        gathered = part + self.collectives.lines(False, True, self.alike).seconds(nbytes) * ~layered
+        return late + np.where(layered, part, np.minimum(whole, gathered))
 
     def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
@@ -258,17 +309,25 @@ class Dealt:
         reduces = np.where(dealt & early, part, whole) * ~(layered | (col["zero"] == 2))
         gathers = self._collective(False, True, rows, size.parameter) * (dealt & ~layered)
         nothing, free = np.zeros_like(forward), np.zeros(kinds.counts.shape[1:])
+        chunks = col["interleave"]
+        # Passes of a chunk before the next one of a rank begins: a round of the pipeline, or all microbatches.
+        round_of = np.where(at_once(self.c), np.maximum(col["pipeline"], self.c.microbatches), col["pipeline"])
         exposed: Floats = np.zeros_like(self.replicas)
         for work, back in (
             (PassWork(forward, gathers, nothing), False), (PassWork(backward, nothing, reduces), True)
         ):  # fmt: skip
             seconds, lag = pass_seconds(kinds.counts, work, free, backward=back)
-            waited = seconds + np.maximum(0.0, lag) - kinds.sums(work.kernels)
-            moved = kinds.sums(work.gathered + work.reduced)
-            exposed = exposed + self._on_ranks(kinds, np.where(early, waited, moved))
+            kernels, moved = kinds.sums(work.kernels), kinds.sums(work.gathered + work.reduced)
+            waited = seconds + np.maximum(0.0, lag) - kernels
+            # One chunk waits; what others of the rank move is on its way while that one, and other ranks, compute.
+            alone = np.where(kinds.ranks > 0, waited, 0.0).max(axis=1)
+            moves = self._on_ranks(kinds, moved)
+            later = np.maximum(0.0, moves - round_of * self._on_ranks(kinds, kernels)) / chunks
+            exposed = exposed + np.where(early, alone + (chunks - 1) * later, moves)
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
         owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
         elements = owned["parameters"] / shares + owned.get("experts", 0.0) / few
         update = elements.max(axis=0) * (_PASSES * size.state + size.gradient + size.parameter)
-        return exposed.max(axis=0) + stream_seconds(update, with_kernels(device, self.p))
+        copied = self.copied_seconds(kinds, backward)
+        return exposed.max(axis=0) + copied + stream_seconds(update, with_kernels(device, self.p))

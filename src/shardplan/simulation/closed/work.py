@@ -62,7 +62,8 @@ class LocalMove(NamedTuple):
 
     Summed and made whole it is all-reduced, only summed reduce-scattered, only made whole all-gathered, else exchanged.
     Of a backward pass `beside` are numbers of kernels that make gradients of parameters while what a product sums is on
-    its way; and `early` says that it moves what the forward pass has kept, and waits for nothing.
+    its way; and `early` says that it moves what the forward pass has kept, and waits for nothing. `attention` says
+    that it is of keys and values, or of their cotangents, which a ring hands on beside attention instead.
     """
 
     phase: int
@@ -74,6 +75,7 @@ class LocalMove(NamedTuple):
     needed: bool
     beside: tuple[int, ...] = ()
     early: bool = False
+    attention: bool = False
 
 
 class Saved(NamedTuple):

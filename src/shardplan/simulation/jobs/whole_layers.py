@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
-from shardplan.simulation.jobs.framework_ops import is_product
+from shardplan.simulation.jobs.framework_ops import is_movement
 from shardplan.simulation.jobs.timing import Node, TimedLoop, TimedOp
 
 
@@ -37,21 +37,20 @@ def with_whole_layers(
 
 
 def _left_out(back: TimedLoop, inside: Program, loop: TimedLoop, body: Program) -> list[TimedOp]:
-    """Ops of a layer that its backward pass has not: products that it has not, and all that is made of them."""
-    there = Counter(_key(op, inside) for op in _products(back))
+    """Ops of a layer that its backward pass has not, of these operands or at all, and all that is made of them."""
+    there = Counter(_key(op, inside) for op in (*back.early, *back.late) if isinstance(op, TimedOp))
     gone: set[str] = set()
     found: list[TimedOp] = []
     for op in (*loop.early, *loop.late):
         if not isinstance(op, TimedOp):
             continue
         reads = tuple(name for name in op.reads if name in gone)
-        if not reads and is_product(op):
+        if not reads:
             key = _key(op, body)
             there[key] -= 1
-            if there[key] >= 0:
+            # What only moves is gathered anew in its own way, and is no part of what is computed again.
+            if there[key] >= 0 or is_movement(op):
                 continue
-        elif not reads:
-            continue
         gone |= {*op.results}
         found.append(replace(op, reads=tuple(map(_again_name, reads)), results=tuple(map(_again_name, op.results))))
     return found
@@ -59,10 +58,6 @@ def _left_out(back: TimedLoop, inside: Program, loop: TimedLoop, body: Program) 
 
 def _again_name(name: str) -> str:
     return f"again.{name}"
-
-
-def _products(loop: TimedLoop) -> list[TimedOp]:
-    return [op for op in (*loop.early, *loop.late) if isinstance(op, TimedOp) and is_product(op)]
 
 
 def _key(op: TimedOp, body: Program) -> Hashable:
