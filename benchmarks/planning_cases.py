@@ -1,4 +1,4 @@
-"""Planning cold: every request that issue 14 states a time for, each case in a process of its own.
+"""Planning cold: every request that the project states a time for, each case in a process of its own.
 
 `python -m benchmarks.planning_cases [--count 200] [--random 10000] [--types 3000] [--only NAME ...]`.
 
@@ -6,6 +6,7 @@
 |---|---|
 | 16, 1,024, 65,536 devices | seeded problems of `planning_time`, no topology |
 | placement, topology | on 256 devices of dgx-h100: a drawn placement each, and the topology over its placements |
+| ..., calls | the same again, with the calls of functions of the package counted (target 30,000) |
 | ... with a limit | a quarter of them with a limit of 1.1, 1.5 or 2 times source and destination, refusals included |
 | random | problems of the suites U, N, V and M on drawn meshes of up to 4,096 devices: the worst |
 | batch | 3,000 tensors of six types, and of 3,000, on 64 devices and three axes, without and with a limit |
@@ -23,8 +24,10 @@ import math
 import multiprocessing
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Progress, arguments, record, spread, table, told, write
@@ -38,10 +41,12 @@ TENSORS = 3000
 SHARES = (1.1, 1.5, 2.0)  # limits, over source and destination
 MOST = 4096
 TARGETS = {  # seconds: of the median, or of the one request; with a limit twice that
-    "16 devices": 5e-3, "1024 devices": 50e-3, "65536 devices": 0.5, "placement of 256": 50e-3, "topology of 256": 0.15,
-    "random up to 4096": 1.0, "3000 tensors of 6 types": 0.5, "3000 tensors of 3000 types": 10.0, "297 placements": 3.0,
+    "16 devices": 3e-3, "1024 devices": 10e-3, "65536 devices": 0.1, "placement of 256": 50e-3, "topology of 256": 0.1,
+    "random up to 4096": 1.0, "3000 tensors of 6 types": 0.5, "3000 tensors of 3000 types": 5.0, "297 placements": 3.0,
 }  # fmt: skip
 SLOWEST = 10  # requests that a row lists
+CALLS = ", calls"  # what the name of a case ends in that counts them
+PACKAGE = str(Path(sp.__file__).parent)
 Request = tuple[Any, Any, dict[str, Any]]
 
 
@@ -125,6 +130,7 @@ def cases(count: int, anyhow: int, types: int, seed: int) -> dict[str, Callable[
         add(f"{devices} devices", lambda n, devices=devices: seeded(devices, "", seed, n))
     for where in ("placement", "topology"):
         add(f"{where} of 256", lambda n, where=where: seeded(256, where, seed, n))
+    out[f"topology of 256{CALLS}"] = lambda: seeded(256, "topology", seed, count)
     out[f"random up to {MOST}"] = lambda: anything(seed, anyhow)
     add(f"{TENSORS} tensors of 6 types", lambda n: batch(6, TENSORS, seed))
     add(f"{TENSORS} tensors of {TENSORS} types", lambda n: batch(types, types, seed))
@@ -135,6 +141,7 @@ def cases(count: int, anyhow: int, types: int, seed: int) -> dict[str, Callable[
 def measured(name: str, options: tuple[int, int, int, int]) -> dict[str, Any]:
     """Make every request of a case, in this process."""
     rows: list[tuple[float, float, str]] = []
+    calls: list[int] = []
     refused = 0
     for number, request in enumerate(cases(*options)[name]()):
         if len(request) == 2:
@@ -145,7 +152,10 @@ def measured(name: str, options: tuple[int, int, int, int]) -> dict[str, Any]:
             text, work = told(s, t, **shown), lambda s=s, t=t, keywords=keywords: sp.redistribute(s, t, **keywords)
         clock, processor = time.perf_counter(), time.process_time()
         try:
-            work()
+            if name.endswith(CALLS):
+                calls.append(calls_of(work))
+            else:
+                work()
         except sp.Infeasible:
             refused += 1
         rows.append((time.process_time() - processor, time.perf_counter() - clock, f"{number}: {text}"))
@@ -156,7 +166,23 @@ def measured(name: str, options: tuple[int, int, int, int]) -> dict[str, Any]:
         "refused": refused,
         "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "slowest": slowest,
-    }
+    } | ({"calls": spread(calls)} if calls else {})
+
+
+def calls_of(work: Callable[[], Any]) -> int:
+    """How many calls of functions of the package a piece of work makes."""
+    count = 0
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and PACKAGE in frame.f_code.co_filename
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def main() -> None:
@@ -176,7 +202,7 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as alone:
             found[name] = alone.apply(measured, (name, asked))
         base, _, limit = name.partition(", ")
-        target = TARGETS[base] * (2 if limit else 1)
+        target = TARGETS[base] * (2 if limit and f", {limit}" != CALLS else 1)
         found[name]["target seconds"] = target
         if base.endswith(f"of {TENSORS} types") and options.types < TENSORS:
             found[name]["extrapolated"] = found[name]["seconds"]["max"] * TENSORS / options.types
@@ -189,6 +215,10 @@ def main() -> None:
         whole = 1e3 * one["extrapolated"] if "extrapolated" in one else None
         lines.append([name, one["seconds"]["count"], one["refused"], *(1e3 * x for x in row), one["peak MB"], whole])
     print(table(heads, lines, "planning, cold (targets: of the median; of random, batches and placements of the max)"))
+    for name, one in found.items():
+        if "calls" in one:
+            print(f"{name}: median {one['calls']['median']:.0f}, p90 {one['calls']['p90']:.0f}, at most "
+                  f"{one['calls']['max']:.0f}")  # fmt: skip
     parameters = {"count": options.count, "random": options.random, "types": options.types, "seed": options.seed,
                   "limits over both ends": SHARES, "most devices": MOST}  # fmt: skip
     write(options.out, record(parameters, {"cases": found}))

@@ -172,3 +172,14 @@ def test_idle_peers_are_used_where_that_pays() -> None:
     assert [step.op.name for step in plan.program.steps] == ["exchange", "send"]
     assert plan.seconds <= 1.78 * plan.certificate.lower_bound_seconds
     plan.certificate.check()
+
+
+@pytest.mark.parametrize("megabytes", [2, 4, 8, 16, 32])
+def test_what_gathers_is_called_an_all_gather(megabytes):
+    """Sequence-parallel gathers in a node: messages are priced lower there, and published all-gathers take less."""
+    rows = megabytes * 2**20 // (2 * 8192)
+    dgx = sp.Topology.load("dgx-h100", nodes=1)
+    plan = sp.redistribute(f"bf16[{rows}@tp, 8192]", f"bf16[{rows}, 8192]", mesh="tp=8", topology=dgx)
+    assert [type(step.op).__name__ for step in plan.program.steps] == ["AllGather"]
+    assert plan.least_seconds is not None and plan.least_seconds < plan.seconds
+    plan.certificate.check()

@@ -13,7 +13,7 @@ import shardplan as sp
 from shardplan.errors import ShardplanError
 from shardplan.hardware.level import Level
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.plans.bounds import all_reduce_bound, reduce_scatter_bound
+from shardplan.plans.collective_bounds import all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.pricing import fabric_of
 from shardplan.plans.reduction_bound import reduction_bound
 
@@ -91,7 +91,10 @@ def test_by_hand():
     # Sharded over the devices of each node, every node wants all of it.
     assert bound(("node", "gpu"), ("gpu",)) == pytest.approx(nbytes / 1e9)
     # Inside nodes nothing crosses: a device takes in its payload, or, counted, 2 x 3 / 4 of it.
-    assert bound(("gpu",), (), ("node",)) == pytest.approx(1.5 * nbytes / 2 / 1e10)
+    assert bound(("gpu",), ("node",), ("node",)) == pytest.approx(1.5 * nbytes / 2 / 1e10)
+    # Where the other node wants a node's sum, too, half of the array enters each.
+    assert bound(("gpu",), (), ("node",)) == pytest.approx(nbytes / 2 / 1e9)
+    assert bound(("gpu",), (None, "node"), ("node",)) == pytest.approx(nbytes / 4 / 1e9)
     # The four copies of each node's addends need not all travel.
     assert bound(("node",), ()) == pytest.approx(nbytes / 1e9)
     # With a payload of its own on each device all of them do.
@@ -111,8 +114,11 @@ def test_nothing_is_claimed_where_nothing_is_reduced():
     kept = sp.TensorType("f32", (4, 4), (), mesh, partial={"a": "sum"})
     moved = sp.TensorType("f32", (4, 4), ("b",), mesh, partial={"a": "sum"})
     assert reduction_bound(kept, moved, fabric).seconds == 0
-    other = sp.TensorType("f32", (4, 4), (), sp.Mesh(c=4))
+    other = sp.TensorType("f32", (4, 4), (), sp.Mesh(c=4), partial={"c": "sum"})
     assert reduction_bound(kept, other, fabric).seconds == 0
+    # A mesh of the same devices wants what its own would.
+    whole, same = (sp.TensorType("f32", (4, 4), (), x) for x in (sp.Mesh(c=4), mesh))
+    assert reduction_bound(kept, whole, fabric).seconds == reduction_bound(kept, same, fabric).seconds > 0
     # Where the sum is cut into addends again, all but one of them may be zeros.
     again = sp.TensorType("f32", (4, 4), (), mesh, partial={"b": "sum"})
     assert reduction_bound(kept, again, fabric).seconds == 0

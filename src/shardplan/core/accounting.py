@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root, overlap_elements
 from shardplan.core.nested import Nested
 from shardplan.core.op import Op
@@ -51,7 +52,10 @@ class _Ledger:
 
     def __init__(self, devices: tuple[int, ...]) -> None:
         self.devices = devices
-        self.ids = np.asarray(devices, dtype=np.int64)
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        return np.asarray(self.devices, dtype=np.int64)
 
     def spread(self, ids: np.ndarray, values: np.ndarray) -> np.ndarray:
         if np.array_equal(ids, self.ids):
@@ -298,7 +302,7 @@ def shared_around(body: Program, carried: int, cut: int) -> tuple[tuple[int, int
 
 def bound_bytes(sources: Sequence[TensorType], destinations: Sequence[TensorType]) -> int:
     """Return max(sum of source shards, sum of destination shards) over devices."""
-    devices = tuple(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}))
+    devices = Mesh.devices_of(t.mesh for t in (*sources, *destinations))
     ledger = _Ledger(devices)
     return max(_worst(sum((ledger.size(t) for t in side), 0)) for side in (sources, destinations))
 

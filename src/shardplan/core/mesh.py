@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core import border
+from shardplan.core.digits import digit_groups, digit_numbers
 from shardplan.core.notation import NAME, Scanner
 from shardplan.errors import LayoutError, excerpt
 
@@ -209,24 +210,32 @@ class Mesh:
 
     def coordinate(self, name: str) -> np.ndarray:
         """Return the coordinate along `name` of every device, int64 [size] in mesh order."""
-        span = self.span(name)
-        return np.arange(self.size) // span.stride % span.size
+        return self.index((name,))
 
     def index(self, names: Iterable[str]) -> np.ndarray:
         """Return the mixed-radix index of every device over `names`, major first: int64 [size] in mesh order."""
-        out = np.zeros(self.size, dtype=np.int64)
-        for name in names:
-            out = out * self.span(name).size + self.coordinate(name)
-        return out
+        return digit_numbers(self.size, tuple((span.size, span.stride) for span in map(self.span, names)))
 
     def group_places(self, names: Iterable[str]) -> np.ndarray:
         """Return the groups of a collective over `names`: int64 [groups, members] of places, members major to minor."""
-        return _groups(self.size, tuple((self.atoms[a].size, self.atoms[a].stride) for a in self.expand(names)))
+        return digit_groups(self.size, tuple((self.atoms[a].size, self.atoms[a].stride) for a in self.expand(names)))
 
     @cached_property
     def ids(self) -> np.ndarray:
         """The device ids as an int64 array [size], in mesh order."""
         return np.asarray(self.devices, dtype=np.int64)
+
+    @cached_property
+    def _ascends(self) -> bool:
+        return bool((np.diff(self.ids) > 0).all())
+
+    @staticmethod
+    def devices_of(meshes: Iterable[Mesh]) -> tuple[int, ...]:
+        """Return all device ids of some meshes, ascending."""
+        every = list({id(mesh): mesh for mesh in meshes}.values())
+        if every and every[0]._ascends and all(mesh.devices == every[0].devices for mesh in every[1:]):
+            return every[0].devices
+        return tuple(sorted({d for mesh in every for d in mesh.devices}))
 
     def __eq__(self, other: object) -> bool:
         """Meshes are equal when axes, sizes, splits and devices are."""
@@ -383,14 +392,3 @@ def scan_mesh(scanner: Scanner) -> Mesh:
             scanner.expect(":", "a range of devices")
             devices = range(first, scanner.integer("the end of the range of devices"))
     return _make(table, devices, splits)
-
-
-def _groups(size: int, digits: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """The places that differ in the given (size, stride) digits only, a row a group: int64 [groups, members]."""
-    offsets = np.zeros(1, dtype=np.int64)
-    first = np.ones(size, dtype=bool)  # the member of its group at which all the digits are 0
-    places = np.arange(size)
-    for count, stride in digits:
-        offsets = (offsets[:, None] + np.arange(count) * stride).reshape(-1)
-        first &= places // stride % count == 0
-    return places[first][:, None] + offsets[None, :]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.digits import tile_bounds
 from shardplan.core.holders import choose
 from shardplan.core.parcels import Parcels, Rows, parcels_of
 from shardplan.core.tensor import TensorType, counter, live_reduction
@@ -41,16 +42,7 @@ def tiles(t: TensorType, dim: int) -> np.ndarray:
 
     A tile's number is the mixed-radix index of its coordinates over the axes of the dim, major first.
     """
-    lo = np.zeros(1, dtype=np.int64)
-    hi = np.full(1, t.shape[dim], dtype=np.int64)
-    for name in t.layout.dims[dim]:
-        size = t.mesh.span(name).size
-        chunk = -(-(hi - lo) // size)
-        start = lo[:, None] + np.arange(size) * chunk[:, None]
-        stop = np.minimum(start + chunk[:, None], hi[:, None])
-        # What is left over is empty and stands at the end of its chunk: starts and stops ascend, and can be searched.
-        lo, hi = np.minimum(start, hi[:, None]).reshape(-1), stop.reshape(-1)
-    return np.stack([lo, hi], axis=1)
+    return tile_bounds(t.shape[dim], [t.mesh.span(name).size for name in t.layout.dims[dim]])
 
 
 def own_places(s: TensorType, t: TensorType) -> np.ndarray:
@@ -101,11 +93,16 @@ def overlap_elements(s: TensorType, t: TensorType) -> np.ndarray:
         out = np.zeros(t.mesh.size, dtype=counter(t))
         np.add.at(out, found.ends[1][found.stay_mask], found.sizes[found.stay_mask])
         return out
-    places = own_places(s, t)
-    a, b = s.boxes()[places], t.boxes()  # a place of -1 reads some row, which is dropped below
-    overlap = np.minimum(a[:, :, 1], b[:, :, 1]) - np.maximum(a[:, :, 0], b[:, :, 0])
-    held = (places >= 0) & at_root(s)[places]
-    return np.where(held, np.prod(np.maximum(overlap, 0), axis=1, dtype=counter(t)), 0)
+    a, b, held = s.boxes(), t.boxes(), at_root(s)
+    if s.mesh is not t.mesh and s.mesh.devices != t.mesh.devices:
+        places = own_places(s, t)
+        a, held = a[places], (places >= 0) & held[places]  # a place of -1 reads some row, which is dropped below
+    out = held.astype(np.int64).astype(counter(t))
+    for d in range(t.ndim):
+        overlap = np.minimum(a[:, d, 1], b[:, d, 1])
+        overlap -= np.maximum(a[:, d, 0], b[:, d, 0])
+        out *= np.maximum(overlap, 0, out=overlap)
+    return out
 
 
 def lacking(s: TensorType, t: TensorType) -> np.ndarray:
@@ -121,16 +118,11 @@ def _ranges(s: TensorType, t: TensorType) -> list[tuple[np.ndarray, np.ndarray]]
 
     Tiles that a box meets are neighbours, and a box meets the product of its dims' ranges.
     """
-    boxes = t.boxes()
     out: list[tuple[np.ndarray, np.ndarray]] = []
     for d in range(t.ndim):
-        cuts = tiles(s, d)
-        out.append(
-            (
-                np.searchsorted(cuts[:, 1], boxes[:, d, 0], side="right"),
-                np.searchsorted(cuts[:, 0], boxes[:, d, 1], side="left"),
-            )
-        )
+        cuts, own, number = tiles(s, d), tiles(t, d), t.mesh.index(t.layout.dims[d])
+        first = np.searchsorted(cuts[:, 1], own[:, 0], side="right")
+        out.append((first[number], np.searchsorted(cuts[:, 0], own[:, 1], side="left")[number]))
     return out
 
 
@@ -283,7 +275,7 @@ def sent_in_general(s: TensorType, t: TensorType, near: tuple[int, ...] = (), ax
     order = live[np.lexsort((s.mesh.ids[live], number[live]))]
     # Holders of one tile stand side by side, all as many.
     held = overlap_elements(s, t)[order] > 0
-    holders = len(order) // len(np.unique(number[order]))
+    holders = len(order) // (1 + int(np.count_nonzero(np.diff(number[order]))))
     wanting = holders * math.prod(max(1, x // y) for x, y in cuts) - held.reshape(-1, holders).sum(axis=1)
     turn = wanting[:, None] // holders + (np.arange(holders) < wanting[:, None] % holders)
     counts = np.zeros(s.mesh.size, dtype=np.int64)
@@ -366,13 +358,12 @@ def permutation(s: TensorType, t: TensorType) -> tuple[np.ndarray, np.ndarray] |
         return None
     n = s.mesh.size
     have, want = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)  # numbers of tiles (with addends), by place
-    boxes = t.boxes()
     for d, names in enumerate(s.layout.dims):
-        cuts = tiles(s, d)
-        first = np.minimum(np.searchsorted(cuts[:, 1], boxes[:, d, 0], side="right"), len(cuts) - 1)
-        if np.any((cuts[first, 1] < boxes[:, d, 1]) & (boxes[:, d, 0] < boxes[:, d, 1])):
+        cuts, own = tiles(s, d), tiles(t, d)
+        first = np.minimum(np.searchsorted(cuts[:, 1], own[:, 0], side="right"), len(cuts) - 1)
+        if np.any((cuts[first, 1] < own[:, 1]) & (own[:, 0] < own[:, 1])):
             return None  # a box reaches beyond one tile
-        have, want = have * len(cuts) + s.mesh.index(names), want * len(cuts) + first
+        have, want = have * len(cuts) + s.mesh.index(names), want * len(cuts) + first[t.mesh.index(t.layout.dims[d])]
     # The partial axes may change names, not their number of addends: which addend it is belongs to a tile's number.
     addends, renamed = (math.prod(s.mesh.span(x).size for x in u.layout.partial) for u in (s, t))
     if addends != renamed or live_reduction(s) != live_reduction(t):

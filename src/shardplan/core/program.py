@@ -114,7 +114,7 @@ class Program:
     @property
     def devices(self) -> tuple[int, ...]:
         """All device ids of all meshes, ascending."""
-        return tuple(sorted({d for mesh in self.meshes for d in mesh.devices}))
+        return Mesh.devices_of(self.meshes)
 
     def step_types(self, step: Step) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
         """Return the operand and result types of a step."""

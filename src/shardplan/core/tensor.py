@@ -17,6 +17,7 @@ import numpy as np
 
 from shardplan.core import border, dtypes
 from shardplan.core.box_table import NAME, Box, BoxTable, check_covers
+from shardplan.core.digits import tile_bounds
 from shardplan.core.layout import Layout, Spec, make_layout, scan_suffix
 from shardplan.core.mesh import Mesh
 from shardplan.core.notation import AXIS, Scanner, axes_text
@@ -313,25 +314,26 @@ def type_of(what: str, value: object, mesh: Mesh | str | None = None) -> TensorT
     return value
 
 
-# Every facet of an op asks for the boxes of the same few types; an entry may take 16 bytes a dim and device.
-@lru_cache(maxsize=256)
+# Every facet of an op asks for the boxes of the same few types; an entry takes 16 bytes a dim and device, and thousands
+# of devices are worth fewer.
+_MANY_DEVICES = 4096
+
+
 def _boxes(t: TensorType) -> np.ndarray:
-    out = np.empty((t.mesh.size, t.ndim, 2), dtype=np.int64)
-    for d, (n, names) in enumerate(zip(t.shape, t.layout.dims, strict=True)):
-        out[:, d, 0] = 0
-        out[:, d, 1] = n
-        if not names:
-            continue
-        lo = np.zeros(t.mesh.size, dtype=np.int64)
-        hi = np.full(t.mesh.size, n, dtype=np.int64)
-        for name in names:
-            chunk = -(-(hi - lo) // t.mesh.span(name).size)
-            start = lo + t.mesh.coordinate(name) * chunk
-            lo, hi = np.minimum(start, hi), np.minimum(start + chunk, hi)
-        out[:, d, 0] = lo
-        out[:, d, 1] = hi
+    return (_few_boxes if t.mesh.size <= _MANY_DEVICES else _many_boxes)(t)
+
+
+def _make_boxes(t: TensorType) -> np.ndarray:
+    # Starts and stops of one dim stand side by side: they are computed with dim by dim.
+    rows = np.empty((t.ndim, 2, t.mesh.size), dtype=np.int64)
+    for row, n, names in zip(rows, t.shape, t.layout.dims, strict=True):
+        row[:] = tile_bounds(n, [t.mesh.span(name).size for name in names]).T[:, t.mesh.index(names)]
+    out = rows.transpose(2, 0, 1)
     out.setflags(write=False)
     return out
+
+
+_few_boxes, _many_boxes = lru_cache(maxsize=256)(_make_boxes), lru_cache(maxsize=12)(_make_boxes)
 
 
 @lru_cache(maxsize=256)
@@ -339,7 +341,7 @@ def _elements(t: TensorType) -> np.ndarray:
     if t.layout.boxes is not None:
         out = t.layout.boxes.elements(t.mesh.ids).astype(counter(t))
     elif t.all_even:
-        out = np.full(t.mesh.size, t.local_bytes() // t.itemsize, dtype=counter(t))
+        out = np.broadcast_to(np.array(t.local_bytes() // t.itemsize, dtype=counter(t)), t.mesh.size)
     else:
         boxes = t.boxes()
         out = np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1, dtype=counter(t))

@@ -1,10 +1,9 @@
 """Lower bounds in seconds: what no point-to-point algorithm can beat, whatever it does.
 
 Cut, count and gather bounds, at the best rates that any row of the library reaches, over the ways of the devices that
-take part; of moves without addends, that any row reaches which does more than reduce. An element counts once where it
-enters, and once out of all its holders together: whoever has it may pass it on. Where a level reduces in the network,
-reductions have no count bound; the others still hold. Of collectives, members are device ids, int64 [G, k], and nbytes
-is B, what a member holds before, float64 [G]; their bounds are of bandwidth only.
+take part; of moves without addends, that any row reaches which does more than reduce, or, where no device has room for
+what a gather makes, any row of messages. An element counts once where it enters, and once out of all its holders
+together: whoever has it may pass it on.
 
 An *island* are devices that meshes join, directly or over others. Every op but a send stays on one mesh, so what goes
 from island to island goes by sends, at the rates of the library's messages. A set of units that has its islands whole
@@ -13,23 +12,19 @@ is entered and left in no other way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
-from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.plans.starts import Bound, bound_with_starts
 
 # Pairs of boxes in one unit that are met one by one (arrays of 16 MB); above, a coarser bound.
 _PAIRS = 1 << 21
-# Rows (a group in a parent) times arcs of a ring that are tried: arrays of 32 MB at most. Above it no ring is cut.
-_ARCS = 1 << 22
 
 
 class Tiles(NamedTuple):
@@ -128,7 +123,11 @@ def boxes_on(t: TensorType, ids: np.ndarray) -> np.ndarray:
 
 
 def moves_bound(
-    moves: Sequence[tuple[Ints, Ints, float]], ids: Ints, fabric: Fabric, islands: Ints | None = None
+    moves: Sequence[tuple[Ints, Ints, float]],
+    ids: Ints,
+    fabric: Fabric,
+    islands: Ints | None = None,
+    in_turn: bool = False,
 ) -> Bound:
     """Return a lower bound of movements that share the wires; 0 if nothing must move.
 
@@ -143,11 +142,14 @@ def moves_bound(
         ids: The device ids of the rows, [n]: no other device takes part.
         fabric: The resources.
         islands: The number of each row's island, [n]; None: all are of one.
+        in_turn: Whether steps follow one another, as those of one tensor do: then what is sent to an island and what is
+            gathered there add up.
     """
     at = fabric.topology_ids(ids)
     islands = np.zeros(len(at), dtype=np.int64) if islands is None else islands
     worst = [Bound(0.0, 0.0)]
     tiles = [(Tiles.of(src), Tiles.of(dst), itemsize) for src, dst, itemsize in moves]
+    cuts: list[IslandCut] = []
     for j, wires in enumerate(fabric.wires):
         unit, row = np.unique(at // wires.stride, return_inverse=True)
         row = row.reshape(-1)
@@ -165,9 +167,38 @@ def moves_bound(
         )
         worst += [
             bound_with_starts(fabric, j, most, at),
-            *_cut_bounds(tiles, row, unit, enter, _number_islands(row, islands), j, fabric, at),
+            *_cut_bounds(tiles, row, unit, enter, _number_islands(row, islands), j, fabric, at, cuts),
         ]
+    if in_turn and len(moves) == 1:
+        worst.append(_send_then_gather(cuts, fabric.first_hop()))
     return Bound.largest(worst)
+
+
+class IslandCut(NamedTuple):
+    """What one level says of a move to an island."""
+
+    into: float  # bytes sent
+    enter: float  # bytes that enter the units of the island, each of them by itself
+    sends: float  # seconds of a byte sent, on either side
+    gathers: float  # seconds of a byte that enters in any way
+
+
+def _send_then_gather(cuts: Sequence[IslandCut], start: float) -> Bound:
+    """The bound of the sends to an island and the gathers inside, in turn.
+
+    x bytes are sent, all that is new at the least, and what else enters units is gathered: x times the seconds of a
+    byte sent, by the slowest level, plus the rest by each level; x is what makes that least.
+    """
+    if not cuts:
+        return Bound(0.0, 0.0)
+    sends = max(cut.sends for cut in cuts)
+    least = [
+        min(cut.into * sends + (cut.enter - cut.into) * cut.gathers, cut.enter * sends)
+        for cut in cuts
+        if cut.enter >= cut.into
+    ]
+    most = max(least, default=0.0)
+    return Bound(start + most, most) if most > 0 else Bound(0.0, 0.0)
 
 
 def _number_islands(row: Ints, islands: Ints) -> Ints:
@@ -193,10 +224,12 @@ def _cut_bounds(
     j: int,
     fabric: Fabric,
     at: Ints,
+    cuts: list[IslandCut],
 ) -> list[Bound]:
     """The bounds of sets that have their islands whole: all that changes the set is sent, once at least.
 
-    What enters the units of a set beyond that is gathered inside, at the best rate of any row.
+    What enters the units of a set beyond that is gathered inside, at the best rate of any row. What this level says of
+    an island that is entered is added to `cuts`.
     """
     count = int(label.max(initial=0)) + 1
     if count == 1:
@@ -214,9 +247,13 @@ def _cut_bounds(
     of_unit[row] = label
     own, best = capacity(sends, j, at), capacity(fabric, j, at)
     bounds: list[Bound] = []
+    every = {int(k): summed_capacity(sends, j, unit[of_unit == k], own) for k in np.flatnonzero(leave + into)}
+    slow = 1 / min(float(rate) for rate in every.values()) if every else 0.0
     for k in np.flatnonzero(leave + into):
         mine = unit[of_unit == k]
-        rate, fast = summed_capacity(sends, j, mine, own), summed_capacity(fabric, j, mine, best)
+        rate, fast = every[int(k)], summed_capacity(fabric, j, mine, best)
+        if into[k] > 0:
+            cuts.append(IslandCut(float(into[k]), float(enter[of_unit == k].sum()), slow, 1 / float(fast)))
         sent = most_over(np.array([max(leave[k], into[k])]), rate)
         rest = most_over(np.array([max(0.0, enter[of_unit == k].sum() - into[k])]), fast)
         both = most_over(np.array([into[k]]), rate) + rest
@@ -252,68 +289,6 @@ def most_over(load: Floats, capacity: Floats) -> float:
     return float(np.divide(load, capacity, out=np.zeros(len(load)), where=load > 0).max(initial=0.0))
 
 
-Share = Callable[[Ints, int], NDArray[np.floating[Any]]]  # of members in a unit and of a group, to bytes over B
-
-
-def all_reduce_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
-    """Return the bound of all-reduces at once: B crosses every cut of a group each way, 2(n-1)B a level in total.
-
-    Source: cut: every unit must be entered; count: n - 1 merges and n - 1 deliveries an element.
-    """
-    reduces = any(wires.level.reduces for wires in fabric.wires)
-    return _reduction_seconds(
-        members, nbytes, fabric, lambda c, _: np.ones(len(c)), lambda c, _: np.ones(len(c)), 0 if reduces else 2
-    )
-
-
-def reduce_scatter_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
-    """Return the bound of reduce-scatters at once: a unit with c of k members takes in cB/k and gives out (k-c)B/k.
-
-    Source: the gather bound reversed.
-    """
-    reduces = any(wires.level.reduces for wires in fabric.wires)
-    return _reduction_seconds(
-        members, nbytes, fabric, lambda c, k: c / k, lambda c, k: (k - c) / k, 0 if reduces else 1
-    )
-
-
-def all_gather_bound(members: Ints, nbytes: Floats, fabric: Fabric) -> float:
-    """Return the bound of all-gathers at once: a unit with c of k members takes in (k-c)B and gives out cB.
-
-    Source: ForestColl, arXiv 2402.06787.
-    """
-    k = np.asarray(members).shape[1]
-    return _reduction_seconds(members, nbytes, fabric, lambda c, k: (k - c) * 1.0, lambda c, _: c * 1.0, k)
-
-
-def _reduction_seconds(
-    members: Ints, nbytes: Floats, fabric: Fabric, enter: Share, leave: Share, total: float
-) -> float:
-    """The worst cut of units and arcs, and of each level (n-1) * total * B over the units' summed capacity."""
-    at = np.sort(fabric.topology_ids(members), axis=1)
-    groups, k = at.shape
-    if k < 2 or not groups:
-        return 0.0
-    spanned = units_spanned(at, fabric.topology)
-    worst = 0.0
-    for j, wires in enumerate(fabric.wires):
-        unit = (at // wires.stride).reshape(-1)
-        keys, count = np.unique(np.repeat(np.arange(groups), k) * wires.units + unit, return_counts=True)
-        group, unit = keys // wires.units, keys % wires.units
-        split = count < k  # a unit that holds a whole group need not be crossed by it
-        if not bool(split.any()):
-            continue
-        own = fabric.capacity(j)
-        for share in (enter, leave):
-            load = np.bincount(unit[split], (share(count, k) * nbytes[group])[split], wires.units).astype(np.float64)
-            worst = max(worst, most_over(load, own))
-        times = float(((spanned[j] - 1) * total * nbytes).sum())
-        worst = max(worst, times / float(summed_capacity(fabric, j, np.unique(unit[split]), own)))
-        if wires.level.link == "ring" and len(keys) * wires.level.size**2 <= _ARCS:
-            worst = max(worst, _arcs(fabric, j, group, unit, count, nbytes, k, enter, leave))
-    return worst
-
-
 def capacity(fabric: Fabric, j: int, at: Ints) -> Floats:
     """Return the bytes a second that enter, or leave, each unit of level j at most, if only these devices take part.
 
@@ -341,30 +316,3 @@ def summed_capacity(fabric: Fabric, j: int, units: Ints, own: Floats) -> Floats:
         parents = units // level.size
         own = own - fabric.capacity(j - 1)[parents] * (np.diff(parents, prepend=-1) == 0)
     return cast(Floats, own.sum(axis=-1))
-
-
-def _arcs(
-    fabric: Fabric, j: int, group: Ints, unit: Ints, count: Ints, nbytes: Floats, k: int, enter: Share, leave: Share
-) -> float:
-    """The worst cut of rings at two of their links: an arc of neighbours takes in, and gives out, as a unit does."""
-    level = fabric.wires[j].level
-    keys, row = np.unique(group * (fabric.wires[j].units // level.size) + unit // level.size, return_inverse=True)
-    owner = keys // (fabric.wires[j].units // level.size)
-    parent = keys % (fabric.wires[j].units // level.size)
-    held = np.zeros((len(keys), level.size), dtype=np.int64)
-    held[row.reshape(-1), unit % level.size] = count
-    link = level.delivered_rate * level.uplinks * fabric.library.best_share(j < fabric.far)
-    own = np.full(fabric.wires[j].units // level.size, 2 * link)  # an arc has two ends
-    if j > 0:
-        own = own + fabric.capacity(j - 1)
-    worst = 0.0
-    inside = held.copy()  # the members on the arc that starts at each unit; arcs of one unit are cuts of units
-    for length in range(2, level.size):
-        inside = inside + np.roll(held, -(length - 1), axis=1)
-        for share in (enter, leave):
-            bytes_cut = share(inside.reshape(-1), k).reshape(inside.shape) * nbytes[owner][:, None]
-            bytes_cut[(inside == 0) | (inside == k)] = 0.0
-            load = np.zeros((len(own), level.size))
-            np.add.at(load, parent, bytes_cut)
-            worst = max(worst, float((load / own[:, None]).max()))
-    return worst

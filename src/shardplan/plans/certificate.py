@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.core.accounting import Account, Padding, account, bound_bytes, lower_bound, padding_of
+from shardplan.core.mesh import Mesh
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import CertificateError, ShardplanError, excerpt
@@ -198,7 +199,7 @@ def derive(
         if found != asked:
             meshes = [f" on {t.mesh}" if found.mesh != asked.mesh else "" for t in (found, asked)]
             raise CertificateError(f"the program ends in {found}{meshes[0]}, which is not {asked}{meshes[1]}")
-    devices = tuple(sorted({d for t in (*sources, *destinations) for d in t.mesh.devices}))
+    devices = Mesh.devices_of(t.mesh for t in (*sources, *destinations))
     if not set(books.devices) <= set(devices):
         raise CertificateError("the program uses devices of neither end")
     sent, received = books.sent, books.received
@@ -220,9 +221,9 @@ def derive(
         "peak_bytes": books.peak_bytes,
         "bound_bytes": bound_bytes(sources, destinations),
         "workspace_bytes": books.workspace_bytes,
-        "sent_bytes": tuple(sent.tolist()),
-        "received_bytes": tuple(received.tolist()),
-        "lower_bound_bytes": tuple(least.tolist()),
+        "sent_bytes": _bytes_of(sent),
+        "received_bytes": _bytes_of(received),
+        "lower_bound_bytes": _bytes_of(least),
         "total_lower_bound_bytes": total,
         "rounds": sum(books.rounds),
         "level_bytes": cost.level_bytes if where is not None else (),
@@ -230,6 +231,15 @@ def derive(
         "lower_bound_seconds": bound.seconds,
     }
     return Derived(claims, cost.transfer <= FLOOR * bound.transfer)
+
+
+def _bytes_of(values: np.ndarray) -> tuple[int, ...]:
+    """Return counts as integers, equal ones once: of many devices most are."""
+    most = int(values.max(initial=0))
+    if bool((values == most).all()):
+        return (most,) * len(values)
+    some, number = np.unique(values, return_inverse=True)
+    return tuple(some.astype(object)[number].tolist())
 
 
 def total_bound(s: TensorType, t: TensorType, least: np.ndarray) -> int:

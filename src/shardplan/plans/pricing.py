@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.core.accounting import lower_bound
 from shardplan.core.mesh import Mesh
-from shardplan.core.messages import has_box_table
+from shardplan.core.messages import has_box_table, overlap_elements
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
@@ -20,9 +20,9 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import Price, prices
 from shardplan.hardware.prices.critical_path import Window, longest, windows
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.hardware.prices.library import without_reductions
+from shardplan.hardware.prices.library import only_messages, without_reductions
 from shardplan.hardware.topology import Topology, topology_of
-from shardplan.plans.bounds import boxes_on, capacity, most_over, moves_bound
+from shardplan.plans.bounds import boxes_on, capacity, moves_bound
 from shardplan.plans.nominal import nominal_fabric, patterns
 from shardplan.plans.reduction_bound import reduction_bound
 from shardplan.plans.starts import Bound, bound_with_starts
@@ -146,22 +146,24 @@ def seconds_bound(
 ) -> Bound:
     """Return a lower bound of moves whose sources and destinations are paired in order, on their meshes and `meshes`.
 
-    The largest of what each device must receive of all tensors over its own ports, of what must enter every unit of
-    every level, and leave it and all holders of the same tiles, for tensors without addends, and of the cut and count
-    bounds of each tensor that is reduced. A table of boxes is not cut.
+    The largest of what each device must receive of all tensors over its own ports, and copy of what it has, of what
+    must enter every unit of every level, and leave it and all holders of the same tiles, for tensors without addends,
+    and of the cut and count bounds of each tensor that is reduced. A table of boxes is not cut.
     """
     own = {t.mesh: None for t in (*sources, *destinations)}
-    ids = np.array(sorted({i for mesh in own for i in mesh.devices}), dtype=np.int64)
+    ids = np.array(Mesh.devices_of(own), dtype=np.int64)
     at, last = fabric.topology_ids(ids), len(fabric.wires) - 1
     least = sum(
         (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
     )
-    # What has no addends is moved, by no row that only reduces.
-    moving = fabric.with_library(without_reductions(fabric.library))
+    # What has no addends is moved, by no row that only reduces; and where no shard has room for a gather, by messages.
+    rows = without_reductions if _has_room(sources, destinations, (*own, *meshes)) else only_messages
+    moving = fabric.with_library(rows(fabric.library))
     every = fabric if any(x.layout.partial for x in (*sources, *destinations)) else moving
-    found = [
-        bound_with_starts(every, last, most_over(np.asarray(least, np.float64), capacity(every, last, at)[at]), at)
-    ]
+    least = np.broadcast_to(np.asarray(least, np.float64), len(ids))
+    most = np.divide(least, capacity(every, last, at)[at], out=np.zeros(len(ids)), where=least > 0)
+    most = most + _own_copies(sources, destinations, ids, most > 0, every)
+    found = [bound_with_starts(every, last, float(most.max(initial=0.0)), at)]
     moves: list[tuple[np.ndarray, np.ndarray, float]] = []
     for s, t in zip(sources, destinations, strict=True):
         if s.layout.partial or t.layout.partial:
@@ -170,7 +172,38 @@ def seconds_bound(
         if has_box_table(s, t):
             continue
         moves.append((boxes_on(s, ids), boxes_on(t, ids), s.itemsize))
-    return Bound.largest([*found, moves_bound(moves, ids, moving, _islands((*own, *meshes), ids))])
+    islands, alone = _islands((*own, *meshes), ids), len(sources) == 1
+    return Bound.largest([*found, moves_bound(moves, ids, moving, islands, alone)])
+
+
+def _has_room(sources: Sequence[TensorType], destinations: Sequence[TensorType], meshes: Sequence[Mesh]) -> bool:
+    """Say whether something may be replicated on the way, as every gather does: whether two arrays fit within a bound.
+
+    Behind a gather, or a broadcast, several devices hold each element. Of one tensor no shard on the way is larger than
+    the larger end's, so all of a mesh have room for two.
+    """
+    if len(sources) != 1 or has_box_table(sources[0], destinations[0]):
+        return True
+    most = max(sources[0].local_bytes(), destinations[0].local_bytes())
+    return any(mesh.size * most >= 2 * sources[0].nbytes for mesh in meshes)
+
+
+def _own_copies(
+    sources: Sequence[TensorType], destinations: Sequence[TensorType], ids: np.ndarray, busy: np.ndarray, fabric: Fabric
+) -> np.ndarray | float:
+    """Seconds of each device, [ids], in which it copies what it has to where it is joined by what it receives.
+
+    The last step in which a device, `busy` ones, receives ends in a box around its destination's. What it has of that
+    it copies, which is less than to receive it again. Of one tensor without addends; several share their copies.
+    """
+    plain = len(sources) == 1 and not any(x.layout.partial or x.layout.root for x in (*sources, *destinations))
+    if not plain or has_box_table(sources[0], destinations[0]) or fabric.far >= len(fabric.wires):
+        return 0.0
+    s, t = sources[0], destinations[0]
+    kept = np.zeros(len(ids))
+    kept[np.searchsorted(ids, t.mesh.ids)] = overlap_elements(s, t) * t.itemsize
+    rate = fabric.near_rate * fabric.library.best_share(False)
+    return np.where(busy, kept * fabric.library.own_copy / rate, 0.0)
 
 
 def _islands(meshes: Sequence[Mesh], ids: np.ndarray) -> np.ndarray:

@@ -16,14 +16,12 @@ import numpy as np
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
-from shardplan.plans.bounds import (
-    all_reduce_bound,
-    capacity,
-    most_over,
-    reduce_scatter_bound,
-    summed_capacity,
-)
+from shardplan.plans.bounds import capacity, most_over, summed_capacity
+from shardplan.plans.collective_bounds import all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.starts import Bound, bound_with_starts
+
+# Pairs of a class and a device that are held together, in arrays of 32 bytes a dim each: above, a coarser bound.
+_MOST_PAIRS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,34 +38,36 @@ class _Demand:
 def reduction_bound(source: TensorType, target: TensorType, fabric: Fabric, ids: Ints | None = None) -> Bound:
     """Return a lower bound of a move from a type with addends, in which the devices `ids` take part, or its mesh's.
 
-    It is 0 where nothing is claimed: the target keeps all addends, has others, or lies on another mesh.
+    It is 0 where nothing is claimed: the target keeps all addends, has others, or has some on another mesh.
 
     Source: arXiv 2110.10548 for the problem; cut and count as in `bounds`.
     """
     mesh = source.mesh
-    kept = set(mesh.expand(target.layout.partial)) if target.mesh == mesh else set(mesh.expand(mesh.axes))
+    kept = set(mesh.expand(target.layout.partial)) if target.mesh == mesh else set[int]()
+    if target.mesh != mesh and target.mesh.expand(target.layout.partial):
+        return Bound(0.0, 0.0)
     partial = set(mesh.expand(source.layout.partial))
     gone = mesh.fold(tuple(sorted(partial - kept)))
     if not gone or kept - partial:
         return Bound(0.0, 0.0)
-    demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric.topology_ids(mesh.ids))
+    demand = _demand(source, target, gone, mesh.fold(tuple(sorted(kept))), fabric)
     # Where an addend has several holders, not all units that hold one need take part: what crosses cannot be counted.
     single = len(demand.addends) == int(demand.need.sum())
     found: list[Bound] = []
-    at = fabric.topology_ids(mesh.ids if ids is None else ids)
+    at = fabric.topology_ids(np.union1d(mesh.ids, target.mesh.ids) if ids is None else ids)
     for j, wires in enumerate(fabric.wires):
         own = capacity(fabric, j, at)
         found.append(bound_with_starts(fabric, j, most_over(_cut(demand, wires.stride, wires.units), own), at))
         if single and not any(w.level.reduces for w in fabric.wires):
             found.append(bound_with_starts(fabric, j, _count(demand, j, fabric, own), at))
     worst = 0.0
-    if single and not source.layout.root and not target.layout.root:
+    if single and mesh == target.mesh and not source.layout.root and not target.layout.root:
         # The plain collectives have bounds of their own, which also cut rings into arcs.
         places = mesh.group_places(gone)
         nbytes = (source.elements()[places].min(axis=1) * source.itemsize).astype(np.float64)
         if target.layout.dims == source.layout.dims:
             worst = max(worst, all_reduce_bound(mesh.ids[places], nbytes, fabric))
-        elif len(demand.label) == mesh.size and source.all_even and target.all_even:
+        elif len(demand.label) == mesh.size and source.all_even and target.all_even and _is_inside(target, source):
             worst = max(worst, reduce_scatter_bound(mesh.ids[places], nbytes, fabric))
     return Bound.largest([*found, Bound(worst + fabric.first_hop() if worst > 0 else 0.0, worst)])
 
@@ -95,21 +95,41 @@ def _distinct(*columns: Ints) -> Ints:
     return rows[np.unique(_keys(rows), return_index=True)[1]]
 
 
-def _demand(source: TensorType, target: TensorType, gone: tuple[str, ...], kept: tuple[str, ...], at: Ints) -> _Demand:
-    """The demand of a move that reduces over `gone` and leaves `kept` partial; `at` is by place the topology id."""
-    mesh = source.mesh
+def _is_inside(target: TensorType, source: TensorType) -> bool:
+    """Say whether every device wants part of its own box."""
+    ours, theirs = source.boxes(), target.boxes()
+    return bool(((theirs[..., 0] >= ours[..., 0]) & (theirs[..., 1] <= ours[..., 1])).all())
+
+
+def _demand(
+    source: TensorType, target: TensorType, gone: tuple[str, ...], kept: tuple[str, ...], fabric: Fabric
+) -> _Demand:
+    """The demand of a move that reduces over `gone` and leaves `kept` partial.
+
+    A device wants parts of all classes, or, where addends are kept or pairs are many, of its own.
+    """
+    mesh, at = source.mesh, fabric.topology_ids(source.mesh.ids)
     # One class: equal boxes, and equal coordinates along what stays partial.
     label = _number(np.stack([_number(source.boxes()), mesh.index(kept)], axis=1))
     held = at_root(source)
     addends = _distinct(label[held], mesh.index(gone)[held], at[held])
-    ours, theirs = source.boxes(), target.boxes()
+    there = fabric.topology_ids(target.mesh.ids)
+    classes = int(label.max()) + 1
+    if not kept and classes * target.mesh.size <= _MOST_PAIRS:
+        _, one = np.unique(label, return_index=True)
+        holder, wanter = (x.reshape(-1) for x in np.meshgrid(one, np.arange(target.mesh.size), indexing="ij"))
+    elif target.mesh == mesh:
+        holder = wanter = np.arange(mesh.size)
+    else:
+        holder = wanter = np.zeros(0, dtype=np.int64)
+    ours, theirs, label = source.boxes()[holder], target.boxes()[wanter], label[holder]
     part = np.stack([np.maximum(ours[..., 0], theirs[..., 0]), np.minimum(ours[..., 1], theirs[..., 1])], axis=-1)
     volume = np.maximum(part[..., 1] - part[..., 0], 0).prod(axis=1) * source.itemsize
-    wanting = np.flatnonzero(at_root(target) & (volume > 0))
+    wanting = np.flatnonzero(at_root(target)[wanter] & (volume > 0))
     number = _number(np.stack([label, _number(part)], axis=1)[wanting])
     _, first = np.unique(number, return_index=True)
-    wants = _distinct(number, at[wanting])
-    need = np.bincount(_distinct(*addends[:, :2].T)[:, 0], minlength=int(label.max()) + 1)
+    wants = _distinct(number, there[wanter][wanting])
+    need = np.bincount(_distinct(*addends[:, :2].T)[:, 0], minlength=classes)
     return _Demand(addends, wants, label[wanting][first], volume[wanting][first].astype(np.float64), need)
 
 

@@ -67,14 +67,17 @@ class Grouped(Collective):
             return self._as_padded(operands, places)
         held = np.zeros(len(places))
         for operand in operands:
-            held += (operand.elements() * operand.itemsize)[places].max(axis=1)
+            even = operand.all_even
+            held += operand.local_bytes() if even else (operand.elements() * operand.itemsize)[places].max(axis=1)
         if self.kind in SCATTERING and not all(result_type(self, operand).all_even for operand in operands):
             # Of uneven parts the largest says how long a round takes: as much as where all are of its size.
             most = np.maximum(self.received_bytes(*operands), self.sent_bytes(*operands)[1])[places].max(axis=1)
             held = np.maximum(held, most * places.shape[1] / (places.shape[1] - 1))
-        live = at_root(t)[places].any(axis=1) if t.layout.root else np.ones(len(places), dtype=bool)
-        found = Groups(self.kind, t.mesh.ids[places[live]], held[live], self.chunks)
-        if self._everywhere(operands, places[live]):
+        if t.layout.root:
+            live = at_root(t)[places].any(axis=1)
+            places, held = places[live], held[live]
+        found = Groups(self.kind, t.mesh.ids[places], held, self.chunks)
+        if self._everywhere(operands, places):
             return found
         if places.size * places.shape[1] > MOST_LISTED:
             return replace(found, composed=lambda: found)
@@ -82,6 +85,8 @@ class Grouped(Collective):
 
     def compositions(self, *operands: TensorType) -> Sequence[Self]:
         """By every algorithm, where not all libraries have it and none was said."""
+        if self._reduced_everywhere(operands) and all(t.all_even for o in operands for t in (o, result_type(self, o))):
+            return ()
         pattern = self.pattern(*operands)
         if not isinstance(pattern, Groups) or pattern.composed is None:
             return ()

@@ -109,6 +109,12 @@ def without_reductions(table: Library) -> Library:
     return replace(table, rows=rows or table.rows)
 
 
+@lru_cache(maxsize=32)
+def only_messages(table: Library) -> Library:
+    """Return a library with the rows that carry messages alone, by which all goes where nothing is replicated."""
+    return replace(table, rows=tuple(row for row in table.rows if {"messages", "all_to_all"} & set(row.ops)))
+
+
 @cache
 def libraries() -> tuple[str, ...]:
     """Return the names of the library models that ship with shardplan, sorted."""

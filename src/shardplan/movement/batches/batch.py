@@ -57,7 +57,7 @@ class _Batch:
     @property
     def devices(self) -> tuple[int, ...]:
         """The device ids of all tensors, ascending."""
-        return tuple(sorted({d for i in self.items for t in (i.source, i.target) for d in t.mesh.devices}))
+        return Mesh.devices_of(t.mesh for i in self.items for t in (i.source, i.target))
 
     @property
     def moving(self) -> list[BatchItem]:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,20 +45,26 @@ class Tile:
 def tiles(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[Tile]:
     """Return the tiles worth a price for a send of `s` to `t`, which is neither partial nor at a root; best first.
 
-    The last is that of `t` itself, if its messages are not too many.
+    The last is that of `t` itself, if its messages are not too many. Only as many are typed as are taken.
     """
     levels, rate = _levels(t.mesh, fabric), _rate(s, t, fabric)
-    ranked: dict[Tile, tuple[float, int]] = {}
-    known: dict[tuple[tuple[str, ...], int], float] = {}
+    parts = [math.prod(s.mesh.span(a).size for a in names) for names in s.layout.dims]
+    known: dict[tuple[tuple[int, ...], int], float] = {}
+    ranked: dict[TileCut, tuple[float, int]] = {}
     for pieces in _choices(t, levels):
-        for first in range(t.ndim):
-            for tile in _cut(t, pieces, first, levels):
-                try:
-                    ranked[tile] = _seconds(s, t, tile, fabric, rate, known), _tiles_met(s, tile.type)
-                except (LayoutError, TypingError):  # on the way a dim is uneven over a part of an axis
-                    continue
-    found = [*sorted(ranked, key=lambda tile: ranked[tile])[:MOST_TILES], Tile(t, ())]
-    listed = itertools.accumulate(_tiles_met(s, tile.type) * t.mesh.size for tile in found)
+        for first in range(t.ndim if pieces else 0):
+            for cut in _cuts(t, pieces, first, levels):
+                if cut not in ranked:
+                    ranked[cut] = _seconds(s, t, cut, fabric, rate, known), _tiles_met(parts, t.mesh, cut.grown)
+    found: list[Tile] = []
+    for cut in sorted(ranked, key=ranked.__getitem__):
+        if len(found) == MOST_TILES:
+            break
+        if (tile := _typed_tile(t, cut)) is not None:
+            found.append(tile)
+    found.append(Tile(t, ()))
+    met = (_tiles_met(parts, t.mesh, tile.type.atoms) for tile in found)
+    listed = itertools.accumulate(n * t.mesh.size for n in met)
     return [tile for k, (tile, n) in enumerate(zip(found, listed, strict=True)) if n <= MOST_LISTED or not k]
 
 
@@ -131,8 +138,15 @@ def _choices(t: TensorType, levels: Sequence[int]) -> Iterator[tuple[Atoms, ...]
         yield from itertools.combinations(axes, count)
 
 
-def _cut(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[int]) -> Iterator[Tile]:
-    """Yield the tile of `t` cut by these, each in a dim that it divides, `first` before others.
+class TileCut(NamedTuple):
+    """A smaller tile and its gathers, not typed yet."""
+
+    grown: tuple[Atoms, ...]  # the atoms of every dim
+    gathers: tuple[tuple[tuple[int, Atoms], ...], ...]  # of each gather its dims with what leaves their ends
+
+
+def _cuts(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[int]) -> Iterator[TileCut]:
+    """Yield the cut of `t` by these pieces, each in a dim that it divides, `first` before others.
 
     Where it divides none, in the first one, if most parts have some of it, else in the longest.
 
@@ -142,7 +156,7 @@ def _cut(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[in
     dims = sorted(range(t.ndim), key=lambda d: d != first)
     grown, added = list(t.atoms), dict[tuple[int, int], Atoms]()  # by level and dim
     for piece in pieces:
-        size = math.prod(mesh.atoms[a].size for a in piece)
+        size = _size(mesh, piece)
         d = next(
             (d for d in dims if left[d] % size == 0),
             first if 2 * left[first] > size else max(dims, key=left.__getitem__),
@@ -151,54 +165,73 @@ def _cut(t: TensorType, pieces: Sequence[Atoms], first: int, levels: Sequence[in
         grown[d] += piece
         at = min(levels[a] for a in piece), d
         added[at] = added.get(at, ()) + piece
-    try:
-        u = t.with_layout(replace(t.layout, dims=tuple(map(mesh.fold, grown))))
-    except LayoutError:  # a sub-axis that does not divide
-        return
-    steps = [{d: run for (j, d), run in added.items() if j == level} for level in sorted({j for j, _ in added})]
-    if steps:
-        yield Tile(u, tuple(_gather(mesh, step) for step in steps))
+    runs = sorted(added.items())
+    steps = tuple(tuple((d, run) for (_, d), run in step) for _, step in itertools.groupby(runs, lambda x: x[0][0]))
+    yield TileCut(tuple(grown), steps)
     if len(steps) > 1:
-        yield Tile(
-            u, (_gather(mesh, {d: g[len(own) :] for d, (g, own) in enumerate(zip(grown, t.atoms, strict=True))}),)
-        )
+        whole = ((d, g[len(own) :]) for d, (g, own) in enumerate(zip(grown, t.atoms, strict=True)))
+        yield TileCut(tuple(grown), (tuple((d, run) for d, run in whole if run),))
 
 
-def _gather(mesh: Mesh, runs: dict[int, Atoms]) -> Op:
-    """The gather of these atoms of each dim."""
-    return AllGather(*dims_and_axes(mesh, {d: runs[d] for d in sorted(runs) if runs[d]}))
+def _typed_tile(t: TensorType, cut: TileCut) -> Tile | None:
+    """Return the tile of a cut; None where a sub-axis does not divide, or on the way stands on an uneven dim."""
+    mesh = t.mesh
+    try:
+        here = u = t.with_layout(replace(t.layout, dims=tuple(map(mesh.fold, cut.grown))))
+        gathers = tuple(AllGather(*dims_and_axes(mesh, dict(step))) for step in cut.gathers)
+        for op in gathers:
+            (here,) = op.infer(here)
+    except (LayoutError, TypingError):
+        return None
+    return Tile(u, gathers)
+
+
+def _size(mesh: Mesh, atoms: Atoms) -> int:
+    """The parts that atoms cut a dim into."""
+    return math.prod([mesh.atoms[a].size for a in atoms])
 
 
 def _seconds(
     s: TensorType,
     t: TensorType,
-    tile: Tile,
+    cut: TileCut,
     fabric: Fabric | None,
     rate: float,
-    known: dict[tuple[tuple[str, ...], int], float],
+    known: dict[tuple[tuple[int, ...], int], float],
 ) -> float:
     """About what the send and the gathers take, if all devices of the source send alike; bytes without a fabric.
 
-    `known` keeps the seconds of a gather by its axes and what is held before.
+    `known` keeps the seconds of a gather by its atoms and what is held before.
     """
-    here = tile.type
-    held = here.local_bytes()
-    total = max(held, held * t.mesh.size / s.mesh.size) / rate
-    for op in tile.gathers:
-        there = op.infer(here)[0]
+    mesh, runs = t.mesh, list(cut.grown)
+    elements = [_longest(n, mesh, run) for n, run in zip(t.shape, runs, strict=True)]
+    held = math.prod(elements) * t.itemsize
+    total = max(held, held * mesh.size / s.mesh.size) / rate
+    for step in cut.gathers:
+        for d, gone in step:
+            runs[d] = runs[d][: -len(gone)]
+            elements[d] = _longest(t.shape[d], mesh, runs[d])
+        there = math.prod(elements) * t.itemsize
         if fabric is None:
-            total += there.local_bytes() - held + ROUND_CHARGE * t.local_bytes()
+            total += there - held + ROUND_CHARGE * t.local_bytes()
         else:
-            axes = op.members(here)
-            if (axes, held) not in known:
-                start, slope = linear_cost("all_gather", t.mesh.ids[t.mesh.group_places(axes)], fabric, held)
-                known[axes, held] = start + slope * held
-            total += known[axes, held]
-        here, held = there, there.local_bytes()
+            atoms = tuple(sorted(itertools.chain(*(gone for _, gone in step))))
+            if (atoms, held) not in known:
+                groups = mesh.ids[mesh.group_places(mesh.fold(atoms))]
+                start, slope = linear_cost("all_gather", groups, fabric, held)
+                known[atoms, held] = start + slope * held
+            total += known[atoms, held]
+        held = there
     return total
 
 
-def _tiles_met(s: TensorType, u: TensorType) -> int:
-    """How many tiles of `s` a tile of `u` meets, if they nest."""
-    cuts = lambda x, d: math.prod(x.mesh.span(a).size for a in x.layout.dims[d])  # noqa: E731
-    return math.prod(max(1, -(-cuts(s, d) // cuts(u, d))) for d in range(s.ndim))
+def _longest(n: int, mesh: Mesh, atoms: Atoms) -> int:
+    """The elements of the longest part of a dim of `n` that atoms cut."""
+    for a in atoms:
+        n = -(-n // mesh.atoms[a].size)
+    return n
+
+
+def _tiles_met(parts: Sequence[int], mesh: Mesh, grown: Sequence[Atoms]) -> int:
+    """How many tiles of a source, of so many parts in every dim, a tile cut by these atoms meets, if they nest."""
+    return math.prod([max(1, -(-n // _size(mesh, run))) for n, run in zip(parts, grown, strict=True)])

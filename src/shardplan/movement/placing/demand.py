@@ -23,8 +23,8 @@ from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.payload import ELEMENT, payload
 from shardplan.movement.reductions.reduce import checked_path
 from shardplan.movement.reductions.type_graph import letters, path_of
-from shardplan.plans.bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.certificate import issue
+from shardplan.plans.collective_bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.plan import Plan
 
 Programs = Literal["best", "stock"]

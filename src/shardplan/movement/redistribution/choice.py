@@ -32,6 +32,9 @@ PADDING_TIE = ROUND_CHARGE / 2  # relative: where parts are padded, by how much 
 LEAST_PADDED = 2**16  # bytes that a device receives in a step, below which nothing is padded without a topology
 LITTLE_PADDING = 8  # of what a device receives it may be one part in so many
 FEW_BYTES = 0.05  # relative: bytes that nobody would trade anything for
+# What a collective by name may take by its price, over that of messages that do the same. Published all-gathers of 8
+# and 16 MB on eight GPUs take 0.77 to 0.85 of what they are priced, and all-to-alls 1.08 to 1.2 times as long.
+MISPRICED = 1.6
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,30 @@ class Contest:
         few = [x for x in self.entered if x.crossing[slow] <= most]
         best = min(few, key=lambda x: (x.convenience(self.rules), x.simplicity)) if len(few) > 1 else few[0]
         return best if best.price <= least.price * (1 + TIE) else replace(best, exact=False, least=least.price)
+
+
+def with_names(chosen: Chosen, rules: Rules) -> Chosen:
+    """Return the program with collectives by name in place of messages that do the same, where it has any.
+
+    Two prices of one movement are further apart than a prediction is off, so `MISPRICED` is asked and not `NOISE`.
+    """
+    if rules.fabric is None:
+        return chosen
+    program = chosen.program
+    pairs = [(step.op, program.step_types(step)[0]) for step in program.steps]
+    named = [(op.named_collective(*types), types) for op, types in pairs]
+    ops = tuple(
+        op if one is None or one.compositions(*types) else one
+        for (op, _), (one, types) in zip(pairs, named, strict=True)
+    )
+    if all(a is b for a, (b, _) in zip(ops, pairs, strict=True)):
+        return chosen
+    found = chain(ops, program.input_types[0])
+    new = Chosen.of(found, account_of(found), False, rules)
+    if found.output_types != program.output_types or new.price > chosen.price * MISPRICED:
+        return chosen
+    least = chosen.price if chosen.least is None else chosen.least
+    return replace(new, least=min(least, new.price)) if new.price > least * (1 + TIE) else new
 
 
 def _cheapest(found: Sequence[Chosen], tie: float) -> Chosen | None:

@@ -29,9 +29,12 @@ class Staging:
 
     def chunks(self, limit: float, most: float) -> int:
         """Return the fewest chunks, at most `most`, that keep the limit, or that come closest to it if none do."""
+        whole = self.staged(1)
+        if whole <= limit - self.base:
+            return 1
         top = int(min(most, self.top))
-        room = max(limit - self.base, min(self.staged(1), self.staged(top)))
-        if self.staged(1) <= room:
+        room = max(limit - self.base, min(whole, self.staged(top)))
+        if whole <= room:
             return 1
         low, high = 2, top
         while low < high:  # from 2 chunks on staging never rises

@@ -143,9 +143,9 @@ class Narrowing:
         ways: list[Sequence[Op]] = [edge(self.p, a, b, portable), [Permute(u.layout)]]
         if t.layout.partial == u.layout.partial and t.layout.root == u.layout.root:
             ways.append(direct(t, u, portable))
-        for ops in ways:
+        for ops in dict.fromkeys(map(tuple, ways)):
             with contextlib.suppress(TypingError, LayoutError):
-                yield _Way(tuple(ops), self._stages(t, ops))
+                yield _Way(ops, self._stages(t, ops))
 
     def _stages(self, t: TensorType, ops: Sequence[Op]) -> tuple[Staging, ...]:
         """What ops in a row need on `t`."""

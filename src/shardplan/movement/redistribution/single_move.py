@@ -29,6 +29,7 @@ from shardplan.movement.redistribution.choice import (
     keeping,
     programs,
     too_little,
+    with_names,
 )
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
@@ -131,7 +132,8 @@ def choose(s: TensorType, t: TensorType, rules: Rules, below: float = math.inf) 
             # Of uneven types the search is no proof, and under other rules it finds other ways.
             enter(_searched_candidates(s, t, replace(rules, portable=True)))
     enter(offered_candidates(s, t, rules, contest.cheapest))
-    return contest.winner
+    best = contest.winner
+    return None if best is None else with_names(best, rules)
 
 
 def _reductions(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:

@@ -35,6 +35,8 @@ _HAIR = 1e-9
 # What the code of a pair of lists says, or-ed over dims: the first does not begin the second; the second not the first;
 # neither does; a tile of the second reaches beyond one of the first. Above them are three masks of runs.
 _NOT_FORTH, _NOT_BACK, _APART, _COARSE, _FLAGS = 1, 2, 4, 8, 4
+# What dims do, added up: the first list begins the second; the second the first; neither.
+_GROWN, _CUT, _OTHER = 1, 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class _Pairs(NamedTuple):
 
     code: np.ndarray  # flags, and the masks: runs of the first that do not stay put; with which the second cuts where
     # the first does too; and of these what the first does not have there
+    changes: np.ndarray  # how the second differs, 0 where it does not
     larger: np.ndarray  # of the numbers of tiles
     met: np.ndarray  # most tiles of the first that a tile of the second meets
     away: np.ndarray  # the same of tiles that miss one
@@ -151,7 +154,8 @@ class Space:
         ends = ((int(own[1]), int(n))[:: 1 if first else -1] for n in sizes)
         met = np.array([_meeting(*pair) for pair in ends], dtype=np.float64)[at]
         larger = np.maximum(x_size, y_size).astype(np.float64)
-        return self._pairs.setdefault((i, first), _Pairs(code, larger, met[:, 0], met[:, 1]))
+        changes = np.where(forth, np.where(back, 0, _GROWN), np.where(back, _CUT, _OTHER))
+        return self._pairs.setdefault((i, first), _Pairs(code, changes, larger, met[:, 0], met[:, 1]))
 
     def _enumerate(self, count: int, partial: int, root: int) -> None:
         """Fill the tables over types: each run goes into a dim or none, or is partial or root; each dim orders its own.
@@ -212,7 +216,7 @@ class Space:
         one, many = (_EdgeEnd(*(x[at] for x in (self.partial, self.root, self.used, self.parts, self.size)))
                      for at in (end, others))  # fmt: skip
         before, after = (one, many) if out else (many, one)
-        code, changed, grown, cut = (np.zeros(len(lists), dtype=np.int64) for _ in range(4))
+        code, changes = (np.zeros(len(lists), dtype=np.int64) for _ in range(2))
         larger, count, away = np.ones(len(lists)), np.ones(len(lists)), np.zeros(len(lists))
         for d in range(self.ndim):
             ids, i = lists[:, d], int(self.types[end, d])
@@ -220,9 +224,7 @@ class Space:
             mine = pairs.code.take(ids)
             code |= mine
             larger *= pairs.larger.take(ids)
-            changed += ids != i
-            grown += (mine & 3) == _NOT_BACK
-            cut += (mine & 3) == _NOT_FORTH
+            changes += pairs.changes.take(ids)
             if not self.alike:  # the busiest receiver that holds none of its box here, times what other dims add
                 met = pairs.met.take(ids)
                 away = np.maximum(away * met, np.where(mine & _APART, pairs.away.take(ids), 0.0) * count)
@@ -249,7 +251,7 @@ class Space:
             group = np.where(fits, group, moved)
         # Where tiles nest, one message delivers each; or runs leave the end of one dim for the end of another.
         kind = np.where(refines, RENAME, MOVE)
-        kind[(changed == 2) & (grown > 0) & (cut > 0) & (before.used == after.used)] = ALL_TO_ALL
+        kind[(changes == _GROWN + _CUT) & (before.used == after.used)] = ALL_TO_ALL
         kind[shrinks] = GATHER
         rounds = np.where(shrinks, doublings(before.parts / after.parts), rounds)
         kind[extends] = LOCAL
