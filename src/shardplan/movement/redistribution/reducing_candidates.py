@@ -16,14 +16,15 @@ import numpy as np
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op, results_of
-from shardplan.core.ops import Send
+from shardplan.core.ops import ReduceScatter, Send, Slice
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import LayoutError, TypingError
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.redistribution.candidates import Candidate
+from shardplan.movement.redistribution.emit import dims_and_axes
 from shardplan.movement.reductions.type_graph import MOST_FACTORS, cheapest_path
-from shardplan.movement.reductions.typed_path import TypedPath
+from shardplan.movement.reductions.typed_path import TypedPath, view_reshape
 
 
 def reducing(s: TensorType, t: TensorType, fabric: Fabric, placement: Placement | None) -> Iterator[Candidate]:
@@ -80,6 +81,64 @@ def with_levels(
         else:
             if tuple(ops) != candidate.ops and ops:
                 yield Candidate(tuple(ops))
+
+
+def slice_then_scatter(s: TensorType, t: TensorType) -> Iterator[tuple[Op, ...]]:
+    """Yield ops that slice over axes in which `s` is whole before they scatter its sums, although those are inner.
+
+    On a view of the shard every run of such axes behind reduced ones has a dim of its own, `[16] -> [2, 8]`, which a
+    slice may cut while the addends are there: a device receives no sum of what it does not keep. They end in what `t`
+    has on dims that it cuts further, as far as those axes go; then also with the axes that it does not use as minor
+    ones, to be gathered. Nothing where no dim needs a view, or one is cut unevenly.
+    """
+    mesh = s.mesh
+    if mesh != t.mesh or not s.layout.partial:
+        return
+    summed = set(mesh.expand(s.layout.partial)) - set(mesh.expand((*t.layout.partial, *t.layout.root)))
+    whole = set(range(len(mesh.atoms))) - set(mesh.expand(s.layout.used_axes))
+    free = summed | whole
+    cuts = [
+        tuple(itertools.takewhile(free.__contains__, new[len(old) :])) if new[: len(old)] == old else ()
+        for old, new in zip(s.atoms, t.atoms, strict=True)
+    ]
+    rooms = [
+        n / math.prod(mesh.atoms[a].size for a in (*old, *cut))
+        for n, old, cut in zip(s.shape, s.atoms, cuts, strict=True)
+    ]
+    if not all(room.is_integer() for room in rooms):
+        return
+    unused = tuple(sorted(whole - set(mesh.expand(t.layout.used_axes))))
+    spread = math.prod(mesh.atoms[a].size for a in unused)
+    ends = [d for d, room in enumerate(rooms) if summed.issuperset(cuts[d][-1:]) and cuts[d] and room % spread == 0]
+    yield from _on_view(s, cuts, summed)
+    if unused and ends:
+        d = max(ends, key=lambda d: rooms[d])
+        yield from _on_view(s, [*cuts[:d], (*cuts[d], *unused), *cuts[d + 1 :]], summed)
+
+
+def _on_view(s: TensorType, cuts: Sequence[tuple[int, ...]], summed: set[int]) -> Iterator[tuple[Op, ...]]:
+    """Yield the ops that cut dims further over these atoms, evenly, on a view: slices first. None needed, nothing."""
+    mesh, sizes, joined = s.mesh, list[int](), list[list[int]]()
+    sliced, scattered = dict[int, tuple[int, ...]](), dict[int, tuple[int, ...]]()
+    for n, old, cut in zip(s.shape, s.atoms, cuts, strict=True):
+        starts = [0, *(k for k in range(1, len(cut)) if cut[k - 1] in summed and cut[k] not in summed), len(cut)]
+        runs = [cut[start:stop] for start, stop in itertools.pairwise(starts)]
+        parts = [math.prod(mesh.atoms[a].size for a in run) for run in runs[:-1]]
+        if parts:
+            parts[0] *= math.prod(mesh.atoms[a].size for a in old)
+        joined.append(list(range(len(sizes), len(sizes) + len(runs))))
+        for d, run in zip(joined[-1], runs, strict=True):
+            for found, atoms in ((sliced, set(run) - summed), (scattered, set(run) & summed)):
+                found |= {d: tuple(a for a in run if a in atoms)} if atoms else {}
+        sizes += [*parts, n // math.prod(parts)]
+    if len(sizes) > s.ndim:
+        apart = [[k] for k in range(len(sizes))]
+        yield (
+            view_reshape(sizes, joined, apart),
+            *(Slice(d, mesh.fold(atoms)) for d, atoms in sliced.items()),
+            ReduceScatter(*dims_and_axes(mesh, scattered), s.layout.reduction or "sum"),
+            view_reshape(sizes, apart, joined),
+        )
 
 
 def atom_digits(s: TensorType, fabric: Fabric) -> dict[int, tuple[int, int, int]] | None:

@@ -26,6 +26,7 @@ from shardplan.movement.redistribution.choice import (
     Contest,
     Rules,
     account_of,
+    chain,
     keeping,
     programs,
     too_little,
@@ -33,7 +34,12 @@ from shardplan.movement.redistribution.choice import (
 )
 from shardplan.movement.redistribution.cuts import Cuts
 from shardplan.movement.redistribution.problem import Problem
-from shardplan.movement.redistribution.reducing_candidates import is_settled, reducing, with_levels
+from shardplan.movement.redistribution.reducing_candidates import (
+    is_settled,
+    reducing,
+    slice_then_scatter,
+    with_levels,
+)
 from shardplan.movement.redistribution.search import Rates
 from shardplan.plans.pricing import Where, occupied_fabric
 
@@ -168,6 +174,8 @@ def offered_candidates(s: TensorType, t: TensorType, rules: Rules, best: Chosen 
     if best is not None:
         heres += [best.program.types[step.results[0]] for step in steps]
     for k, here in enumerate(heres):
+        if here.shape != t.shape:  # a view
+            continue
         for op in (op for kind in kinds for op in kind.moves(here, t)):
             try:
                 (there,) = op.infer(here)
@@ -180,13 +188,25 @@ def offered_candidates(s: TensorType, t: TensorType, rules: Rules, best: Chosen 
 
 
 def on_one_mesh(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
-    """Yield the candidates of one mesh, in the order of `candidates`."""
-    p = make_problem(s, t)
-    rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
-    found = candidates(s, t, Request(rules.bound, rules.portable, rates, rules.narrow, rules.keep), p)
+    """Yield the candidates of one mesh, in the order of `candidates`; then those that no path of the graph has."""
+    found = itertools.chain(_graph_candidates(s, t, rules), _sliced_first(s, t, rules))
     if rules.fabric is None:
         return found
     return with_levels(itertools.chain(found, near_moves(s, t, rules.fabric)), s, rules.fabric, rules.placement)
+
+
+def _graph_candidates(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+    p = make_problem(s, t)
+    rates = None if rules.fabric is None or p is None else _rates(p, rules.fabric)
+    return candidates(s, t, Request(rules.bound, rules.portable, rates, rules.narrow, rules.keep), p)
+
+
+def _sliced_first(s: TensorType, t: TensorType, rules: Rules) -> Iterator[Candidate]:
+    """Yield candidates that slice inside of what they scatter, before they do, with the ways on from there."""
+    for ops in slice_then_scatter(s, t):
+        there = chain(ops, s).output_types[0]
+        ways = [Candidate(())] if same(there, t) else _graph_candidates(there, t, rules)
+        yield from (Candidate((*ops, *way.ops)) for way in ways)
 
 
 def _rates(p: Problem, fabric: Fabric) -> Rates:

@@ -67,7 +67,7 @@ class TypedPath:
             sizes += [1] if len(sizes) == start else []
             groups.append(list(range(start, len(sizes))))
         apart = [[k] for k in range(len(sizes))]
-        return self.ops(homes, (_reshape(sizes, groups, apart), _reshape(sizes, apart, groups)))
+        return self.ops(homes, (view_reshape(sizes, groups, apart), view_reshape(sizes, apart, groups)))
 
     def flat(self) -> list[Op] | None:
         """Return the ops of the path with all factors on one dim, unevenly cut: the largest, or several made one."""
@@ -86,7 +86,7 @@ class TypedPath:
             return self.ops(homes, level_major=False)
         apart = [[d] for d in range(s.ndim)]
         joined = [*apart[: run.start], list(run), *apart[run.stop :]]
-        views = _reshape(s.shape, apart, joined), _reshape(s.shape, joined, apart)
+        views = view_reshape(s.shape, apart, joined), view_reshape(s.shape, joined, apart)
         return self.ops(homes, views, level_major=False)
 
     def _slots(self) -> list[list[Atoms]] | None:
@@ -166,8 +166,8 @@ class TypedPath:
                 return Broadcast(axes)
 
 
-def _reshape(sizes: Sequence[int], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> Reshape:
-    """`(f0=2 f1=8) f2 -> f0 f1 f2`: what the dims are made of before and after, as numbers of factors."""
+def view_reshape(sizes: Sequence[int], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> Reshape:
+    """Return `(f0=2 f1=8) f2 -> f0 f1 f2`: what the dims are made of before and after, as numbers of factors."""
 
     def side(groups: Sequence[Sequence[int]], sized: bool) -> str:
         found: list[str] = []
