@@ -18,7 +18,7 @@ from shardplan.launches.audit import leaving_bytes
 from shardplan.launches.launch import Launch
 from shardplan.movement.placing.traffic import demands_of
 from shardplan.report.placement_picture import WIDTH, crossed, scene, text_placement
-from shardplan.report.placement_svg import svg_placement
+from shardplan.report.placement_svg import CELL, GAP, MARGIN, svg_placement
 
 TRAFFIC = {"data": 2e9, "tensor": 5e8}
 
@@ -192,3 +192,18 @@ def test_svg(title):
 def test_uplinks_of_deeper_levels():
     drawn = scene(Placement(Mesh(a=8), switches(2, 2, 2), ((2, 2, 2),)))
     assert crossed(drawn) == ["spans 2 l0s, 1 group leaves each; spans 4 l1s, 1 group leaves each"]
+
+
+def test_no_label_of_alike_hosts_lies_on_another():
+    """A device's rank and coordinates share a line: 64 nodes folded have long ranges of both."""
+    found = Placement(Mesh(dp=16, pp=4, tp=8), switches(4, 16, 8), ((4, 4, 1), (1, 4, 1), (1, 1, 8)))
+    root = ET.fromstring(svg_placement(found))
+    lines: dict[tuple[str, int], list[ET.Element]] = {}
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        wide = float(text.get("font-size", "0")) * 0.6 * len(text.text or "")
+        start = float(text.get("x", "0")) - (wide if text.get("text-anchor") == "end" else 0)
+        lines.setdefault((text.get("y", ""), int((start - MARGIN - 12) // (CELL + GAP))), []).append(text)
+    ranks = [texts for texts in lines.values() if (texts[0].text or "").startswith("rank")]
+    assert len(ranks) == 8 and all("-" in (texts[0].text or "") for texts in ranks)
+    for texts in ranks:
+        assert sum(float(x.get("font-size", "0")) * 0.6 * len(x.text or "") for x in texts) <= CELL, texts[0].text

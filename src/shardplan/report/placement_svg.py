@@ -160,10 +160,12 @@ class _PlacementPage:
         self.canvas.rect(x, y, CELL, high, PAPER, LINE)
         rank = f"rank {span_text((cell.rank,), (last.rank,))}"
         coordinates = span_text(cell.coordinates, last.coordinates)
-        # Both in one line: the coordinates as small as they must be, but legible.
-        size = max(7.0, min(11.0, (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(coordinates))))
+        # Both in one line: the coordinates as small as they must be, but legible; of several hosts only where they fit.
+        fits = (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(coordinates))
         self.canvas.text(x + 5, y + 14, rank, size=11, weight=600)
-        self.canvas.text(x + CELL - 5, y + 14, coordinates, size=round(size, 1), font=MONO, anchor="end")
+        if cell == last or fits >= 7:
+            size = round(max(7.0, min(11.0, fits)), 1)
+            self.canvas.text(x + CELL - 5, y + 14, coordinates, size=size, font=MONO, anchor="end")
         groups = zip(self.axes, cell.groups, last.groups, cell.leaves, strict=True)
         for i, (axis, group, end, edge) in enumerate(groups):
             top = y + 20 + i * STRIP
