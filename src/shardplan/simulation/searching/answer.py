@@ -173,9 +173,10 @@ class PlanAnswer:
     _repr_html_ = notebook_html
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as one object of JSON, with what the search found."""
+        """Return it as one object of JSON, with what became of the space; certifies no more than the text."""
         told = {"tied": self.tied, "goal": self.goal, "changes": list(self.changes), "notes": list(self.notes)}
-        return self.found.to_dict() | {"answer": [one.to_dict() for one in self.plans], **told}
+        plans = {"best": ranked_object(self.found.best), "answer": [one.to_dict() for one in self.plans]}
+        return plans | self.found.space_object() | told
 
 
 def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "step", title: str = "") -> PlanAnswer:
