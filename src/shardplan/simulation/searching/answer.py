@@ -121,7 +121,10 @@ class Judge:
         c = _column(plan)
         half = NORMAL_90 * float(deviation(self.form, c, self.machine)[0])
         causes = sorted(((k, float(v[0])) for k, v in step_causes(self.form, c).items()), key=lambda x: -x[1])
-        sequences = plan.strategy.sequences
+        strategy = plan.strategy
+        sequences, batched = strategy.sequences, any("batch" in dims for dims in self.model.dims.values())
+        # A model without a batch is run as it is for every microbatch, whatever that is said to hold.
+        worked = sequences if batched else strategy.microbatches * strategy.data
         peak = self.topology.device.peak(str(self.model.fields["dtype"])) * self.topology.size
         return JudgedPlan(
             plan,
@@ -129,7 +132,7 @@ class Judge:
             tuple(causes),
             held or self.certifier.peak(plan.strategy),
             sequences * float(self.tokens) / plan.seconds,
-            sequences * self.flops / (plan.seconds * peak),
+            worked * self.flops / (plan.seconds * peak),
         )
 
     def upper_ends(self, plans: Sequence[RankedPlan]) -> list[float]:
