@@ -16,7 +16,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "personas"
 WIDTH = 80
-WIDER = ("execution", "travels")  # what begins a line that is not wrapped yet: of `check`, and of `move` of weights
+WIDER = ("cause", "execution", "travels")  # what begins a line of `audit`, `check` and `move` that is not wrapped yet
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
@@ -43,7 +43,7 @@ def run_typed(typed: str, folder: Path) -> str:
 
 
 def first_word(line: str) -> str:
-    return line.split()[0]
+    return line.split(maxsplit=1)[0]
 
 
 @pytest.mark.parametrize("name", ["infra", "rl", "research", "jax", "student"])

@@ -20,7 +20,7 @@ from shardplan.cli.options import Json, check_writable
 from shardplan.errors import MissingExtra, ShardplanError
 
 
-class Bench(NamedTuple):
+class PaperTable(NamedTuple):
     """A benchmark: the page of which paper has its tables, what they say, and about how long it takes on one core."""
 
     paper: str
@@ -29,14 +29,14 @@ class Bench(NamedTuple):
 
 
 BENCHES = {
-    "over_bound": Bench("2112.01075", "Seconds of moves over their lower bound.", "10 min"),
-    "placement_set": Bench("2110.10548", "Reduction programs on the paper's systems.", "1 min"),
-    "placement_beyond": Bench("2110.10548", "The same on other systems and sizes.", "15 min"),
-    "reduction_peers": Bench("2110.10548", "Beside MSCCL's and ForestColl's programs.", "10 s"),
-    "distir_parity": Bench("2111.05426", "DistIR's simulator, reproduced to 1e-9.", "1 min"),
-    "distir_grids": Bench("2111.05426", "The grids of its two searches, by events.", "30 s"),
-    "fused_published": Bench("2305.06942", "Whether to fuse, on published times.", "10 s"),
-    "fused_dlrm": Bench("2305.06942", "A DLRM step on 128 nodes, fused and not.", "1 min"),
+    "over_bound": PaperTable("2112.01075", "Seconds of moves over their lower bound.", "10 min"),
+    "placement_set": PaperTable("2110.10548", "Reduction programs on the paper's systems.", "1 min"),
+    "placement_beyond": PaperTable("2110.10548", "The same on other systems and sizes.", "15 min"),
+    "reduction_peers": PaperTable("2110.10548", "Beside MSCCL's and ForestColl's programs.", "10 s"),
+    "distir_parity": PaperTable("2111.05426", "DistIR's simulator, reproduced to 1e-9.", "1 min"),
+    "distir_grids": PaperTable("2111.05426", "The grids of its two searches, by events.", "30 s"),
+    "fused_published": PaperTable("2305.06942", "Whether to fuse, on published times.", "10 s"),
+    "fused_dlrm": PaperTable("2305.06942", "A DLRM step on 128 nodes, fused and not.", "1 min"),
 }
 
 
