@@ -26,7 +26,7 @@ from benchmarks.common import ROOT, arguments, record, table, write
 import shardplan as sp
 from shardplan.hardware.level import Level
 from shardplan.hardware.prices.fabric import Fabric
-from shardplan.plans.bounds import all_gather_bound, all_reduce_bound
+from shardplan.plans.collective_bounds import all_gather_bound, all_reduce_bound
 
 ANSWERS = ROOT / "benchmarks" / "peers" / "collectives.json"
 PAYLOAD = 2**30

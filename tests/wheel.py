@@ -39,6 +39,7 @@ COMMANDS = (
     ),
     ("check", "plan.json"),
     ("show", "plan.json"),
+    ("bench", "reduction_peers"),
     ("audit", "--topology", "dgx-h100", "--nodes", "2", "--mesh", "data=2,tensor=8", "--traffic", "tensor=2GB"),
 )
 

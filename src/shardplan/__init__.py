@@ -122,7 +122,7 @@ __all__ = [
     "start",
     "why",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _ROOMS = {
     "core.layout": ("Layout",),

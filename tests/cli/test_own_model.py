@@ -50,6 +50,10 @@ def trained():
     return Trained(), (ids, ids), NAMES
 
 
+def nameless():
+    return trained()[:2]
+
+
 def logits():
     return nn.Linear(4, 4), (torch.zeros(2, 4),)
 
@@ -184,3 +188,12 @@ def test_what_why_refuses(here: Path, words: list[str], said: str, capsys: pytes
     assert run_command(["why", *words]) == MISTAKE
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1, error
+
+
+def test_what_has_no_batch_works_once_a_microbatch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run as it is for every microbatch, the program does the work that it does where its four rows are named."""
+    pytest.importorskip("torch")
+    asked = [*ON, "--batch", "32", "--fit", "dp=8 mbs=4"]
+    named, plain = (told(capsys, "plan", f"own_program:{name}", *asked) for name in ("trained", "nameless"))
+    assert plain["notes"][0].endswith("no dim is called batch")
+    assert plain["mfu"] * plain["seconds"] == pytest.approx(named["mfu"] * named["seconds"])

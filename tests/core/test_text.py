@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 import shardplan as sp
 import strategies as some
+from shardplan.core.ops import AllGather, Together
+from shardplan.core.step import Step
 from shardplan.errors import ParseError, ShardplanError
+from shardplan.hardware.units import format_bytes
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,3 +89,30 @@ def test_a_program_of_nothing_goes_round() -> None:
     program = sp.redistribute([], []).program
     assert str(program) == "program"
     assert sp.Program.parse(str(program)) == program
+
+
+def test_what_is_printed_of_many_arrays_is_folded() -> None:
+    """Sixteen in three sizes are a line each way, with what a device holds; the program itself lists all of them."""
+    rows = [4096 + 64 * (k % 3) for k in range(16)]
+    plan = sp.redistribute(
+        [f"bf16[{n}@fsdp, 4096]" for n in rows], [f"bf16[{n}, 4096@tp]" for n in rows], "dgx-h100", mesh="fsdp=4,tp=2"
+    )
+    held = sum(t.local_bytes() for _, t in plan.program.inputs)
+    kinds = "6 x bf16[4096@fsdp, 4096]; 5 x bf16[4160@fsdp, 4096]; 5 x bf16[4224@fsdp, 4096]"
+    assert f"  input %in0 ... %in15: {kinds}  # {format_bytes(held)} a device" in str(plan).splitlines()
+    assert len(str(plan).splitlines()) < 12 and len(str(plan.program).splitlines()) > 20
+    assert sp.Program.parse(str(plan.program)) == plan.program
+
+
+def test_many_moves_at_once_are_folded() -> None:
+    t = sp.TensorType.parse("f32[16@x]", "x=2")
+    given_, made = tuple(f"a{k}" for k in range(9)), tuple(f"b{k}" for k in range(9))
+    moves = [Step(AllGather(0, ("x",)), (a,), (b,)) for a, b in zip(given_, made, strict=True)]
+    body = sp.Program(dict.fromkeys(given_, t), moves, made)
+    program = sp.Program(dict.fromkeys(given_, t), [Step(Together(body), given_, made)], made)
+    folded = program.text(lambda number, step: "noted", format_bytes).splitlines()[2:]
+    assert folded == [
+        "  input %a0 ... %a8: 9 x f32[16@x]  # 288 B a device",
+        "  %b0 ... %b8 = together(%a0 ... %a8) { 9 x all_gather }: 9 x f32[16]  # noted",
+        "  output %b0 ... %b8",
+    ]

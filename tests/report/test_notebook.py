@@ -12,6 +12,7 @@ import shardplan as sp
 from shardplan import notebook
 from shardplan.errors import MissingExtra
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.plans.pricing import network_name
 from shardplan.report import notebook as drawn
 from shardplan.report.audit import audit_text
 from shardplan.report.page.page import PagePart
@@ -120,6 +121,7 @@ def test_weights_and_their_refit() -> None:
     target = sp.Weights.load("vllm-llama", LLAMA, tensor=2)
     plan = sp.refit(source, target)
     holds(plan, refit_text(plan), format_seconds(plan.bound_seconds))
+    assert refit_text(plan).endswith(f"{format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}")
     shapes = [" x ".join(map(str, target.shape(name, 0))) for name in target.names(0)]
     holds(target, *target.names(0), *shapes)
 

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from shardplan import Infeasible, Model, Strategy, Topology, search
 from shardplan.cli import app
-from shardplan.cli import searching as commands
 from shardplan.report.plan import answer_text, strategy_words
 from shardplan.simulation.closed.causes import step_causes
 from shardplan.simulation.closed.configurations import Configurations
@@ -235,12 +234,6 @@ def test_a_strategy_in_words_says_each_choice() -> None:
 
 
 ASKED = ["plan", "gpt2", "--on", "dgx-a100-80g", "--nodes", "1", "--batch", "16"]
-
-
-@pytest.fixture(autouse=True)
-def _few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    """Of commands: what a JSON lists, it certifies."""
-    monkeypatch.setattr(commands, "CANDIDATES", 12)
 
 
 def run(*more: str) -> Any:

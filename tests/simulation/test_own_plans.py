@@ -11,7 +11,6 @@ import pytest
 
 import shardplan as sp
 from shardplan.cli import run_command
-from shardplan.cli import searching as commands
 from shardplan.cli.statuses import IMPOSSIBLE, MISTAKE
 from shardplan.simulation.closed.machines import machine_of
 from shardplan.simulation.searching.answer import Judge, answer_plan
@@ -70,8 +69,7 @@ def test_tables_of_the_strategy_are_as_without_them(judged: tuple[Judge, list[An
     assert one.seconds == sp.simulate(sp.partition(MODEL, one.strategy, where), where).seconds
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "CANDIDATES", 12)  # a JSON certifies all of them
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     csv, tables = tmp_path / "mine.csv", tmp_path / "tables.txt"
     schedule("zb-h1", 4, 8).to_csv(csv)
     tables.write_text(str(sp.Strategy(data=4, tensor=2, microbatch=2, global_batch=32).layouts(MODEL)))

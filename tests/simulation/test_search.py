@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 import shardplan as sp
 from shardplan import Infeasible, Model, ParseError, ShardplanError, Strategy, Topology
 from shardplan.cli import app
-from shardplan.cli import searching as commands
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.searching import ranges
 from shardplan.simulation.searching import search as searching
 from shardplan.simulation.searching.bounds import frame_floors
+from shardplan.simulation.searching.certifier import CertifiedPeak, Certifier
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.simulation.step_events import StepEvents
@@ -428,14 +428,24 @@ def test_sensitivity_searches_again() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "CANDIDATES", 6)  # a JSON certifies all of them
+    certified: list[sp.Strategy] = []
+
+    def counted(self: Certifier, strategy: sp.Strategy) -> CertifiedPeak:
+        certified.append(strategy)
+        return certify(self, strategy)
+
+    certify = Certifier._certified
+    monkeypatch.setattr(Certifier, "_certified", counted)
     run = CliRunner()
     arguments = ["plan", "gpt2", "--on", "dgx-a100-80g", "--nodes", "1", "--batch", "16", "--top", "2"]
     found = run.invoke(app, arguments)
     assert found.exit_code == 0, found.output
     assert "strategies" in found.stdout and "priced" in found.stdout
+    of_text = [*certified]
+    certified.clear()
     said = json.loads(run.invoke(app, [*arguments, "--json"]).stdout)
-    keys = {"best", "ranked", "pareto", "pruned", "refused", "counted", "priced", "frames_left"}
+    assert certified == of_text and 0 < len(certified) < 20, "a JSON certifies what a text does"
+    keys = {"best", "pruned", "refused", "counted", "priced", "frames_left"}
     assert keys | {"answer", "tied", "goal", "changes", "notes"} == said.keys() and len(said["answer"]) == 2
 
 

@@ -18,6 +18,7 @@ What the commands print is made in `report`. Reading order:
 - `audit`          what `audit` does: a launch read from texts and files, and audited
 - `topologies`     the command that lists topologies
 - `measurements`   the commands about measured collectives: validate, calibrate
+- `benching`       the command bench: tables of the papers' pages
 - `measuring`      the command that times a machine: measure
 - `weights`        the commands about weights: refit, reshard, apply, diff
 - `lab_commands`   the commands of the lab: run, sweep, validate
@@ -35,6 +36,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
+from shardplan.cli.benching import bench
 from shardplan.cli.command_group import CommandGroup, command_help
 from shardplan.cli.fusing import fuse
 from shardplan.cli.measurements import calibrate, validate
@@ -130,7 +132,7 @@ def move() -> None:
 
 for _command in (
     plan, audit, move, show, run, redistribute, refit, check, simulate, why, fuse, place, reduce, reshard, apply, diff,
-    topologies, validate, calibrate, measure,
+    topologies, validate, calibrate, measure, bench,
 ):  # fmt: skip
     app.command(**command_help(_command.__name__))(_command)
 app.command("convert", **command_help("convert"))(reshard)

@@ -101,6 +101,10 @@ COMMANDS = {
         "Time this machine under torchrun, for plan --params.",
         "shardplan measure --on dgx-h100 --nodes 1 --out mine.toml",
     ),
+    "bench": (
+        "Work out a table of the four papers' pages anew.",
+        "shardplan bench fused_published",
+    ),
     "lab": ("Run programs on an emulated cluster on this machine.", "shardplan lab --help"),
     "lab run": (
         "Run a program beside its prediction.",

@@ -130,9 +130,12 @@ class Program:
             alive |= set(step.operands)
         return freed[::-1]
 
-    def text(self, note: Callable[[int, Step], str] | None = None) -> str:
-        """Return the text that `parse` reads; `note(number, step)` may add a comment to each step's line."""
-        return program_text(self, note)
+    def text(self, note: Callable[[int, Step], str] | None = None, total: Callable[[int], str] | None = None) -> str:
+        """Return the text that `parse` reads; `note(number, step)` may add a comment to each step's line.
+
+        With `total`, which writes bytes, a text for the eye: lists of many values are folded.
+        """
+        return program_text(self, note, total)
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""

@@ -21,9 +21,8 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.plans.certificate import TYPES, Certificate
-from shardplan.plans.nominal import DESCRIPTION
 from shardplan.plans.plan_fields import FORMAT, PlanFields, read_fields
-from shardplan.plans.pricing import NOISE, fabric_of, step_prices
+from shardplan.plans.pricing import NOISE, fabric_of, network_name, step_prices
 
 
 def plan_dict(certificate: Certificate) -> dict[str, Any]:
@@ -129,13 +128,12 @@ def annotate_steps(c: Certificate) -> str:
     def note(number: int, step: Step) -> str:
         return f"{format_bytes(books.step_moved[number])}, {costs[number]}"
 
-    where = DESCRIPTION if c.where is None else (c.where.topology if isinstance(c.where, Placement) else c.where).name
     over = f" ({c.seconds / c.lower_bound_seconds:.2f}x)" if c.where is not None and c.lower_bound_seconds > 0 else ""
     sent, received = max(c.sent_bytes, default=0), max(c.received_bytes, default=0)
     least = max(c.lower_bound_bytes, default=0)
     ratio = f" ({c.gap:.3f}x)" if least else ""
     lines = [
-        c.program.text(note),
+        c.program.text(note, format_bytes),
         f"received   {format_bytes(received)} at the worst device; lower bound {format_bytes(least)}{ratio}"
         + (f"; {format_bytes(sent)} sent" if sent > received else "")
         + f"; {c.status}",
@@ -143,7 +141,8 @@ def annotate_steps(c: Certificate) -> str:
         f"{format_bytes(c.workspace_bytes)}"
         + (f" with {len(c.kept_inputs)} kept" if c.kept_inputs else "")
         + (f", limit {format_bytes(c.memory_limit)}" if c.memory_limit is not None else ""),
-        f"predicted  {format_seconds(c.seconds)} on {where}; lower bound {format_seconds(c.lower_bound_seconds)}{over}",
+        f"predicted  {format_seconds(c.seconds)} on {network_name(c.where)}; lower bound "
+        f"{format_seconds(c.lower_bound_seconds)}{over}",
     ]
     if c.least_seconds is not None:
         lines.append(

@@ -23,7 +23,7 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.prices.library import only_messages, without_reductions
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.plans.bounds import boxes_on, capacity, moves_bound
-from shardplan.plans.nominal import nominal_fabric, patterns
+from shardplan.plans.nominal import DESCRIPTION, nominal_fabric, patterns
 from shardplan.plans.reduction_bound import reduction_bound
 from shardplan.plans.starts import Bound, bound_with_starts
 
@@ -45,6 +45,13 @@ def placement_of(what: str, value: object) -> Placement:
             f"{what} is {excerpt(value)}; legal is a Placement, such as placements(mesh, topology) or place() gives"
         )
     return value
+
+
+def network_name(where: Where | None) -> str:
+    """Return what predicted seconds are said to be on: the name of a topology, or the nominal switch in words."""
+    if where is None:
+        return DESCRIPTION
+    return (where.topology if isinstance(where, Placement) else where).name or "an unnamed topology"
 
 
 def fabric_of(where: Where | None, meshes: Sequence[Mesh]) -> Fabric:

@@ -8,6 +8,7 @@ from typing import Any
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights
+from shardplan.plans.pricing import network_name
 
 SHOWN = 40  # parameters printed, and files
 
@@ -87,7 +88,7 @@ def refit_text(plan: RefitPlan) -> str:
             f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
             f"{format_bytes(max(plan.received_bytes, default=0))} to one",
             f"memory      limit {limit} a rank beyond its parameters",
-            f"seconds     {format_seconds(plan.seconds)} predicted",
+            f"seconds     {format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}",
         ]
     )
 
@@ -105,6 +106,7 @@ def refit_object(plan: RefitPlan) -> dict[str, Any]:
         "received_bytes": list(plan.received_bytes),
         "memory_limit": plan.memory_limit,
         "seconds": plan.seconds,
+        "network": network_name(plan.topology),
     }
 
 

@@ -121,7 +121,10 @@ class Judge:
         c = _column(plan)
         half = NORMAL_90 * float(deviation(self.form, c, self.machine)[0])
         causes = sorted(((k, float(v[0])) for k, v in step_causes(self.form, c).items()), key=lambda x: -x[1])
-        sequences = plan.strategy.sequences
+        strategy = plan.strategy
+        sequences, batched = strategy.sequences, any("batch" in dims for dims in self.model.dims.values())
+        # A model without a batch is run as it is for every microbatch, whatever that is said to hold.
+        worked = sequences if batched else strategy.microbatches * strategy.data
         peak = self.topology.device.peak(str(self.model.fields["dtype"])) * self.topology.size
         return JudgedPlan(
             plan,
@@ -129,7 +132,7 @@ class Judge:
             tuple(causes),
             held or self.certifier.peak(plan.strategy),
             sequences * float(self.tokens) / plan.seconds,
-            sequences * self.flops / (plan.seconds * peak),
+            worked * self.flops / (plan.seconds * peak),
         )
 
     def upper_ends(self, plans: Sequence[RankedPlan]) -> list[float]:
@@ -173,9 +176,10 @@ class PlanAnswer:
     _repr_html_ = notebook_html
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as one object of JSON, with what the search found."""
+        """Return it as one object of JSON, with what became of the space; certifies no more than the text."""
         told = {"tied": self.tied, "goal": self.goal, "changes": list(self.changes), "notes": list(self.notes)}
-        return self.found.to_dict() | {"answer": [one.to_dict() for one in self.plans], **told}
+        plans = {"best": ranked_object(self.found.best), "answer": [one.to_dict() for one in self.plans]}
+        return plans | self.found.space_object() | told
 
 
 def answer_plan(found: SearchResult, judge: Judge, top: int = 5, goal: str = "step", title: str = "") -> PlanAnswer:

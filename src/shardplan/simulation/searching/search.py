@@ -97,6 +97,11 @@ class SearchResult:
             "best": ranked_object(self.best),
             "ranked": [ranked_object(one) for one in self.ranked],
             "pareto": [ranked_object(one) for one in self.pareto],
+        } | self.space_object()
+
+    def space_object(self) -> dict[str, Any]:
+        """Return what became of the space, as one object of JSON; certifies nothing."""
+        return {
             "pruned": [one._asdict() for one in self.pruned],
             "refused": [{"strategy": strategy_text(one.strategy), "why": one.why} for one in self.refused],
             "counted": self.counted,
