@@ -11,6 +11,7 @@ from typing import Any
 
 from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.manifest import CheckpointManifest
+from shardplan.interop.checkpoint.optimizer_names import pass_states
 from shardplan.interop.checkpoint.sources import open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
@@ -23,6 +24,7 @@ from shardplan.interop.checkpoint.storage_detection import (
 )
 from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.frameworks import SideRequest, table_name
+from shardplan.movement.weights.state import part_masters
 from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables
 from shardplan.movement.weights.towers import pass_tower
 from shardplan.movement.weights.weights import Weights, load_weights, make_weights, read_weights
@@ -87,7 +89,13 @@ def naming(option: str) -> Generator[None]:
 def recorded_weights(place: Path) -> Weights | None:
     """Return how a checkpoint says that it is stored, None where reshard did not write it."""
     recorded = CheckpointManifest.of(place) if place.is_dir() else None
-    return None if recorded is None else Weights.parse(recorded.weights)
+    if recorded is None:
+        return None
+    said = Weights.parse(recorded.weights)
+    table = part_masters(said.table)
+    if table is said.table:
+        return said
+    return make_weights(table, dict(said.config), dict(said.given), said.devices, said.dtype)
 
 
 def source_weights(
@@ -174,6 +182,7 @@ def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) 
     table = pass_tower(source.table, target.table, framework_head(target.table.name))
     if table is not target.table:
         target = make_weights(table, sizes, dict(target.given), target.devices, target.dtype)
+    target = pass_states(source, target, framework_head(target.table.name))
     form = request.form
     if form == "parts" and len(target.devices) > target.degrees["tensor"]:
         form = "ranks"  # frameworks' own parts know ranks of tensor parallelism alone
