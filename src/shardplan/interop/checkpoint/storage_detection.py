@@ -34,9 +34,11 @@ _PREFIXES = (
     ("", "module."),
     ("", "model."),
 )
-_WHOLE = ("hf", "fsdp2", "hf5", "torchtitan", "megatron-dist", "megatron-stacked", "peft", "megatron-dist-peft", "vllm", "sglang")
+_WHOLE = ("hf", "fsdp2", "hf5", "torchtitan", "megatron-dist", "megatron-stacked", "peft", "vllm", "sglang")
 _TAILS = re.compile(r"(?:-(?:fp8|mxfp4|mtp|ep|split))*\Z")
-_HEAD = re.compile(r"(?:(?:fsdp2|megatron(?:-dist)?)-peft|hf5?|fsdp2|peft|torchtitan|megatron(?:-dist|-stacked)?|vllm|sglang)-")
+_HEAD = re.compile(
+    r"(?:(?:fsdp2|megatron(?:-dist)?)-peft|hf5?|fsdp2|peft|torchtitan|megatron(?:-dist|-stacked)?|vllm|sglang)-"
+)
 _PLACE = re.compile(r"\\\{[A-Za-z_][A-Za-z0-9_]*(?:\\\.local)?\\\}")
 
 
