@@ -118,3 +118,17 @@ def test_checkpoints_but_those_of_fsdp_run_to_the_layers_end() -> None:
     )
     tokens, hidden = SIZES["seq"], SIZES["hidden"]
     assert whole - needed == pytest.approx(2 * tokens * hidden * 4 * hidden)  # the second product of the MLP
+
+
+def test_groups_of_two_sizes_over_the_same_devices_stay_apart() -> None:
+    """What layers gather over pairs and over fours lists the same devices in the same order: two collectives."""
+    model = sp.Model.load(
+        "llama", layers=2, hidden=2048, heads=16, kv_heads=16, ffn=8192, seq=2048, vocab=2048, precision="bf16"
+    )
+    strategy = sp.Strategy(data=8, context=4, zero=2, context_kind="ring", precision="bf16", global_batch=16)
+    cluster = sp.Topology.load("dgx-h100", nodes=4)
+    found = compile_job(sp.partition(model, strategy, cluster), fabric_of(cluster, []), JobSettings(launch=0.0), Fold())
+    layers = next(node for node in found.ends[0, "F"].nodes if isinstance(node, TimedLoop))
+    gathers = [n.cost.pattern.members.shape for n in layers.early if isinstance(n, TimedOp) and n.issued
+               and ".parameters" in n.cost.stream and isinstance(n.cost.pattern, Groups)]  # fmt: skip
+    assert len({groups for groups, _ in gathers}) > 1

@@ -114,7 +114,8 @@ def _joined_steps(
         for op in (op for _, chain in chains for op in chain[step : step + 1]):
             pattern = op.cost.pattern
             assert isinstance(pattern, Groups)  # as `_collective` has it
-            alike.setdefault((op.cost.stream, pattern.kind, pattern.members.tobytes()), []).append(op)
+            groups = pattern.members.shape, pattern.members.tobytes()
+            alike.setdefault((op.cost.stream, pattern.kind, *groups), []).append(op)
         made = [
             _joined_collective(ops, reads, (f"once.{step}.{k}",), times, pricing)
             for k, ops in enumerate(alike.values())
