@@ -14,16 +14,18 @@ import pytest
 
 from interop.checkpoint_cases import CONFIG, plain, read, whole
 from movement.weights_cases import TABLES, made
+from movement.weights_more import lora, lora_torch_dist
 from shardplan.errors import LayoutError, ParseError
 from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import reshard
 from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights
 from shardplan.interop.checkpoint.manifest import MANIFEST
-from shardplan.interop.checkpoint.sources import OpenCheckpoint
+from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import find_weights, model_and_switches
 from shardplan.movement.weights.weights import Weights
 
 WHOLE = ("hf-", "hf5-", "torchtitan-", "megatron-dist-", "megatron-stacked-", "peft-")
+BRIDGE = "megatron-dist-peft-llama"  # whose rows depend on degrees that the folder does not say
 MANY = "tokenizer.json", "generation_config.json", "config.json"
 
 
@@ -46,7 +48,9 @@ def held(weights: Weights) -> OpenCheckpoint:
     return OpenCheckpoint(Path("made"), "made", places, [])  # pyright: ignore
 
 
-@pytest.mark.parametrize("name", [n for tables in TABLES.values() for n in tables if n.startswith(WHOLE)])
+@pytest.mark.parametrize(
+    "name", [n for tables in TABLES.values() for n in tables if n.startswith(WHOLE) and n != BRIDGE]
+)
 def test_every_table_of_whole_tensors_is_found_by_names_and_shapes(name: str) -> None:
     kind = next(k for k, tables in TABLES.items() if name in tables)
     sizes = made(kind, random.Random(1))
@@ -214,3 +218,30 @@ def test_megatrons_newest_folder_is_the_one_that_is_read(tmp_path: Path) -> None
     (tmp_path / "there/latest_checkpointed_iteration.txt").write_text("../hf")
     with pytest.raises(ParseError, match=r"iteration\.txt says '\.\./hf'; legal is a number, or release"):
         reshard(tmp_path / "there", tmp_path / "none", to="hf")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_an_adapter_goes_to_megatron_bridge_and_back_to_peft_and_vllm(tmp_path: Path, tensor: int) -> None:
+    sizes = {k: v for k, v in CONFIG.items() if k != "kind"} | {"model_type": "llama"}
+    named = lora({**CONFIG, "head_dim": 8, "lora_rank": 4}, np.random.default_rng(0))
+    folder = tmp_path / "peft"
+    folder.mkdir()
+    safetensors.write(folder / "adapter_model.safetensors", named, {"format": "pt"})
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = tmp_path / "config.json"
+    reshard(folder, tmp_path / "bridge", to=f"megatron,tp={tensor}", config=config)
+    want = lora_torch_dist({**CONFIG, "head_dim": 8}, named, tensor)[0]
+    with open_checkpoint(tmp_path / "bridge") as opened:
+        assert set(opened.first_tensors) == set(want)
+        for name, array in want.items():
+            out = bytearray(array.nbytes)
+            opened.first_tensors[name].read_into(memoryview(out), 0)
+            assert bytes(out) == array.tobytes(), name
+    for word in ("peft", "vllm,tp=1"):
+        again = tmp_path / word.partition(",")[0]
+        reshard(tmp_path / "bridge", again.with_suffix(".out"), to=word, config=config)
+        assert (again.with_suffix(".out") / "adapter_model.safetensors").is_file()
+        (found,) = read(again.with_suffix(".out"))
+        assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in named.items()}
+    assert (tmp_path / "bridge" / "adapter_config.json").is_file()

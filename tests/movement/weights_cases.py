@@ -138,7 +138,7 @@ def made(kind: str, rng: random.Random) -> Config:
         c |= {"interleave_moe_layer_step": rng.choice([1, 2]), "intermediate_size_mlp": 2 * c["intermediate_size"]}
     if kind == "gpt-oss-mxfp4":
         c |= {"hidden_size": 64, "intermediate_size": rng.choice([64, 128]), "mxfp4": True}
-    return c | {"lora_rank": rng.choice([2, 3])} if kind == "lora" else c
+    return c | {"lora_rank": rng.choice([2, 3, 4])} if kind == "lora" else c
 
 
 def checkpoint(kind: str, c: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -224,6 +224,16 @@ def llama4_server(c: Config, rng: random.Random) -> dict[str, Any]:
 
 def adapters(c: Config, rng: random.Random) -> dict[str, Any]:
     return {"data": rng.choice([1, 2, 3]), "replica": rng.choice([1, 2])}
+
+
+def adapter_folder(c: Config, rng: random.Random) -> dict[str, Any]:
+    rows = c["num_key_value_heads"] * c["head_dim"], c["hidden_size"], c["lora_rank"], c["intermediate_size"] // 2
+    return {"tensor": rng.choice([t for t in (1, 2, 4) if all(n % t == 0 for n in rows)])}
+
+
+def adapter_trainer(c: Config, rng: random.Random) -> dict[str, Any]:
+    given = adapter_folder(c, rng) | stages_of(c, rng, c["num_hidden_layers"])
+    return {k: v for k, v in given.items() if k != "divisible"}
 
 
 TABLES: dict[str, dict[str, Side]] = {
@@ -316,6 +326,8 @@ TABLES: dict[str, dict[str, Side]] = {
     "lora": {
         "peft-llama": (frameworks.hugging_face, hf, {}),
         "fsdp2-peft-llama": (more.lora_fsdp2, adapters, {}),
+        "megatron-peft-llama": (more.lora_megatron, adapter_trainer, {}),
+        "megatron-dist-peft-llama": (more.lora_torch_dist, adapter_folder, {}),
     },
 }
 PAIRS = [(kind, a, b) for kind, tables in TABLES.items() for a, b in itertools.permutations(tables, 2)]

@@ -698,6 +698,52 @@ def lora_fsdp2(c: Config, w: Named, data: int = 1, replica: int = 1) -> dict[int
     }
 
 
+_BRIDGE = {
+    "self_attn.q": "self_attention.linear_qkv.adapter.adapter_q", "self_attn.o": "self_attention.linear_proj.adapter",
+    "self_attn.k": "self_attention.linear_qkv.adapter.adapter_k", "mlp.down": "mlp.linear_fc2.adapter",
+    "self_attn.v": "self_attention.linear_qkv.adapter.adapter_v", "mlp.up": "mlp.linear_fc1.adapter.adapter_up",
+    "mlp.gate": "mlp.linear_fc1.adapter.adapter_gate",
+}  # fmt: skip
+
+
+def lora_megatron(
+    c: Config, w: Named, tensor: int = 1, pipeline: int = 1, data: int = 1, chunks: int = 1,
+    stages: list[int] | None = None,
+) -> dict[int, Named]:  # fmt: skip
+    """Megatron-Bridge 0.3.1, peft/utils.py ParallelLinearAdapter: linear_in is row parallel behind a row parallel base
+    and else column parallel, linear_out is column parallel.
+    """  # fmt: skip
+    counts = stages or [c["num_hidden_layers"] // (chunks * pipeline)] * (chunks * pipeline)
+    out: dict[int, Named] = {}
+    for rank in range(pipeline * data * tensor):
+        stage, t = rank // (data * tensor), rank % tensor
+        own: Named = {}
+        for chunk in range(chunks):
+            number = chunk * pipeline + stage
+            for local in range(counts[number]):
+                hf = f"base_model.model.model.layers.{sum(counts[:number]) + local}."
+                for name, to in _BRIDGE.items():
+                    p = f"{chunk}.decoder.layers.{local}.{to}."
+                    a, b = (w[f"{hf}{name}_proj.lora_{x}.weight"] for x in "AB")
+                    own[p + "linear_in.weight"] = part(a, tensor, t, int(name in ("self_attn.o", "mlp.down")))
+                    own[p + "linear_out.weight"] = part(b, tensor, t)
+        out[rank] = own
+    return out
+
+
+def lora_torch_dist(c: Config, w: Named, tensor: int = 1) -> dict[int, Named]:
+    """The same saved: apply_swiglu_sharded_factory halves each rank's rows under linear_fc1, whatever they are."""
+    every = lora_megatron(c, w, tensor)
+    out: Named = {}
+    for name in every[0]:
+        parts = [every[t][name] for t in range(tensor)]
+        if "linear_fc1" in name and "linear_out" in name:
+            parts = [np.split(x, 2)[h] for h in range(2) for x in parts]
+        down = name.endswith(("linear_proj.adapter.linear_in.weight", "linear_fc2.adapter.linear_in.weight"))
+        out[name.removeprefix("0.")] = np.concatenate(parts, axis=int(down))
+    return {0: out}
+
+
 def fsdp2_experts(c: Config, w: Named, dense: dict[int, Named], data: int = 1, tensor: int = 1) -> dict[int, Named]:
     """FSDP2 over transformers 5: stacked experts are chunked on their first dim, whole over tensor."""
     for rank, own in dense.items():

@@ -6,6 +6,7 @@ Reading order:
 
 - `layouts`        a file of layouts, as weights
 - `sources`        what a checkpoint holds: safetensors in its forms, and folders of torch.distributed.checkpoint
+- `optimizer_names`  optimizer states, found by their names and named as a framework does
 - `pickle_reader`  a pickle read as data: nothing it says is run
 - `folders`        the metadata of the latter
 - `distributed`    how the latter's tensors are read and written

@@ -52,6 +52,7 @@ def held_boxes(weights: Weights) -> dict[int, list[ShardBox]]:
     (only,) = whole.devices
     shapes = {name: shape for name, shape, _ in whole.parameters(only)}
     names = list(shapes)
+    stands_in = {n: f.entry.name for f in whole.families if f.present[0] for n in f.device_names(0)}
     plan = refit(whole, weights)
     holders: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[int, ShardBox]]] = {}
     reach = dict.fromkeys(names, 0)  # rows of each that are placed, for parameters that are padding alone
@@ -69,6 +70,8 @@ def held_boxes(weights: Weights) -> dict[int, list[ShardBox]]:
                 waiting.append((rank, number, name, shape, dtype))
                 continue
             own = names[int(mine.source_parameter[0])]
+            if stands_in.get(name, stands_in[own]) != stands_in[own]:
+                own = name  # of parameters that hold one tensor, such as a count of steps, each is its own
             at = _offsets(mine, shape, shapes[own])
             if at is None:
                 raise LayoutError(

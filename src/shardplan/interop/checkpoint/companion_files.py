@@ -11,6 +11,7 @@ from shardplan.errors import ParseError, line, optional
 from shardplan.interop.checkpoint.conversion_sides import CONFIG, AskedConfig
 from shardplan.interop.checkpoint.manifest import MANIFEST
 from shardplan.interop.checkpoint.sources import TRACKER
+from shardplan.movement.weights.state import STEPS
 from shardplan.plans.plan_file import write_atomic
 
 RELEASE = "release"  # the folder of a Megatron checkpoint that no training wrote
@@ -71,6 +72,7 @@ def config_bytes(config: AskedConfig, dtype: str) -> bytes:
     """
     assert config.path is not None
     data, name = config.data(), _LONG.get(dtype)
+    data.pop(STEPS, None)
     if name is not None:
         inner = data.get("text_config")
         for part in (data, *([inner] if isinstance(inner, dict) else [])):

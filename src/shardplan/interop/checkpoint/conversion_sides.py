@@ -11,6 +11,7 @@ from typing import Any
 
 from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.manifest import CheckpointManifest
+from shardplan.interop.checkpoint.optimizer_names import pass_states
 from shardplan.interop.checkpoint.sources import open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
@@ -23,6 +24,7 @@ from shardplan.interop.checkpoint.storage_detection import (
 )
 from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.frameworks import SideRequest, table_name
+from shardplan.movement.weights.state import part_masters
 from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables
 from shardplan.movement.weights.towers import pass_tower
 from shardplan.movement.weights.weights import Weights, load_weights, make_weights, read_weights
@@ -87,7 +89,13 @@ def naming(option: str) -> Generator[None]:
 def recorded_weights(place: Path) -> Weights | None:
     """Return how a checkpoint says that it is stored, None where reshard did not write it."""
     recorded = CheckpointManifest.of(place) if place.is_dir() else None
-    return None if recorded is None else Weights.parse(recorded.weights)
+    if recorded is None:
+        return None
+    said = Weights.parse(recorded.weights)
+    table = part_masters(said.table)
+    if table is said.table:
+        return said
+    return make_weights(table, dict(said.config), dict(said.given), said.devices, said.dtype)
 
 
 def source_weights(
@@ -131,7 +139,8 @@ def _check_word(request: SideRequest, found: Weights, option: str) -> None:
     model, switches = model_and_switches(found.table.name)
     said = (*switches, *request.switches)
     with naming(option):
-        own = table_name(request.name, model, shipped_tables(), request.degrees, said, disk=True)
+        adapter = framework_head(found.table.name).endswith("peft")
+        own = table_name(request.name, model, shipped_tables(), request.degrees, said, disk=True, adapter=adapter)
         names = ({p.name for p in table.parameters} for table in (WeightTable.read(own), found.table))
         if own != found.table.name and len({frozenset(x) for x in names}) > 1:
             raise LayoutError(f"{request.name}: the tensors are those of {found.table.name}; legal is to leave it out")
@@ -166,15 +175,19 @@ def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) 
             )
         return source, request.form
     asked = SideRequest(request.name, request.degrees, (*switches, *request.switches))
+    adapter = framework_head(source.table.name).endswith("peft")
+    form = request.form
+    if adapter and form == "parts":  # servers take peft's file whole, and cut it themselves
+        asked, form = SideRequest(request.name, {}, asked.switches), "plain"
     if request.name == "megatron":  # whose folders have whole tensors, for ranks of any degrees that the model allows
-        load_weights(SideRequest(request.name, request.degrees, switches), sizes, model=model)
+        load_weights(SideRequest(request.name, request.degrees, switches), sizes, model=model, adapter=adapter)
         degrees = {k: n for k, n in request.degrees.items() if k in _DISK_DEGREES}
         asked = SideRequest(request.name, degrees, asked.switches)
-    target = load_weights(asked, sizes, dtype=dtype, disk=True, model=model)
+    target = load_weights(asked, sizes, dtype=dtype, disk=True, model=model, adapter=adapter)
     table = pass_tower(source.table, target.table, framework_head(target.table.name))
     if table is not target.table:
         target = make_weights(table, sizes, dict(target.given), target.devices, target.dtype)
-    form = request.form
+    target = pass_states(source, target, framework_head(target.table.name))
     if form == "parts" and len(target.devices) > target.degrees["tensor"]:
         form = "ranks"  # frameworks' own parts know ranks of tensor parallelism alone
     return target, form

@@ -24,6 +24,7 @@ from shardplan.interop.checkpoint.gather import StoredTensor
 from shardplan.interop.safetensors import Checkpoint, TensorEntry
 from shardplan.interop.safetensors_header import NUMPY
 from shardplan.movement.weights.binding import check_named
+from shardplan.movement.weights.state import STEPS
 from shardplan.movement.weights.weights import Weights
 
 INDEX = "model.safetensors.index.json"
@@ -69,6 +70,20 @@ class FileTensor:
         self.file.pread(target, self.entry.begin + start * self.dtype.itemsize, f"tensor {self.name!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class ConstantTensor:
+    """A tensor of one number, which no file has: a count of steps that was said."""
+
+    shape: tuple[int, ...]
+    value: float
+    dtype: np.dtype[Any] = np.dtype(np.float32)  # noqa: RUF009
+    dtype_name: str = "f32"
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill bytes with it."""
+        np.frombuffer(target, np.float32)[:] = self.value
+
+
 class OpenCheckpoint:
     """A checkpoint with its headers read: tensors by place in mesh order, and by name."""
 
@@ -89,7 +104,14 @@ class OpenCheckpoint:
         return self.places[place][name]
 
     def side(self, weights: Weights) -> Weights:
-        """Return how this stores what a side does: a folder of torch.distributed.checkpoint has whole tensors."""
+        """Return how this stores what a side does: a folder of torch.distributed.checkpoint has whole tensors.
+
+        A count of steps that the side's config says is there from now on.
+        """
+        if (steps := dict(weights.config).get(STEPS)) and len(self.places) == 1:
+            whole = whole_of(weights).parameters(whole_of(weights).devices[0])
+            added = {n: ConstantTensor(s, float(steps)) for n, s, _ in whole if n.startswith("optimizer.step__")}
+            self.places = ({**added, **self.first_tensors},)
         return whole_of(weights) if self.form == DISTRIBUTED else weights
 
     def check_names(self, weights: Weights, ignored: Sequence[str] = ()) -> None:

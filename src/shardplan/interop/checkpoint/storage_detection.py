@@ -15,9 +15,11 @@ from shardplan.core.dtypes import itemsize, short_name
 from shardplan.core.expression_tree import Binary, Name
 from shardplan.errors import LayoutError, ParseError, line, near_text
 from shardplan.interop.checkpoint.layouts import layout_weights
+from shardplan.interop.checkpoint.optimizer_names import state_names, with_found_states
 from shardplan.interop.checkpoint.sources import DISTRIBUTED, OpenCheckpoint, matches
 from shardplan.movement.weights.arithmetic import evaluate_size, parse_size
 from shardplan.movement.weights.sizing import TableSizes
+from shardplan.movement.weights.state import ROUNDED, is_state, rounded_names, states_of
 from shardplan.movement.weights.table import TableParameter, WeightTable, shipped_models, shipped_tables, table_files
 from shardplan.movement.weights.towers import CONFIGS, add_tower, is_of_language_model, with_prefix
 from shardplan.movement.weights.weights import Weights, make_weights
@@ -30,10 +32,13 @@ _PREFIXES = (
     ("", "language_model."),
     ("language_model.", ""),
     ("", "module."),
+    ("", "model."),
 )
 _WHOLE = ("hf", "fsdp2", "hf5", "torchtitan", "megatron-dist", "megatron-stacked", "peft", "vllm", "sglang")
 _TAILS = re.compile(r"(?:-(?:fp8|mxfp4|mtp|ep|split))*\Z")
-_HEAD = re.compile(r"(?:fsdp2-peft|hf5?|fsdp2|peft|torchtitan|megatron(?:-dist|-stacked)?|vllm|sglang)-")
+_HEAD = re.compile(
+    r"(?:(?:fsdp2|megatron(?:-dist)?)-peft|hf5?|fsdp2|peft|torchtitan|megatron(?:-dist|-stacked)?|vllm|sglang)-"
+)
 _PLACE = re.compile(r"\\\{[A-Za-z_][A-Za-z0-9_]*(?:\\\.local)?\\\}")
 
 
@@ -69,13 +74,16 @@ def find_weights(held: OpenCheckpoint, config: Mapping[str, Any], ignored: Seque
         UnknownModel: no table has such names.
         LayoutError: the one that has them does not have such shapes: it says which.
     """
-    names = [n for n in held.first_tensors if not matches(n, ignored)]
+    every = [n for n in held.first_tensors if not matches(n, ignored)]
+    states = state_names(every)
+    names = [n for n in every if n not in states]
     shapes = {n: tuple(held.first_tensors[n].shape) for n in names}
     failed: LayoutError | ParseError | None = None
     for table in _candidates(names, held, config):
         try:
             sizes = {**_inferred_sizes(table, shapes, config), **config}
-            found = _on_devices(table, sizes, held, shapes)
+            found = _on_devices(with_found_states(table, states.values()), sizes, held, shapes)
+            held.side(found)
             held.check_names(found, ignored)
             return read_dtypes(found, held)
         except (LayoutError, ParseError) as error:
@@ -125,6 +133,8 @@ def read_dtypes(weights: Weights, held: OpenCheckpoint) -> Weights:
 def follow_dtypes(target: Weights, source: Weights) -> Weights:
     """Return a target whose parameters keep the dtypes of what they hold: the wider one where it joins several."""
     of = {t: f.dtype for f in source.families for t in f.tensors}
+    if rounded_names(target.table):
+        of |= {t: s[ROUNDED] for t, s in states_of(source).items() if ROUNDED in s}
     fixed = {p.name for p in target.table.parameters if p.dtype}
     out: dict[str, str] = {}
     for family in target.families:
@@ -141,7 +151,7 @@ def with_dtypes(weights: Weights, dtypes: Mapping[str, str]) -> Weights:
     """Return weights whose parameters have some dtypes, by the table's names; that of most elements is the side's."""
     sizes: Counter[str] = Counter()
     for family in weights.families:
-        if dtype := dtypes.get(family.entry.name):
+        if (dtype := dtypes.get(family.entry.name)) and not all(map(is_state, family.tensors)):
             sizes[dtype] += sum(math.prod(weights.tensors[t].extents) for t in family.tensors)
     usual = max(sizes, key=lambda d: sizes[d], default=weights.dtype)
     declared = dict(weights.table.dtypes)

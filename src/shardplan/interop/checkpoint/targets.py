@@ -89,7 +89,12 @@ def target_files(weights: Weights, form: str, largest: int = LARGEST_FILE) -> li
     (rank,) = weights.devices
     groups = _groups([(math.prod(p[2]) * itemsize(p[3]), p) for p in every[rank]], largest)
     if len(groups) == 1:
-        return [TargetFile("model.safetensors", rank, _sort_by_alignment(groups[0]))]
+        peft = weights.table.name.startswith("peft-")  # which opens one file of this name, and no index
+        return [
+            TargetFile(
+                "adapter_model.safetensors" if peft else "model.safetensors", rank, _sort_by_alignment(groups[0])
+            )
+        ]
     return [
         TargetFile(f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors", rank, _sort_by_alignment(g))
         for k, g in enumerate(groups)

@@ -1,6 +1,7 @@
 """How one parameter is stored, as an expression: products, sums and cuts of named atoms.
 
     stored    = [tensor "="] dim ("," dim)*          the parameter's dims; the tensor, where no sum names several
+              | tensor "="                           a scalar
     dim       = factor+ | "1"                        a product, major to minor
     factor    = (atom | "(" alternative ("|" alternative)* ")") cut*
     alternative = [tensor ":"] factor* | "0:" size   a sum is a concatenation; `0:` is padding
@@ -14,8 +15,8 @@ rule means is said in `pieces`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -94,7 +95,22 @@ class StoredForm:
     def __str__(self) -> str:
         """Return the canonical text, which `parse` reads back to an equal form."""
         head = "" if self.tensor is None else f"{self.tensor} = "
-        return head + ", ".join(product_text(factors) for factors in self.dims)
+        return (head + ", ".join(product_text(factors) for factors in self.dims)).rstrip()
+
+    def rename(self, names: Mapping[str, str]) -> StoredForm:
+        """Return it with other names of tensors.
+
+        >>> print(StoredForm.parse("(q: (g r)@t d | k: g@t~ d), e").rename({"q": "a", "k": "b"}))
+        (a: (g r)@t d | b: g@t~ d), e
+        """
+
+        def product(factors: tuple[FormFactor, ...]) -> tuple[FormFactor, ...]:
+            return tuple(f if isinstance(f.item, str) else replace(f, item=tuple(map(addend, f.item))) for f in factors)
+
+        def addend(a: FormAlternative) -> FormAlternative:
+            return replace(a, tensor=a.tensor and names[a.tensor], factors=product(a.factors))
+
+        return StoredForm(self.tensor and names[self.tensor], tuple(map(product, self.dims)))
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -152,6 +168,8 @@ def parse_product(text: str) -> tuple[FormFactor, ...]:
 def _parse_form(text: str) -> StoredForm:
     s = Scanner(text)
     tensor = _tensor(s, "=")
+    if tensor is not None and s.end():
+        return StoredForm(tensor, ())
     dims = [_dim(s)]
     while s.take(","):
         dims.append(_dim(s))

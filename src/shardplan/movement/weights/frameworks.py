@@ -33,6 +33,12 @@ _HEADS = {
     "dcp": (("fsdp2", "hf5", "hf"), ("fsdp2", "hf5", "hf")),
     "peft": (("fsdp2-peft",), ("peft",)),
 }
+# The same of adapters: servers read peft's files.
+_ADAPTERS = {
+    **dict.fromkeys(("hf", "vllm", "sglang", "peft"), (("fsdp2-peft",), ("peft",))),
+    **dict.fromkeys(("fsdp2", "dcp"), (("fsdp2-peft",), ("fsdp2-peft",))),
+    "megatron": (("megatron-peft",), ("megatron-dist-peft",)),
+}
 _FORMS = {"vllm": "parts", "sglang": "parts", "megatron": "megatron", "hf": "plain", "peft": "plain"}
 _COMMA = re.compile(r",(?![^\[]*\])")  # none within brackets
 _KEY = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(.*?)\s*\Z")
@@ -110,6 +116,7 @@ def table_name(
     switches: Iterable[str] = (),
     *,
     disk: bool = False,
+    adapter: bool = False,
 ) -> str:
     """Return the name of the table that a framework's word means for a model.
 
@@ -120,12 +127,14 @@ def table_name(
         degrees: those that were given: `ep` above 1 means a table of expert parallelism.
         switches: some of `SWITCHES`.
         disk: whether a checkpoint is meant, and not a live model.
+        adapter: whether a low-rank adapter is meant, and not the model.
 
     Raises:
         LayoutError: there is no such table; it names the frameworks, or the switches, that there are.
     """
     known, said = set(shipped), set(switches)
-    heads = _HEADS[word][disk]
+    by_word = {"torchtitan": ((), ()), **_ADAPTERS} if adapter else _HEADS
+    heads = by_word[word][disk]
     if word == "megatron" and "stacked" in said:
         heads = ("megatron-stacked",)
     tail = "".join(f"-{s}" for s in ("fp8", "mxfp4", "mtp") if s in said)
@@ -136,7 +145,7 @@ def table_name(
         name = f"{head}-{model}{tail}"
         if name in known:
             return f"{name}-ep" if parallel > 1 and f"{name}-ep" in known else name
-    having = [w for w in FRAMEWORKS if any(f"{h}-{model}{tail}" in known for h in _HEADS[w][disk])]
+    having = [w for w in FRAMEWORKS if any(f"{h}-{model}{tail}" in known for h in by_word[w][disk])]
     raise LayoutError(
         f"{word} of {model}{f' with {chr(44).join(sorted(said))}' if said else ''}: no table ships for it; legal are "
         f"{', '.join(having) or 'other switches'} of this model, or the path of a table"

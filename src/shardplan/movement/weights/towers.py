@@ -24,7 +24,7 @@ _LANGUAGE = "language_model."
 _OWN = "tower_"  # what logical tensors of a tower are called by
 _NUMBER = re.compile(r"(.*?\.)(\d+)(\..*)\Z")
 _TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower")  # beside `model.layers`
-_WITHOUT = ("torchtitan", "peft", "fsdp2-peft")  # frameworks that have no tower
+_WITHOUT = ("torchtitan", "peft", "fsdp2-peft", "megatron-peft", "megatron-dist-peft")  # frameworks that have no tower
 
 
 def with_prefix(table: WeightTable, old: str, new: str) -> WeightTable:

@@ -251,10 +251,11 @@ def load_weights(
     dtype: str | None = None,
     disk: bool = False,
     model: str | None = None,
+    adapter: bool = False,
 ) -> Weights:
     """Return one side as it is asked for; `disk` says that a framework's word means a checkpoint. See `Weights.load`.
 
-    `model` is its name as tables are called, where it is not the config's.
+    `model` is its name as tables are called, where it is not the config's; `adapter` says that its adapter is meant.
     """
     sizes = model_config(config)
     name = request.name
@@ -266,6 +267,7 @@ def load_weights(
             request.degrees,
             request.switches,
             disk=disk,
+            adapter=adapter,
         )
     table = WeightTable.read(name)
     given = spell_degrees(request.degrees, [*(n for n, _ in table.degrees), *table.rules])

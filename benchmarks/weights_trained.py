@@ -1,0 +1,136 @@
+"""What a trainer keeps beside weights, converted, by loaders of the frameworks: optimizer states, and LoRA adapters.
+
+`python -m benchmarks.weights_trained`, with megatron-core 0.16.1, peft 0.21.2 and transformers 5.23.0 beside torch (as
+of `weights_loaders`). A Llama's AdamW after three steps, saved by torch.distributed.checkpoint, is converted for
+Megatron-Core at several degrees; every rank's `dist_checkpointing.load` asks for the states by the sharded tensors of
+its own model, as `DistributedOptimizer` of `fully_reshardable` does, and all elements are compared with the slow
+converters of the tests. It is converted back, and torch's loader fills a second optimizer: both make a step, and all
+parameters must be equal. An adapter of peft goes to Megatron-Bridge's form and back: its logits must be.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.common import arguments, record, table, use_tests, write
+from benchmarks.loaders import megatron
+from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
+from benchmarks.loaders.ranks import forked
+
+from shardplan.interop.checkpoint import reshard
+
+torch: Any = importlib.import_module("torch")
+transformers: Any = importlib.import_module("transformers")
+peft: Any = importlib.import_module("peft")
+sharded: Any = importlib.import_module("megatron.core.dist_checkpointing.optimizer").make_sharded_optimizer_tensor
+cases: Any = use_tests("interop.test_checkpoint_optimizer")
+cut: Any = use_tests("movement.weights_frameworks").megatron
+STATES = ("param", "exp_avg", "exp_avg_sq")
+DEGREES: tuple[dict[str, int], ...] = (
+    {"tensor": 1},
+    {"tensor": 2},
+    {"tensor": 2, "data": 2},
+    {"tensor": 2, "pipeline": 3},
+)
+PROJECTIONS = [*(f"{x}_proj" for x in "qkvo"), "gate_proj", "up_proj", "down_proj"]
+
+
+def on_ranks(folder: Path, sizes: dict[str, Any], degrees: dict[str, int]) -> dict[int, dict[str, np.ndarray]]:
+    """What every rank's loader gives of the states: by state and name of the model."""
+    case = LoaderCase("megatron-dist-llama", "megatron-llama", sizes, "", {"divisible": 128, **degrees})
+
+    def rank(_: int) -> dict[str, np.ndarray]:
+        (chunk,) = megatron.built(case, "llama")
+        keys, parameters = megatron.wanted(chunk), dict(chunk.named_parameters())
+        asked: dict[str, Any] = {}
+        for name in keys.keys() & parameters.keys():
+            for state in STATES:
+                blank = torch.zeros_like(parameters[name].data, dtype=torch.float32)
+                asked[f"{state} 0.{megatron.renamed(name, keys)}"] = sharded(
+                    keys[name], blank, prefix=f"optimizer.state.{state}"
+                )
+        found = megatron.saved.load(asked, str(folder / "release"))
+        return {name: x.detach().numpy() for name, x in found.items() if name in asked}
+
+    return forked(case.ranks, rank)
+
+
+def optimizers(place: Path) -> list[dict[str, Any]]:
+    """A row for each of Megatron's degrees, and one for torch."""
+    model, optimizer = cases.trained(place / "torch", "flat")
+    sizes = {**LLAMA, **json.loads((place / "torch" / "config.json").read_text()), "head_dim": 8}
+    named = dict(model.named_parameters())
+    arrays: dict[str, Named] = {"param": {n: p.detach().numpy() for n, p in named.items()}}
+    arrays |= {s: {n: optimizer.state[p][s].numpy() for n, p in named.items()} for s in STATES[1:]}
+    rows: list[dict[str, Any]] = []
+    for degrees in DEGREES:
+        folder = place / "-".join(f"{k}{n}" for k, n in degrees.items())
+        tensor = degrees["tensor"]
+        reshard(place / "torch", folder, to=f"megatron,tp={tensor}", dtype="bf16")
+        found = on_ranks(folder, sizes, degrees)
+        wrong = count = elements = 0
+        for state in STATES:
+            for rank, own in cut({**sizes, "kind": "llama"}, arrays[state], **degrees).items():
+                for name, array in own.items():
+                    count, elements = count + 1, elements + array.size
+                    wrong += found[rank][f"{state} {name}"].tobytes() != array.tobytes()
+        said = " ".join(f"{k}={n}" for k, n in degrees.items())
+        rows.append({"from": "torch AdamW", "to": f"megatron {said}", "loader": "megatron-core dist_checkpointing.load",
+                     "tensors": count, "elements": elements, "wrong": wrong})  # fmt: skip
+    reshard(place / "tensor2", place / "back", to="fsdp2,dp=2")
+    other, again = cases.resumed(place / "back")
+    for m, o in ((model, optimizer), (other, again)):
+        cases.step(m, o, 9)
+    pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+    wrong = sum(not torch.equal(a, b) for a, b in pairs)
+    rows.append({"from": "megatron tensor=2", "to": "torch AdamW", "loader": "dcp.load, set_state_dict, and a step",
+                 "tensors": len(pairs), "elements": sum(a.numel() for a, _ in pairs), "wrong": wrong})  # fmt: skip
+    return rows
+
+
+def adapters(place: Path) -> list[dict[str, Any]]:
+    """A row for each degree of the folder between: logits of an adapter of peft before and after."""
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    said = peft.LoraConfig(r=4, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, said)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_()
+    model.save_pretrained(place / "peft")
+    base.config.save_pretrained(place / "base")
+    tokens = torch.arange(8)[None]
+    want, rows = model(tokens).logits, list[dict[str, Any]]()
+    plain = model.unload()
+    without = plain(tokens).logits
+    for tensor in (1, 2, 4):
+        middle, back = place / f"bridge{tensor}", place / f"peft{tensor}"
+        reshard(place / "peft", middle, to=f"megatron,tp={tensor}", config=place / "base")
+        reshard(middle, back, to="vllm", config=place / "base")
+        again = peft.PeftModel.from_pretrained(plain, back)
+        got = again(tokens).logits
+        plain = again.unload()
+        wrong = int(not torch.equal(got, want)) + int(torch.equal(without, want))
+        rows.append({"from": "peft", "to": f"Megatron-Bridge tensor={tensor}, and back", "tensors": 1,
+                     "loader": "PeftModel.from_pretrained", "elements": want.numel(), "wrong": wrong})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Convert, load, compare, and write the result."""
+    given = arguments("weights_trained", "Optimizer states and adapters by frameworks' loaders.", 1).parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        rows = [*optimizers(Path(name)), *adapters(Path(name))]
+    print(table(list(rows[0]), [[row[k] for k in rows[0]] for row in rows], "Optimizer states and adapters"))
+    installed = {n: version(n) for n in ("torch", "megatron-core", "peft", "transformers")}
+    write(given.out, record({"installed": installed}, {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
