@@ -152,7 +152,7 @@ def test_of_least_memory_the_answer_has_the_least() -> None:
 def test_what_would_change_the_answer_changes_it() -> None:
     """Of each change that is told the answer is searched again there, and is neither that one nor a tie with it."""
     wide = Model.load("gpt", layers=4, hidden=2048, heads=16, seq=1024, vocab=1000, precision="bf16")
-    slow = replace(TWO, levels=(replace(TWO.levels[0], bandwidth=TWO.levels[0].bandwidth / 20), TWO.levels[1]))
+    slow = replace(TWO, levels=(replace(TWO.levels[0], bandwidth=TWO.levels[0].bandwidth / 2), TWO.levels[1]))
     answer = answered(wide, slow, 16)
     told = find_changes(answer)
     assert told and all(": " in text for text in told)
