@@ -35,6 +35,7 @@ NAMES = set(OPS)
 LANGUAGE = "the published language of reductions, whose instructions have these names"
 ALLOWED = {
     "execution/jax/native.py": "the table of the collectives that XLA has",
+    "execution/torch/machine_timings.py": "which buffers a timed collective of torch.distributed takes",
     "execution/torch/native.py": "the table of the collectives that libraries have",
     "hardware/prices/algorithms.py": "the library model: which algorithms a collective has",
     "hardware/prices/gloo_messages.py": "the library model: of which messages gloo's collectives are",
@@ -61,6 +62,8 @@ FOREIGN = {
     "launches/handover/megatron.py": {"gather"},  # a kind of context, in Transformer Engine's words
     "simulation/closed/configurations.py": {"gather", "attention"},  # fields of strategies and their values
     "simulation/accuracy/step_fitting.py": {"attention"},
+    "simulation/accuracy/machine_timings.py": {"attention"},
+    "simulation/accuracy/subject.py": {"gather", "all_gather"},  # kinds of context, as frameworks write them
     "movement/weights/table.py": {"split"},  # the key of a table
     "movement/weights/frameworks.py": {"split"},  # how a table stores a product
     "movement/weights/derive/tables.py": {"split"},

@@ -35,7 +35,7 @@ READERS = {
     "execution/lab/experiments.py": "says what was shaped",
     "execution/lab/validate.py": "says what was shaped",
     "launches/causes.py": "says which links are short",
-    "plans/bounds.py": "a lower bound",
+    "plans/collective_bounds.py": "a lower bound",
     "plans/nominal.py": "a lower bound",
     "report/measurements.py": "prints it",
     "report/timeline.py": "prints it",

@@ -21,7 +21,7 @@ from tests.fused.forked import Exchange, forked
 
 from shardplan import fused
 from shardplan.fused.calls.agreement import agree_on_call
-from shardplan.fused.library import _GEMM
+from shardplan.fused.library import SPECS
 from shardplan.fused.operators import gemm as product
 from shardplan.fused.triton import blocks, embedding, gemm, gemv
 from shardplan.fused.triton.serving import TritonKernels
@@ -93,7 +93,8 @@ def work(rank: int, exchange: Exchange) -> dict[str, Any]:
             return lambda: fused.gemm_all_to_all(x, b, group="host", send_splits=send, recv_splits=receive)
 
         facts = (ROWS, COLUMNS, 0, None, None, a.dtype, 0, "remote_first", None, True, True)
-        schema = _GEMM.replace(") ->", ", Tensor? anchor=None) ->")
+        spec = next(one for one in SPECS if one.name == product.NAME)
+        schema = f"({spec.arguments}, Tensor? anchor=None) -> Tensor"
 
         def nothing(a: Any, b: Any, *rest: Any, **more: Any) -> torch.Tensor:
             agree_on_call(heap, product.KIND, facts, 20.0, lambda said, varying: None)

@@ -22,6 +22,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.step_fitting import LIMITS
 from shardplan.simulation.closed.chips import FREE, KNOWN
 from shardplan.simulation.closed.collectives import with_network
+from shardplan.simulation.closed.collectives import KINDS
 from shardplan.simulation.closed.kernel_classes import FASTER
 from shardplan.simulation.closed.machines import MachineFit, fit_text, machine_of
 from shardplan.simulation.closed.parameters import Parameters
@@ -185,7 +186,7 @@ def pattern_of_timing(one: CollectiveTiming, devices: int) -> Pattern:
     members = np.arange(devices, dtype=np.int64)
     if one.kind == "message":
         return Messages(members, np.roll(members, -1), np.full(devices, float(one.nbytes)))
-    held = one.nbytes / (devices if one.kind == "all_gather" else 1)
+    held = one.nbytes / (devices if one.kind == KINDS[False, True] else 1)  # its part, before what is gathered
     return Groups(one.kind, members[None], np.array([held]))
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from shardplan.core.dim_names import links
 from shardplan.core.nested import as_nested
-from shardplan.core.ops import Cast
 from shardplan.core.program import Program
 from shardplan.errors import LayoutError, excerpt
 from shardplan.strategy.model import Model
@@ -110,10 +109,11 @@ def _uses(program: Program, names: Mapping[str, tuple[str, tuple[str, ...]]]) ->
             yield from _uses(nested.body, inner)
             continue
         mine = [k for k, o in enumerate(step.operands) if o in known]
-        if mine and isinstance(step.op, Cast):
+        linked = links(step.op, tuple(program.types[o] for o in step.operands)) if mine else None
+        # What reads a parameter alone and keeps its dims, as a cast does, is that parameter in another form.
+        if linked is not None and len(step.operands) == 1 and linked.results == linked.operands:
             known[step.results[0]] = known[step.operands[0]]
             continue
-        linked = links(step.op, tuple(program.types[o] for o in step.operands)) if mine else None
         for k in mine if linked is not None else ():
             assert linked is not None
             name, dims = known[step.operands[k]]
