@@ -1,18 +1,19 @@
 """`redistribute_state` on real gloo ranks: every promise by name, the usual model, and random states traced."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="the extra `torch` is not installed")
-from interop.test_torch import checks, names, told
+from interop.test_torch import checks, names, told  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 CHILD = Path(__file__).with_name("torch_state_child.py")
 RANDOM = Path(__file__).with_name("random_states_child.py")
 
 
 @pytest.mark.parametrize("name", names(CHILD))
-def test_state(name: str):
+def test_state(name: str, checks: Any):  # noqa: F811
     found = checks(CHILD)
     assert not found["wrong"][name], "\n".join(found["wrong"][name])
 

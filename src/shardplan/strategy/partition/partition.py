@@ -116,7 +116,7 @@ class _Partition:
             strategy.recompute,
             self._refused,
             even=even,
-            starts=starts,
+            starts=self.starts,
             rounds=strategy.rotates,
             loss_chunks=None if strategy.loss == "whole" else strategy.loss_chunks,
         )
