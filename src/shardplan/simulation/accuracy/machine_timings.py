@@ -21,8 +21,7 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.step_fitting import LIMITS
 from shardplan.simulation.closed.chips import FREE, KNOWN
-from shardplan.simulation.closed.collectives import with_network
-from shardplan.simulation.closed.collectives import KINDS
+from shardplan.simulation.closed.collectives import KINDS, with_network
 from shardplan.simulation.closed.kernel_classes import FASTER
 from shardplan.simulation.closed.machines import MachineFit, fit_text, machine_of
 from shardplan.simulation.closed.parameters import Parameters
