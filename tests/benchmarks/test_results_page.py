@@ -23,7 +23,8 @@ def test_another_result_makes_another_page(monkeypatch: pytest.MonkeyPatch) -> N
     before, after = ({*page.splitlines()} for page in (text, results_page.written(text)))
     assert {line.split("|")[1].strip() for line in after - before} == {"priced behind the floors"}
     (phrase,) = results_page.missing_figures(text)
-    assert phrase.startswith("closed within 5 % of ops on 69 %")
+    found = 100 * changed["time_agreement"]["agreement"][0]["within 5 %"]
+    assert phrase.startswith(f"closed within 5 % of ops on {found:.0f} %")
 
 
 def test_figures_are_rounded_once() -> None:
