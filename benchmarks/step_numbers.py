@@ -15,6 +15,10 @@ from shardplan.simulation.closed.parameters import Parameters
 # By module: each number, what it is, and where it comes from.
 TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     numbers: {
+        "SUM_BYTES": (
+            "bytes of an element of cotangents that go round",
+            "counted: sums in f32, as torch's ring has them",
+        ),
         "SCORE_BYTES": ("bytes streamed for a score of unfused attention", "counted: arXiv 2205.05198, 4.1"),
         "LOSS_BYTES": ("bytes streamed for a logit", "counted: Megatron's loss, PyTorch's loss"),
         "ALIGNED": ("bytes that rows of a head are multiples of, for tensor cores", "published: cuBLAS"),

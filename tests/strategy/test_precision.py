@@ -200,5 +200,7 @@ def test_the_class_of_attention_changes_no_program() -> None:
     model = Model.load("llama", **SIZES)
     plain, fast = (partition(model, Strategy(tensor=2, attention=kind)) for kind in (None, "cudnn"))
     assert plain.programs == fast.programs
-    with pytest.raises(LayoutError, match="attention 'flash9' is unknown; legal: unfused, flash1, flash2, cudnn"):
+    with pytest.raises(
+        LayoutError, match="attention 'flash9' is unknown; legal: unfused, flash1, flash2, flash3, cudnn"
+    ):
         Strategy(attention="flash9")
