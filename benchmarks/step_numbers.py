@@ -17,7 +17,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     numbers: {
         "SUM_BYTES": (
             "bytes of an element of cotangents that go round",
-            "counted: sums in f32, as torch's ring has them",
+            "counted: sums in f32",
         ),
         "SCORE_BYTES": ("bytes streamed for a score of unfused attention", "counted: arXiv 2205.05198, 4.1"),
         "LOSS_BYTES": ("bytes streamed for a logit", "counted: Megatron's loss, PyTorch's loss"),
