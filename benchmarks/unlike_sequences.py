@@ -1,10 +1,10 @@
 """Sequences of collectives in which one rank runs another program once: who is told, and when.
 
-`python -m benchmarks.unlike_sequences [--count 10000] [--seed 0] [--together 16]` runs random sequences of three to six programs, new
-and known ones, on two to five ranks that are threads of this process, with the watch, the wire and the posts that real
-ranks have, and a stand-in for the library whose calls meet whatever they carry. A sequence is wrong where a rank has
-not raised by its next call that takes data of another, or where its error does not name the rank that differed. Waits
-that are said to last half a second last a fifth of it; so many sequences run at a time.
+`python -m benchmarks.unlike_sequences [--count 10000] [--seed 0] [--together 16]` runs random sequences of three to
+six programs, new and known ones, on two to five ranks that are threads of this process, with the watch, the wire and
+the posts that real ranks have, and a stand-in for the library whose calls meet whatever they carry. A sequence is
+wrong where a rank has not raised by its next call that takes data of another, or where its error does not name the
+rank that differed. Waits that are said to last half a second last a fifth of it; so many sequences run at a time.
 """
 
 from __future__ import annotations
