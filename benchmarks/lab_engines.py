@@ -1,10 +1,11 @@
 """Predictions of trees and of several uplinks, and of every other engine, beside real links: cells that are drawn.
 
-`python -m benchmarks.lab_engines [--count 20] [--repetitions 3] [--seed 41] [--busy]`. A cell is an engine, a cluster
+`python -m benchmarks.lab_engines [--count 20] [--repetitions 3] [--seed 42] [--busy]`. A cell is an engine, a cluster
 with its rates, a mesh, a payload, and one placement and program of those that the planner knows. Links are slow (25 to
 100 Mbit/s outside a node), so that a run takes a third of a second to some seconds, beside which what keeps the
 processors busy weighs little; on a machine that others keep busy it is refused all the same without `--busy`, and the
-result says what share of the processors was busy in the mean. No constant was fitted on these cells.
+result says what share of the processors was busy in the mean. No constant was fitted on these cells; those of seed 41
+were seen before an op without a tree went round a ring.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def draw_cells(count: int, seed: int) -> list[tuple[str, Engine, Experiment, Pai
 def main() -> None:
     parser = arguments("lab_engines", "Trees and several uplinks beside real links.", 20, of="cells")
     parser.add_argument("--repetitions", type=int, default=3, help="timed runs of a cell (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=41)
+    parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--busy", action="store_true", help="measure on a busy machine, too")
     options = parser.parse_args()
     if lacking := missing():
