@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardplan.movement.weights.weights import Weights
 from shardplan.plans.pricing import network_name
 
 SHOWN = 40  # parameters printed, and files
+WIDTH = 80  # columns
 
 
 def moves_rows(plan: RefitPlan) -> list[dict[str, Any]]:
@@ -36,7 +38,7 @@ def _type(dtype: str, form: str) -> str:
 
 
 def moves_text(plan: RefitPlan) -> list[str]:
-    """Return a line for every stored parameter of the target: its name, what it comes from, and its bytes."""
+    """Return lines for every stored parameter of the target: its name and bytes, and below them what it comes from."""
     every = moves_rows(plan)
     by_target: dict[str, list[dict[str, Any]]] = {}
     for row in every:
@@ -50,17 +52,25 @@ def moves_text(plan: RefitPlan) -> list[str]:
         ]
         for name, found in by_target.items()
     ]
-    kept = rows[:SHOWN]
-    widths = [max(len(r[k]) for r in kept) for k in range(3)] if kept else []
-    lines = [
-        f"  {r[0].ljust(widths[0])}  {r[1].rjust(widths[1])}  {r[2].ljust(widths[2])} -> {r[3]}".rstrip() for r in kept
-    ]
+    lines: list[str] = []
+    for name, size, of, own in rows[:SHOWN]:
+        lines.append(f"  {name}{size.rjust(max(WIDTH - 2 - len(name), len(size) + 2))}")
+        whole = _wrapped(f"{of} -> {own}", "      ")
+        lines += whole if len(whole) == 1 else [*_wrapped(of, "      "), *_wrapped(f"-> {own}", "         ", "      ")]
     return lines + ([f"  ... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
+
+
+def _wrapped(text: str, indent: str = " " * 12, first: str | None = None) -> list[str]:
+    """A text in lines of at most `WIDTH` columns, cut at blanks; `first` stands before the first line."""
+    start = indent if first is None else first.ljust(len(indent))
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def dropped_text(plan: RefitPlan) -> list[str]:
     """Return a line of what the target does not take, where there is any."""
-    return [f"dropped     {', '.join(plan.dropped)}"] if plan.dropped else []
+    return _wrapped(", ".join(plan.dropped), first="dropped") if plan.dropped else []
 
 
 def side_text(weights: Weights) -> str:
@@ -79,16 +89,19 @@ def refit_text(plan: RefitPlan) -> str:
     return "\n".join(
         [
             f"refit       {plan.hash}",
-            f"source      {side_text(plan.source)}",
-            f"target      {side_text(plan.target)}",
+            *_wrapped(side_text(plan.source), first="source"),
+            *_wrapped(side_text(plan.target), first="target"),
             f"parameters  {format_bytes(total)} at the target",
             *moves_text(plan),
             *dropped_text(plan),
-            f"travels     {format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
-            f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
-            f"{format_bytes(max(plan.received_bytes, default=0))} to one",
+            *_wrapped(
+                f"{format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
+                f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
+                f"{format_bytes(max(plan.received_bytes, default=0))} to one",
+                first="travels",
+            ),
             f"memory      limit {limit} a rank beyond its parameters",
-            f"seconds     {format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}",
+            *_wrapped(f"{format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}", first="seconds"),
         ]
     )
 
@@ -114,14 +127,14 @@ def reshard_text(done: Any, dry_run: bool) -> str:
     """Return what `reshard` did, or would do: both sides, every stored parameter, files, memory and rate."""
     count, skipped = len(done.files), sum(f.skipped for f in done.files)
     lines = [
-        f"source      {side_text(done.plan.source)}",
-        f"target      {side_text(done.plan.target)}, form {done.form}",
+        *_wrapped(side_text(done.plan.source), first="source"),
+        *_wrapped(f"{side_text(done.plan.target)}, form {done.form}", first="target"),
         f"parameters  {format_bytes(done.nbytes)}",
         *moves_text(done.plan),
         *dropped_text(done.plan),
         f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
         f"{format_bytes(done.least_memory_bytes)}",
-        f"beside      {beside_text(done.beside)}",
+        *_wrapped(beside_text(done.beside), first="beside"),
         f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
     ]
     if done.processes > 1:
@@ -130,7 +143,8 @@ def reshard_text(done: Any, dry_run: bool) -> str:
     if dry_run:
         for f in done.files[:SHOWN]:
             who = f"  process {f.process}" if done.processes > 1 else ""
-            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}  needs {', '.join(f.parts or f.tensors)}")
+            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}")
+            lines += _wrapped(f"needs {', '.join(f.parts or f.tensors)}", "      ")
         lines += [f"  ... and {count - SHOWN} more"] if count > SHOWN else []
         return "\n".join([*lines, "nothing was written"])
     written = sum(f.nbytes for f in done.files if not f.skipped)
