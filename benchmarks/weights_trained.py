@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.common import arguments, record, table, use_tests, write
 from benchmarks.loaders import megatron
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
-from benchmarks.loaders.ranks import forked
 
 from shardplan.interop.checkpoint import reshard
+from shardplan.interop.derivation.forked_ranks import forked
 
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")

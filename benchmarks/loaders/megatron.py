@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 from benchmarks.loaders.cases import LATENT, LLAMA, MOE, LoaderCase, Named
-from benchmarks.loaders.ranks import Parameters, forked
 
 from shardplan.interop.checkpoint import reshard
+from shardplan.interop.derivation.forked_ranks import Parameters, forked
 from shardplan.movement.weights.weights import Weights
 
 torch: Any = importlib.import_module("torch")

@@ -27,7 +27,8 @@ from unittest.mock import MagicMock
 
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
-from benchmarks.loaders.ranks import Parameters, forked
+
+from shardplan.interop.derivation.forked_ranks import Parameters, forked
 
 KERNELS = ("torchvision", "sgl_kernel", "flashinfer")
 # Table, module, class, and transformers' config.

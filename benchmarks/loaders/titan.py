@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
-from benchmarks.loaders.ranks import Parameters, forked
+
+from shardplan.interop.derivation.forked_ranks import Parameters, forked
 
 torch: Any = importlib.import_module("torch")
 _tools: Any = importlib.import_module("torchtitan.tools.utils")

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
-from benchmarks.loaders.ranks import forked
+
+from shardplan.interop.derivation.forked_ranks import forked
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from benchmarks.loaders import vllm
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase
-from benchmarks.loaders.ranks import Parameters, forked
 
 import shardplan as sp
+from shardplan.interop.derivation.forked_ranks import Parameters, forked
 from shardplan.interop.torch.refit.engine import TransferEngine, transfer_info
 
 torch: Any = importlib.import_module("torch")

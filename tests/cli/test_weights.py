@@ -27,7 +27,7 @@ def test_reshard_there_and_back_by_command(tmp_path: Path, capsys: pytest.Captur
     there = ("reshard", source, tmp_path / "mega", "--from", "hf-llama", "--to", MEGATRON)
     status, out, _ = call(capsys, *there, "--dry-run")
     assert status == 0 and out.endswith("nothing was written\n") and not (tmp_path / "mega").exists()
-    told = "  model-00003-of-00004.safetensors  37.5 kB\n      needs head[v=0:48], norm, norm1[l=1:3], q[l=1:3, "
+    told = "  model-00003-of-00004.safetensors  37.5 kB\n      needs head[v=0:48], norm, norm1[l=1:3],"
     assert told in out and all(len(line) <= 80 for line in out.splitlines())
     status, out, err = call(capsys, *there)
     assert (status, err) == (0, "")

@@ -1,13 +1,15 @@
-"""What `refit`, `reshard` and `diff` print, and their JSON objects."""
+"""What `refit`, `reshard`, `diff` and `derive` print, and their JSON objects."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.weights.refit import RefitPlan
+from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights
 from shardplan.plans.pricing import network_name
 
@@ -54,7 +56,8 @@ def moves_text(plan: RefitPlan) -> list[str]:
     ]
     lines: list[str] = []
     for name, size, of, own in rows[:SHOWN]:
-        lines.append(f"  {name}{size.rjust(max(WIDTH - 2 - len(name), len(size) + 2))}")
+        room = WIDTH - 2 - len(name)  # a long name has its bytes below it
+        lines += [f"  {name}{size.rjust(room)}"] if room > len(size) + 1 else [f"  {name}", size.rjust(WIDTH)]
         whole = _wrapped(f"{of} -> {own}", "      ")
         lines += whole if len(whole) == 1 else [*_wrapped(of, "      "), *_wrapped(f"-> {own}", "         ", "      ")]
     return lines + ([f"  ... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
@@ -182,6 +185,40 @@ def reshard_object(done: Any) -> dict[str, Any]:
         "least_memory_bytes": done.least_memory_bytes,
         "read_bytes": done.read_bytes,
         "seconds": done.seconds,
+    }
+
+
+def derived_text(found: Any, files: Mapping[Path, WeightTable]) -> str:
+    """Return what `derive` found: the loader, its trials, what was compared, the tables, and what to type next."""
+    memory = found.memory
+    runs = (
+        f"{len(found.ranks)} trial{'s' if len(found.ranks) > 1 else ''}, on {', '.join(map(str, found.ranks))} rank(s)"
+    )
+    checked = f"{found.elements} elements at sizes of no trial: equal" if found.elements else "at no other sizes"
+    own = next((str(p) for p, t in files.items() if t is found.disk), found.disk.name)
+    out = str(next(iter(files)))
+    degree = ",tensor=2" if dict(memory.degrees).get("tensor") else ""
+    return "\n".join(
+        [
+            *_wrapped(f"{found.loader}, {runs}, in {format_seconds(found.seconds)}", first="loader"),
+            f"parameters  {len(memory.parameters)}",
+            *_wrapped(checked, first="compared"),
+            *_wrapped(f"{own} of its checkpoint, {out} of what it loads into", first="tables"),
+            *_wrapped(f"shardplan convert FOLDER OUT --from {own} --to {out}{degree}", first="next"),
+        ]
+    )
+
+
+def derived_object(found: Any, files: Mapping[Path, WeightTable]) -> dict[str, Any]:
+    """Return what `derive` found as the object of `--json`."""
+    return {
+        "loader": found.loader,
+        "ranks": list(found.ranks),
+        "elements": found.elements,
+        "checkpoint": found.disk.name,
+        "files": [str(p) for p in files],
+        "parameters": {p.name: str(p.form) for p in found.memory.parameters},
+        "seconds": found.seconds,
     }
 
 
