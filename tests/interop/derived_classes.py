@@ -44,7 +44,10 @@ class ServedModel(nn.Module):
 
     def load_weights(self, weights) -> None:
         named = dict(weights)
-        part = lambda x, dim=0: x.chunk(self.ranks, dim)[self.rank]
+
+        def part(x, dim=0):
+            return x.chunk(self.ranks, dim)[self.rank]
+
         whole = named["embed.weight"]
         padded = torch.cat([whole, whole.new_zeros(-len(whole) % 16, whole.shape[1])])
         self.embed.data.copy_(part(padded))

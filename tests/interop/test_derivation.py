@@ -43,7 +43,7 @@ def test_a_served_class_is_derived_on_ranks_and_a_checkpoint_goes_there_and_back
     ]
     assert run_command(["derive", f"{AT}:ServedModel", *given]) == 0
     said = capsys.readouterr().out
-    assert "load_weights, 2 trials, on 1, 2 rank(s)" in said and "elements at sizes of no trial: equal" in said
+    assert "load_weights, 2 trials, on 1 and 2 rank(s)" in said and "elements at sizes of no trial: equal" in said
     assert all(len(line) <= 80 for line in said.splitlines() if str(tmp_path) not in line)
     forms = {p.name: str(p.form) for p in WeightTable.read(out).parameters}
     assert [n.replace("{nl}", "0") for n in forms] == ["embed", "layers.0.gate_up", "layers.0.square", "layers.0.w"]

@@ -191,9 +191,8 @@ def reshard_object(done: Any) -> dict[str, Any]:
 def derived_text(found: Any, files: Mapping[Path, WeightTable]) -> str:
     """Return what `derive` found: the loader, its trials, what was compared, the tables, and what to type next."""
     memory = found.memory
-    runs = (
-        f"{len(found.ranks)} trial{'s' if len(found.ranks) > 1 else ''}, on {', '.join(map(str, found.ranks))} rank(s)"
-    )
+    count = len(found.ranks)
+    runs = f"{count} trial{'s' if count > 1 else ''}, on {' and '.join(map(str, found.ranks))} rank(s)"
     checked = f"{found.elements} elements at sizes of no trial: equal" if found.elements else "at no other sizes"
     own = next((str(p) for p, t in files.items() if t is found.disk), found.disk.name)
     out = str(next(iter(files)))

@@ -86,10 +86,9 @@ def derive_class_table(
 
 
 def _shipped_table(shapes: SavedShapes) -> WeightTable | None:
-    """The shipped table that says what a class saves, so that what is derived is of its family; None where none does."""
-    model = str(
-        shapes.config.get("model_type", getattr(getattr(shapes.saves.make, "config_class", None), "model_type", ""))
-    )
+    """The shipped table that says what a class saves, so that what is derived is of its family, or None."""
+    kind = getattr(shapes.saves.make, "config_class", None)
+    model = str(shapes.config.get("model_type", getattr(kind, "model_type", "")))
     for head in ("hf", "hf5"):
         name = f"{head}-{model.replace('_', '-')}"
         if name in shipped_tables():

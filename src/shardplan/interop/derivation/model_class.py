@@ -1,4 +1,4 @@
-"""A model class by name: the models that it makes of a config, what they save, and what its own loader makes of that."""
+"""A model class by name: the models that it makes of a config, what they save, and what its loader makes of that."""
 
 from __future__ import annotations
 
