@@ -1,8 +1,8 @@
 """SIGKILL at random points of a refit: who is named, when, what is served, and whether the next full refit is right.
 
 `python -m benchmarks.weights_kill [--count 20] [--seed 0]` tries each of four things so many times. It launches two
-trainers and two servers of a small Llama over gloo, which refit without pause through staging of 4 kB, in messages of at
-most a few hundred bytes. After a random time one of them, trainers and servers in turn, gets SIGKILL. Every survivor
+trainers and two servers of a small Llama over gloo, which refit without pause through staging of 4 kB, in messages of
+at most a few hundred bytes. After a random time one of them, trainers and servers in turn, gets SIGKILL. Every survivor
 must name it within the timeout of 8 s, have no version, and refuse to serve; nothing that a rank had in shared memory
 may be left there. Then the rank is started again, all meet anew in the store, and the next full refit must be the
 reference's, bit for bit. A restart of the server kills both of its ranks at once, and starts both again. A rank that
