@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
 
-from shardplan.interop.derivation.forked_ranks import Parameters, forked
+from shardplan.interop.derivation.forked_ranks import Parameters
 
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
@@ -49,4 +49,4 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
             held = {n: p for n, p in model.named_parameters() if "lora_" in n}
             return {n: p.to_local().detach().numpy() for n, p in held.items()}
 
-        return forked(case.ranks, one)
+        return fork_ranks(case.ranks, one)

@@ -58,12 +58,14 @@ def moves_text(plan: RefitPlan) -> list[str]:
     for name, size, of, own in rows[:SHOWN]:
         room = WIDTH - 2 - len(name)  # a long name has its bytes below it
         lines += [f"  {name}{size.rjust(room)}"] if room > len(size) + 1 else [f"  {name}", size.rjust(WIDTH)]
-        whole = _wrapped(f"{of} -> {own}", "      ")
-        lines += whole if len(whole) == 1 else [*_wrapped(of, "      "), *_wrapped(f"-> {own}", "         ", "      ")]
+        whole = _wrap_lines(f"{of} -> {own}", "      ")
+        lines += (
+            whole if len(whole) == 1 else [*_wrap_lines(of, "      "), *_wrap_lines(f"-> {own}", "         ", "      ")]
+        )
     return lines + ([f"  ... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
 
 
-def _wrapped(text: str, indent: str = " " * 12, first: str | None = None) -> list[str]:
+def _wrap_lines(text: str, indent: str = " " * 12, first: str | None = None) -> list[str]:
     """A text in lines of at most `WIDTH` columns, cut at blanks; `first` stands before the first line."""
     start = indent if first is None else first.ljust(len(indent))
     return textwrap.wrap(
@@ -73,7 +75,7 @@ def _wrapped(text: str, indent: str = " " * 12, first: str | None = None) -> lis
 
 def dropped_text(plan: RefitPlan) -> list[str]:
     """Return a line of what the target does not take, where there is any."""
-    return _wrapped(", ".join(plan.dropped), first="dropped") if plan.dropped else []
+    return _wrap_lines(", ".join(plan.dropped), first="dropped") if plan.dropped else []
 
 
 def side_text(weights: Weights) -> str:
@@ -92,19 +94,19 @@ def refit_text(plan: RefitPlan) -> str:
     return "\n".join(
         [
             f"refit       {plan.hash}",
-            *_wrapped(side_text(plan.source), first="source"),
-            *_wrapped(side_text(plan.target), first="target"),
+            *_wrap_lines(side_text(plan.source), first="source"),
+            *_wrap_lines(side_text(plan.target), first="target"),
             f"parameters  {format_bytes(total)} at the target",
             *moves_text(plan),
             *dropped_text(plan),
-            *_wrapped(
+            *_wrap_lines(
                 f"{format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
                 f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
                 f"{format_bytes(max(plan.received_bytes, default=0))} to one",
                 first="travels",
             ),
             f"memory      limit {limit} a rank beyond its parameters",
-            *_wrapped(f"{format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}", first="seconds"),
+            *_wrap_lines(f"{format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}", first="seconds"),
         ]
     )
 
@@ -130,14 +132,14 @@ def reshard_text(done: Any, dry_run: bool) -> str:
     """Return what `reshard` did, or would do: both sides, every stored parameter, files, memory and rate."""
     count, skipped = len(done.files), sum(f.skipped for f in done.files)
     lines = [
-        *_wrapped(side_text(done.plan.source), first="source"),
-        *_wrapped(f"{side_text(done.plan.target)}, form {done.form}", first="target"),
+        *_wrap_lines(side_text(done.plan.source), first="source"),
+        *_wrap_lines(f"{side_text(done.plan.target)}, form {done.form}", first="target"),
         f"parameters  {format_bytes(done.nbytes)}",
         *moves_text(done.plan),
         *dropped_text(done.plan),
         f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
         f"{format_bytes(done.least_memory_bytes)}",
-        *_wrapped(beside_text(done.beside), first="beside"),
+        *_wrap_lines(beside_text(done.beside), first="beside"),
         f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
     ]
     if done.processes > 1:
@@ -147,7 +149,7 @@ def reshard_text(done: Any, dry_run: bool) -> str:
         for f in done.files[:SHOWN]:
             who = f"  process {f.process}" if done.processes > 1 else ""
             lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}")
-            lines += _wrapped(f"needs {', '.join(f.parts or f.tensors)}", "      ")
+            lines += _wrap_lines(f"needs {', '.join(f.parts or f.tensors)}", "      ")
         lines += [f"  ... and {count - SHOWN} more"] if count > SHOWN else []
         return "\n".join([*lines, "nothing was written"])
     written = sum(f.nbytes for f in done.files if not f.skipped)
@@ -199,11 +201,11 @@ def derived_text(found: Any, files: Mapping[Path, WeightTable]) -> str:
     degree = ",tensor=2" if dict(memory.degrees).get("tensor") else ""
     return "\n".join(
         [
-            *_wrapped(f"{found.loader}, {runs}, in {format_seconds(found.seconds)}", first="loader"),
+            *_wrap_lines(f"{found.loader}, {runs}, in {format_seconds(found.seconds)}", first="loader"),
             f"parameters  {len(memory.parameters)}",
-            *_wrapped(checked, first="compared"),
-            *_wrapped(f"{own} of its checkpoint, {out} of what it loads into", first="tables"),
-            *_wrapped(f"shardplan convert FOLDER OUT --from {own} --to {out}{degree}", first="next"),
+            *_wrap_lines(checked, first="compared"),
+            *_wrap_lines(f"{own} of its checkpoint, {out} of what it loads into", first="tables"),
+            *_wrap_lines(f"shardplan convert FOLDER OUT --from {own} --to {out}{degree}", first="next"),
         ]
     )
 

@@ -26,7 +26,7 @@ class SavedShapes:
         """Save the model of the config; raises `LayoutError` where there is none."""
         self.saves, self.config = saves, dict(config)
         try:
-            self.first: Shapes = saves.saved(config)
+            self.first: Shapes = saves.saved_shapes(config)
         except Failure as error:
             raise LayoutError(f"{saves.name}: no model is made of the config: {excerpt(str(error))}") from None
         elements = sum(map(math.prod, self.first.values()))
@@ -37,16 +37,16 @@ class SavedShapes:
             )
         self._known: dict[tuple[tuple[str, int], ...], Shapes | None] = {(): self.first}
         numbers = {k: v for k, v in config.items() if type(v) is int and v > 1 and not k.endswith(_IDS)}
-        seen = {k: self.at({k: 2}) for k in numbers}
+        seen = {k: self.with_factors({k: 2}) for k in numbers}
         self.values = {k: n for k, n in numbers.items() if seen[k] not in (None, self.first)}
         """The fields on which names or shapes depend, with their values."""
 
-    def at(self, by: Mapping[str, int]) -> Shapes | None:
+    def with_factors(self, by: Mapping[str, int]) -> Shapes | None:
         """Return names and shapes where fields are so many times as large, None where no model is made."""
         key = tuple(sorted(by.items()))
         if key not in self._known:
             try:
-                self._known[key] = self.saves.saved(self.larger(by))
+                self._known[key] = self.saves.saved_shapes(self.larger(by))
             except Failure:
                 self._known[key] = None
         return self._known[key]
@@ -59,7 +59,7 @@ class SavedShapes:
         """Return a config with as many fields as possible three times as large, None where there is none."""
         by: dict[str, int] = {}
         for field in self.values:
-            if self.at({**by, field: 3}) is not None:
+            if self.with_factors({**by, field: 3}) is not None:
                 by[field] = 3
         return self.larger(by) if by else None
 
@@ -119,7 +119,11 @@ def _patterns(shapes: SavedShapes) -> dict[str, list[str]]:
 def _counting(shapes: SavedShapes, text: str, place: int, found: set[int]) -> str | None:
     """The field that counts a number in names, None where it is part of the name; raises `LayoutError`."""
     for field, value in shapes.values.items():
-        doubled = {int(_NUMBER.findall(n)[place]) for n in shapes.at({field: 2}) or () if _NUMBER.sub("{}", n) == text}
+        doubled = {
+            int(_NUMBER.findall(n)[place])
+            for n in shapes.with_factors({field: 2}) or ()
+            if _NUMBER.sub("{}", n) == text
+        }
         if doubled and doubled != found:
             if found == set(range(value)) and doubled == set(range(2 * value)):
                 return field
@@ -132,7 +136,7 @@ def _counting(shapes: SavedShapes, text: str, place: int, found: set[int]) -> st
 
 def _dim_formula(shapes: SavedShapes, name: str, dim: int) -> SizeFormula:
     def sizes(by: Mapping[str, int]) -> int | None:
-        found = shapes.at(by)
+        found = shapes.with_factors(by)
         return None if found is None or name not in found else found[name][dim]
 
     size = shapes.first[name][dim]

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardplan.errors import LayoutError, ParseError, excerpt, line, optional
 from shardplan.interop import safetensors
-from shardplan.interop.derivation.forked_ranks import forked
+from shardplan.interop.derivation.forked_ranks import fork_ranks
 from shardplan.movement.weights.probe import Named
 
 # What fields of transformers' configs are in a trial, where a config has them: as small as heads and experts allow.
@@ -107,7 +107,7 @@ class ModelClass:
         with torch.random.fork_rng(devices=[]):
             return self.make(made).float()
 
-    def saved(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def saved_shapes(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of what a model of a config saves: `save_pretrained`, else its state."""
         model = self.model(config)
         if not hasattr(model, "save_pretrained"):
@@ -127,7 +127,7 @@ class ModelClass:
         )
         if ranks == 1 and self.kind != "load_weights":
             return lambda named: {0: load(config, named)}
-        return lambda named: forked(ranks, lambda _: load(config, named))
+        return lambda named: fork_ranks(ranks, lambda _: load(config, named))
 
     def _load_weights(self, config: Mapping[str, Any], named: Named) -> dict[str, np.ndarray]:
         torch = optional("torch", "torch")
@@ -135,13 +135,13 @@ class ModelClass:
         for tensor in model.parameters():
             tensor.data.zero_()
         model.load_weights((n, torch.from_numpy(np.array(a))) for n, a in named.items())
-        return _held(model)
+        return _loaded_tensors(model)
 
     def _load_state(self, config: Mapping[str, Any], named: Named) -> dict[str, np.ndarray]:
         torch = optional("torch", "torch")
         model = self.model(config)
         model.load_state_dict({n: torch.from_numpy(np.array(a)) for n, a in named.items()}, strict=False)
-        return _held(model)
+        return _loaded_tensors(model)
 
     def _from_pretrained(self, config: Mapping[str, Any], named: Named) -> dict[str, np.ndarray]:
         torch = optional("torch", "torch")
@@ -150,10 +150,10 @@ class ModelClass:
             safetensors.write(Path(folder) / "model.safetensors", arrays, {"format": "pt"})
             made = self.make.config_class(**config).to_dict() | {"architectures": [self.make.__name__]}
             (Path(folder) / "config.json").write_text(json.dumps(made | {"dtype": "float32"}, default=str))
-            return _held(self.make.from_pretrained(folder, dtype=torch.float32))
+            return _loaded_tensors(self.make.from_pretrained(folder, dtype=torch.float32))
 
 
-def _held(model: Any) -> dict[str, np.ndarray]:
+def _loaded_tensors(model: Any) -> dict[str, np.ndarray]:
     """What a model has: its parameters, and buffers that are saved, each under its first name."""
     kept = model.state_dict().keys()
     held = dict(model.named_parameters())
