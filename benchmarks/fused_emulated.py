@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from benchmarks.common import arguments, record, table, write
 from benchmarks.fused_pairs import RankPair, Sizes, away, pair_of, shape_of
-from tests.fused.forked import Exchange
+from tests.fused.forked import Exchange, forked
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators.call_context import starts, tile_sizes
@@ -167,7 +167,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
     for sizes in CASES:
-        found = fork_ranks(RANKS, lambda rank, exchange, s=sizes: measured(rank, exchange, s, options.count), 240.0)
+        found = forked(RANKS, lambda rank, exchange, s=sizes: measured(rank, exchange, s, options.count), 240.0)
         if any(not isinstance(f, dict) or f["away"] > 1e-4 for f in found):
             raise SystemExit(f"{sizes.name}: {[f if isinstance(f, str) else f['away'] for f in found]}")
         rows += [row(sizes, found, ratio, order, n) for order, n in WAYS for ratio in RATIOS]

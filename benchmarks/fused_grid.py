@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from benchmarks.common import arguments, geomean, record, table, write
 from benchmarks.fused_pairs import KINDS, BagsPair, GemmPair, Sizes, VectorPair, away, heap_bytes, pair_of
-from tests.fused.forked import Exchange
+from tests.fused.forked import Exchange, forked
 from torch import distributed as dist
 
 from shardplan.fused.deciding.calibrate import calibrate, pair_work
@@ -198,9 +198,7 @@ def on_rank(rank: int, exchange: Exchange, shapes: Sequence[Sizes], count: int, 
 def measured(shapes: Sequence[Sizes], count: int) -> list[dict[str, list[float]]]:
     """By shape and variant, in every repetition the larger of the ranks' seconds; wrong results are an error."""
     with tempfile.TemporaryDirectory() as folder:
-        found = fork_ranks(
-            RANKS, lambda rank, exchange: on_rank(rank, exchange, shapes, count, f"{folder}/meet"), 600.0
-        )
+        found = forked(RANKS, lambda rank, exchange: on_rank(rank, exchange, shapes, count, f"{folder}/meet"), 600.0)
     if any(isinstance(f, str) for f in found):
         raise SystemExit(f"a rank failed: {found}")
     for sizes, each in zip(shapes, zip(*found, strict=True), strict=True):

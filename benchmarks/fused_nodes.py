@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from benchmarks.common import arguments, record, table, write
 from benchmarks.fused_pairs import BagsPair, Sizes, away, heap_bytes
-from tests.fused.forked import Exchange
+from tests.fused.forked import Exchange, forked
 
 from shardplan.execution.lab import Cluster, missing, network
 from shardplan.execution.lab.cluster import CONSTANTS
@@ -109,7 +109,7 @@ def measured(file: Path, count: int) -> None:
 
     cluster = Cluster.of("2x2", (UPLINK, LINK))
     network.build(cluster)
-    found = fork_ranks(RANKS, lambda rank, exchange: on_rank(rank, exchange, cluster, wire_seconds(), count), 400.0)
+    found = forked(RANKS, lambda rank, exchange: on_rank(rank, exchange, cluster, wire_seconds(), count), 400.0)
     file.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from benchmarks.common import arguments, record, table, write
-from tests.fused.forked import Exchange, run
+from tests.fused.forked import Exchange, forked, run
 from tests.fused.sequences import tried
 
 from shardplan.fused.calls.agreement import KNOWN
@@ -112,7 +112,7 @@ def on_rank(rank: int, exchange: Exchange) -> dict[str, list[float]]:
 
 def added(ranks: int) -> dict[str, Any]:
     """What the exchange adds to a call, the slower rank's block each time."""
-    said = fork_ranks(ranks, on_rank, 600.0)
+    said = forked(ranks, on_rank, 600.0)
     worst = {key: [max(each[key][k] for each in said) * 1e6 for k in range(BLOCKS)] for key in said[0]}
     row: dict[str, Any] = {"ranks": ranks}
     for name in ("gemm", "gemv", "bags"):
