@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.loaders.cases import LATENT, LLAMA, MOE, LoaderCase, Named
 
 from shardplan.interop.checkpoint import reshard
-from shardplan.interop.derivation.forked_ranks import Parameters
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 from shardplan.movement.weights.weights import Weights
 
 torch: Any = importlib.import_module("torch")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
 
-from shardplan.interop.derivation.forked_ranks import Parameters
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")

@@ -28,7 +28,7 @@ from unittest.mock import MagicMock
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
 
-from shardplan.interop.derivation.forked_ranks import Parameters
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 
 KERNELS = ("torchvision", "sgl_kernel", "flashinfer")
 # Table, module, class, and transformers' config.

@@ -19,7 +19,7 @@ from benchmarks.loaders import vllm
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase
 
 import shardplan as sp
-from shardplan.interop.derivation.forked_ranks import Parameters
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 from shardplan.interop.torch.refit.engine import TransferEngine, transfer_info
 
 torch: Any = importlib.import_module("torch")
