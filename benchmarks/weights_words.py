@@ -94,7 +94,7 @@ def judge(kind: str, place: Path) -> list[dict[str, Any]]:
 
 
 def page_table(found: dict[str, Any]) -> str:
-    """Return the table of a result as `docs/conversions.md` has it: a row for what was read."""
+    """Return the table of a result as `docs/weights.md` has it: a row for what was read."""
     said: dict[tuple[str, str], list[bool]] = {}
     for row in found["rows"]:
         said.setdefault((row["from"], row["to"]), []).append(row["equal"])
