@@ -90,6 +90,8 @@ def test_a_class_that_loads_its_own_state_is_one_of_equal_names() -> None:
         (lambda a, b, c: a * b // c, ("a", "b", "c"), "a * b / c"),
         (lambda a, b, c: a * b + 2 * b, ("a", "b", "c"), "2 * b + a * b"),
         (lambda a, b, c: a * a, ("a", "b", "c"), None),
+        (lambda a, b, c: a * b + max(0, a - 8), ("a", "b", "c"), None),  # which only three times as much shows
+        (lambda a, b, c: a * b + 2 * b + max(0, a - 8), ("a", "b", "c"), None),
         (lambda a, b, c: a * b + a % 3, ("a", "b", "c"), None),
     ],
 )

@@ -43,13 +43,14 @@ def fit_size(size: int, values: Mapping[str, int], sizes: Sizes) -> SizeFormula 
     fields = [f for f, r in ratios.items() if r != 1]
     if not fields:
         return SizeFormula(size)
-    every = sizes(dict.fromkeys(fields, 2))
+    every, thrice = sizes(dict.fromkeys(fields, 2)), sizes(dict.fromkeys(fields, 3))
     up = tuple(f for f in fields if ratios[f] == 2)
     down = tuple(f for f in fields if ratios[f] == Fraction(1, 2))
     if len(up) + len(down) == len(fields):
         times = Fraction(size * math.prod(values[f] for f in down), math.prod(values[f] for f in up))
         whole = Fraction(size) * 2 ** len(up) / 2 ** len(down)
-        if times.denominator == 1 and every in (None, whole):
+        more = Fraction(size) * 3 ** len(up) / 3 ** len(down)
+        if times.denominator == 1 and every in (None, whole) and thrice in (None, more):
             return SizeFormula(int(times), up, down)
     return None if down or len(fields) > _MOST_FIELDS else _fit_sum(fields, values, sizes)
 
