@@ -24,7 +24,7 @@ from shardplan.core.step import Step  # noqa: E402
 from shardplan.execution.mpi import agreed_programs as mpi_agreed  # noqa: E402
 from shardplan.execution.mpi import run as mpi  # noqa: E402
 from shardplan.execution.mpi import steps as mpi_steps  # noqa: E402
-from shardplan.execution.mpi.mail import mail  # noqa: E402
+from shardplan.execution.mpi.letters import letters as world_letters  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
 RANK = WORLD.Get_rank()
@@ -209,7 +209,7 @@ def swapped(kind: str, least: float) -> None:
 
 def counted() -> None:
     """Count the letters of first and of later calls, and of calls of more programs than are remembered."""
-    letters, sent = mail(), []
+    letters, sent = world_letters(), []
     programs = [gathers(8 * k) for k in (1, 2, 3)]
     for program in (*programs, *programs, *programs):
         before = letters.sent

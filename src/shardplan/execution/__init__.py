@@ -5,6 +5,7 @@ Reading order:
 - `run`         `run`, and the table of backends
 - `live`        a job whose state stays in shards from step to step; `interop.start` opens one
 - `lower`       what one device does in an op: the parts of its arrays that it sends, receives and keeps
+- `agreement`   how ranks find out whether all come with the same, whatever carries their words
 - `torch`       the backend over torch.distributed
 - `mpi`         the backend over mpi4py
 - `rounds`      the general move as padded permutes, in numpy: for a backend without an all-to-all-v

@@ -7,8 +7,7 @@ Reading order:
 - `steps`           the ops bound to a rank: `bind`, those that only move, and those without messages
 - `binding`         what the steps of a program share: datatypes, groups, rounds
 - `wire`            `MpiWire`: datatypes and traffic, with bounded waits and counted bytes
-- `agree`           what ranks say to each other to start a program, and when
 - `agreed_programs` the programs that ranks have agreed on, each with its communicators
-- `mail`            letters between ranks, which carry all that is no data
+- `letters`         letters between ranks, which carry all that is no data
 - `faults`          `MpiWatch`: bounded waits, and one clear error that ends all ranks
 """

@@ -17,13 +17,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardplan.execution.mpi.agree import Agreement, NotStarted, Refusal, Word, Words, program_name
+from shardplan.errors import BackendError
+from shardplan.execution.agreement import Agreement, Comes, Fails, Refusal, Word, Words, describe_unlike
 from shardplan.execution.mpi.faults import MpiWatch, error_line
-from shardplan.execution.mpi.mail import LEAVING, Mail, mail
+from shardplan.execution.mpi.letters import LEAVING, Letters, letters
+from shardplan.execution.rank_names import NAME_DIGITS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,6 +35,10 @@ CREATION = 1  # the tag of the messages that make a communicator
 Members = tuple[int, ...]  # ranks of the world, in member order
 AgreementKey = tuple[bytes, int]  # the name of a set of ranks, the number of its agreement
 NAME_BYTES = 16  # of the digest that names a set of ranks: enough that no two are called alike
+
+
+class NotStarted(BackendError):
+    """A run that was refused before any rank sent anything: every rank of the set raises and lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +84,51 @@ class AgreedProgram:
         return self.withdrawal.why if self.withdrawal is not None and self.withdrawal.run <= self.run else ""
 
 
+@dataclass(frozen=True, slots=True)
+class AgreementMail:
+    """The mail of one agreement: see `agreement.Mail`."""
+
+    key: AgreementKey
+    letters: Letters
+    inboxes: dict[AgreementKey, dict[int, Word]]  # those of all agreements under way; the last word of each sender
+
+    def post(self, words: Words) -> None:
+        """Send a letter for each word."""
+        for rank, word in words:
+            self.letters.post(rank, Letter(self.key, word))
+
+    def collect(self, seconds: float = 0.0) -> Mapping[int, Word]:
+        """Return the words that have come; who polls waits elsewhere."""
+        self.letters.collect()
+        found, self.inboxes[self.key] = self.inboxes[self.key], {}
+        return found
+
+    def close(self) -> None:
+        """Leave: later words are of no use."""
+        self.inboxes.pop(self.key, None)
+
+
 class AgreedPrograms:
     """What this process has agreed on with others."""
 
-    def __init__(self, letters: Mail) -> None:
+    def __init__(self, letters: Letters) -> None:
         """Begin with nothing."""
-        self._mail = letters
+        self._letters = letters
         self._begun: Counter[bytes] = Counter()  # agreements, by the name of the set of ranks
         self._made: dict[bytes, list[AgreedProgram]] = {}  # by that name; oldest first
-        self._open: dict[AgreementKey, Agreement] = {}
-        self._early: dict[AgreementKey, list[tuple[int, Word]]] = {}  # sender and word, said before this process came
+        self._inboxes: dict[AgreementKey, dict[int, Word]] = {}  # of agreements under way, or yet to be come to
         letters.set_reader(Letter, self._hear_word)
         self._parted: dict[int, Parting] = {}  # by rank
         letters.set_reader(Withdrawal, self._withdrawn)
         letters.set_reader(Parting, self._parted.__setitem__)
+
+    def join(self, watch: MpiWatch, digest: bytes, groups: Sequence[Members]) -> dict[Members, MPI.Intracomm]:
+        """Begin a run with all its ranks; return its communicators. A rank alone needs none; raises as `agree`."""
+        if len(watch.ranks) == 1:
+            return {}
+        agreed = self.enter(watch.ranks, digest) or self.agree(watch, digest, groups)
+        watch.stopped = functools.partial(self.stop_reason, watch.ranks, agreed)
+        return agreed.communicators
 
     def enter(self, ranks: Members, digest: bytes) -> AgreedProgram | None:
         """Begin a run of a program agreed on; None where the ranks have to agree.
@@ -102,7 +139,7 @@ class AgreedPrograms:
         agreed = self._find(ranks, digest)
         if agreed is None:
             return None
-        self._mail.collect()
+        self._letters.collect()
         agreed.run += 1
         if agreed.withdrawal is None or not agreed.stop_reason:
             return agreed
@@ -118,24 +155,20 @@ class AgreedPrograms:
             NotStarted: A rank runs another program, cannot run, or has ended.
             TimedOut: Some ranks did not come; they are named.
         """
-        agreement, key = self._begin(watch.ranks, watch.rank, digest)
-        self._open[key] = agreement
-        self._post(key, agreement.open())
-        for sender, word in self._early.pop(key, []):
-            self._post(key, agreement.hear(sender, word))
+        mail = self._begin(watch.ranks)
+        agreement = Agreement.in_tree(watch.ranks, watch.rank, Comes(digest))
+        mail.post(agreement.open())
 
         def done() -> bool:
-            self._mail.collect()
-            if agreement.verdict is None and (why := self._end_reason(watch.ranks, key)):
-                self._post(key, agreement.refuse(f"{watch.name} did not start: {why}"))
-            return agreement.verdict is not None and self._mail.has_sent_all()
+            mail.post(agreement.hear({**mail.collect(), **self._ended(watch.ranks, mail.key)}))
+            return agreement.verdict is not None and self._letters.has_sent_all()
 
         watch.gather(done, lambda: agreement.waits_for)
-        del self._open[key]
+        mail.close()
         if isinstance(agreement.verdict, Refusal):
-            raise NotStarted(f"{agreement.verdict.why}; nothing was sent")
-        agreed = AgreedProgram(key, digest, run=1)
-        made = self._made.setdefault(key[0], [])
+            raise refusal_error(watch, agreement.verdict)
+        agreed = AgreedProgram(mail.key, digest, run=1)
+        made = self._made.setdefault(mail.key[0], [])
         made.append(agreed)
         with watch.abort_on_timeout("its communicators were not made"):
             while len(made) > MOST_AGREED:  # every rank of the set forgets this one now
@@ -145,23 +178,24 @@ class AgreedPrograms:
         return agreed
 
     def refuse(self, ranks: Members, rank: int, digest: bytes, error: BaseException) -> None:
-        """Tell the others that this rank raises `error` instead of beginning a run."""
-        why = f"rank {rank} raised {error_line(error)}"
+        """Tell the others, if there are any, that this rank raises `error` instead of beginning a run."""
+        why = f"raised {error_line(error)}"
         agreed = self._find(ranks, digest)
         if agreed is None:
-            agreement, key = self._begin(ranks, rank, digest)
-            self._early.pop(key, None)
-            self._post(key, agreement.refuse(f"{program_name(digest)} did not start: {why}"))
+            mail = self._begin(ranks)
+            mail.post(Agreement.in_tree(ranks, rank, Fails(why)).open())
+            mail.close()
         else:
             agreed.over = True
             for r in ranks:
                 if r != rank:
-                    self._mail.post(r, Withdrawal(agreed.key, agreed.run + 1, why))
-        self._mail.flush(LEAVING)
+                    self._letters.post(r, Withdrawal(agreed.key, agreed.run + 1, f"rank {rank} {why}"))
+        self._letters.flush(LEAVING)
 
     def stop_reason(self, ranks: Members, agreed: AgreedProgram) -> str:
         """Say why the run that this process is in cannot end; nothing where it can."""
-        return agreed.stop_reason or self._end_reason(ranks, agreed.key, agreed.run)
+        ended = self._ended(ranks, agreed.key, agreed.run)
+        return agreed.stop_reason or next((f"rank {rank} {word.why}" for rank, word in ended.items()), "")
 
     def announce_end(self, error: BaseException) -> None:
         """Tell all ranks that `error` ends this process, and how far it has come."""
@@ -172,43 +206,57 @@ class AgreedPrograms:
         letter = Parting(error_line(error), dict(self._begun), runs)
         for rank in range(world.Get_size()):
             if rank != world.Get_rank():
-                self._mail.post(rank, letter)
-        self._mail.flush(LEAVING)
+                self._letters.post(rank, letter)
+        self._letters.flush(LEAVING)
 
-    def _end_reason(self, ranks: Members, key: AgreementKey, run: int = 0) -> str:
-        """Say which rank has ended before it came to an agreement, or to a run of the program agreed on, and why."""
-        for rank, letter in self._parted.items():
-            came = letter.runs.get(key, 0) >= run if run else letter.begun.get(key[0], 0) >= key[1]
-            if rank in ranks and not came:
-                return f"rank {rank} ended: {letter.error}"
-        return ""
+    def _ended(self, ranks: Members, key: AgreementKey, run: int = 0) -> dict[int, Fails]:
+        """Return the words of ranks that ended before they came to an agreement, or to a run of what was agreed on."""
+        return {
+            rank: Fails(f"ended: {letter.error}")
+            for rank, letter in self._parted.items()
+            if rank in ranks and not (letter.runs.get(key, 0) >= run if run else letter.begun.get(key[0], 0) >= key[1])
+        }
 
     def _find(self, ranks: Members, digest: bytes) -> AgreedProgram | None:
         made = self._made.get(_name(ranks), [])
         return next((p for p in reversed(made) if p.digest == digest and not p.over), None)
 
-    def _begin(self, ranks: Members, rank: int, digest: bytes) -> tuple[Agreement, AgreementKey]:
+    def _begin(self, ranks: Members) -> AgreementMail:
         name = _name(ranks)
         self._begun[name] += 1
-        return Agreement(ranks, rank, digest), (name, self._begun[name])
-
-    def _post(self, key: AgreementKey, words: Words) -> None:
-        for rank, word in words:
-            self._mail.post(rank, Letter(key, word))
+        key = name, self._begun[name]
+        self._inboxes.setdefault(key, {})
+        return AgreementMail(key, self._letters, self._inboxes)
 
     def _hear_word(self, sender: int, letter: Letter) -> None:
-        """Read a word: of an agreement under way, or of one that this process has yet to come to."""
+        """Keep a word: of an agreement under way, or of one that this process has yet to come to."""
         name, number = letter.key
-        if letter.key in self._open:
-            self._post(letter.key, self._open[letter.key].hear(sender, letter.word))
-        elif number > self._begun[name]:
-            self._early.setdefault(letter.key, []).append((sender, letter.word))
+        if letter.key in self._inboxes or number > self._begun[name]:
+            self._inboxes.setdefault(letter.key, {})[sender] = letter.word
         # else of an agreement that this process has left: it was refused
 
     def _withdrawn(self, sender: int, letter: Withdrawal) -> None:
         for agreed in self._made.get(letter.key[0], []):
             if agreed.key == letter.key and (agreed.withdrawal is None or letter.run < agreed.withdrawal.run):
                 agreed.withdrawal = letter
+
+
+def refusal_error(watch: MpiWatch, refusal: Refusal) -> NotStarted:
+    """Return the error of a run that was refused: it names who does not come, or two ranks that run unlike programs."""
+    if refusal.failure:
+        return NotStarted(f"{watch.name} did not start: rank {refusal.failure}; nothing was sent")
+    (rank, own), *others = refusal.offers.items()
+    other, theirs = next(pair for pair in others if pair[1] != own)
+    return NotStarted(describe_unlike(watch.ranks, rank, program_name(own), f"rank {other}", program_name(theirs)))
+
+
+def program_name(digest: bytes) -> str:
+    """Return what a program is called in messages.
+
+    >>> program_name(bytes(range(32)))
+    'program 00010203'
+    """
+    return f"program {digest.hex()[:NAME_DIGITS]}"
 
 
 def connect(groups: Sequence[Members]) -> dict[Members, MPI.Intracomm]:
@@ -237,4 +285,4 @@ def _name(ranks: Members) -> bytes:
 @functools.cache
 def agreed_programs() -> AgreedPrograms:
     """Return what this process has agreed on."""
-    return AgreedPrograms(mail())
+    return AgreedPrograms(letters())

@@ -18,12 +18,13 @@ import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from shardplan.errors import BackendError, ShardplanError, TimedOut
-from shardplan.execution.mpi.mail import Mail
+from shardplan.execution.agreement import late_error, silent
+from shardplan.execution.mpi.letters import Letters
 from shardplan.execution.rank_names import format_ranks, name_ranks
 
 STATUS = 4  # of a process that fails while running
@@ -90,27 +91,23 @@ class MpiWatch:
     name: str  # of the program, for messages
     steps: Sequence[str]  # their texts, for messages
     timeout: float  # seconds that any wait may take
-    mail: Mail
+    letters: Letters
     stopped: Callable[[], str] = str  # says why the run cannot end; an empty text where it can
     step: int = -1  # the one that runs; -1 before the first
-    _waits_for: list[int] = field(default_factory=list[int])  # ranks, as it answers to those who ask
+    _waits_for: Callable[[], list[int]] = list[int]  # ranks, as it answers to those who ask
 
     def __post_init__(self) -> None:
         """Answer those who ask."""
-        self.mail.set_reader(
-            Question, lambda sender, _: self.mail.post(sender, Answer(self.name, tuple(self._waits_for)))
+        self.letters.set_reader(
+            Question, lambda sender, _: self.letters.post(sender, Answer(self.name, tuple(self._waits_for())))
         )
 
     def gather(self, done: Callable[[], bool], waits_for: Callable[[], list[int]]) -> None:
         """Poll `done`, which reads letters, until the ranks have agreed; raises as `wait`, where ranks do not come."""
-
-        def test() -> bool:
-            self._waits_for = waits_for()
-            return done()
-
-        if not self._poll(test):
+        self._waits_for = waits_for
+        if not self._poll(done):
             raise self._late_error(f"{self.name} did not start", f" of {format_ranks(self.ranks)}")
-        self._waits_for = []
+        self._waits_for = list[int]
 
     def wait(self, done: Callable[[], bool], waits_for: Callable[[], list[int]], group: Sequence[int]) -> None:
         """Poll `done`, which tests requests under way, until it is true; letters are read meanwhile.
@@ -129,18 +126,18 @@ class MpiWatch:
         def test() -> bool:
             found = done()
             if not found:
-                self._waits_for = waits_for()
-                self.mail.collect()
+                self.letters.collect()
                 if why := self.stopped():
                     raise BackendError(f"{self._step_text(group)}: {why}")
             return found
 
+        self._waits_for = waits_for
         try:
             if not self._poll(test):
                 raise self._late_error(self._step_text(group))
         except MPI.Exception as error:
             raise BackendError(f"{self._step_text(group)}: MPI failed: {error}") from None
-        self._waits_for = []
+        self._waits_for = list[int]
 
     @contextlib.contextmanager
     def abort_on_timeout(self, what: str) -> Generator[None]:
@@ -175,44 +172,25 @@ class MpiWatch:
     def _late_error(self, where: str, among: str = "") -> ShardplanError:
         """Return the error of a wait that took too long."""
         answers = self._roll_call()
-        missing = silent(self.rank, self._waits_for, {r: a.waits_for for r, a in answers.items()})
+        missing = silent(self.rank, self._waits_for(), {r: a.waits_for for r, a in answers.items()}.get)
         other = next((a.name for a in answers.values() if a.name != self.name), None)
         if other is not None and all(r in answers for r in missing):
             strays = name_ranks(r for r, a in answers.items() if a.name == other)
             return BackendError(f"{where}: {other} is run by {strays} at the same time")
-        return TimedOut(f"{where}: {name_ranks(missing)}{among} did not arrive within {self.timeout:g} s")
+        return late_error(where, missing, among, self.timeout)
 
     def _roll_call(self) -> dict[int, Answer]:
         """Ask the ranks that this one waits for, and those that they wait for, and so on; return what they answer."""
         answers: dict[int, Answer] = {}
         asked = {self.rank}
-        self.mail.set_reader(Answer, answers.__setitem__)
+        self.letters.set_reader(Answer, answers.__setitem__)
 
         def done() -> bool:
-            self.mail.collect()
-            for r in {*self._waits_for, *(r for a in answers.values() for r in a.waits_for)} - asked:
+            self.letters.collect()
+            for r in {*self._waits_for(), *(r for a in answers.values() for r in a.waits_for)} - asked:
                 asked.add(r)
-                self.mail.post(r, Question())
+                self.letters.post(r, Question())
             return len(answers) == len(asked) - 1
 
         self._poll(done, min(ROLL_CALL, self.timeout / 2))
         return answers
-
-
-def silent(rank: int, waits_for: Sequence[int], answers: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the ranks without an answer that `rank` waits for, over others if need be; if all answer, its own peers.
-
-    >>> silent(0, [1], {1: [2], 3: [0]})
-    [2]
-    """
-    seen, found, ahead = {rank}, set[int](), list(waits_for)
-    while ahead:
-        r = ahead.pop()
-        if r in seen:
-            continue
-        seen.add(r)
-        if r in answers:
-            ahead += answers[r]
-        else:
-            found.add(r)
-    return sorted(found or set(waits_for))

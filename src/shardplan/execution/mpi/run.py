@@ -9,12 +9,14 @@ after that ends all ranks (`faults`).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,14 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
+from shardplan.execution.agreement import refusing
 from shardplan.execution.drive import Hands, Running, drive, finish, run_under_watch
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.lower import check_own_ids, own_shards, place_of
-from shardplan.execution.mpi.agree import NotStarted, program_name
-from shardplan.execution.mpi.agreed_programs import agreed_programs
+from shardplan.execution.mpi.agreed_programs import NotStarted, agreed_programs, program_name
 from shardplan.execution.mpi.binding import Binding, maker
 from shardplan.execution.mpi.faults import MpiWatch, abort
-from shardplan.execution.mpi.mail import mail
+from shardplan.execution.mpi.letters import letters
 from shardplan.execution.mpi.steps import bind_step
 from shardplan.execution.mpi.wire import DATA, TAGS, MpiWire
 from shardplan.execution.mpi.world import start
@@ -114,6 +116,17 @@ def end() -> None:
         forget()
 
 
+@contextlib.contextmanager
+def abort_on_error() -> Generator[None]:
+    """End all ranks where the block raises, unless nothing has started, or is to go on."""
+    try:
+        yield
+    except (NotStarted, GeneratorExit):
+        raise
+    except BaseException as error:
+        abort(error)
+
+
 def run_program(
     program: Program, inputs: Sequence[Sequence[Any]], *, timeout: float, record: Record | None = None
 ) -> list[list[np.ndarray]]:
@@ -129,37 +142,20 @@ def run_program(
         _values(program, inputs, rank)
         return [[] for _ in program.outputs]
     ranks, digest = program.devices, digest_of(program)
-    alone = len(ranks) == 1
-    try:
+    with refusing(partial(agreed_programs().refuse, ranks, rank, digest)):
         values, bound = _values(program, inputs, rank), executable(program, rank)
         check_own_ids(program, values, rank)
-    except BaseException as error:  # an interrupt too: the other ranks would wait for this one
-        if not alone:
-            agreed_programs().refuse(ranks, rank, digest, error)
-        raise
-    watch = MpiWatch(ranks, rank, program_name(digest), bound.texts, timeout, mail())
-    try:
-        wire = MpiWire(ranks, {}, watch)
-        if not alone:
-            agreed = agreed_programs().enter(ranks, digest) or agreed_programs().agree(
-                watch, digest, bound.binding.groups
-            )
-            wire.communicators, watch.stopped = (
-                agreed.communicators,
-                functools.partial(agreed_programs().stop_reason, ranks, agreed),
-            )
+    watch = MpiWatch(ranks, rank, program_name(digest), bound.texts, timeout, letters())
+    with abort_on_error():
+        wire = MpiWire(ranks, agreed_programs().join(watch, digest, bound.binding.groups), watch)
         results = finish(bound.drive(values, wire, record))
-    except NotStarted:
-        raise
-    except BaseException as error:
-        abort(error)
     return by_output(program, results, rank)
 
 
 def decline(program: Program, error: BaseException) -> None:
     """Tell the other ranks of a program that this one raises instead of running it."""
     rank, ranks = rank_among(program.devices, "program"), program.devices
-    if rank in ranks and len(ranks) > 1:
+    if rank in ranks:
         agreed_programs().refuse(ranks, rank, digest_of(program), error)
 
 
@@ -195,32 +191,16 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
     if rank not in offered.devices:
         return None
     digest, ranks = bytes.fromhex(offered.digest), offered.devices
-    alone = len(ranks) == 1
-    watch = MpiWatch(ranks, rank, offered.name, [], timeout, mail())
-    communicators: dict[tuple[int, ...], Any] = {}
-    try:
+    watch = MpiWatch(ranks, rank, offered.name, [], timeout, letters())
+    with refusing(partial(agreed_programs().refuse, ranks, rank, digest)):
         if offered.problem is not None:
             raise offered.problem
         mine = [executable(program, rank) for program in offered.programs(True) if rank in program.devices]
-    except BaseException as error:  # an interrupt too: the other ranks would wait for this one
-        if not alone:
-            agreed_programs().refuse(ranks, rank, digest, error)
-        raise
-    try:
-        if not alone:
-            groups = [group for bound in mine for group in bound.binding.groups]
-            agreed = agreed_programs().enter(ranks, digest) or agreed_programs().agree(watch, digest, groups)
-            communicators, watch.stopped = (
-                agreed.communicators,
-                functools.partial(agreed_programs().stop_reason, ranks, agreed),
-            )
-    except NotStarted:
-        raise
-    except BaseException as error:
-        abort(error)
+    with abort_on_error():
+        communicators = agreed_programs().join(watch, digest, [g for bound in mine for g in bound.binding.groups])
 
     def started(program: Program, inputs: Sequence[Shards], turn: int, record: Record | None) -> Running:
-        try:
+        with abort_on_error():
             bound = executable(program, rank)
             wire = MpiWire(ranks, communicators, watch, DATA + turn % TAGS)
             values = _values(program, inputs, rank)
@@ -228,10 +208,6 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
                 shards.clear()
             running = bound.drive(values, wire, record)
             return by_output(program, (yield from run_under_watch(running, watch, bound.texts)), rank)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            abort(error)
 
     return Hand(started, frozenset((rank,)))
 

@@ -22,7 +22,7 @@ TAG = 2**14 + 11  # on COMM_WORLD, where the user's own messages travel: within 
 
 
 @dataclass(slots=True)
-class Mail:
+class Letters:
     """The letters of this process."""
 
     sent: int = 0  # letters posted so far
@@ -62,6 +62,6 @@ class Mail:
 
 
 @functools.cache
-def mail() -> Mail:
+def letters() -> Letters:
     """Return the letters of this process."""
-    return Mail()
+    return Letters()
