@@ -15,16 +15,19 @@ of running comes with what it raises in place of a digest.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardplan.core.program import Program
 from shardplan.errors import BackendError, TimedOut
+from shardplan.execution import agreement
+from shardplan.execution.agreement import Agreement, Comes, Fails, Refusal, Word, Words, meet
 from shardplan.execution.rank_names import format_ranks
 
 MOST_OPERATIONS = 5
@@ -44,29 +47,17 @@ def agree(program: Program, timeout: float) -> None:
         BackendError: Another program in another process, on every process; no `jax.distributed.initialize()`.
         TimedOut: Processes that did not come, by number.
     """
-    import jax  # pyright: ignore[reportMissingImports]
-
-    if jax.process_count() == 1:
+    if not (processes := _meeting_processes(program.devices)):
         return
-    processes = processes_of(program.devices)
-    me = jax.process_index()
     digest = hashlib.sha256(str(program).encode()).hexdigest()
-    if me not in processes or len(processes) == 1 or (digest, processes) in _agreed:
-        return
-    meeting = Meeting(_client(), me, processes, _meetings[processes], f"a program of {len(program.steps)} steps")
-    _meetings[processes] += 1
-    meeting.hold(digest, timeout)
-    _agreed.add((digest, processes))
+    if (digest, processes) not in _agreed:
+        _next_meeting(processes, f"a program of {len(program.steps)} steps").hold(digest, timeout)
+        _agreed.add((digest, processes))
 
 
-@contextlib.contextmanager
-def refusing(devices: Sequence[int]) -> Generator[None]:
+def refusing(devices: Sequence[int]) -> contextlib.AbstractContextManager[None]:
     """Tell the other processes that own devices, given by id, what the block raises in this one: see `refuse`."""
-    try:
-        yield
-    except BaseException as error:  # an interrupt too: the others would wait for this process
-        refuse(devices, error)
-        raise
+    return agreement.refusing(functools.partial(refuse, devices))
 
 
 def refuse(devices: Sequence[int], error: BaseException) -> None:
@@ -75,16 +66,8 @@ def refuse(devices: Sequence[int], error: BaseException) -> None:
     Those that come with a program that they have not agreed on raise too, at once. It takes as long as they need to
     come, at most `LEAST_SECONDS`.
     """
-    import jax  # pyright: ignore[reportMissingImports]
-
-    if jax.process_count() == 1:
-        return
-    processes, me = processes_of(devices), jax.process_index()
-    if me not in processes or len(processes) == 1:
-        return
-    meeting = Meeting(_client(), me, processes, _meetings[processes], "nothing")
-    _meetings[processes] += 1
-    meeting.refuse(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    if processes := _meeting_processes(devices):
+        _next_meeting(processes, "nothing").refuse(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def processes_of(devices: Sequence[int]) -> tuple[int, ...]:
@@ -95,73 +78,90 @@ def processes_of(devices: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({d.process_index for d in jax.devices() if d.id in wanted}))
 
 
-def _client() -> Any:
+def _meeting_processes(devices: Sequence[int]) -> tuple[int, ...]:
+    """Return the processes that own devices, given by id, where this is one of several; else none."""
+    import jax  # pyright: ignore[reportMissingImports]
+
+    processes = processes_of(devices) if jax.process_count() > 1 else ()
+    return processes if len(processes) > 1 and jax.process_index() in processes else ()
+
+
+def _next_meeting(processes: tuple[int, ...], what: str) -> Meeting:
+    import jax  # pyright: ignore[reportMissingImports]
     from jax._src.distributed import global_state  # pyright: ignore[reportMissingImports]
 
     if global_state.client is None:
         raise BackendError("jax: several processes without jax.distributed.initialize(), so nothing can be compared")
-    return global_state.client
+    _meetings[processes] += 1
+    return Meeting(global_state.client, jax.process_index(), processes, _meetings[processes] - 1, what)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Meeting:
-    """One comparison among some processes."""
+    """One comparison among some processes, and its mail: see `agreement.Mail`."""
 
     client: Any  # of the store of `jax.distributed`
     me: int  # this process
     processes: Sequence[int]  # ascending
     number: int  # how many these have held before
     what: str  # what this process is about to run, for messages
+    said: str = ""  # what this process came with
 
     def hold(self, digest: str, timeout: float) -> None:
         """Compare digests, within `timeout` seconds; raises as `agree`."""
+        self.said = digest
+        mine = Agreement.among_all(self.processes, self.me, Comes(digest))
+        meet(mine, self, timeout)
+        if not isinstance(found := mine.verdict, Refusal):
+            return
+        if found.failure:
+            raise BackendError(f"jax: {self.what} did not start: process {found.failure}; nothing was sent")
+        others = [f"{p} ({d[:SHOWN_DIGITS]})" for p, d in sorted(found.offers.items()) if d != digest]
+        raise BackendError(
+            f"jax: process {self.me} runs {self.what} (hash {digest[:SHOWN_DIGITS]}), but another is run by "
+            f"process {', '.join(others)}; nothing was sent"
+        )
+
+    def refuse(self, why: str) -> None:
+        """Come without a program, and go as soon as all have come, or after `LEAST_SECONDS`; `why` is a line."""
+        self.said = RAISED + why
+        self.post([])
+        with contextlib.suppress(TimedOut):  # the others are late: they find what this process said
+            self.collect(LEAST_SECONDS)
+
+    def post(self, words: Words) -> None:
+        """Say to all what this process comes with."""
+        self.client.key_value_set(f"{self._key}/came/{self.me}", self.said)
+
+    def collect(self, seconds: float) -> Mapping[int, Word]:
+        """Return what all say, once all have come; where some do not, the words of those that fail, or `TimedOut`."""
         import jax  # pyright: ignore[reportMissingImports]
 
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds
         try:
-            self._come(digest, timeout)
+            self.client.wait_at_barrier(self._key, max(1, _milliseconds(seconds)), list(self.processes))
             if self.me == self.processes[0]:
-                found = self._judge()
+                found = self._came()
+                unlike = found if len(set(found.values())) > 1 else {}
+                self.client.key_value_set(f"{self._key}/verdict", json.dumps(unlike))
+                self.client.key_value_delete(f"{self._key}/came/")
             else:
                 left = max(LEAST_SECONDS, deadline - time.monotonic())
                 found = json.loads(self.client.blocking_key_value_get(f"{self._key}/verdict", _milliseconds(left)))
         except jax.errors.JaxRuntimeError as error:
-            found = self._came()
-            if not any(text.startswith(RAISED) for text in found.values()):
-                raise self._late_error(found, timeout, error) from None
-        if why := next((f"process {p} {text}" for p, text in found.items() if text.startswith(RAISED)), ""):
-            raise BackendError(f"jax: {self.what} did not start: {why}; nothing was sent")
-        others = [f"{p} ({d[:SHOWN_DIGITS]})" for p, d in sorted((int(p), d) for p, d in found.items()) if d != digest]
-        if others:
-            raise BackendError(
-                f"jax: process {self.me} runs {self.what} (hash {digest[:SHOWN_DIGITS]}), but another is run by "
-                f"process {', '.join(others)}; nothing was sent"
-            )
+            came = self._came()
+            found = {p: text for p, text in came.items() if text.startswith(RAISED)}
+            if not found:
+                raise self._late_error(came, seconds, error) from None
+        found = found or dict.fromkeys(self.processes, self.said)
+        return {int(p): Fails(text) if text.startswith(RAISED) else Comes(text) for p, text in found.items()}
 
-    def refuse(self, why: str) -> None:
-        """Come without a program, and go as soon as all have come, or after `LEAST_SECONDS`; `why` is a line."""
-        import jax  # pyright: ignore[reportMissingImports]
-
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others are late: they find what this process said
-            self._come(RAISED + why, LEAST_SECONDS)
-            if self.me == self.processes[0]:
-                self._judge()
+    def close(self) -> None:
+        """Nothing: the first has deleted what all have said."""
 
     @property
     def _key(self) -> str:
         return f"shardplan/{'-'.join(map(str, self.processes))}/{self.number}"
-
-    def _come(self, digest: str, timeout: float) -> None:
-        """Say what this process comes with, and wait until all have come."""
-        self.client.key_value_set(f"{self._key}/came/{self.me}", digest)
-        self.client.wait_at_barrier(self._key, max(1, _milliseconds(timeout)), list(self.processes))
-
-    def _judge(self) -> dict[int, str]:
-        """Write the verdict: what the first of the processes does, once all have come."""
-        found = self._came()
-        self.client.key_value_set(f"{self._key}/verdict", json.dumps({} if len(set(found.values())) == 1 else found))
-        self.client.key_value_delete(f"{self._key}/came/")
-        return found
 
     def _came(self) -> dict[int, str]:
         """Return what those have said that have come, by process."""
