@@ -32,6 +32,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardplan.errors import BackendError, LayoutError, TimedOut
+from shardplan.execution.agreement import describe_unlike, late_error, silent
 from shardplan.execution.rank_names import format_ranks, name_ranks
 from shardplan.execution.torch.group_state import GRACE, TICK, GroupState, group_state
 from shardplan.execution.torch.posts import Post, PostedRun
@@ -189,10 +190,7 @@ class TorchWatch:
                 "order of programs on all ranks"
             )
         more = "" if len({s.digest for s in others.values()}) <= 1 else " and others"
-        return BackendError(
-            f"the ranks {format_ranks(self.ranks)} do not run one program: rank {self.rank} runs {self.name}, {who} "
-            f"{told}{more}; nothing was sent"
-        )
+        return BackendError(describe_unlike(self.ranks, self.rank, self.name, who, told + more))
 
     @property
     def step_text(self) -> str:
@@ -234,16 +232,9 @@ class TorchWatch:
                 return BackendError(f"{self.step_text}: rank {who} failed: {text}")
             case "lost":
                 return BackendError(f"{self.step_text}: lost rank {who} of {format_ranks(self.ranks)}: {text}")
-            case "late":
-                return TimedOut(
-                    f"{self.step_text}: {name_ranks(ranks)} of {format_ranks(self.ranks)} did not arrive within "
-                    f"{text} s"
-                )
-            case "absent":
-                return TimedOut(
-                    f"{self.name} did not start: {name_ranks(ranks)} of {format_ranks(self.ranks)} did not arrive "
-                    f"within {text} s"
-                )
+            case "late" | "absent":
+                where = self.step_text if cause == "late" else f"{self.name} did not start"
+                return late_error(where, ranks, f" of {format_ranks(self.ranks)}", float(text))
             case _:
                 return BackendError(f"{self.name}: the store of torch.distributed failed: {text}")
 
@@ -343,12 +334,10 @@ class TorchWatch:
     def _heard(self, store: Any, rank: int) -> Said:
         """Return what a rank last said of itself; number -1 where it has not said anything."""
         key = f"shardplan/{_key_of(self.ranks)}/{rank}"
-        try:
+        with contextlib.suppress(RuntimeError):
             if store.check([key]):
                 number, digest, peer, name = store.get(key).decode().split(" ", 3)
                 return Said(int(number), digest, int(peer), name)
-        except RuntimeError:
-            pass
         return Said(-1, "", -1, "")
 
     def _post(self, verdict: str, store: Any = None) -> str:
@@ -372,15 +361,13 @@ class TorchWatch:
 
     def _silent(self, store: Any, peer: int) -> list[int]:
         """Follow who waits for whom from `peer` on, to the rank that waits for nobody and has not come."""
-        seen = {self.rank}
-        first = peer
-        while peer not in seen:
-            seen.add(peer)
-            said = self._heard(store, peer)
-            if (said.number, said.digest) != (self.number, self.digest) or said.peer < 0:
-                return [peer]
-            peer = said.peer
-        return [first]
+
+        def ask(rank: int) -> list[int] | None:
+            said = self._heard(store, rank)
+            waits = (said.number, said.digest) == (self.number, self.digest) and said.peer >= 0
+            return [said.peer] if waits else None
+
+        return silent(self.rank, [peer], ask)
 
 
 @lru_cache(maxsize=MOST_SETS)

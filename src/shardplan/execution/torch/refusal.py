@@ -7,11 +7,13 @@ the run; the others wait for it, in the agreement on a program that is new, or f
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from shardplan.execution import agreement
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import group_state
@@ -19,14 +21,9 @@ from shardplan.execution.torch.libraries import device_among
 from shardplan.execution.torch.wire import TorchWire
 
 
-@contextlib.contextmanager
-def refusing(ranks: Sequence[int], what: str) -> Generator[None]:
+def refusing(ranks: Sequence[int], what: str) -> contextlib.AbstractContextManager[None]:
     """Tell the other ranks of a call what the block raises on this one: see `refuse`."""
-    try:
-        yield
-    except BaseException as error:  # an interrupt too: the others would wait for this rank
-        refuse(ranks, what, error)
-        raise
+    return agreement.refusing(functools.partial(refuse, ranks, what))
 
 
 def refuse(ranks: Sequence[int], what: str, error: BaseException) -> None:
