@@ -20,6 +20,7 @@ from movement.weights_oracle import filled, logical
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
 from shardplan.interop.torch.refit.handle import Refit
+from shardplan.interop.torch.refit.meeting import RefitMeeting
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 
@@ -142,7 +143,6 @@ def run_counted(rank: int, store: Any, relay: bool, changed: bool) -> None:
     import torch.distributed as dist
 
     from shardplan.execution.torch import group_state
-    from shardplan.interop.torch.refit import handle
     from shardplan.movement.weights import owners
 
     limit, kinds = 20_000, ("f32", "bf16")
@@ -160,7 +160,7 @@ def run_counted(rank: int, store: Any, relay: bool, changed: bool) -> None:
     with (
         patch.object(dist, "ProcessGroupGloo", counted("group", dist.ProcessGroupGloo)),
         patch.object(type(plan), "regions", counted("plan", type(plan).regions)),
-        patch.object(handle, "check_same_plan", counted("agreement", handle.check_same_plan)),
+        patch.object(RefitMeeting, "agree", counted("agreement", RefitMeeting.agree)),
         patch.object(owners, "move_of", counted("plan", owners.move_of)),
         patch.object(group_state, "GRACE", 60.0),
     ):

@@ -25,7 +25,7 @@ from interop.test_refit import free_store
 from shardplan.execution.lab.needs import namespace_command
 from shardplan.fused.heap.handshake import Listener, connect
 from shardplan.interop.torch.refit.handle import Refit
-from shardplan.interop.torch.refit.meeting import check_same_plan, close_store, store_of
+from shardplan.interop.torch.refit.meeting import RefitMeeting, close_store, store_of, unlike_error
 from shardplan.interop.torch.refit.server import SIZE, TICK, MeetingServer
 from shardplan.interop.torch.refit.store import MeetingStore
 from shardplan.movement.weights.weights import Weights
@@ -193,12 +193,46 @@ def test_texts_that_name_no_store(text: Any, said: str) -> None:
 
 
 def test_of_as_many_on_both_sides_those_with_the_lowest_rank_are_right() -> None:
-    with pytest.raises(sp.LayoutError) as error:
-        check_same_plan({0: {"limit": "1"}, 1: {"limit": "2"}, 2: {"limit": "2"}, 3: {"limit": "1"}}, "refit")
-    assert str(error.value) == (
+    limits = {1: "2", 2: "2", 0: "1", 3: "1"}
+    assert str(unlike_error({rank: {"limit": limit} for rank, limit in limits.items()}, "refit")) == (
         "refit: ranks [1, 2] of 4 ranks came with another plan: its limit is 2, on rank 0 it is 1; legal is one plan "
         "on all ranks, and nothing was sent"
     )
+
+
+@pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_has_come_less_often_catches_up(first: int, differs: bool) -> None:
+    store, told = dist.HashStore(), ["", ""]
+    meetings = [RefitMeeting(store, (0, 1), rank, "refit", 20.0) for rank in (0, 1)]
+    meetings[1].number = 3
+
+    def come(rank: int) -> None:
+        try:
+            meetings[rank].agree({"limit": str(rank * differs)}, "it")
+        except sp.LayoutError as error:
+            told[rank] = str(error)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    threads[first].start()
+    until(lambda: store.check([f"shardplan/refit/refit/words/{first}"]))
+    threads[1 - first].start()
+    for thread in threads:
+        thread.join(30)
+    assert [meeting.number for meeting in meetings] == [4, 4]
+    error = (
+        "it: rank 1 of 2 ranks came with another plan: its limit is 1, on rank 0 it is 0; legal is one plan on all "
+        "ranks, and nothing was sent"
+    )
+    assert told == ([error, error] if differs else ["", ""])
+
+
+def test_who_has_given_up_is_waited_for() -> None:
+    store = dist.HashStore()
+    for rank in (1, 0, 1):
+        text = f"^refit did not start: rank {1 - rank} of 2 ranks did not arrive within 0.01 s$"
+        with pytest.raises(sp.TimedOut, match=text):
+            RefitMeeting(store, (0, 1), rank, "refit", 0.01).agree({}, "it")
 
 
 def test_many_that_may_serve_have_one_server() -> None:

@@ -18,7 +18,7 @@ from shardplan.execution.torch.wire import TorchWire
 from shardplan.interop.torch.refit.commit import RefitCommit
 from shardplan.interop.torch.refit.deltas import HopDeltas
 from shardplan.interop.torch.refit.exchange import RefitExchange
-from shardplan.interop.torch.refit.meeting import RefitMeeting, check_same_plan, close_store, store_of
+from shardplan.interop.torch.refit.meeting import RefitMeeting, close_store, store_of
 from shardplan.interop.torch.refit.pending import RefitStarted
 from shardplan.interop.torch.refit.serving import ServedVersion, served_by
 from shardplan.interop.torch.refit.sides import join_sides
@@ -312,7 +312,7 @@ class Refit:
             "changed_only": str(bool(self._deltas)),
             "memory limit": str(self.plan.memory_limit),
         }
-        check_same_plan(self._meeting.gather(said), self.said)
+        self._meeting.agree(said, self.said)
         self._state = self._meeting.state()
         self._state.agreed.add(self._digest)
 

@@ -1,9 +1,9 @@
 """The meeting of all ranks of a refit in a store: who has come, that all run one plan, and a group of their own.
 
 A meeting has a number, which is how often a rank has come, and the largest of all ranks: a rank that was started again
-finds those that failed with the one before it. What lies in the store, below `shardplan/refit/NAME`: `arrivals/RANK`,
-and below the number `said/RANK` (what each runs), `connected/RANK`, `verdict`, the group's own keys, and those of
-`faults`.
+finds those that failed with the one before it. What lies in the store, below `shardplan/refit/NAME`: `words/RANK` (the
+meeting to which that rank has come, and what it runs), and below the number `connected/RANK`, the group's own keys, and
+those of `faults`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, excerpt, line
+from shardplan.errors import BackendError, LayoutError, ParseError, excerpt, line
+from shardplan.execution.agreement import Agreement, Comes, Refusal, Word, Words, late_error, meet
 from shardplan.execution.rank_names import name_ranks
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.interop.torch.refit.store import MeetingStore
@@ -66,56 +67,60 @@ class RefitMeeting:
         self.store = PrefixStore(f"shardplan/refit/{name}", store)
         self.ranks, self.rank, self.name, self.timeout = tuple(ranks), rank, name, timeout
         self.number = 0
+        self.said: Mapping[str, str] = {}
 
     @property
     def limit(self) -> timedelta:
         """How long a wait may take."""
         return timedelta(seconds=self.timeout)
 
-    def gather(self, said: Mapping[str, str]) -> dict[int, dict[str, str]]:
-        """Come to the next meeting and return what every rank says there; raises `TimedOut` naming who is absent."""
-        until = time.monotonic() + self.timeout
+    def agree(self, said: Mapping[str, str], what: str) -> None:
+        """Come to the next meeting, and return once all ranks have, with the same.
+
+        Raises `TimedOut` naming who is absent, and `LayoutError` naming who differs; `what` is for that message.
+        """
+        agreement, self.said = Agreement.among_all(self.ranks, self.rank, Comes(said)), said
         try:
-            self._arrive(until)
-            self.store.set(self._key(f"said/{self.rank}"), json.dumps(dict(said)))
-            heard: dict[int, dict[str, str]] = {}
-            for rank in self.ranks:
-                left = timedelta(seconds=max(until - time.monotonic(), 0.001))
-                try:
-                    self.store.wait([self._key(f"said/{rank}")], left)
-                except (RuntimeError, dist.DistError):
-                    raise self._late_error([rank]) from None
-                heard[rank] = json.loads(self.store.get(self._key(f"said/{rank}")))
-            return heard
+            self.number = max(self.number, self._heard(self.rank)[0]) + 1
+            meet(agreement, self, self.timeout)
         except (RuntimeError, dist.DistError) as error:
             raise BackendError(
                 f"{self.name}, rank {self.rank}: the store of the refit failed: {line(str(error).splitlines()[0])}"
             ) from None
+        if isinstance(agreement.verdict, Refusal):
+            raise unlike_error(agreement.verdict.offers, what)
+        if agreement.verdict is None:
+            self.store.set(f"words/{self.rank}", json.dumps([self.number - 1, said]))  # who comes later waits for it
+            among = f" of {len(self.ranks)} ranks"
+            raise late_error(f"{self.name} did not start", agreement.waits_for, among, self.timeout)
 
-    def _arrive(self, until: float) -> None:
-        """Wait until every rank has come as often as the one that has come the most."""
-        mine = self.store.add(f"arrivals/{self.rank}", 1)
-        waiting, pause = [r for r in self.ranks if r != self.rank], POLL[0]
+    def post(self, words: Words) -> None:
+        """Say to all what this rank comes with, and to which meeting."""
+        self.store.set(f"words/{self.rank}", json.dumps([self.number, self.said]))
+
+    def collect(self, seconds: float) -> Mapping[int, Word]:
+        """Return what ranks come with, once all have come as often as the one that has come the most, or in time."""
+        until, pause = time.monotonic() + seconds, POLL[0]
+        heard: dict[int, tuple[int, Any]] = {}
         while True:
-            times = {r: self.store.add(f"arrivals/{r}", 0) for r in waiting}
-            top = max((mine, *times.values()))
-            if top > mine:
-                mine = self.store.add(f"arrivals/{self.rank}", top - mine)
-                waiting = [r for r in self.ranks if r != self.rank]
-            waiting = [r for r in waiting if times.get(r, 0) < mine]
-            if not waiting:
-                self.number = mine
-                return
-            if time.monotonic() > until:
-                raise self._late_error(waiting)
+            heard |= {r: self._heard(r) for r in self.ranks if r not in heard or heard[r][0] < self.number}
+            if (top := max(number for number, _ in heard.values())) > self.number:
+                self.number = top
+                self.post([])
+                continue
+            here = {r: Comes(said) for r, (number, said) in heard.items() if number == self.number}
+            if len(here) == len(self.ranks) or time.monotonic() > until:
+                return here
             time.sleep(pause)
             pause = min(2 * pause, POLL[1])
 
-    def _late_error(self, ranks: Sequence[int]) -> TimedOut:
-        return TimedOut(
-            f"{self.name} did not start: {name_ranks(ranks)} of {len(self.ranks)} ranks did not arrive within "
-            f"{self.timeout:g} s"
-        )
+    def close(self) -> None:
+        """Nothing: words stay for those that come late."""
+
+    def _heard(self, rank: int) -> tuple[int, Any]:
+        """Return to which meeting a rank has come, and with what; 0 where to none."""
+        key = f"words/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else (0, None)
 
     def _key(self, part: str) -> str:
         return f"{self.number}/{part}"
@@ -150,19 +155,16 @@ class RefitMeeting:
             self.place.close_clones()
 
 
-def check_same_plan(heard: Mapping[int, Mapping[str, str]], name: str) -> None:
-    """Raise `LayoutError` unless all ranks say the same: it names the ranks that differ, and in what."""
-    texts = {rank: json.dumps(dict(said), sort_keys=True) for rank, said in heard.items()}
-    count = Counter(texts.values())
-    if len(count) <= 1:
-        return
-    most = max(count, key=lambda text: (count[text], -min(r for r in texts if texts[r] == text)))
-    usual = next(rank for rank in heard if texts[rank] == most)
-    other = [rank for rank in heard if texts[rank] != most]
+def unlike_error(heard: Mapping[int, Mapping[str, str]], name: str) -> LayoutError:
+    """Return the error of ranks that do not say the same: it names those that differ from most, and in what."""
+    texts = {rank: json.dumps(said, sort_keys=True) for rank, said in sorted(heard.items())}
+    most, _ = Counter(texts.values()).most_common(1)[0]  # of as many that of the lowest rank
+    usual = next(rank for rank in texts if texts[rank] == most)
+    other = [rank for rank in texts if texts[rank] != most]
     first = heard[other[0]]
     keys = [key for key in heard[usual] if first.get(key) != heard[usual][key]]
     said = "; ".join(f"its {key} is {first.get(key)}, on rank {usual} it is {heard[usual][key]}" for key in keys)
-    raise LayoutError(
+    return LayoutError(
         f"{name}: {name_ranks(other)} of {len(heard)} ranks came with another plan: {said}; legal is one plan on all "
         "ranks, and nothing was sent"
     )
