@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from shardplan.core.ops import (
     Combine,
@@ -14,16 +14,20 @@ from shardplan.core.ops import (
     OneHot,
     ReduceDims,
     Reshape,
-    RmsNorm,
     Softmax,
     TopK,
 )
 from shardplan.core.ops.ring_rounds import MASKED
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.errors import ShardplanError
-from shardplan.strategy.attention import Given, gpt_attention, grouped_attention, latent_attention
-from shardplan.strategy.scope import ONE, Scope
+from shardplan.strategy.attention import Given, gpt_attention, grouped_attention, latent_attention, norm
+from shardplan.strategy.parameter import Within
+from shardplan.strategy.scope import ONE, Scope, Sizes
 from shardplan.strategy.sizes import DecoderSizes
+
+Layer = Callable[
+    [Scope, str, Given, int], str
+]  # of a scope, a value, what is the same for all layers, a layer's number
 
 
 def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
@@ -40,11 +44,16 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
         given["positions"] = s.elementwise("a + b", given["positions"], given["position"])
         s.replaced["position"] = s.elementwise(f"a + {c.seq}", given["position"])
     embed = "transformer.wte" if c.family == "gpt" else "model.embed_tokens"
+    if c.segments:
+        given["segments"] = s.input("segments", pair, "i32")
     table = s.parameter("embed", {"vocab": c.vocab, "hidden": c.hidden}, f"{embed}.weight")
     x = s(Gather(), table, tokens)
+    x = s.elementwise(f"a * {c.embed_scale}", x) if c.embed_scale else x
     x = _gpt(s, c, x, given) if c.family == "gpt" else _llama(s, c, x, given)
     head = table if c.tied else s.parameter("head", {"vocab": c.vocab, "hidden": c.hidden}, "lm_head.weight")
     logits = s.einsum("bsh,vh->bsv", x, head)
+    if c.logit_cap:
+        logits = s.elementwise(f"{c.logit_cap} * tanh(a / {c.logit_cap})", logits)
     if training:
         s.counted_mean(s(CrossEntropy(), logits, "targets"), "targets")
     else:
@@ -61,8 +70,9 @@ def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
                       for end, kind in (("", "weight"), ("_bias", "bias")))  # fmt: skip
         return s(LayerNorm(c.norm_eps), x, gain, bias)
 
-    def layer(s: Scope, x: str, given: Mapping[str, str]) -> str:
-        mixed = gpt_attention(s, c, given, norm(s, "attention_norm", f"{block}.ln_1", x), f"{block}.attn")
+    def layer(s: Scope, x: str, given: Given, number: int) -> str:
+        mixed = gpt_attention(s, c, given, norm(s, "attention_norm", f"{block}.ln_1", x), f"{block}.attn",
+                              window=c.windowed(number))  # fmt: skip
         x = s.elementwise("a + b + c", x, mixed, s.parameter("o_bias", hidden, f"{block}.attn.c_proj.bias"))
         y = norm(s, "mlp_norm", f"{block}.ln_2", x)
         inside = s.einsum("bsh,hf->bsf", y, s.parameter("up", {**hidden, **wide}, f"{block}.mlp.c_fc.weight"))
@@ -71,28 +81,44 @@ def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
         bias = s.parameter("down_bias", hidden, f"{block}.mlp.c_proj.bias")
         return s.elementwise("a + b + c", x, s.einsum("bsf,fh->bsh", inside, down), bias)
 
-    x = s.layers("layers", range(c.layers), x, layer, given if c.cache else {})
+    x = _runs(s, c, 0, x, layer, given if c.cache else {})
     return norm(s, "norm", "transformer.ln_f", x)
+
+
+def _runs(s: Scope, c: DecoderSizes, first: int, x: str, layer: Layer, given: Given) -> str:
+    """Layers from the first on, in runs; of several those behind the first are named after their first layer."""
+    for numbers, period in c.runs(first, c.layers):
+        name = "layers" if numbers.start == first else f"layers_{numbers.start}"
+
+        def one(s: Scope, x: str, given: Given, start: int = numbers.start) -> str:
+            return layer(s, x, given, start + s.place)
+
+        x = s.layers(name, numbers, x, one, given, period)
+    return x
 
 
 def _llama(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
     hidden, block = {"hidden": c.hidden}, "model.layers.{layer}"
     attention = latent_attention if c.kv_lora_rank else grouped_attention
-    norm = RmsNorm(c.norm_eps)
+    before_mlp = "pre_feedforward" if c.post_norms else "post_attention"
 
-    def layer(s: Scope, x: str, given: Given, ffn: int) -> str:
-        gain = s.parameter("attention_norm", hidden, f"{block}.input_layernorm.weight")
-        x = s.elementwise("a + b", x, attention(s, c, given, s(norm, x, gain), f"{block}.self_attn"))
-        y = s(norm, x, s.parameter("mlp_norm", hidden, f"{block}.post_attention_layernorm.weight"))
-        added = gated_mlp(s, y, c.hidden, ffn, f"{block}.mlp") if ffn else routed_mlp(s, c, y, block)
-        return s.elementwise("a + b", x, added)
+    def normed(s: Scope, name: str, file: str, x: str) -> str:
+        return norm(s, c, name, hidden, f"{block}.{file}_layernorm.weight", x)
+
+    def layer(s: Scope, x: str, given: Given, number: int, ffn: int) -> str:
+        y = normed(s, "attention_norm", "input", x)
+        y = attention(s, c, given, y, f"{block}.self_attn", window=c.windowed(number))
+        x = s.elementwise("a + b", x, normed(s, "attention_post_norm", "post_attention", y) if c.post_norms else y)
+        y = normed(s, "mlp_norm", before_mlp, x)
+        y = gated_mlp(s, c, y, ffn, f"{block}.mlp") if ffn else routed_mlp(s, c, y, block)
+        return s.elementwise("a + b", x, normed(s, "mlp_post_norm", "post_feedforward", y) if c.post_norms else y)
 
     if c.dense_layers:
-        first = range(c.dense_layers)
-        x = s.layers("dense", first, x, lambda s, x, given: layer(s, x, given, c.dense_ffn or c.ffn), given)
+        first, wide = range(c.dense_layers), c.dense_ffn or c.ffn
+        x = s.layers("dense", first, x, lambda s, x, given: layer(s, x, given, s.place, wide), given)
     ffn = 0 if c.experts else c.ffn
-    x = s.layers("layers", range(c.dense_layers, c.layers), x, lambda s, x, given: layer(s, x, given, ffn), given)
-    return s(norm, x, s.parameter("norm", hidden, "model.norm.weight"))
+    x = _runs(s, c, c.dense_layers, x, lambda s, x, given, k: layer(s, x, given, k, ffn), given)
+    return norm(s, c, "norm", hidden, "model.norm.weight", x)
 
 
 # The MLP of a layer: gated, and experts that a router chooses for each token, of which some are shared by all.
@@ -101,15 +127,29 @@ def _llama(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
 MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
-def gated_mlp(s: Scope, x: str, hidden: int, ffn: int, block: str, opens: str = "") -> str:
-    """Llama's: the SiLU of one product times another, and back; names of parameters begin with `opens`."""
-    wide = {"hidden": hidden, "ffn": ffn}
-    gate, up = (
-        s.parameter(f"{opens}{name}", wide, f"{block}.{name}_proj.weight", "ffn hidden") for name in ("gate", "up")
-    )
-    down = s.parameter(f"{opens}down", {"ffn": ffn, "hidden": hidden}, f"{block}.down_proj.weight", "hidden ffn")
-    inside = s.elementwise("silu(a) * b", s.einsum("bsh,hf->bsf", x, gate), s.einsum("bsh,hf->bsf", x, up))
-    return s.einsum("bsf,fh->bsh", inside, down)
+LIMIT, SLOPE = 7.0, 1.702  # of gpt-oss's MLP: how large what goes in may be, and how steep its gate is
+GATED = {  # by activation what is made of the gate's product and the other one
+    "silu": "silu(a) * b",
+    "gelu": "gelu(a) * b",
+    "clamped": f"(maximum(minimum(b, {LIMIT}), -{LIMIT}) + 1) * minimum(a, {LIMIT}) "
+    f"* sigmoid({SLOPE} * minimum(a, {LIMIT}))",
+}
+
+
+def gated_mlp(s: Scope, c: DecoderSizes, x: str, ffn: int, block: str, opens: str = "") -> str:
+    """Llama's: the activation of one product times another, and back; names of parameters begin with `opens`.
+
+    Phi 3 stores both as rows of one product.
+    """
+    wide, gate_up = {"hidden": c.hidden, "ffn": ffn}, []
+    for k, name in enumerate(("gate", "up")):
+        stored, file, part = "ffn hidden", f"{name}_proj", None
+        if c.model_type == "phi3":
+            stored, file, part = "(part ffn) hidden", "gate_up_proj", Within("part", 2, k)
+        weight = s.parameter(f"{opens}{name}", wide, f"{block}.{file}.weight", stored, part)
+        gate_up.append(s.einsum("bsh,hf->bsf", x, weight))
+    down = s.parameter(f"{opens}down", {"ffn": ffn, "hidden": c.hidden}, f"{block}.down_proj.weight", "hidden ffn")
+    return s.einsum("bsf,fh->bsh", s.elementwise(GATED[c.activation], *gate_up), down)
 
 
 def routed_mlp(s: Scope, c: DecoderSizes, x: str, layer: str) -> str:
@@ -117,31 +157,71 @@ def routed_mlp(s: Scope, c: DecoderSizes, x: str, layer: str) -> str:
 
     Choices behind an expert's last slot are dropped; how many in each sequence is the result `dropped`.
     """
-    mixtral = c.model_type == "mixtral"
+    mixtral, oss = c.model_type == "mixtral", c.model_type == "gpt_oss"
     block = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
-    router = s.parameter("router", {"hidden": c.hidden, "experts": c.experts}, f"{block}.gate.weight", "experts hidden")
+    gate = f"{block}.{'router' if oss else 'gate'}"
+    router = s.parameter("router", {"hidden": c.hidden, "experts": c.experts}, f"{gate}.weight", "experts hidden")
     scores = s.einsum("bsh,hn->bsn", x, router)
+    if oss:
+        scores = s.elementwise("a + b", scores, s.parameter("router_bias", {"experts": c.experts}, f"{gate}.bias"))
     chosen, weights = (_group_limited if c.router == "sigmoid" else _softmax)(s, c, scores, block)
-    slots, s.results["dropped"] = s.draft.write_step(Dispatch(c.experts, c.capacity), x, chosen)
+    slots, dropped = s.draft.write_step(Dispatch(c.experts, c.capacity), x, chosen)
+    s.result("dropped", dropped)
+    made = (_biased_experts if oss else _experts)(s, c, slots, f"{block}.experts")
+    y = s(Combine(), made, chosen, weights)
+    if c.shared_ffn:
+        file = f"{block}.shared_expert{'' if c.shared_gate else 's'}"
+        shared = gated_mlp(s, c, x, c.shared_ffn, file, "shared_")
+        if c.shared_gate:
+            gate = s.parameter("shared_gate", {"hidden": c.hidden, "one": 1}, f"{file}_gate.weight", "one hidden")
+            shared = s.elementwise("a * sigmoid(b)", shared, s.einsum("bsh,ho->bso", x, gate))
+        y = s.elementwise("a + b", y, shared)
+    return y
+
+
+def _experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
+    """Of every slot what its expert makes; a checkpoint has the experts one by one."""
     wide = {"experts": c.experts, "hidden": c.hidden, "ffn": c.ffn}
-    names = MIXTRAL if mixtral else {name: f"{name}_proj" for name in MIXTRAL}
-    one = f"{block}.experts.{{experts}}"
+    names = MIXTRAL if c.model_type == "mixtral" else {name: f"{name}_proj" for name in MIXTRAL}
+    one = f"{file}.{{experts}}"
     gate, up = (s.parameter(f"expert_{n}", wide, f"{one}.{names[n]}.weight", "ffn hidden") for n in ("gate", "up"))
     back = {"experts": c.experts, "ffn": c.ffn, "hidden": c.hidden}
     down = s.parameter("expert_down", back, f"{one}.{names['down']}.weight", "hidden ffn")
     inside = s.elementwise(
-        "silu(a) * b", s.einsum("bech,ehf->becf", slots, gate), s.einsum("bech,ehf->becf", slots, up)
+        GATED[c.activation], s.einsum("bech,ehf->becf", slots, gate), s.einsum("bech,ehf->becf", slots, up)
     )
-    y = s(Combine(), s.einsum("becf,efh->bech", inside, down), chosen, weights)
-    if c.shared_ffn:
-        y = s.elementwise("a + b", y, gated_mlp(s, x, c.hidden, c.shared_ffn, f"{block}.shared_experts", "shared_"))
-    return y
+    return s.einsum("becf,efh->bech", inside, down)
+
+
+def _biased_experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
+    """Those of gpt-oss: with biases; a checkpoint has all of them as one, gates and the other rows by turns."""
+    many = {"experts": c.experts}
+
+    def product(name: str, sides: tuple[str, str], file: str, x: str, spec: str, part: Within | None = None) -> str:
+        """Of a weight `sides`, features in and out, of which a checkpoint has `part`."""
+        width = {"hidden": c.hidden, "ffn": c.ffn}
+        dims, out = ({**many, **{side: width[side] for side in some}} for some in (sides, sides[1:]))
+        last = f"({sides[1]} part)" if part else sides[1]
+        y = s.einsum(spec, x, s.parameter(f"expert_{name}", dims, file, f"experts {sides[0]} {last}", part))
+        bias = s.parameter(f"expert_{name}_bias", out, f"{file}_bias", f"experts {last}", part)
+        return s.elementwise("a + b", y, s(Reshape("e f -> e one=1 f"), bias))
+
+    gate, up = (
+        product(name, ("hidden", "ffn"), f"{file}.gate_up_proj", slots, "bech,ehf->becf", Within("part", 2, k))
+        for k, name in enumerate(("gate", "up"))
+    )
+    inside = s.elementwise(GATED[c.activation], gate, up)
+    return product("down", ("ffn", "hidden"), f"{file}.down_proj", inside, "becf,efh->bech")
 
 
 def _softmax(s: Scope, c: DecoderSizes, scores: str, block: str) -> tuple[str, str]:
-    """The experts of the best scores, and the softmax of these alone (arXiv 2401.04088, 2.1)."""
-    best, chosen = s.draft.write_step(TopK(c.experts_per_token), scores)
-    return chosen, s(Softmax(2), best)
+    """The experts of the best scores, and the softmax of these alone (arXiv 2401.04088, 2.1).
+
+    Without `router_norm` weights are of the softmax of all scores, and do not sum to 1.
+    """
+    given = scores if c.router_norm else s(Softmax(2), scores)
+    best, chosen = s.draft.write_step(TopK(c.experts_per_token), given)
+    return chosen, s(Softmax(2), best) if c.router_norm else best
 
 
 def _group_limited(s: Scope, c: DecoderSizes, scores: str, block: str) -> tuple[str, str]:

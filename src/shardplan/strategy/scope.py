@@ -31,6 +31,8 @@ class Scope:
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
+        self.place = 0  # of the layer that is written, where a body has several
+        self.prefix = ""  # of the names of what it has
         self.draft = Draft({})
         self.inputs: dict[str, Sizes] = {}
         self.parameters: dict[str, Parameter] = {}
@@ -70,7 +72,8 @@ class Scope:
         return self.results["loss"]
 
     def input(self, name: str, dims: Sizes, dtype: str = "") -> str:
-        """Declare an input."""
+        """Declare an input, and return its name."""
+        name = f"{self.prefix}{name}"
         self.inputs[name] = dims
         self.draft.types[name] = TensorType(dtype or self.dtype, tuple(dims.values()), (), ONE)
         return name
@@ -79,8 +82,15 @@ class Scope:
         self, name: str, dims: Sizes, file: str, stored: str = "", part: Within | None = None, trained: bool = True
     ) -> str:
         """Declare a parameter, and where a checkpoint has it; by default with the same dims."""
-        self.parameters[name] = Parameter((*dims.items(),), file, stored or " ".join(dims), part, trained=trained)
-        return self.input(name, dims)
+        name = self.input(name, dims)
+        self.parameters[name] = Parameter(
+            (*dims.items(),), file, stored or " ".join(dims), part, self.place, trained=trained
+        )
+        return name
+
+    def result(self, name: str, value: str) -> None:
+        """Say that a value leaves."""
+        self.results[f"{self.prefix}{name}"] = value
 
     def layers(
         self,
@@ -89,26 +99,33 @@ class Scope:
         x: str,
         body: Callable[[Scope, str, Mapping[str, str]], str],
         invariants: Mapping[str, str],
+        period: int = 1,
     ) -> str:
         """Write layers that carry `x` on, and return the last one's; `name` opens the names of their inputs.
 
-        `body` writes one, given its scope, and the names there of `x` and of the invariants.
+        `body` writes one, given its scope, the names there of `x` and of the invariants, and its place in the period:
+        of so many layers, which divide them, each has parameters of its own, named `name.place.`.
         """
-        inner, count = Scope(self.dtype), len(numbers)
+        inner, count = Scope(self.dtype), len(numbers) // period
         types = inner.draft.types
         types["x"] = self.draft.types[x]
         types |= {inside: self.draft.types[outside] for inside, outside in invariants.items()}
-        y = body(inner, "x", {inside: inside for inside in invariants})
-        given = ["x", *invariants, *inner.inputs]
+        y, given = "x", {inside: inside for inside in invariants}
+        for inner.place in range(period):
+            inner.prefix = f"{inner.place}." if period > 1 else ""
+            y = body(inner, y, given)
+        inputs = ["x", *invariants, *inner.inputs]
         rows = {f"{name}.{key}": value for key, value in inner.replaced.items()}
         rows |= {f"{name}.{key}": value for key, value in inner.results.items()}
-        program = Program([(n, types[n]) for n in given], inner.draft.steps, (y, *rows.values()))
+        program = Program([(n, types[n]) for n in inputs], inner.draft.steps, (y, *rows.values()))
         for key, dims in inner.inputs.items():
             outer = {"layer": count, **dims}
             self.input(f"{name}.{key}", outer, types[key].dtype)
             if key in inner.parameters:
                 found = inner.parameters[key]
-                self.parameters[f"{name}.{key}"] = replace(found, dims=(*outer.items(),), first=numbers.start)
+                first = numbers.start + found.first
+                made = replace(found, dims=(*outer.items(),), first=first, stride=period)
+                self.parameters[f"{name}.{key}"] = made
         stacked = [f"{name}.{key}" for key in inner.inputs]
         out = self.draft.write_step(
             Repeat(count, program, carried=1, sliced=len(stacked)), x, *invariants.values(), *stacked
