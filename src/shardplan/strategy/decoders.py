@@ -22,7 +22,7 @@ from shardplan.core.ops.zigzag import Zigzag
 from shardplan.errors import ShardplanError
 from shardplan.strategy.attention import Given, gpt_attention, grouped_attention, latent_attention, norm
 from shardplan.strategy.parameter import Within
-from shardplan.strategy.scope import ONE, Scope, Sizes
+from shardplan.strategy.scope import ONE, Scope
 from shardplan.strategy.sizes import DecoderSizes
 
 Layer = Callable[
@@ -173,7 +173,7 @@ def routed_mlp(s: Scope, c: DecoderSizes, x: str, layer: str) -> str:
         file = f"{block}.shared_expert{'' if c.shared_gate else 's'}"
         shared = gated_mlp(s, c, x, c.shared_ffn, file, "shared_")
         if c.shared_gate:
-            gate = s.parameter("shared_gate", {"hidden": c.hidden, "one": 1}, f"{file}_gate.weight", "one hidden")
+            gate = s.parameter("shared_scale", {"hidden": c.hidden, "one": 1}, f"{file}_gate.weight", "one hidden")
             shared = s.elementwise("a * sigmoid(b)", shared, s.einsum("bsh,ho->bso", x, gate))
         y = s.elementwise("a + b", y, shared)
     return y

@@ -35,11 +35,10 @@ TYPES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt_oss": ("moe", {"router": "softmax", "sinks": True, "model_type": "gpt_oss"}, ""),
 }
 # What a config of such a type that does not say it means.
+OF_GEMMA: Mapping[str, Any] = {"tied": True, "head_dim": 256}
 UNSAID: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), {"tied": True, "head_dim": 256}),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), {"router_norm": False}),
-    "qwen2_moe": {"router_norm": False, "qkv_bias": True},
-}
+    "gemma": OF_GEMMA, "gemma2": OF_GEMMA, "gemma3_text": OF_GEMMA, "qwen2_moe": {"qkv_bias": True},
+}  # fmt: skip
 # By type the letters of layers that have a window, where `layer_types` does not say them; by default all.
 WINDOWS: Mapping[str, str] = {"gemma2": "wf", "gpt_oss": "wf", "gemma3_text": "wwwwwf"}
 KINDS = {"sliding_attention": "w", "full_attention": "f"}
@@ -67,7 +66,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "router_groups": ("n_group",),
     "router_groups_kept": ("topk_group",),
     "router_scale": ("routed_scaling_factor",),
-    "router_norm": ("norm_topk_prob",),
     "attention_cap": ("attn_logit_softcapping",),
     "logit_cap": ("final_logit_softcapping",),
 }
@@ -80,6 +78,7 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "swiglu_limit": (7,),
     "swiglu_alpha": (1.702,),
     "use_bidirectional_attention": (False,),
+    "norm_topk_prob": (True,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "add_cross_attention": (False,),
     "rope_interleave": (True,),
@@ -98,6 +97,7 @@ ELSEWHERE = frozenset((
     "_name_or_path", "architectures", "attn_implementation", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype",
     "eos_token_id", "ep_size", "experts_per_token", "initial_context_length", "initializer_range",
     "max_position_embeddings", "max_window_layers", "model_type", "n_ctx", "n_positions", "name_or_path",
+    "original_max_position_embeddings",
     "output_router_logits", "pad_token_id", "pretraining_tp", "quantization_config", "reorder_and_upcast_attn",
     "rope_parameters", "rope_theta", "router_aux_loss_coef", "router_jitter_noise", "scale_attn_weights", "seq_aux",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
@@ -143,8 +143,6 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
             raise ShardplanError(f"{what} lacks {' or '.join(KEYS[name])}; legal is a config with the sizes of {kind}")
     fields: dict[str, Any] = dict(UNSAID.get(kind, {}))
     fields |= {name: config[key] for name, key in read.items() if key} | dict(beside)
-    if not fields.get("router_norm", True) and beside.get("router") == "sigmoid":
-        read["router_norm"] = fields["router_norm"] = ""
     most = config.get("max_position_embeddings") or config.get("n_positions") or USUAL_SEQ
     fields["seq"] = min(
         border.whole_number(f"{what}: max_position_embeddings", most, 1, kind=ShardplanError), USUAL_SEQ
@@ -163,6 +161,7 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
     if family != "gpt":
         for more, keys in (
             _biases(config, fields),
+            _router(config, kind),
             _activation(config, kind),
             _gemma(config, kind, fields["hidden"]),
             _windows(config, kind, fields["layers"]),
@@ -170,7 +169,6 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
         ):
             fields |= more
             taken |= keys
-    fields = {name: value for name, value in fields.items() if value != ""}
     left_out = {kind: lacking} if lacking else {}
     left_out |= {key: f"{key}={said}" for key, said in _otherwise(config, taken)}
     return ReadConfig(f"{kind} of {what}", family, fields, left_out)
@@ -225,6 +223,13 @@ def _biases(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Read:
         return {"qkv_bias": True, "o_bias": True}, {"attention_bias"}
     said = config.get("qkv_bias")
     return ({"qkv_bias": said}, {"qkv_bias"}) if isinstance(said, bool) else ({}, set())
+
+
+def _router(config: Mapping[str, Any], kind: str) -> Read:
+    """Whether the weights of the experts of a token are made to sum to 1."""
+    if kind not in ("qwen2_moe", "qwen3_moe"):
+        return {}, set()
+    return {"router_norm": config.get("norm_topk_prob") is True}, {"norm_topk_prob"}
 
 
 def _activation(config: Mapping[str, Any], kind: str) -> Read:

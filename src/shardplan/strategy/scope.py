@@ -74,6 +74,7 @@ class Scope:
     def input(self, name: str, dims: Sizes, dtype: str = "") -> str:
         """Declare an input, and return its name."""
         name = f"{self.prefix}{name}"
+        assert name not in self.inputs, name
         self.inputs[name] = dims
         self.draft.types[name] = TensorType(dtype or self.dtype, tuple(dims.values()), (), ONE)
         return name
