@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardplan.core.layout import Layout
 from shardplan.core.ops import (
     Combine,
+    Constant,
+    Crop,
     CrossEntropy,
     Dispatch,
+    Elementwise,
     Expand,
     Gather,
     LayerNorm,
     OneHot,
+    Pad,
     ReduceDims,
     Reshape,
     Softmax,
@@ -25,9 +30,8 @@ from shardplan.strategy.parameter import Within
 from shardplan.strategy.scope import ONE, Scope
 from shardplan.strategy.sizes import DecoderSizes
 
-Layer = Callable[
-    [Scope, str, Given, int], str
-]  # of a scope, a value, what is the same for all layers, a layer's number
+WIDE = {"f64": "f64"}  # by dtype that of losses, else f32
+Layer = Callable[[Scope, str, Given, int], str]  # of a value, what is the same for all layers, a layer's number
 
 
 def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
@@ -49,15 +53,52 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
     table = s.parameter("embed", {"vocab": c.vocab, "hidden": c.hidden}, f"{embed}.weight")
     x = s(Gather(), table, tokens)
     x = s.elementwise(f"a * {c.embed_scale}", x) if c.embed_scale else x
+    if training and (c.balance_loss or c.router_z_loss):
+        s.carried["routing"] = s(Constant(0, WIDE.get(s.dtype, "f32"), (), Layout(()), ONE))
     x = _gpt(s, c, x, given) if c.family == "gpt" else _llama(s, c, x, given)
+    states = x
+    if c.family != "gpt":
+        x = norm(s, c, "norm", {"hidden": c.hidden}, "model.norm.weight", x)
     head = table if c.tied else s.parameter("head", {"vocab": c.vocab, "hidden": c.hidden}, "lm_head.weight")
-    logits = s.einsum("bsh,vh->bsv", x, head)
-    if c.logit_cap:
-        logits = s.elementwise(f"{c.logit_cap} * tanh(a / {c.logit_cap})", logits)
-    if training:
-        s.counted_mean(s(CrossEntropy(), logits, "targets"), "targets")
-    else:
-        s.results["logits"] = logits
+    if not training:
+        s.results["logits"] = _logits(s, c, x, head)
+        return
+    losses = s(CrossEntropy(), _logits(s, c, x, head), "targets")
+    beside = _further(s, c, states, table, head, given) if c.mtp_layers else None
+    s.counted_mean(losses, "targets", s.carried.get("routing"), beside)
+
+
+def _logits(s: Scope, c: DecoderSizes, x: str, head: str) -> str:
+    found = s.einsum("bsh,vh->bsv", x, head)
+    return s.elementwise(f"{c.logit_cap} * tanh(a / {c.logit_cap})", found) if c.logit_cap else found
+
+
+def _further(s: Scope, c: DecoderSizes, x: str, table: str, head: str, given: Given) -> str:
+    """The weighed sum of the losses of modules that predict further tokens, each from the states of the one before it.
+
+    A module reads the embedding of the token that was predicted before; a position without one predicts nothing.
+    """
+    targets, totals, hidden = "targets", list[str](), {"hidden": c.hidden}
+    for k in range(c.mtp_layers):
+        file, name = f"model.layers.{c.layers + k}", f"mtp_{k}"
+        token = s(Gather(), table, s.elementwise("where(a == -100, 0, a)", targets))
+        made: list[str] = []
+        for at, (part, y) in enumerate((("e", token), ("h", x))):
+            y = norm(s, c, f"{name}.{part}_norm", hidden, f"{file}.{part}norm.weight", y)
+            weight = s.parameter(f"{name}.{part}", {**hidden, "features": c.hidden}, f"{file}.eh_proj.weight",
+                                 "features (part hidden)", Within("part", 2, at))  # fmt: skip
+            made.append(s.einsum("bsh,hg->bsg", y, weight))
+        x = s.elementwise("a + b", *made)
+        x = s.layers(
+            name, range(c.layers + k, c.layers + k + 1), x, lambda s, x, given: _layer(s, c, x, given, -1), given
+        )
+        y = norm(s, c, f"{name}.norm", hidden, f"{file}.shared_head.norm.weight", x)
+        moved = s(Pad((0, 0), (0, 1)), s(Crop((0, 1), (c.batch, c.seq)), s.elementwise("a + 100", targets)))
+        targets = s.elementwise("where(a == -100, -100, b - 100)", targets, moved)
+        totals.append(s.total(s(CrossEntropy(), _logits(s, c, y, head), targets)))
+    for other in totals[1:]:
+        totals[0] = s.elementwise("a + b", totals[0], other)
+    return s.elementwise(f"a * {c.mtp_weight / c.mtp_layers}", totals[0])
 
 
 def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
@@ -98,27 +139,29 @@ def _runs(s: Scope, c: DecoderSizes, first: int, x: str, layer: Layer, given: Gi
 
 
 def _llama(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
+    if c.dense_layers:
+        first = range(c.dense_layers)
+        x = s.layers(
+            "dense", first, x, lambda s, x, given: _layer(s, c, x, given, s.place, c.dense_ffn or c.ffn), given
+        )
+    return _runs(s, c, c.dense_layers, x, lambda s, x, given, k: _layer(s, c, x, given, k), given)
+
+
+def _layer(s: Scope, c: DecoderSizes, x: str, given: Given, number: int, dense: int = 0) -> str:
+    """A layer; of a model with experts its MLP is routed, but where it is `dense`, of that width."""
     hidden, block = {"hidden": c.hidden}, "model.layers.{layer}"
-    attention = latent_attention if c.kv_lora_rank else grouped_attention
-    before_mlp = "pre_feedforward" if c.post_norms else "post_attention"
+    ffn = dense or (0 if c.experts else c.ffn)
 
     def normed(s: Scope, name: str, file: str, x: str) -> str:
         return norm(s, c, name, hidden, f"{block}.{file}_layernorm.weight", x)
 
-    def layer(s: Scope, x: str, given: Given, number: int, ffn: int) -> str:
-        y = normed(s, "attention_norm", "input", x)
-        y = attention(s, c, given, y, f"{block}.self_attn", window=c.windowed(number))
-        x = s.elementwise("a + b", x, normed(s, "attention_post_norm", "post_attention", y) if c.post_norms else y)
-        y = normed(s, "mlp_norm", before_mlp, x)
-        y = gated_mlp(s, c, y, ffn, f"{block}.mlp") if ffn else routed_mlp(s, c, y, block)
-        return s.elementwise("a + b", x, normed(s, "mlp_post_norm", "post_feedforward", y) if c.post_norms else y)
-
-    if c.dense_layers:
-        first, wide = range(c.dense_layers), c.dense_ffn or c.ffn
-        x = s.layers("dense", first, x, lambda s, x, given: layer(s, x, given, s.place, wide), given)
-    ffn = 0 if c.experts else c.ffn
-    x = _runs(s, c, c.dense_layers, x, lambda s, x, given, k: layer(s, x, given, k, ffn), given)
-    return norm(s, c, "norm", hidden, "model.norm.weight", x)
+    y = normed(s, "attention_norm", "input", x)
+    attention = latent_attention if c.kv_lora_rank else grouped_attention
+    y = attention(s, c, given, y, f"{block}.self_attn", window=c.windowed(number))
+    x = s.elementwise("a + b", x, normed(s, "attention_post_norm", "post_attention", y) if c.post_norms else y)
+    y = normed(s, "mlp_norm", "pre_feedforward" if c.post_norms else "post_attention", x)
+    y = gated_mlp(s, c, y, ffn, f"{block}.mlp") if ffn else routed_mlp(s, c, y, block)
+    return s.elementwise("a + b", x, normed(s, "mlp_post_norm", "post_feedforward", y) if c.post_norms else y)
 
 
 # The MLP of a layer: gated, and experts that a router chooses for each token, of which some are shared by all.
@@ -164,6 +207,8 @@ def routed_mlp(s: Scope, c: DecoderSizes, x: str, layer: str) -> str:
     scores = s.einsum("bsh,hn->bsn", x, router)
     if oss:
         scores = s.elementwise("a + b", scores, s.parameter("router_bias", {"experts": c.experts}, f"{gate}.bias"))
+    if "routing" in s.carried:
+        s.carried["routing"] = s.elementwise("a + b", s.carried["routing"], _routing_loss(s, c, scores))
     chosen, weights = (_group_limited if c.router == "sigmoid" else _softmax)(s, c, scores, block)
     slots, dropped = s.draft.write_step(Dispatch(c.experts, c.capacity), x, chosen)
     s.result("dropped", dropped)
@@ -212,6 +257,22 @@ def _biased_experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
     )
     inside = s.elementwise(GATED[c.activation], gate, up)
     return product("down", ("ffn", "hidden"), f"{file}.down_proj", inside, "becf,efh->bech")
+
+
+def _routing_loss(s: Scope, c: DecoderSizes, scores: str) -> str:
+    """What a layer's router adds to the loss: for choices that are not even, and for scores that are large."""
+    x = s.widened(scores)
+    _, chosen = s.draft.write_step(TopK(c.experts_per_token), scores)
+    tokens = c.batch * c.seq
+    top = s(ReduceDims((2,), "max", keep=True), x)
+    powers = s.draft(Elementwise("exp(a - b)"), x, top, stopped=(1,))
+    total = s(ReduceDims((2,), keep=True), powers)
+    square = s.total(s.draft(Elementwise("(log(a) + b) ** 2"), total, top, stopped=(1,)))
+    hot = s(ReduceDims((0, 1, 2)), s(OneHot(c.experts, s.draft.types[x].dtype), chosen))
+    share = s(ReduceDims((0, 1)), s.elementwise("a / b", powers, total))
+    even = s.total(s.elementwise("a * b", hot, share))
+    factor = c.balance_loss * c.experts / tokens**2
+    return s.elementwise(f"{factor} * a + {c.router_z_loss / tokens} * b", even, square)
 
 
 def _softmax(s: Scope, c: DecoderSizes, scores: str, block: str) -> tuple[str, str]:

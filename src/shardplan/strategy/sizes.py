@@ -32,10 +32,11 @@ def _divides(part: str, n: int, whole: str, total: int) -> None:
 _EXPERTS = (
     "experts", "experts_per_token", "dense_layers", "dense_ffn", "shared_ffn", "shared_gate", "router", "router_groups",
     "router_groups_kept", "router_scale", "router_norm", "capacity_factor",
+    "balance_loss", "router_z_loss",
 )  # fmt: skip
 _TURNED = (
     "rope_theta", "rope_scaling", "window_theta", "qk_norm", "qkv_bias", "o_bias", "sinks", "segments", "unit_norms",
-    "post_norms", "embed_scale", "q_lora_rank", "kv_lora_rank",
+    "post_norms", "embed_scale", "q_lora_rank", "kv_lora_rank", "mtp_layers", "mtp_weight",
 )  # fmt: skip
 ACTIVATIONS = ("silu", "gelu", "clamped")
 _WITHOUT = {"gpt": (*_TURNED, *_EXPERTS), "llama": ("positions", *_EXPERTS), "moe": ("positions", "zigzag")}
@@ -56,6 +57,11 @@ class DecoderSizes:
     `attention_cap` and `logit_cap` c bend scores and logits x to c tanh(x / c); scores are scaled by `score_scale`.
     With `sinks` every head has a score more, of nothing. With `segments` there is an input of this name, `[batch
     sequence]`: the number of the sequence that a token is of, where several are packed into one.
+    To the loss of one that trains is added, of every layer with experts, `balance_loss` times experts times the sum over
+    them of the part of choices that each has and its mean probability (arXiv 2101.03961, 2.2, of a microbatch's
+    tokens), and `router_z_loss` times the mean square of the logarithm of the sum of exponentials of scores (arXiv
+    2202.08906, 2.2). With `mtp_layers` D modules predict a token further each, by one layer more (arXiv 2412.19437,
+    2.2), and `mtp_weight` / D of their losses is added; a config calls them `num_nextn_predict_layers`.
     Gains of `unit_norms` are what is stored, and 1; with `post_norms` what a layer adds is normed, too.
     """
 
@@ -104,6 +110,10 @@ class DecoderSizes:
     router_groups_kept: int = 1
     router_scale: float = 1.0
     router_norm: bool = True
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
+    mtp_layers: int = 0
+    mtp_weight: float = 0.3
     shared_gate: bool = False
     capacity_factor: float = 1.0
     cache: int = 0
@@ -163,9 +173,23 @@ class DecoderSizes:
             border.choice("Model.load: activation", self.activation, ACTIVATIONS, ShardplanError)
         if {*self.windows} - {*("wf" if self.window else "f")}:
             self._refuse("windows", "are letters w (of a window) and f (full), and f alone without a window")
+        for name in ("balance_loss", "router_z_loss"):
+            if getattr(self, name) and self.router != "softmax":
+                self._refuse(name, "is 0 where the router is no softmax")
+        if self.mtp_layers and self.zigzag > 1:
+            self._refuse("zigzag", "is 1 with mtp_layers")
         if self.segments and self.cache:
             self._refuse("segments", "is False with a cache")
-        for name in ("attention_cap", "logit_cap", "score_scale", "embed_scale", "window_theta"):
+        for name in (
+            "attention_cap",
+            "logit_cap",
+            "score_scale",
+            "embed_scale",
+            "window_theta",
+            "balance_loss",
+            "router_z_loss",
+            "mtp_weight",
+        ):
             if getattr(self, name) < 0:
                 self._refuse(name, "is 0 or more")
         try:
