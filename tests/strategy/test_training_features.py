@@ -33,7 +33,7 @@ OTHERS = {
     "windows by turns": Strategy(pipeline=2, tensor=2, global_batch=BATCH, recompute="full"),
     "multi-token prediction": Strategy(pipeline=2, data=2, fsdp=True, global_batch=BATCH),
     "packed sequences": Strategy(context=2, context_kind="gather", tensor=2, global_batch=BATCH),
-    "sinks": Strategy(context=2, tensor=2, sequence_parallel=True, global_batch=BATCH),
+    "sinks": Strategy(context=2, data=2, zero=2, global_batch=BATCH),
     "soft caps": Strategy(context=2, context_kind="zigzag", data=2, global_batch=BATCH),
     "window": Strategy(context=2, context_kind="ring", data=2, global_batch=BATCH),
 }
@@ -95,7 +95,7 @@ def test_every_feature_counts() -> None:
         ("llama", {"segments": True, "cache": 16, "training": False}, "segments=True; legal is False with a cache"),
         ("llama", {"balance_loss": 0.1}, "a llama of balance_loss=0.1; legal is 0.0"),
         ("llama", {"activation": "relu"}, "activation"),
-        ("llama", {"logit_cap": -1.0}, "logit_cap=-1.0; legal is 0 or more"),
+        ("llama", {"logit_cap": -1.0}, "logit_cap is -1.0; legal is a finite number of 0"),
         ("gpt", {"sinks": True}, "a gpt of sinks=True; legal is False"),
         ("llama", {"mtp_layers": 1, "zigzag": 2}, "zigzag=2; legal is 1 with mtp_layers"),
     ],

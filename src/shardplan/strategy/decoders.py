@@ -95,7 +95,7 @@ def _further(s: Scope, c: DecoderSizes, x: str, table: str, head: str, given: Gi
         y = norm(s, c, f"{name}.norm", hidden, f"{file}.shared_head.norm.weight", x)
         moved = s(Pad((0, 0), (0, 1)), s(Crop((0, 1), (c.batch, c.seq)), s.elementwise("a + 100", targets)))
         targets = s.elementwise("where(a == -100, -100, b - 100)", targets, moved)
-        totals.append(s.total(s(CrossEntropy(), _logits(s, c, y, head), targets)))
+        totals.append(s.sum_all(s(CrossEntropy(), _logits(s, c, y, head), targets)))
     for other in totals[1:]:
         totals[0] = s.elementwise("a + b", totals[0], other)
     return s.elementwise(f"a * {c.mtp_weight / c.mtp_layers}", totals[0])
@@ -113,7 +113,7 @@ def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
 
     def layer(s: Scope, x: str, given: Given, number: int) -> str:
         mixed = gpt_attention(s, c, given, norm(s, "attention_norm", f"{block}.ln_1", x), f"{block}.attn",
-                              window=c.windowed(number))  # fmt: skip
+                              window=c.has_window(number))  # fmt: skip
         x = s.elementwise("a + b + c", x, mixed, s.parameter("o_bias", hidden, f"{block}.attn.c_proj.bias"))
         y = norm(s, "mlp_norm", f"{block}.ln_2", x)
         inside = s.einsum("bsh,hf->bsf", y, s.parameter("up", {**hidden, **wide}, f"{block}.mlp.c_fc.weight"))
@@ -128,7 +128,7 @@ def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
 
 def _runs(s: Scope, c: DecoderSizes, first: int, x: str, layer: Layer, given: Given) -> str:
     """Layers from the first on, in runs; of several those behind the first are named after their first layer."""
-    for numbers, period in c.runs(first, c.layers):
+    for numbers, period in c.layer_runs(first, c.layers):
         name = "layers" if numbers.start == first else f"layers_{numbers.start}"
 
         def one(s: Scope, x: str, given: Given, start: int = numbers.start) -> str:
@@ -157,7 +157,7 @@ def _layer(s: Scope, c: DecoderSizes, x: str, given: Given, number: int, dense: 
 
     y = normed(s, "attention_norm", "input", x)
     attention = latent_attention if c.kv_lora_rank else grouped_attention
-    y = attention(s, c, given, y, f"{block}.self_attn", window=c.windowed(number))
+    y = attention(s, c, given, y, f"{block}.self_attn", window=c.has_window(number))
     x = s.elementwise("a + b", x, normed(s, "attention_post_norm", "post_attention", y) if c.post_norms else y)
     y = normed(s, "mlp_norm", "pre_feedforward" if c.post_norms else "post_attention", x)
     y = gated_mlp(s, c, y, ffn, f"{block}.mlp") if ffn else routed_mlp(s, c, y, block)
@@ -211,7 +211,7 @@ def routed_mlp(s: Scope, c: DecoderSizes, x: str, layer: str) -> str:
         s.carried["routing"] = s.elementwise("a + b", s.carried["routing"], _routing_loss(s, c, scores))
     chosen, weights = (_group_limited if c.router == "sigmoid" else _softmax)(s, c, scores, block)
     slots, dropped = s.draft.write_step(Dispatch(c.experts, c.capacity), x, chosen)
-    s.result("dropped", dropped)
+    s.add_result("dropped", dropped)
     made = (_biased_experts if oss else _experts)(s, c, slots, f"{block}.experts")
     y = s(Combine(), made, chosen, weights)
     if c.shared_ffn:
@@ -261,16 +261,16 @@ def _biased_experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
 
 def _routing_loss(s: Scope, c: DecoderSizes, scores: str) -> str:
     """What a layer's router adds to the loss: for choices that are not even, and for scores that are large."""
-    x = s.widened(scores)
+    x = s.cast_wide(scores)
     _, chosen = s.draft.write_step(TopK(c.experts_per_token), scores)
     tokens = c.batch * c.seq
     top = s(ReduceDims((2,), "max", keep=True), x)
     powers = s.draft(Elementwise("exp(a - b)"), x, top, stopped=(1,))
     total = s(ReduceDims((2,), keep=True), powers)
-    square = s.total(s.draft(Elementwise("(log(a) + b) ** 2"), total, top, stopped=(1,)))
+    square = s.sum_all(s.draft(Elementwise("(log(a) + b) ** 2"), total, top, stopped=(1,)))
     hot = s(ReduceDims((0, 1, 2)), s(OneHot(c.experts, s.draft.types[x].dtype), chosen))
     share = s(ReduceDims((0, 1)), s.elementwise("a / b", powers, total))
-    even = s.total(s.elementwise("a * b", hot, share))
+    even = s.sum_all(s.elementwise("a * b", hot, share))
     factor = c.balance_loss * c.experts / tokens**2
     return s.elementwise(f"{factor} * a + {c.router_z_loss / tokens} * b", even, square)
 

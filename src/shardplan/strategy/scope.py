@@ -64,14 +64,14 @@ class Scope:
         self.results["loss"] = self.draft(ReduceDims(tuple(range(self.draft.types[losses].ndim)), "mean"), losses)
         return self.results["loss"]
 
-    def widened(self, value: str) -> str:
+    def cast_wide(self, value: str) -> str:
         """Write a value in f32 or wider."""
         narrow = numpy_dtype(self.draft.types[value].dtype).itemsize < 4
         return self.draft(Cast("f32"), value) if narrow else value
 
-    def total(self, value: str) -> str:
+    def sum_all(self, value: str) -> str:
         """Write the sum over all dims, in f32 or wider."""
-        value = self.widened(value)
+        value = self.cast_wide(value)
         return self.draft(ReduceDims(tuple(range(self.draft.types[value].ndim))), value)
 
     def counted_mean(self, losses: str, targets: str, each: str | None = None, beside: str | None = None) -> str:
@@ -80,10 +80,10 @@ class Scope:
         To a mean `each` is added, which is weighed by how many of these targets count, as if it were every one's; and
         the sum `beside`, divided as theirs is.
         """
-        total = self.total(losses)
+        total = self.sum_all(losses)
         t = self.draft.types[total]
         if each is not None:
-            mine = self.total(self.draft(Cast(t.dtype), self.elementwise("where(a == -100, 0, 1)", targets)))
+            mine = self.sum_all(self.draft(Cast(t.dtype), self.elementwise("where(a == -100, 0, 1)", targets)))
             total = self.elementwise("a + b * c", total, each, mine)
         if beside is not None:
             total = self.elementwise("a + b", total, beside)
@@ -108,7 +108,7 @@ class Scope:
         )
         return name
 
-    def result(self, name: str, value: str) -> None:
+    def add_result(self, name: str, value: str) -> None:
         """Say that a value leaves."""
         self.results[f"{self.prefix}{name}"] = value
 

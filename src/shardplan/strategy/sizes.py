@@ -57,9 +57,9 @@ class DecoderSizes:
     `attention_cap` and `logit_cap` c bend scores and logits x to c tanh(x / c); scores are scaled by `score_scale`.
     With `sinks` every head has a score more, of nothing. With `segments` there is an input of this name, `[batch
     sequence]`: the number of the sequence that a token is of, where several are packed into one.
-    To the loss of one that trains is added, of every layer with experts, `balance_loss` times experts times the sum over
-    them of the part of choices that each has and its mean probability (arXiv 2101.03961, 2.2, of a microbatch's
-    tokens), and `router_z_loss` times the mean square of the logarithm of the sum of exponentials of scores (arXiv
+    To a loss is added, of every layer with experts, `balance_loss` times experts times the sum over them of the part of
+    choices that each has by its mean probability (arXiv 2101.03961, 2.2, of a microbatch's tokens), and
+    `router_z_loss` times the mean square of the logarithm of the sum of exponentials of scores (arXiv
     2202.08906, 2.2). With `mtp_layers` D modules predict a token further each, by one layer more (arXiv 2412.19437,
     2.2), and `mtp_weight` / D of their losses is added; a config calls them `num_nextn_predict_layers`.
     Gains of `unit_norms` are what is stored, and 1; with `post_norms` what a layer adds is normed, too.
@@ -180,18 +180,6 @@ class DecoderSizes:
             self._refuse("zigzag", "is 1 with mtp_layers")
         if self.segments and self.cache:
             self._refuse("segments", "is False with a cache")
-        for name in (
-            "attention_cap",
-            "logit_cap",
-            "score_scale",
-            "embed_scale",
-            "window_theta",
-            "balance_loss",
-            "router_z_loss",
-            "mtp_weight",
-        ):
-            if getattr(self, name) < 0:
-                self._refuse(name, "is 0 or more")
         try:
             RotaryScaling.parse(self.rope_scaling)
         except ParseError as error:
@@ -227,7 +215,7 @@ class DecoderSizes:
         """Query heads to a key head."""
         return self.heads // self.kv_heads
 
-    def runs(self, first: int, last: int) -> list[tuple[range, int]]:
+    def layer_runs(self, first: int, last: int) -> list[tuple[range, int]]:
         """Return layers in runs whose bodies are alike, and how many layers a body of each has: `windows` repeat."""
         kinds = [self.windows[k % len(self.windows)] for k in range(first, last)]
         period = next(
@@ -237,10 +225,10 @@ class DecoderSizes:
         if period > 1 and whole < 2 * period:  # nothing repeats: runs of layers of one kind
             ends = [k for k in range(first + 1, last) if kinds[k - first] != kinds[k - first - 1]]
             return [(range(a, b), 1) for a, b in zip((first, *ends), (*ends, last), strict=True)]
-        rest = self.runs(first + whole, last) if first + whole < last else []
+        rest = self.layer_runs(first + whole, last) if first + whole < last else []
         return [(range(first, first + whole), period), *rest]
 
-    def windowed(self, layer: int) -> bool:
+    def has_window(self, layer: int) -> bool:
         """Say whether a layer has a window."""
         return self.windows[layer % len(self.windows)] == "w"
 

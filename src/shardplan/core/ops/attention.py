@@ -71,8 +71,8 @@ class Attention(Composed):
             scores = mask_scores(d, row, column, scores, self.window)
         elif self.causal:
             row = d(Iota("i32", (q.shape[1], 1), 0, Layout((q.layout.dims[1], ())), q.mesh))
-            if len(operands) > self._fixed:
-                row = d(Elementwise("a + b"), row, str(self._fixed))
+            if len(operands) > self._fixed_count:
+                row = d(Elementwise("a + b"), row, str(self._fixed_count))
             column = d(Iota("i32", (k.shape[1],), 0, Layout((k.layout.dims[1],)), k.mesh))
             scores = mask_scores(d, row, column, scores, self.window)
         if self.segments:
@@ -80,18 +80,18 @@ class Attention(Composed):
             apart = d(Cast("bool"), d(Elementwise("where(a == b, 0, 1)"), mine, theirs))
             scores = d(Elementwise(f"where(a, {MASKED}, b)"), apart, scores)
         top = d(ReduceDims((4,), "max", keep=True), scores)
-        if self.sinks:
-            sink = d(Reshape("g r -> g r s=1 t=1"), widened(d, str(self._fixed - 1)))
+        sink = d(Reshape("g r -> g r s=1 t=1"), widened(d, str(self._fixed_count - 1))) if self.sinks else ""
+        if sink:
             top = d(Elementwise("maximum(a, b)"), top, sink)
         e = d(Elementwise("exp(a - b)"), scores, top, stopped=(1,))
         total = d(ReduceDims((4,), keep=True), e)
-        if self.sinks:
+        if sink:
             total = d(Elementwise("a + exp(b - c)"), total, sink, top, stopped=(2,))
         out = d(Einsum("bgrst,btge->bsgre"), d(Elementwise("a / b"), e, total), widened(d, "2"))
         return [cast_to(d, out, q.dtype)]
 
     @property
-    def _fixed(self) -> int:
+    def _fixed_count(self) -> int:
         """How many operands there are before the count of positions."""
         return 3 + 2 * self.segments + self.sinks
 
@@ -100,18 +100,18 @@ class Attention(Composed):
 
     def _check(self, operands: Sequence[TensorType]) -> None:
         """Refuse what hangs together otherwise."""
-        check_arity(self.name, operands[: self._fixed], self._fixed)
+        check_arity(self.name, operands[: self._fixed_count], self._fixed_count)
         q, k = operands[:2]
         border.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
         border.whole_number(f"{self.name}: window", self.window, 0, kind=TypingError)
-        if self.zigzag > 1 and (len(operands) > self._fixed or q.shape[1] != k.shape[1]):
+        if self.zigzag > 1 and (len(operands) > self._fixed_count or q.shape[1] != k.shape[1]):
             raise TypingError(f"zigzag={self.zigzag} of {q} with keys {k}; legal is 1, or a sequence and itself")
         if self.window and not self.causal:
             raise TypingError(f"window={self.window} of what is not causal; legal is 0")
         if self.segments and any(t.dtype[0] not in "iu" or t.ndim != 2 for t in operands[3:5]):
             raise TypingError(f"segments {operands[3]} and {operands[4]}; legal are integers [b s] and [b t]")
-        if self.sinks and operands[self._fixed - 1].shape != q.shape[2:4]:
-            raise TypingError(f"sinks {operands[self._fixed - 1]} of {q}; legal is one for each head")
+        if self.sinks and operands[self._fixed_count - 1].shape != q.shape[2:4]:
+            raise TypingError(f"sinks {operands[self._fixed_count - 1]} of {q}; legal is one for each head")
 
     def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
         """Rows of queries at a time, so that few scores are there at once."""
@@ -133,7 +133,7 @@ class Attention(Composed):
 
         Raises `LayoutError` for these two, which would have to go round, too.
         """
-        alike = len(operands) == self._fixed and operands[0].shape[1] == operands[1].shape[1]
+        alike = len(operands) == self._fixed_count and operands[0].shape[1] == operands[1].shape[1]
         if alike and (self.segments or self.sinks):
             raise LayoutError("attention of segments, or with sinks, does not go round; legal are ulysses and gather")
         return RingAttention(self.causal, self.scale, self.zigzag, self.window, self.cap) if alike else None

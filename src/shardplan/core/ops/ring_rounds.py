@@ -155,7 +155,7 @@ class ScoreRule(NamedTuple):
     window: int = 0
     cap: float = 0.0
 
-    def scores(
+    def score_tile(
         self, xp: Namespace, q: Tensor, k: Tensor, numbers: Sequence[Any], apart: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return scores `[b s g r t]`, and of capped ones what they are beside the cap.
@@ -183,7 +183,7 @@ def tile_forward(
 ) -> Sequence[Tensor]:
     """Fold attention to a tile into what was found so far."""
     q, k, v, *state = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
-    x, _ = rule.scores(xp, q, k, numbers, apart)
+    x, _ = rule.score_tile(xp, q, k, numbers, apart)
     top = xp.reduce("max", x, (4,), True, -np.inf)
     e = xp.exp(x - top)
     total = xp.reduce("sum", e, (4,), True, 0)
@@ -202,7 +202,7 @@ def tile_backward(
 ) -> Sequence[Tensor]:
     """Add to the cotangents of queries what a tile brings, and return the tile's own."""
     q, k, v, lse, less, came, *before = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
-    x, bent = rule.scores(xp, q, k, numbers, apart)
+    x, bent = rule.score_tile(xp, q, k, numbers, apart)
     p = xp.exp(x - lse[..., None])
     ds = p * (xp.einsum("bsgre,btge->bsgrt", came, v) - less[..., None]) * rule.scale
     ds = ds if bent is None else ds * (1 - bent * bent)
