@@ -89,9 +89,8 @@ def _further(s: Scope, c: DecoderSizes, x: str, table: str, head: str, given: Gi
                                  "features (part hidden)", Within("part", 2, at))  # fmt: skip
             made.append(s.einsum("bsh,hg->bsg", y, weight))
         x = s.elementwise("a + b", *made)
-        x = s.layers(
-            name, range(c.layers + k, c.layers + k + 1), x, lambda s, x, given: _layer(s, c, x, given, -1), given
-        )
+        number = c.layers + k
+        x = _runs(s, c, name, range(number, number + 1), x, lambda s, x, given, at: _layer(s, c, x, given, at), given)
         y = norm(s, c, f"{name}.norm", hidden, f"{file}.shared_head.norm.weight", x)
         moved = s(Pad((0, 0), (0, 1)), s(Crop((0, 1), (c.batch, c.seq)), s.elementwise("a + 100", targets)))
         targets = s.elementwise("where(a == -100, -100, b - 100)", targets, moved)
@@ -122,29 +121,29 @@ def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
         bias = s.parameter("down_bias", hidden, f"{block}.mlp.c_proj.bias")
         return s.elementwise("a + b + c", x, s.einsum("bsf,fh->bsh", inside, down), bias)
 
-    x = _runs(s, c, 0, x, layer, given if c.cache else {})
+    x = _runs(s, c, "layers", range(c.layers), x, layer, given if c.cache else {})
     return norm(s, "norm", "transformer.ln_f", x)
 
 
-def _runs(s: Scope, c: DecoderSizes, first: int, x: str, layer: Layer, given: Given) -> str:
-    """Layers from the first on, in runs; of several those behind the first are named after their first layer."""
-    for numbers, period in c.layer_runs(first, c.layers):
-        name = "layers" if numbers.start == first else f"layers_{numbers.start}"
+def _runs(s: Scope, c: DecoderSizes, name: str, numbers: range, x: str, layer: Layer, given: Given) -> str:
+    """Layers in runs, called by a name; of several runs those behind the first are named after their first layer."""
+    for some, period in c.layer_runs(numbers.start, numbers.stop):
+        called = name if some.start == numbers.start else f"{name}_{some.start}"
 
-        def one(s: Scope, x: str, given: Given, start: int = numbers.start) -> str:
+        def one(s: Scope, x: str, given: Given, start: int = some.start) -> str:
             return layer(s, x, given, start + s.place)
 
-        x = s.layers(name, numbers, x, one, given, period)
+        x = s.layers(called, some, x, one, given, period)
     return x
 
 
 def _llama(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
     if c.dense_layers:
+        wide = c.dense_ffn or c.ffn
         first = range(c.dense_layers)
-        x = s.layers(
-            "dense", first, x, lambda s, x, given: _layer(s, c, x, given, s.place, c.dense_ffn or c.ffn), given
-        )
-    return _runs(s, c, c.dense_layers, x, lambda s, x, given, k: _layer(s, c, x, given, k), given)
+        x = _runs(s, c, "dense", first, x, lambda s, x, given, k: _layer(s, c, x, given, k, wide), given)
+    rest = range(c.dense_layers, c.layers)
+    return _runs(s, c, "layers", rest, x, lambda s, x, given, k: _layer(s, c, x, given, k), given)
 
 
 def _layer(s: Scope, c: DecoderSizes, x: str, given: Given, number: int, dense: int = 0) -> str:
