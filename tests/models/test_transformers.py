@@ -36,7 +36,13 @@ LATENT = SIZES | {
 }  # fmt: skip
 W, F = "sliding_attention", "full_attention"
 WINDOWS = (W, F)
-GEMMA = {"head_dim": 8, "pad_token_id": None, "sliding_window": 5, "query_pre_attn_scalar": 6, "layer_types": [*WINDOWS, *WINDOWS]}
+GEMMA = {
+    "head_dim": 8,
+    "pad_token_id": None,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 6,
+    "layer_types": [*WINDOWS, *WINDOWS],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", SIZES),
     "llama 3.1": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3}),
