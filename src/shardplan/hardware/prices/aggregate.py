@@ -68,6 +68,39 @@ class Laid:
             found.append(_Inside(unit, run, size, size[run]))
         return found
 
+    def beside(self, j: int) -> Ints:
+        """How many members every member reaches without crossing level j, itself too, in the order of `device`."""
+        if not self.fabric.wires[j].level.rails:
+            return self.levels[j].inside
+        leaf, node = self.leaf_runs(j), self.levels[j + 1]
+        both = _number_pairs(leaf, node.run)
+        return np.bincount(leaf)[leaf] + node.inside - np.bincount(both)[both]
+
+    def leaf_runs(self, j: int) -> Ints:
+        """Number the members of one group on one leaf of level j, one of rails, in the order of `device`."""
+        return _number_pairs(self.group, self.fabric.rail(j, self.device))
+
+    def strays(self, j: int) -> Floats:
+        """Return what part of what its node sends on a walk each member sends from leaf to leaf of one unit of level j.
+
+        Members of a node share what it sends, each on its rail, and those stray whose rail some node of the unit lacks.
+        Level j is one of rails; [members], in the order of `device`.
+        """
+        node, unit = self.levels[j + 1], self.levels[j]
+        head = np.flatnonzero(np.diff(node.run, prepend=-1))
+        nodes = np.bincount(unit.run[head])[unit.run]
+        leaf = self.leaf_runs(j)
+        on = _number_pairs(leaf, node.run)
+        first = np.unique(on, return_index=True)[1]
+        there = np.bincount(leaf[first])[leaf]  # nodes that have a member on this leaf
+        walk = self.walk.times[j]
+        left = np.zeros(len(self.device))
+        if walk is not None:
+            key = self.group * self.fabric.wires[j].units + unit.unit
+            at = np.minimum(np.searchsorted(walk[0], key), max(0, len(walk[0]) - 1))
+            left = np.where(walk[0][at] == key, walk[1][at], 0) if len(walk[0]) else left
+        return np.where(there < nodes, (nodes - left) / nodes / node.inside, 0.0)
+
     @cached_property
     def nodes(self) -> Ints:
         """How many nodes every group spans, [G]."""
@@ -94,6 +127,15 @@ class Laid:
         """The walk of every group through its nodes."""
         return ring_crossings(self)
 
+    def walk_bytes(self, volume: Floats) -> Floats:
+        """Return the bytes that cross each level on a walk whose edges carry `volume`, [G]: [L]."""
+        moved = self.walk.sum_edges(volume)
+        for j, wires in enumerate(self.fabric.wires):
+            if wires.level.rails:
+                stray = float(volume[self.group] @ self.strays(j))
+                moved[j : j + 2] += stray, -stray
+        return moved
+
 
 def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     """Price the pairwise all-to-all: every member sends B/k to every other, on the rails of their devices.
@@ -106,7 +148,8 @@ def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     load: list[Floats | None] = []
     hops = np.zeros((len(fabric.wires), len(device)))
     together = np.full(len(device), k)  # members of the group in the same unit as this one, one level further out
-    for j, (wires, (unit, run, size, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
+    for j, (wires, (unit, run, size, _)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
+        inside = laid.beside(j)
         hops[j] = together - inside
         if wires.level.link == "switch":
             out = part * (k - inside)
@@ -133,9 +176,27 @@ def other_nodes(laid: Laid) -> Floats:
         for j in range(far):
             run = laid.levels[j].run
             inside = np.bincount(run[head])[run]
+            if laid.fabric.wires[j].level.rails:
+                inside = _nodes_beside(laid, j, head)
             found[j] = together - inside
             together = inside
     return found
+
+
+def _nodes_beside(laid: Laid, j: int, head: Ints) -> Ints:
+    """How many nodes every member reaches whole without crossing level j, one of rails: its own, and those on its leaf.
+
+    `head` are the first members in their nodes.
+    """
+    node, leaf = laid.levels[laid.fabric.far - 1].run, laid.leaf_runs(j)
+    one = np.minimum.reduceat(leaf, head) == np.maximum.reduceat(leaf, head)  # nodes with all members on one leaf
+    whole = np.bincount(leaf[head[one]], minlength=int(leaf.max()) + 1)[leaf]
+    return np.where(one[node], whole, whole + 1)
+
+
+def _number_pairs(one: Ints, other: Ints) -> Ints:
+    """Number pairs of two numbers, equal for equal pairs."""
+    return np.unique(one * (1 + other.max(initial=0)) + other, return_inverse=True)[1].reshape(-1)
 
 
 def _partners(row: Ints) -> tuple[Ints, Ints]:
@@ -289,7 +350,7 @@ def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
     load: list[Floats | None] = []
     for j, (wires, (unit, run, _, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
         volume = far if j < fabric.far else near
-        if not bool((inside < k).any()):
+        if not bool((inside < k).any()) and not (wires.level.rails and bool(laid.strays(j).any())):
             load.append(None)
         elif wires.level.link == "switch":
             out = np.where(inside < k, volume[group] / inside, 0.0)
@@ -297,6 +358,8 @@ def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
             if walk is not None:
                 at = np.searchsorted(walk[0], group * wires.units + unit)
                 out[inside < k] *= walk[1][at[inside < k]]
+            if wires.level.rails:
+                out += volume[group] * laid.strays(j)
             load.append(fabric.port_load(j, (device, out), (device, out)))
         else:
             heads = np.flatnonzero(np.diff(run, prepend=-1))
