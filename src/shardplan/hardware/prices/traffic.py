@@ -140,8 +140,10 @@ def messages(flows: Flows, fabric: Fabric) -> Traffic:
     depth, far = len(fabric.wires), fabric.far
     counts: list[Floats] = []
     for end, other in ((flows.sender, flows.receiver), (flows.receiver, flows.sender)):
-        device, at = np.unique(end, return_inverse=True)
-        at, width = at.reshape(-1), len(device)
+        device = np.flatnonzero(np.bincount(end, minlength=1))
+        place = np.zeros(1 + int(end.max(initial=0)), dtype=np.int64)
+        place[device] = np.arange(len(device))
+        at, width = place[end], len(device)
         level = fabric.outermost_level(end, other)
         inner = np.zeros(width, dtype=np.int64)
         keep = np.ones(len(level), dtype=bool)
