@@ -91,8 +91,14 @@ def test_a_rotated_node_is_audited() -> None:
     topology, mesh = railed(leaf=sp.Topology.load("dgx-h100").levels[0].bandwidth / 50), sp.Mesh(data=8, tensor=8)
     ids = np.arange(64).reshape(8, 8)
     turned = np.stack([np.roll(row, k) for k, row in enumerate(ids)])
-    found = [sp.audit(x.reshape(-1), mesh, topology, {("data",): 1e9}).seconds for x in (ids, turned)]
-    assert found[0] and found[1] and found[1] > 3 * found[0]
+    straight, found = (sp.audit(x.reshape(-1), mesh, topology, {("data",): 1e9}) for x in (ids, turned))
+    assert straight.seconds and found.seconds and found.seconds > 3 * straight.seconds
+    assert straight.verdict == "canonical" and found.verdict == "interleaved"
+    assert found.findings.reason == (
+        "groups over `data` have other NICs in other nodes: what they send goes from leaf to leaf of a pod"
+    )
+    same = np.stack([np.roll(row, 3) for row in ids])  # numbered otherwise, but alike in every node
+    assert sp.audit(same.reshape(-1), mesh, topology).verdict == "equivalent"
 
 
 PROBLEMS = [
