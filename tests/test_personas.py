@@ -16,7 +16,6 @@ import pytest
 
 FOLDER = Path(__file__).parent / "personas"
 WIDTH = 80
-WIDER = ("cause", "execution", "travels")  # what begins a line of `audit`, `check` and `move` that is not wrapped yet
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
@@ -42,10 +41,6 @@ def run_typed(typed: str, folder: Path) -> str:
     return done.stdout
 
 
-def first_word(line: str) -> str:
-    return line.split(maxsplit=1)[0]
-
-
 @pytest.mark.parametrize("name", ["infra", "rl", "research", "jax", "student"])
 def test_the_first_hour(name: str, tmp_path: Path) -> None:
     told = commands_of((FOLDER / f"{name}.txt").read_text(encoding="utf-8"))
@@ -54,5 +49,4 @@ def test_the_first_hour(name: str, tmp_path: Path) -> None:
         printed = run_typed(typed, tmp_path)
         same = doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
         assert same, f"$ {typed}\nexpected:\n{expected}printed:\n{printed}"
-        wide = [line for line in printed.splitlines() if len(line) > WIDTH]
-        assert [*map(first_word, wide)] == [w for w in WIDER if w in map(first_word, wide)], f"$ {typed}\n{printed}"
+        assert not [line for line in printed.splitlines() if len(line) > WIDTH], f"$ {typed}\n{printed}"
