@@ -59,7 +59,8 @@ def run_page(page: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def run_console(block: Block) -> None:
     for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
-        command, _, expected = part.replace("\\\n", " ").partition("\n")
+        typed, expected = re.fullmatch(r"((?:.*\\\n)*.*)\n?((?s:.*))", part).groups()  # type: ignore[union-attr]
+        command = typed.replace("\\\n", " ")
         words = shlex.split(command, comments=True)
         if not words or words[0] != "shardplan":
             continue

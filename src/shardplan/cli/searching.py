@@ -20,6 +20,7 @@ from shardplan.cli.options import (
     Report,
     check_report,
     check_writable,
+    complete_model,
     read_bytes,
     read_topology,
 )
@@ -69,7 +70,7 @@ def quiet_pool(workers: int) -> ProcessPoolExecutor:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)],
     topology: NeededTopology,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     nodes: Nodes = None,
