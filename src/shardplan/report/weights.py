@@ -9,6 +9,7 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights
 from shardplan.plans.pricing import network_name
+from shardplan.report.fold import WIDTH
 
 SHOWN = 40  # parameters printed, and files
 
@@ -36,7 +37,7 @@ def _type(dtype: str, form: str) -> str:
 
 
 def moves_text(plan: RefitPlan) -> list[str]:
-    """Return a line for every stored parameter of the target: its name, what it comes from, and its bytes."""
+    """Return what every stored parameter of the target comes from, and its bytes: in a line, or in three."""
     every = moves_rows(plan)
     by_target: dict[str, list[dict[str, Any]]] = {}
     for row in every:
@@ -51,10 +52,15 @@ def moves_text(plan: RefitPlan) -> list[str]:
         for name, found in by_target.items()
     ]
     kept = rows[:SHOWN]
-    widths = [max(len(r[k]) for r in kept) for k in range(3)] if kept else []
-    lines = [
-        f"  {r[0].ljust(widths[0])}  {r[1].rjust(widths[1])}  {r[2].ljust(widths[2])} -> {r[3]}".rstrip() for r in kept
-    ]
+    widths = [max(len(r[k]) for r in kept) for k in range(4)] if kept else []
+    beside = sum(widths) + len("      ->  ") <= WIDTH
+    lines: list[str] = []
+    for name, size, source, target in kept:
+        begin = f"  {name.ljust(widths[0])}  {size.rjust(widths[1])}"
+        if beside:
+            lines.append(f"{begin}  {source.ljust(widths[2])} -> {target}")
+        else:
+            lines += [begin, f"      {source}", f"      -> {target}"]
     return lines + ([f"  ... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
 
 
@@ -75,7 +81,7 @@ def refit_text(plan: RefitPlan) -> str:
     """Return a refit's plan as text: both sides, every stored parameter, what ranks send and receive, seconds."""
     _, _, size = plan.traffic
     total = sum(row["bytes"] for row in moves_rows(plan))
-    limit = "none" if plan.memory_limit is None else format_bytes(plan.memory_limit)
+    limit = "no limit" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
     return "\n".join(
         [
             f"refit       {plan.hash}",
@@ -87,7 +93,7 @@ def refit_text(plan: RefitPlan) -> str:
             f"travels     {format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
             f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
             f"{format_bytes(max(plan.received_bytes, default=0))} to one",
-            f"memory      limit {limit} a rank beyond its parameters",
+            f"memory      {limit} a rank beyond its parameters",
             f"seconds     {format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}",
         ]
     )
