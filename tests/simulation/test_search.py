@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -31,6 +32,7 @@ from shardplan.simulation.searching import search as searching
 from shardplan.simulation.searching.bounds import frame_floors
 from shardplan.simulation.searching.certifier import CertifiedPeak, Certifier
 from shardplan.simulation.searching.front import Points
+from shardplan.simulation.searching.plans import RankedPlan
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.simulation.step_events import StepEvents
 from shardplan.simulation.steps import simulate_step
@@ -316,6 +318,15 @@ def test_an_interrupt_gives_the_best_of_what_was_searched(after: int, monkeypatc
     assert whole.frames_left == 0 and whole.best.seconds <= found.best.seconds
 
 
+def by_plan(ranked: Iterable[RankedPlan]) -> dict[tuple[str, tuple[str, ...], str], float]:
+    """Seconds and bytes of each plan: arrays of other lengths sum in another order, so that a last digit may differ."""
+    return {
+        (repr(one.strategy), one.order, kind): value
+        for one in ranked
+        for kind, value in (("seconds", one.seconds), ("bytes", one.peak_bytes))
+    }
+
+
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -333,7 +344,7 @@ def test_what_is_fixed_is_so_and_the_rest_is_found(fixed: dict[str, Any]) -> Non
     assert all(getattr(one.strategy, name) == value for one in found.ranked for name, value in fixed.items())
     if "gradient_dtype" not in fixed:
         mine = [one for one in every_plan() if all(getattr(one.strategy, k) == v for k, v in fixed.items())]
-        assert found.ranked == tuple(mine)
+        assert by_plan(found.ranked) == pytest.approx(by_plan(mine), rel=1e-12)
     assert found.priced == len(found.ranked) + sum(one.strategies for one in found.pruned[:3])
     assert sum(one.strategies for one in found.pruned) + len(found.ranked) == found.counted
 
@@ -353,9 +364,12 @@ def test_what_cannot_be_fixed_is_refused(fixed: dict[str, Any], reason: str) -> 
 
 
 def test_precisions_that_are_predicted_are_searched() -> None:
-    """In fp8 products are quicker, and nothing holds more than the job in bf16 by which it is certified."""
-    found, plain = (sp.search(GPT, sp.Topology.load("dgx-h100", nodes=1), 16, precision=p) for p in ("fp8", "bf16"))
-    assert found.best.strategy.precision == "fp8" and found.best.seconds <= plain.best.seconds
+    """In fp8 wide products are quicker and narrow ones are not (casts); it holds what the job in bf16 does."""
+    wide = Model.load("gpt", positions=64, **SIZES | {"hidden": 4096, "heads": 32, "ffn": 16384})
+    for model, quicker in ((wide, True), (GPT, False)):
+        found, plain = (sp.search(model, sp.Topology.load("dgx-h100"), 16, precision=p) for p in ("fp8", "bf16"))
+        assert found.best.strategy.precision == "fp8"
+        assert (found.best.seconds < plain.best.seconds) is quicker
 
 
 POINTS = {"index": [0], "seconds": [0.5], "nbytes": [1]}
