@@ -63,3 +63,7 @@ def test_a_shell_reads_the_same_words(words: list[str], width: int) -> None:
     folded = fold_shell(text, width)
     assert shlex.split(folded.replace(" \\\n", " ")) == shlex.split(text)
     assert all(len(line) <= width for line in folded.split("\n"))
+
+
+def test_a_comment_goes_in_front() -> None:
+    assert fold_python("  call(one, two)  # why so", 20) == "  # why so\n  call(one, two)"
