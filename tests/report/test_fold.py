@@ -46,7 +46,9 @@ def test_a_command_in_prose_can_be_copied() -> None:
     command = "shardplan place --mesh dp=2,tp=8 --traffic tp=all_to_all:29360128B*1 --topology dgx-h100 --nodes 2"
     lines = fold_lines(f"better     placing dp inside one node would take 614 us: `{command}`").split("\n")
     assert all(len(line) <= WIDTH for line in lines)
-    assert shlex.split("\n".join(lines[1:]).replace("\\\n", " ")) == shlex.split(command)
+    copied = lines[1:]  # below the prose
+    assert len(copied) > 1 and all(line.endswith(" \\") for line in copied[:-1]), lines
+    assert shlex.split("\n".join(copied).replace("\\\n", " ")) == shlex.split(command)
 
 
 @given(WORDS, st.integers(20, WIDTH))
