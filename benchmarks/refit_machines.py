@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.common import table
+from benchmarks.source_accuracy import fewer
 
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.calibration import ALIKE, fit_machines
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="files of measured steps, JSON lines")
     parser.add_argument("--apart", action="append", default=[], metavar="MACHINE.PARAMETER=WHY",
                         help="what may differ from other machines with the chip, and why")  # fmt: skip
+    parser.add_argument("--most", type=int, default=130, help="rows of a table, chosen by a hash (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the groups that are held out (default %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the files")
     options = parser.parse_args()
@@ -47,7 +49,7 @@ def main() -> None:
         if parameter not in ALIKE or not why:
             parser.error(f"--apart {text}: legal is MACHINE.PARAMETER=WHY, of {', '.join(ALIKE)}")
         apart[machine, parameter] = why
-    rows = [row for path in options.rows for row in read_steps(path) if usable(row)]
+    rows = fewer([row for path in options.rows for row in read_steps(path) if usable(row)], options.most)
     judged = fit_machines([row for row in rows if not held_out(row, options.seed)], (), apart)
     lines: list[list[object]] = []
     options.out.mkdir(parents=True, exist_ok=True)

@@ -50,12 +50,12 @@ def chip_name(preset: str) -> str:
     return chip.name if chip else preset
 
 
-def fewer(rows: Sequence[StepRow]) -> list[StepRow]:
+def fewer(rows: Sequence[StepRow], most: int = MOST) -> list[StepRow]:
     """Rows of each table, at most so many, by a hash."""
     out: list[StepRow] = []
     for name in sorted({row.table for row in rows}):
         mine = sorted((row for row in rows if row.table == name), key=lambda row: hashed(1, row.id))
-        out += mine[:MOST]
+        out += mine[:most]
     return out
 
 

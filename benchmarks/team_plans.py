@@ -9,8 +9,8 @@ of the team's step takes longer, and `why` what is known of the reason: each is 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -132,4 +132,8 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.team_plans", description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", choices=[*TEAMS, []], metavar="TEAM", help=f"of {', '.join(TEAMS)}; none: all"
+    )
+    main(parser.parse_args().names)

@@ -7,8 +7,7 @@ composed of messages), `native` (the same plan by gloo's own collectives, where 
 `min-cost` as they are and with a real all-to-all in place of the all-gather that torch has on
 CPU (`greedy*`, `min-cost*`: the fair peer), `one-shot` (a single all_to_all_single on box intersections). Beside the
 time: payload that the kernel counted on the sockets of the worst rank, the largest storage and the most live storage of
-any rank, source included. Then each collective alone, native and composed; and the overhead of a call on 8 x 8 tensors,
-on 2 processes, and of planning.
+any rank, source included. Then each collective alone, native and composed. What a call costs is in `dtensor_calls`.
 """
 
 from __future__ import annotations
@@ -208,59 +207,6 @@ def _facts(run: Callable[[], Any], source: Any, expected: Any) -> tuple[int, int
     return received, tally.largest, tally.peak, int(wrong)
 
 
-def small(repeats: int) -> None:
-    """The overhead of a call on 8 x 8 tensors, plans cached on both sides, and the first call that plans."""
-    import warnings
-
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
-    from shardplan.interop.torch import redistribute
-
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    full = torch.arange(64.0).reshape(8, 8)
-    cut, whole = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(full, mesh, [Replicate()])
-    addends = DTensor.from_local(full, mesh, [Partial()], run_check=False)
-    rows = []
-    for name, x, target in (
-        ("S(0) to R", cut, [Replicate()]),
-        ("S(0) to S(1)", cut, [Shard(1)]),
-        ("R to S(0)", whole, [Shard(0)]),
-        ("P to R", addends, [Replicate()]),
-        ("P to S(0)", addends, [Shard(0)]),
-    ):
-        calls = {
-            "ours": lambda x=x, t=target: redistribute(x, t),
-            "dtensor": lambda x=x, t=target: x.redistribute(mesh, t),
-        }
-        row: dict[str, Any] = {"move": name}
-        for who, call in calls.items():
-            dist.barrier()
-            started = time.perf_counter()
-            call()
-            row[f"{who} first"] = time.perf_counter() - started
-            for _ in range(50):
-                call()
-        seconds: dict[str, list[float]] = {who: [] for who in calls}
-        for _ in range(repeats):
-            for who, call in calls.items():
-                dist.barrier()
-                started = time.perf_counter()
-                for _ in range(100):
-                    call()
-                seconds[who].append((time.perf_counter() - started) / 100)
-        row |= {who: statistics.median(values) for who, values in seconds.items()}
-        rows.append(row)
-    if dist.get_rank() == 0:
-        print(json.dumps({"rows": rows}))
-    dist.destroy_process_group()
-
-
 def main() -> None:
     parser = arguments("torch_vs_dtensor", "Redistribution of torch tensors beside its peers.", 30, of="problems")
     parser.add_argument("--repeats", type=int, default=7)
@@ -268,7 +214,6 @@ def main() -> None:
     options = parser.parse_args()
     me = ROOT / "benchmarks" / "torch_vs_dtensor.py"
     found, _ = launch(me, 8, options.count, options.repeats, options.seed)
-    calls, _ = launch(me, 2, 3 * options.repeats)
     alone, _ = launch(me, 8, 3 * options.repeats, 8)
     rows = found["rows"]
     summary: dict[str, Any] = {}
@@ -287,18 +232,11 @@ def main() -> None:
     heads = list(summary["ours"])
     print(table(("way", *heads), [[n, *(v[h] for h in heads)] for n, v in summary.items()], f"{len(rows)} problems"))
     shown = [
-        [r["move"], 1e6 * r["ours"], 1e6 * r["dtensor"], r["ours"] / r["dtensor"], r["ours first"] / r["dtensor first"]]
-        for r in calls["rows"]
-    ]
-    heads = ("8 x 8 on 2 ranks", "ours, us", "DTensor cached, us", "ratio", "first call, ratio")
-    print(table(heads, shown, "overhead of a call"))
-    shown = [
         [r["collective"], r["native"]["seconds"] / r["composed"]["seconds"], r["composed"]["wire"], r["native"]["wire"]]
         for r in alone["rows"]
     ]
     heads = ("1 MiB on 8 ranks", "native / composed, time", "composed, bytes on sockets", "native, bytes")
     print(table(heads, shown, "gloo's own collectives"))
-    overhead = geomean(r["ours"] / r["dtensor"] for r in calls["rows"])
     parameters = {
         "count": options.count,
         "repeats": options.repeats,
@@ -306,14 +244,13 @@ def main() -> None:
         "suite": "s8",
         "shard": SHARD,
     }
-    result = {"summary": summary, "overhead": {"geomean": overhead, "rows": calls["rows"]}, "rows": rows}
-    result |= {"collectives": alone["rows"]}
+    result = {"summary": summary, "rows": rows, "collectives": alone["rows"]}
     write(options.out, record(parameters, result))
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-        (small, collectives, child)[len(sys.argv) - 2](*map(int, sys.argv[1:]))
+        (collectives, child)[len(sys.argv) - 3](*map(int, sys.argv[1:]))
     else:
         main()

@@ -230,3 +230,13 @@ def test_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(sp.TypingError, match=r"^all_gather: the algorithm 'rnig' is unknown; legal are direct, ring, "):
         AllGather(0, ("x",)).lowering([t], np.arange(3), "rnig")
     assert len(list(AllGather(0, ("x",)).lowering([t], np.arange(3), "chain").rounds())) == 1  # its first: direct
+
+
+def test_an_op_without_a_tree_goes_round_a_ring() -> None:
+    """As libraries do: everybody's parts to everybody at once would fill the links of a node with small messages."""
+    t = sp.TensorType.parse("i32[8@a, 3]", "a=8")
+    devices = np.arange(8)
+    for op in (AllGather(0, ("a",)), AllToAll(0, 1, ("a",))):
+        tree, ring = (list(op.lower_operand(t, op.result(t), devices, name).rounds()) for name in ("tree", "ring"))
+        assert len(tree) == len(ring) > 2
+    assert len(list(AllGather(0, ("a",)).lower_operand(t, AllGather(0, ("a",)).result(t), devices).rounds())) == 1

@@ -537,6 +537,22 @@ def test_a_driver_holds_what_the_account_says() -> None:
     assert near(measured(program)[0], account(program).workspace_bytes)
 
 
+def test_what_enters_a_loop_is_let_go_by_its_first_run() -> None:
+    """Of a carried value that nobody else reads there is never one more than the body makes, in the reference too."""
+    t = TensorType("f64", (1 << 17,), (), sp.Mesh(x=1))
+    body = Program({"x": t, "v": t}, [Step(Einsum("i,i->i"), ("x", "v"), ("0",))], ("0",))
+    steps = [Step(Einsum("i,i->i"), ("v", "v"), ("x",)), Step(Repeat(4, body, 1, 0), ("x", "v"), ("y",))]
+    program = Program({"v": t}, steps, ("y",))
+    assert near(measured(program)[0], 3 << 20)  # v, what a run is given and what it makes
+    given = np.full(t.shape, 3.0)
+    tracemalloc.start()
+    try:
+        run_reference(program, [[given]])
+        assert near(tracemalloc.get_traced_memory()[1], 2 << 20)
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_driver_writes_rows_where_they_were() -> None:
     """Of a stack that a step made; not of one that the caller holds, whose bytes are there twice."""
     t = TensorType("f64", (1 << 17,), (), sp.Mesh(x=1))

@@ -5,6 +5,7 @@ import pytest
 
 import shardplan as sp
 from execution.lab_here import needs_lab
+from execution.lab_ops import program_of_every_op
 from execution.slept_cases import TOPOLOGY, job_of
 from shardplan.core.program import Program
 from shardplan.errors import BackendError, TopologyError
@@ -91,4 +92,14 @@ def test_programs_that_compute_in_floats_are_right_in_the_lab() -> None:
     )
     with Lab(Cluster.of("2x1", (1000.0, 4000.0)), most_late=5.0) as lab:
         (found,) = lab.measure([Program.parse(text)], 1)
+    assert found.verified
+
+
+@needs_lab
+def test_every_compute_op_is_right_in_the_lab_on_floats() -> None:
+    """Each once, on operands that are no integers, cut over six ranks; `opaque` says what it computes to nobody."""
+    program, lacking = program_of_every_op()
+    assert lacking == {"opaque"}
+    with Lab(Cluster.of("2x3", (1000.0, 4000.0)), most_late=5.0) as lab:
+        (found,) = lab.measure([program], 1)
     assert found.verified

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -143,25 +144,35 @@ def named_in(text: str) -> set[int]:
     return {int(n) for found in re.findall(r"ranks? (\d+|\[[\d, ]+\])", text) for n in re.findall(r"\d+", found)}
 
 
-def wrong_sequences(count: int, seed: int) -> tuple[list[str], float]:
-    """Of so many random sequences in which one rank differs once: what is wrong, a line each; and seconds."""
-    rng, wrong, started = random.Random(seed), list[str](), time.perf_counter()
-    for k in range(count):
-        size, length = rng.randint(2, 5), rng.randint(3, 6)
-        names = [f"{n:09x}{0:055x}" for n in rng.sample(range(16**8, 16**9), 8)]
-        common = [rng.choice(names) for _ in range(length)]
-        at, who = rng.randrange(length - 1), rng.randrange(size)
-        programs = [list(common) for _ in range(size)]
-        programs[who][at] = rng.choice([n for n in names if n != common[at]])
-        known = set(rng.sample(names, rng.randint(0, len(names))))
-        roots = {n for n in range(length) if rng.random() < 0.3}
-        found = run_sequence(programs, known, roots, tries=rng.randint(1, 2))
-        for rank, seen in enumerate(found):
-            text = f"sequence {k}, rank {rank} of {size}, rank {who} differs in run {at}: {seen}"
-            first = seen.errors[0] if seen.errors else (length, "")
-            hears = next((n for n in range(at + 1, length) if rank or n not in roots), length)
-            early, late = first[0] < at, first[0] > hears
-            named = who in named_in(first[1]) or rank == who or first[0] > at + 1
-            if early or late or not named:
-                wrong.append(text)
+def wrong_sequences(count: int, seed: int, together: int = 1) -> tuple[list[str], float]:
+    """Of so many random sequences in which one rank differs once, some at a time: what is wrong; and seconds.
+
+    Ranks mostly wait, so that many sequences take the time of one.
+    """
+    rng, started = random.Random(seed), time.perf_counter()
+    seeds = [rng.getrandbits(64) for _ in range(count)]
+    with ThreadPoolExecutor(together) as pool:
+        wrong = [text for found in pool.map(wrong_ranks, seeds) for text in found]
     return wrong, time.perf_counter() - started
+
+
+def wrong_ranks(seed: int) -> list[str]:
+    """Run a random sequence in which one rank differs once; a line for each rank that is not told, or not of whom."""
+    rng, wrong = random.Random(seed), list[str]()
+    size, length = rng.randint(2, 5), rng.randint(3, 6)
+    names = [f"{n:09x}{0:055x}" for n in rng.sample(range(16**8, 16**9), 8)]
+    common = [rng.choice(names) for _ in range(length)]
+    at, who = rng.randrange(length - 1), rng.randrange(size)
+    programs = [list(common) for _ in range(size)]
+    programs[who][at] = rng.choice([n for n in names if n != common[at]])
+    known = set(rng.sample(names, rng.randint(0, len(names))))
+    roots = {n for n in range(length) if rng.random() < 0.3}
+    found = run_sequence(programs, known, roots, tries=rng.randint(1, 2))
+    for rank, seen in enumerate(found):
+        first = seen.errors[0] if seen.errors else (length, "")
+        hears = next((n for n in range(at + 1, length) if rank or n not in roots), length)
+        early, late = first[0] < at, first[0] > hears
+        named = who in named_in(first[1]) or rank == who or first[0] > at + 1
+        if early or late or not named:
+            wrong.append(f"sequence {seed}, rank {rank} of {size}, rank {who} differs in run {at}: {seen}")
+    return wrong

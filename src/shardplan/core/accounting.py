@@ -260,6 +260,19 @@ def books_of(body: Program) -> Account:
 
 
 @lru_cache(maxsize=256)
+def workspace_beside(program: Program, outside: frozenset[str]) -> int:
+    """Return the most bytes that a device holds during a program, without its inputs `outside`, which outlive it."""
+    start, found = holds(program, program.devices, sorted(outside))
+    most, known = _worst(start), dict[tuple[Op, tuple[TensorType, ...]], int]()
+    for step, hold in zip(program.steps, found, strict=True):
+        key = step.op, program.step_types(step)[0]
+        if key not in known:  # the layers of a model repeat the same few
+            known[key] = step.op.staging(*key[1])
+        most = max(most, _worst(hold.during) + known[key])
+    return most
+
+
+@lru_cache(maxsize=256)
 def held_inside(body: Program, carried: int, ahead: int = 0, uncounted: frozenset[str] = frozenset()) -> int:
     """Return what a run of a body holds, on the worst device, beside the storage of its op's operands and results.
 

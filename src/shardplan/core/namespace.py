@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.contraction import contract
 from shardplan.core.error_function import erf
 
 Tensor = Any  # an array of the namespace
@@ -30,7 +31,8 @@ class Namespace:
     concatenate: Callable[[list[Tensor], int], Tensor]  # along a dim
     where: Callable[[Tensor, Tensor, Tensor], Tensor]
     take: Callable[[Tensor, Tensor], Tensor]  # the rows (dim 0) of an array, at indices of any shape
-    scatter_add: Callable[[int, Tensor, Tensor], Tensor]  # so many rows of sums; of rows [n, ...], at indices [n]
+    # So many rows of sums; of rows [n, ...], at indices [n], of which one past the last row is left out.
+    scatter_add: Callable[[int, Tensor, Tensor], Tensor]
     einsum: Callable[..., Tensor]
     reduce: Callable[[str, Tensor, tuple[int, ...], bool, Any], Tensor]  # sum, max, min; dims, keep, what nothing gives
     maximum: Callable[[Tensor, Tensor], Tensor]
@@ -54,8 +56,8 @@ def wide(dtype: Dtype) -> Dtype:
 
 
 def _scatter_add(rows: int, index: Tensor, values: Tensor) -> Tensor:
-    out = np.zeros((rows, *values.shape[1:]), values.dtype)
-    np.add.at(out, index, values)
+    out, kept = np.zeros((rows, *values.shape[1:]), values.dtype), index < rows
+    np.add.at(out, *((index, values) if kept.all() else (index[kept], values[kept])))
     return out
 
 
@@ -76,7 +78,7 @@ NUMPY = Namespace(
     where=np.where,
     take=lambda x, index: x[index],
     scatter_add=_scatter_add,
-    einsum=lambda spec, *x: np.einsum(spec, *x, optimize=len(x) > 1),
+    einsum=contract,
     reduce=_reduce,
     maximum=np.maximum,
     minimum=np.minimum,

@@ -146,6 +146,23 @@ def _check_boxed(op: Op, types: Sequence[TensorType]) -> None:
             raise TypingError(f"{op.name}: {t} lies in a table of boxes; of such exchange and send move to a layout")
 
 
+def base_array(x: Array) -> Array:
+    """Return the array whose memory an array is a view of; itself, where it is none."""
+    return base_array(x.base) if isinstance(x.base, np.ndarray) else x
+
+
+def own_array(x: Array, others: set[int]) -> Array:
+    """Return an array that no other shares, a copy where one does: `others` are the ids of their bases, and of its own.
+
+    A view of a part is copied too: it would keep the whole.
+    """
+    memory = base_array(x)
+    if memory.nbytes != x.nbytes or not x.flags.writeable or id(memory) in others:
+        x = memory = np.array(x)
+    others.add(id(memory))
+    return x
+
+
 def poison(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
     """Return an array that must not be read; NaN or the largest integer show in whatever is made of it."""
     if dtype.kind == "b":

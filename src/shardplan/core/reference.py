@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from shardplan.core import border
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
-from shardplan.core.op import Array, Shards, poison
+from shardplan.core.op import Array, Shards, base_array, own_array, poison
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType, type_of
 from shardplan.core.walk import walk
@@ -172,15 +173,26 @@ def run_reference(program: Program, inputs: Sequence[Shards]) -> list[list[Array
 def run_values(program: Program, values: dict[str, list[Array]]) -> list[list[Array]]:
     """Return the shards of every output, given by name those of the inputs, as `check_shards` returns them.
 
-    The values are emptied on the way: each is let go with its last use, if nobody else has it.
+    The values are emptied on the way: each is let go with its last use, if nobody else has it. On the way a view is in
+    its operand's memory; what is returned shares its memory with nothing.
     """
+    others = {id(base_array(x)) for shards in values.values() for x in shards}
     for visit in walk(program):
         step = visit.step
-        results = step.op.reference([values[o] for o in step.operands], visit.operands)
+        results = step.op.reference(take_values(values, step.operands, visit.freed), visit.operands)
         values.update(zip(step.results, results, strict=True))
         for name in visit.freed:
             values.pop(name, None)
-    return [values[name] for name in program.outputs]
+    return [[own_array(x, others) for x in values[name]] for name in program.outputs]
+
+
+def take_values(values: dict[str, Any], names: Sequence[str], freed: Container[str]) -> list[Any]:
+    """Return what a step reads; what is freed with it is from then on in the list alone, which may drop it."""
+    found = [values[name] for name in names]
+    for name in names:
+        if name in freed:
+            values.pop(name, None)
+    return found
 
 
 def check_shards(name: str, t: TensorType, shards: Shards) -> list[Array]:

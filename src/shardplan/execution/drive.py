@@ -18,6 +18,7 @@ from shardplan.core.accounting import shared_values
 from shardplan.core.nested import Nested
 from shardplan.core.op import Op
 from shardplan.core.program import Program
+from shardplan.core.reference import take_values
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.core.walk import walk
@@ -118,7 +119,8 @@ class Hands(Generic[Wire]):
             return values
 
         def run(arrays: list[Any], wire: Wire) -> Running:
-            state = list(arrays[:carried])
+            state = arrays[:carried]
+            arrays[:carried] = [None] * carried  # let go by the first run, which replaces it
             stacks = [arrays[places[k]] if k in places else make(wire) for k, make in enumerate(makers, carried)]
             order = (*op.order, None)
             coming = yield from begun(arrays, wire, order[0])
@@ -168,7 +170,7 @@ def drive(
     for number, (run, operands, results, freed) in enumerate(steps):
         if begin is not None:
             begin(number)
-        arrays = [values[o] for o in operands]
+        arrays = take_values(values, operands, freed)
         start, before = time.monotonic(), wire.received
         out = arrays if run is None else (yield from run(arrays, wire))
         if note is not None:

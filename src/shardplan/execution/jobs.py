@@ -171,6 +171,7 @@ class JobRun:
     arrays: Mapping[str, np.ndarray]
     record: Record | None = None
     dealt: frozenset[str] = frozenset()  # the arrays of which only this process's part is given
+    keeps_totals: bool = True  # whether gradients are there behind the optimizer that reads them
     values: dict[tuple[int, str], Shards] = field(default_factory=dict[tuple[int, str], Shards])
     own: dict[tuple[int, int], Values] = field(default_factory=dict[tuple[int, int], Values])
     results: dict[tuple[str, int, int], Shards] = field(default_factory=dict[tuple[str, int, int], Shards])
@@ -278,7 +279,8 @@ class JobRun:
             self.take(stage, value_pass(kind), microbatch)
             replaced = [o.removeprefix(NEXT) for o in program.outputs if o.startswith(NEXT)]
             given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
-            for name in (*once, *replaced):  # made anew; what is given is the program's own, which lets it go
+            read = () if kind != "OPT" or self.keeps_totals else (n for n, _ in program.inputs if n.startswith(TOTAL))
+            for name in (*once, *replaced, *read):  # what is given is the program's own from here on, and let go by it
                 self.values.pop((stage, name), None)
             if self.last.get((microbatch, stage)) == place:
                 own.clear()

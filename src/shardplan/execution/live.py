@@ -157,7 +157,7 @@ class Live:
             self.results = {}
             return None
         try:
-            run = JobRun(self.job, hand, given, self.record, dealt, self._shards)
+            run = JobRun(self.job, hand, given, self.record, dealt, keeps_totals=False, values=self._shards)
             if COUNT in given and hand.devices is not None:
                 run.arrays = given | {COUNT: self._count_of_all(hand, given[COUNT], dealt)}
             run.begin()

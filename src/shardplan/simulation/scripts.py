@@ -28,7 +28,7 @@ from shardplan.simulation.script import Script, ScriptError, ScriptRound, Stage,
 Engine = Literal["ring", "tree", "direct", "gloo"]
 ENGINES: dict[Engine, str] = {
     "ring": "rings and chains of messages in member order",
-    "tree": "trees of messages, where an op has one",
+    "tree": "trees of messages, where an op has one, and else rings",
     "direct": "everybody's messages to everybody at once",
     "gloo": "gloo's own collectives",
 }

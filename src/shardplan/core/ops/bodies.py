@@ -19,7 +19,7 @@ from shardplan.core.op import Array, Shards
 from shardplan.core.ops.collective import Collective, moving
 from shardplan.core.pattern import AtOnce, InTurn, Pattern
 from shardplan.core.program import Program
-from shardplan.core.reference import run_reference
+from shardplan.core.reference import run_reference, run_values
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import step_patterns
@@ -107,18 +107,22 @@ class Repeat(Nested):
         return shared_around(self.body, self.carried, self.sliced)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
-        """Run the body again and again."""
-        whole = len(operands) - self.sliced
+        """Run the body again and again; what is carried is let go by the run that replaces it."""
+        names, whole = [name for name, _ in self.body.inputs], len(operands) - self.sliced
         state: list[Shards] = list(operands[: self.carried])
+        same, cut = operands[self.carried : whole], operands[whole:]
+        del operands
         stacks: list[list[Array]] = []  # by stacked result, by device
         for number, k in enumerate(self.order):
-            mine = [[x[k, ...] for x in shards] for shards in operands[whole:]]
-            found = run_reference(self.body, [*state, *operands[self.carried : whole], *mine])
-            state = [*found[: self.carried]]
+            values = dict(zip(names, [*state, *same, *([x[k, ...] for x in shards] for shards in cut)], strict=True))
+            state.clear()
+            found = run_values(self.body, values)
+            state = found[: self.carried]
             stacks = stacks or [[np.empty((self.n, *x.shape), x.dtype) for x in each] for each in found[self.carried :]]
             for stack, shards in zip(stacks, found[self.carried :], strict=True):
                 for rows, x in zip(stack, shards, strict=True):
                     rows[self.n - 1 - number if self.reverse else number] = x
+            del found
         return [*(list(shards) for shards in state), *stacks]
 
     def received_bytes(self, *operands: TensorType) -> np.ndarray:

@@ -22,9 +22,10 @@ from shardplan.core.round_messages import Counted, RoundMessages, count
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError, excerpt
 
-# What may be asked for of any op; one without it takes its first.
+# What may be asked for of any op; one without it takes that of `INSTEAD`, or its first.
 PADDED = "padded"  # the library's collective on parts of one size, the largest one's
 ALGORITHMS = ("direct", "ring", "doubling", "chain", "tree", PADDED)
+INSTEAD = {"tree": "ring"}  # as libraries do: only whole reductions and broadcasts have trees
 SEGMENTED = ("chain", "tree")  # whose chunks are no rounds of their own, but the least segments
 
 
@@ -67,12 +68,13 @@ class Collective(Op):
             legal = ", ".join(dict.fromkeys((*ALGORITHMS, *self.algorithms)))
             raise TypingError(f"{self.name}: the algorithm {excerpt(algorithm)} is unknown; legal are {legal}")
         wanted = self.algorithm or algorithm
-        chosen = wanted if wanted in self.algorithms else self.algorithms[0]
+        near = (a for a in (wanted, INSTEAD.get(wanted)) if a in self.algorithms)
+        chosen = next(near, self.algorithms[0])
         buffers = self.buffers(t, u, devices, chosen)
         return Lowering(devices, buffers, lambda: self.lower(t, u, devices, chosen))
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
-        """Lower the operands side by side; an op that does not have the algorithm takes its first one."""
+        """Lower the operands side by side; an op that lacks the algorithm takes that of `INSTEAD`, or its first one."""
         return side_by_side(
             devices,
             [(k, k, self.lower_operand(t, result_type(self, t), devices, algorithm)) for k, t in enumerate(operands)],

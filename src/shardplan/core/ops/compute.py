@@ -20,7 +20,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Namespace, Tensor
-from shardplan.core.op import Array, Op, Shards, poison, results_of
+from shardplan.core.op import Array, Op, Shards, base_array, own_array, poison, results_of
 from shardplan.core.ops.blocks import run_in_blocks
 from shardplan.core.pattern import Pattern, Work
 from shardplan.core.tensor import TensorType
@@ -171,13 +171,9 @@ class Compute(Op):
                     found = self.bind(types, at_place(k))(NUMPY, [x[k] for x in operands])
             else:
                 found = [poison(t.local_shape(k), numpy_dtype(t.dtype)) for t in results]
-            others = [id(_base_array(x[k])) for x in operands]
+            others = set() if self.view else {id(base_array(x[k])) for x in operands}
             for shards, x in zip(out, map(np.asarray, found), strict=True):
-                # A view of a part would keep the whole, and nobody's array may be another's.
-                memory = _base_array(x)
-                mine = memory.nbytes == x.nbytes and x.flags.writeable and id(memory) not in others
-                shards.append(x if mine else np.array(x))
-                others.append(id(_base_array(shards[-1])))
+                shards.append(own_array(x, others))
         return out
 
     def received_bytes(self, *operands: TensorType) -> np.ndarray:
@@ -211,11 +207,6 @@ def score_sides(share: float, *operands: TensorType) -> tuple[float, ...]:
     """
     q, k, v = (t.local_shape() for t in operands[:3])
     return tuple(map(float, (q[0] * q[2] * q[3], q[1], k[1], q[4], v[3], share, 2)))
-
-
-def _base_array(x: Array) -> Array:
-    """The array whose memory an array is a view of; itself, where it is none."""
-    return _base_array(x.base) if isinstance(x.base, np.ndarray) else x
 
 
 def at_place(place: int) -> Where:

@@ -128,13 +128,13 @@ class ScatterAdd(Ruled):
         return reduction == "sum" and 0 in partial and len(partial) == 1
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
-        """Sum those that are here, and all others into a row that is dropped."""
+        """Sum those that are here."""
         values, ids = arrays
         rows, count = size.results[0][0], math.prod(size.operands[1])
         here = (xp.astype(ids, _INDEX) - at.results[0][0]).reshape((count,))
         index = xp.where((here >= 0) & (here < rows), here, 0 * here + rows)
         values = xp.astype(values, wide(xp.dtype(values))).reshape((count, *size.results[0][1:]))
-        return (xp.scatter_add(rows + 1, index, values)[:rows],)
+        return (xp.scatter_add(rows, index, values),)
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
@@ -184,7 +184,7 @@ class Write(Ruled):
         lead, places = math.prod(shape[: self.dim]), shape[self.dim]
         here = xp.astype(ids, _INDEX) - at.results[0][self.dim]
         index = xp.where((here >= 0) & (here < places), here, 0 * here + places)
-        number = xp.scatter_add(places + 1, index, xp.arange(many) + 1)[:places]
+        number = xp.scatter_add(places, index, xp.arange(many) + 1)
         taken = xp.where((number > 0) & (number <= many), number - 1, 0 * number)
         found = xp.take(
             values.reshape((lead * many, *shape[self.dim + 1 :])), xp.arange(lead).reshape((lead, 1)) * many + taken

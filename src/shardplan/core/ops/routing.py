@@ -150,7 +150,7 @@ class ToSlots(Ruled):
         count = experts * self.capacity
         row = _rows(xp, slot, groups, at.results[0][1] * self.capacity, count)
         values = xp.astype(arrays[0], wide(xp.dtype(arrays[0]))).reshape((math.prod(size.operands[1]), features))
-        return (xp.scatter_add(groups * count + 1, row, values)[: groups * count].reshape(size.results[0]),)
+        return (xp.scatter_add(groups * count, row, values).reshape(size.results[0]),)
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]

@@ -34,7 +34,7 @@ def jax_namespace() -> Namespace:
         return jnp.asarray(x).astype(jax.dtypes.canonicalize_dtype(dtype))
 
     def scatter_add(rows: int, index: Any, values: Any) -> Any:
-        return jnp.zeros((rows, *values.shape[1:]), values.dtype).at[index].add(values)
+        return jnp.zeros((rows, *values.shape[1:]), values.dtype).at[index].add(values, mode="drop")
 
     reductions = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 

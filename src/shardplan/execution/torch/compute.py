@@ -89,8 +89,8 @@ def torch_namespace(device: torch.device) -> Namespace:
     plain: Callable[..., Any] = torch.full  # numbers of Python are taken, too
 
     def scatter_add(rows: int, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros((rows, *values.shape[1:]), dtype=values.dtype, device=device)
-        return out.index_add_(0, index, values)
+        out = torch.zeros((rows + 1, *values.shape[1:]), dtype=values.dtype, device=device)
+        return out.index_add_(0, index, values)[:rows]
 
     return Namespace(
         dtype=lambda x: numpy_dtype(short_name_of(x.dtype)),

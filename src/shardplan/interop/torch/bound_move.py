@@ -15,11 +15,13 @@ from shardplan.execution.drive import Running
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import Need, TorchExecutable, executable
 from shardplan.execution.torch.wire import TorchWire
+from shardplan.hardware.units import limit_of
 from shardplan.interop.torch.boxes import BoxMove
 from shardplan.interop.torch.ends import Ends
 from shardplan.interop.torch.layout import holdings
-from shardplan.movement.redistribute import plan_kept
 from shardplan.movement.redistribution.choice import too_little
+from shardplan.movement.redistribution.single_move import best_program
+from shardplan.plans.pricing import where_of
 
 
 class BoundMove:
@@ -68,7 +70,10 @@ def _plan_bound_move(ends: Ends, rank: int, limit: int | None, topology: Any) ->
         if ends.types is None:
             moving = BoxMove(ends.source, ends.target, rank, room)
         else:
-            moving = executable(plan_kept(*ends.types, topology, room, keep=not ends.copies).program, rank)
+            where, within = where_of("topology", topology), limit_of("memory limit", room)
+            keep = within is not None and not ends.copies
+            # The program of `plan_kept`, whose certificate nobody asks for here.
+            moving = executable(best_program(*ends.types, where, within, False, keep).program, rank)
     except Infeasible as error:
         if error.least_bytes is None:
             raise

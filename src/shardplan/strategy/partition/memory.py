@@ -2,10 +2,10 @@
 
 During an action a device holds all state of its rank's stages, the saved values of every microbatch whose forward pass
 is done and whose backward pass is not, gathered parameters that are kept once for all of a stage's microbatches while
-one is in flight, and what the program makes beside its inputs: what takes the place of state has its storage. Where B
-is split, I frees what W does not read, and what it keeps for W, with what came for both, stays until W is done. Bytes
-are of the worst device. What hangs on a program alone is worked out once for all stages that share it, and what is
-alive is a running sum over the actions of a rank.
+one is in flight, and what the program makes beside them: what it replaces of state it lets go before it begins, and
+only the last action of a microbatch lets go of what it reads. Where B is split, I frees what W does not read, and what
+it keeps for W, with what came for both, stays until W is done. Bytes are of the worst device. What hangs on a program
+alone is worked out once for all stages that share it, and what is alive is a running sum over the actions of a rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.accounting import books_of
+from shardplan.core.accounting import workspace_beside
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED, saved_of_state
+from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED, TOTAL, saved_of_state
 from shardplan.strategy.partition.stage_work import held_stacks, stage_work
 from shardplan.strategy.runtimes import Runtime
 from shardplan.strategy.schedules.action import COMPUTE
@@ -278,12 +278,18 @@ def _stage(job: Job, programs: Mapping[str, Program], state: Mapping[str, int]) 
     halved = {n: t.local_bytes() for n, t in given if n not in job.batch and n not in state and n not in once}
     left = {"F": behind, "RELOAD": behind, "I": halved}
     extra: dict[tuple[str, str], int] = {}
+    last = "W" if "W" in programs else "B" if "B" in programs else "F"  # of a microbatch, which lets go as it reads
     for kind, p in programs.items():
-        read = {name for name, _ in p.inputs}
         made = {o.removeprefix(NEXT) for o in p.outputs if o.startswith(NEXT) or o in once}
-        own = sum(n for name, n in (*state.items(), *once.items()) if name in read | made)
-        most = books_of(p).workspace_bytes
+        made |= {name for name, _ in p.inputs if kind == "OPT" and name.startswith(TOTAL)}  # not returned by a live job
+        own = {name: t.local_bytes() for name, t in p.inputs if name not in (*state, *once, *job.batch)}
+        stays = {name for name, _ in p.inputs if name in (*state, *once) and name not in made}
+        if kind not in (last, "OPT"):
+            stays |= own.keys()
+        most = workspace_beside(p, frozenset(stays)) - sum(
+            n for name, n in (*state.items(), *once.items()) if name in made
+        )
         for before in _KINDS:
-            rest = sum(n for name, n in left.get(before, {}).items() if name not in read)
-            extra[before, kind] = rest + most - own
+            held = left.get(before, {}) | own
+            extra[before, kind] = most + sum(n for name, n in held.items() if name in stays or name not in own)
     return StageHoldings(state, once, left, extra, programs)
