@@ -18,7 +18,7 @@ BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive 
 	lab_kill lab_stages lab_strategies claimed_seconds over_bound slow_levels uneven_dims twelve_movements planning_cases strategy_gspmd strategy_dtensor strategy_runs partition_time unlike_sequences imports import_sweep stock_models live_memory idle_options \
 	schedule_gaps schedule_placement sweep_speed distir_parity distir_grids job_events search_405b step_accuracy source_accuracy kernel_shapes request_accuracy memory_threads team_plans tile_mutants \
 	fused_published fused_emulated fused_grid fused_regret fused_models fused_dlrm fused_nodes fused_code gpu \
-	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement memory_runs time_agreement reader_faults fused_sequences weights_losses weights_copies weights_trained megatron_orders planted_by_a_stranger)
+	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement memory_runs time_agreement reader_faults fused_sequences weights_losses weights_copies weights_trained weights_derived weights_words weights_m2n megatron_orders planted_by_a_stranger)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check nearest test wheel faults docs site lint format demo demo-move demo-torch bench clean

@@ -1,11 +1,12 @@
 """A synthetic checkpoint through four storages on disk, beside a copy that also checksums, syncs and reads again.
 
-`python -m benchmarks.weights_disk [--full] [--kills 20]` writes a Qwen3-MoE checkpoint of random bf16 bits in
+`python -m benchmarks.weights_disk [--full] [--kills 40]` writes a Qwen3-MoE checkpoint of random bf16 bits in
 transformers' storage (8 GB with `--full`, 1.2 GB without), whose experts are so narrow that a rank's rows of the second
 weight are 48 bytes. `checkpoint.reshard` then writes it as Megatron-Core stores it (TP2, PP2, ETP2), that as vLLM does
 (TP4), and that as transformers again, each in a process of its own within 512 MB. The last must equal the first byte
 for byte. Each step's seconds stand beside those of a copy of the same bytes, which is one loop: read, SHA-256, write,
-sync, drop from the cache, read again and compare; where the source has recorded checksums, both verify them first.
+sync, drop from the cache, read again and compare; so do processor
+seconds, of all threads. Where the source has recorded checksums, both verify them first.
 Then a smaller one goes the same way with SIGKILL at random points until `--kills` runs were killed, and must end in the
 same bytes.
 """
@@ -105,14 +106,14 @@ def child(kind: str, source: Path, into: Path, largest: int, texts: list[str]) -
     """Be one process: print seconds, and the peak of resident memory above that of the interpreter with its imports."""
     sides = [Weights.parse(Path(t).read_text()) for t in texts]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begun = time.perf_counter()
+    begun, spent = time.perf_counter(), time.process_time()
     if kind == "copy":
         copied(source, into)
     else:
         reshard(source, into, memory_limit=LIMIT, from_=sides[0], to=sides[1], largest_file=largest)
-    seconds = time.perf_counter() - begun
+    found = {"seconds": time.perf_counter() - begun, "processor": time.process_time() - spent}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"seconds": seconds, "megabytes": (peak - before) * 1024 / 1e6}))
+    print(json.dumps(found | {"megabytes": (peak - before) * 1024 / 1e6}))
 
 
 def started(kind: str, source: Path, into: Path, largest: int, texts: list[Path]) -> subprocess.Popen[str]:
@@ -170,6 +171,8 @@ def chain(place: Path, layers: int, largest: int) -> list[dict[str, Any]]:
                 "seconds": ours["seconds"],
                 "copy seconds": peer["seconds"],
                 "rate over copy": peer["seconds"] / ours["seconds"],
+                "processor seconds": ours["processor"],
+                "processor over copy": ours["processor"] / peer["processor"],
                 "megabytes above the interpreter": ours["megabytes"],
             }
         )
@@ -218,7 +221,7 @@ def killed(place: Path, layers: int, largest: int, count: int) -> dict[str, Any]
 def main() -> None:
     parser = arguments("weights_disk", __doc__.splitlines()[0] if __doc__ else "", 1, of="repetitions")
     parser.add_argument("--full", action="store_true", help="8 GB")
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--place", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.common import arguments, record, table, use_tests, write
 from benchmarks.loaders import megatron
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
-from benchmarks.loaders.ranks import forked
 
 from shardplan.interop.checkpoint import reshard
+from shardplan.interop.derivation.forked_ranks import fork_ranks
 
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
@@ -58,7 +58,7 @@ def on_ranks(folder: Path, sizes: dict[str, Any], degrees: dict[str, int]) -> di
         found = megatron.saved.load(asked, str(folder / "release"))
         return {name: x.detach().numpy() for name, x in found.items() if name in asked}
 
-    return forked(case.ranks, rank)
+    return fork_ranks(case.ranks, rank)
 
 
 def optimizers(place: Path) -> list[dict[str, Any]]:

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 from benchmarks.loaders.cases import LATENT, LLAMA, MOE, LoaderCase, Named
-from benchmarks.loaders.ranks import Parameters, forked
 
 from shardplan.interop.checkpoint import reshard
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 from shardplan.movement.weights.weights import Weights
 
 torch: Any = importlib.import_module("torch")
@@ -343,7 +343,7 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
                 saved.save(keys, str(folder))
                 return {}
 
-            forked(1, save)
+            fork_ranks(1, save)
 
         def rank(_: int) -> Parameters:
             chunks = built(case, kind)
@@ -355,4 +355,4 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
                 out |= {f"{k}.{renamed(n, keys)}": p.detach().numpy() for n, p in weights(chunk).items()}
             return out
 
-        return forked(case.ranks, rank)
+        return fork_ranks(case.ranks, rank)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
-from benchmarks.loaders.ranks import Parameters, forked
+
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 
 torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
@@ -48,4 +49,4 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
             held = {n: p for n, p in model.named_parameters() if "lora_" in n}
             return {n: p.to_local().detach().numpy() for n, p in held.items()}
 
-        return forked(case.ranks, one)
+        return fork_ranks(case.ranks, one)

@@ -27,7 +27,8 @@ from unittest.mock import MagicMock
 
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
-from benchmarks.loaders.ranks import Parameters, forked
+
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 
 KERNELS = ("torchvision", "sgl_kernel", "flashinfer")
 # Table, module, class, and transformers' config.
@@ -174,4 +175,4 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
         held |= {name: b for name, b in model.named_buffers() if not any(c in name for c in CACHES)}
         return {name: a.detach().float().numpy() for name, a in held.items()}
 
-    return forked(case.ranks, load)
+    return fork_ranks(case.ranks, load)

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
-from benchmarks.loaders.ranks import Parameters, forked
+
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 
 torch: Any = importlib.import_module("torch")
 _tools: Any = importlib.import_module("torchtitan.tools.utils")
@@ -119,4 +120,4 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, Parameters]:
             states.load_state_dict(adapter.from_hf(wanted))
             return {n: p.to_local().detach().numpy() for n, p in model.named_parameters()}
 
-        return forked(case.ranks, rank)
+        return fork_ranks(case.ranks, rank)

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase, Named
-from benchmarks.loaders.ranks import forked
+
+from shardplan.interop.derivation.forked_ranks import fork_ranks
 
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -167,7 +168,7 @@ def loaded(case: LoaderCase, named: Named) -> dict[int, dict[str, np.ndarray]]:
     """What every rank has after the model's own `load_weights`."""
     with tempfile.TemporaryDirectory() as folder:
         described(case, Path(folder))
-        return forked(case.ranks, lambda rank: _loaded(case, named, rank, folder))
+        return fork_ranks(case.ranks, lambda rank: _loaded(case, named, rank, folder))
 
 
 def described(case: LoaderCase, folder: Path) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from benchmarks.loaders import vllm
 from benchmarks.loaders.cases import LLAMA, MOE, LoaderCase
-from benchmarks.loaders.ranks import Parameters, forked
 
 import shardplan as sp
+from shardplan.interop.derivation.forked_ranks import Parameters, fork_ranks
 from shardplan.interop.torch.refit.engine import TransferEngine, transfer_info
 
 torch: Any = importlib.import_module("torch")
@@ -82,7 +82,7 @@ def refitted(case: LoaderCase) -> dict[str, Any]:
         process = multiprocessing.get_context("fork").Process(target=train)
         process.start()
         try:
-            done = forked(ranks, work)
+            done = fork_ranks(ranks, work)
         finally:
             process.join(10)
             process.kill()

@@ -22,29 +22,23 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 MEGATRON = "megatron-llama,tensor=2,pipeline=2,stages=[1,2],divisible=4"
 
 
-def _unfolded(text: str) -> str:
-    """A print-out in one line, whatever it was folded at."""
-    return " ".join(text.split())
-
-
 def test_reshard_there_and_back_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = plain(tmp_path / "hf")
     there = ("reshard", source, tmp_path / "mega", "--from", "hf-llama", "--to", MEGATRON)
     status, out, _ = call(capsys, *there, "--dry-run")
     assert status == 0 and out.endswith("nothing was written\n") and not (tmp_path / "mega").exists()
-    assert (
-        " model-00003-of-00004.safetensors 37.5 kB needs head[v=0:48], norm, norm1[l=1:3], q[l=1:3, g r d=0:16], "
-        in _unfolded(out)
-    )
+    told = "  model-00003-of-00004.safetensors  37.5 kB\n      needs head[v=0:48], norm, norm1[l=1:3],"
+    assert told in out and all(len(line) <= 80 for line in out.splitlines())
     status, out, err = call(capsys, *there)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    said = (
-        "source hf-llama f32, 1 device",
-        "target megatron-llama f32, 4 devices (tensor=2, pipeline=2, divisible=4), form devices",
-        "{c}.embedding.word_embeddings.weight 11.5 kB f32[embed = v, e] -> f32[(embed: v | 0: pad)@tensor, e]",
-    )
-    assert all(one in _unfolded(out) for one in said), out
+    assert lines[0] == "source      hf-llama f32, 1 device"
+    assert lines[1:3] == [
+        "target      megatron-llama f32, 4 devices (tensor=2, pipeline=2, divisible=4),",
+        "            form devices",
+    ]
+    assert lines[4] == f"  {{c}}.embedding.word_embeddings.weight{'11.5 kB':>42}"
+    assert lines[5] == "      f32[embed = v, e] -> f32[(embed: v | 0: pad)@tensor, e]"
     assert lines[-1].startswith("written     ") and lines[-1].endswith("/s")
     status, out, _ = call(capsys, "reshard", tmp_path / "mega", tmp_path / "back", "--to", "hf-llama", "--json")
     found = json.loads(out)
@@ -69,6 +63,7 @@ def test_refit_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     a = Weights.load("megatron-llama", CONFIG, tensor=2, pipeline=2, stages=[1, 2], divisible=4)
     plan = refit(a, Weights.load("vllm-llama", CONFIG, tensor=2, devices=[4, 5]))
     assert (status, err) == (0, "") and out.splitlines()[0] == f"refit       {plan.hash}"
+    assert all(len(line) <= 80 for line in out.splitlines())
     status, out, _ = call(
         capsys, "refit", MEGATRON, "vllm-llama,tensor=2,devices=4:6", "--config", config, "--json", "--only", "gate"
     )

@@ -49,7 +49,7 @@ def test_the_command_says_it_and_writes_nothing(tmp_path: Path, capsys: pytest.C
     assert run_command(arguments) == 0
     said = capsys.readouterr().out
     assert re.search(
-        r"  model-00002-of-00002.safetensors  \S+ kB  needs embed\[v=64:90\], head\[v=64:90\], norm, ", said
+        r"  model-00002-of-00002.safetensors  \S+ kB\n      needs embed\[v=64:90\], head\[v=64:90\], norm, ", said
     )
     assert re.search(r"parameters  \S+ kB\n", said) and re.search(r"memory      \S+ MB at most; the least ", said)
     assert said.endswith("nothing was written\n")

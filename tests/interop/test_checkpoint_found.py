@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from movement.weights_cases import TABLES, made
 from movement.weights_more import lora, lora_torch_dist
 from shardplan.errors import LayoutError, ParseError
 from shardplan.interop import safetensors
-from shardplan.interop.checkpoint import reshard
+from shardplan.interop.checkpoint import diff, reshard
 from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights
 from shardplan.interop.checkpoint.manifest import MANIFEST
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
@@ -173,6 +174,26 @@ def test_a_prefix_of_all_names_is_seen(tmp_path: Path) -> None:
     assert done.plan.source.table.name == "hf-gpt2"
     (again,) = read(tmp_path / "there")
     assert all(np.array_equal(again[n.removeprefix("transformer.")], a) for n, a in named.items())
+    assert diff(tmp_path / "gpt2", tmp_path / "there").elements == sum(a.size for a in named.values())
+
+
+def test_a_checkpoint_that_says_nothing_is_compared_as_its_names_show(tmp_path: Path) -> None:
+    folder = source(tmp_path / "hf")
+    reshard(folder, tmp_path / "there", to="torchtitan")  # lm_head.weight is called the same
+    reshard(folder, tmp_path / "served", to="vllm,tp=2")
+    for other in ("there", "served"):
+        assert diff(folder, tmp_path / other).equal and diff(tmp_path / other, folder).equal
+
+
+def test_a_field_is_set_where_the_config_says_it() -> None:
+    config = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "a": {"b": {"c": 1}}, "d": {"b": 2}}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        asked = AskedConfig.find(Path(folder), None, {"rope_theta": 5e5, "c": 3, "new": 4})
+        want = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}, "a": {"b": {"c": 3}}, "d": {"b": 2}}
+        assert asked.data() == want | {"new": 4} and asked.sizes()["rope_theta"] == 5e5
+        with pytest.raises(ParseError, match=r"--set b: the config says it in 2 places; legal are a\.b and d\.b"):
+            AskedConfig.find(Path(folder), None, {"b": 1}).data()
 
 
 def test_the_files_beside_are_the_sources_or_those_that_are_said(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ What the commands print is made in `report`. Reading order:
 - `measurements`   the commands about measured collectives: validate, calibrate
 - `benching`       the command bench: tables of the papers' pages
 - `measuring`      the command that times a machine: measure
-- `weights`        the commands about weights: refit, reshard, apply, diff
+- `weights`        the commands about weights: refit, reshard, apply, diff, derive
 - `lab_commands`   the commands of the lab: run, sweep, validate
 - `lab`            what they do: programs measured beside their prediction
 - `bar`            a progress bar on the terminal
@@ -57,7 +57,7 @@ from shardplan.cli.statuses import (
     complain,
 )
 from shardplan.cli.topologies import topologies
-from shardplan.cli.weights import apply, diff, refit, reshard
+from shardplan.cli.weights import apply, derive, diff, refit, reshard
 from shardplan.cli.why import why
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
@@ -142,7 +142,7 @@ def move() -> None:
 
 for _command in (
     plan, audit, move, show, run, redistribute, refit, check, simulate, why, fuse, place, reduce, reshard, apply, diff,
-    topologies, validate, calibrate, measure, bench,
+    derive, topologies, validate, calibrate, measure, bench,
 ):  # fmt: skip
     app.command(**command_help(_command.__name__))(_command)
 app.command("convert", **command_help("convert"))(reshard)

@@ -88,6 +88,10 @@ COMMANDS = {
         "Compare two checkpoints, whatever their storage.",
         "shardplan diff llama llama-served",
     ),
+    "derive": (
+        "Derive a table of weights from a model class's loader.",
+        "shardplan derive LlamaForCausalLM --out mine.toml",
+    ),
     "topologies": (
         "List the clusters and libraries that ship.",
         "shardplan topologies",

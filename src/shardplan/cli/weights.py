@@ -1,4 +1,4 @@
-"""The commands about weights: refit, reshard, apply, diff."""
+"""The commands about weights: refit, reshard, apply, diff, derive."""
 
 from __future__ import annotations
 
@@ -278,3 +278,44 @@ def diff(
     print(json_text(diff_object(found)) if as_json else fold_lines(diff_text(found)))
     if not found.equal:
         raise typer.Exit(1)
+
+
+def derive(
+    model_class: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_CLASS", help="package.module:Name, or a name of transformers; a function, too."),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Fields of its config; of transformers' sizes are made small."),
+    ] = None,
+    reads: Annotated[
+        str | None, typer.Option("--reads", metavar="CLASS", help="Whose checkpoints it loads, if not its own.")
+    ] = None,
+    tensor: Annotated[
+        list[int] | None, typer.Option("--tensor", metavar="N", help="Also on N ranks of a group; repeatable.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where the table goes; that of its checkpoint is beside it.")
+    ] = Path("derived.toml"),
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the config; repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Derive how a model class stores its weights, from runs of its own loader on small models."""
+    from shardplan.interop.checkpoint.conversion_sides import AskedConfig
+    from shardplan.interop.derivation import derive_class_table
+    from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.text import json_text
+    from shardplan.report.weights import derived_object, derived_text
+
+    check_writable(out)
+    asked = AskedConfig.find(Path(), config, _set_fields(set_)) if config else AskedConfig(None, _set_fields(set_))
+    found = derive_class_table(model_class, asked.data(), reads=reads, tensor=tensor or (), table=out.stem)
+    files = {out: found.memory}
+    if found.disk.name == f"{out.stem}-disk":
+        files[out.with_name(f"{out.stem}-disk.toml")] = found.disk
+    for path, table in files.items():
+        write_atomic(path, table.toml().encode())
+    print(json_text(derived_object(found, files)) if as_json else derived_text(found, files))

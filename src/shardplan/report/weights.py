@@ -1,12 +1,15 @@
-"""What `refit`, `reshard` and `diff` print, and their JSON objects."""
+"""What `refit`, `reshard`, `diff` and `derive` print, and their JSON objects."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.weights.refit import RefitPlan
+from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights
 from shardplan.plans.pricing import network_name
 from shardplan.report.fold import WIDTH
@@ -37,7 +40,7 @@ def _type(dtype: str, form: str) -> str:
 
 
 def moves_text(plan: RefitPlan) -> list[str]:
-    """Return what every stored parameter of the target comes from, and its bytes: in a line, or in three."""
+    """Return lines for every stored parameter of the target: its name and bytes, and below them what it comes from."""
     every = moves_rows(plan)
     by_target: dict[str, list[dict[str, Any]]] = {}
     for row in every:
@@ -51,22 +54,28 @@ def moves_text(plan: RefitPlan) -> list[str]:
         ]
         for name, found in by_target.items()
     ]
-    kept = rows[:SHOWN]
-    widths = [max(len(r[k]) for r in kept) for k in range(4)] if kept else []
-    beside = sum(widths) + len("      ->  ") <= WIDTH
     lines: list[str] = []
-    for name, size, source, target in kept:
-        begin = f"  {name.ljust(widths[0])}  {size.rjust(widths[1])}"
-        if beside:
-            lines.append(f"{begin}  {source.ljust(widths[2])} -> {target}")
-        else:
-            lines += [begin, f"      {source}", f"      -> {target}"]
+    for name, size, of, own in rows[:SHOWN]:
+        room = WIDTH - 2 - len(name)  # a long name has its bytes below it
+        lines += [f"  {name}{size.rjust(room)}"] if room > len(size) + 1 else [f"  {name}", size.rjust(WIDTH)]
+        whole = _wrap_lines(f"{of} -> {own}", "      ")
+        lines += (
+            whole if len(whole) == 1 else [*_wrap_lines(of, "      "), *_wrap_lines(f"-> {own}", "         ", "      ")]
+        )
     return lines + ([f"  ... and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else [])
+
+
+def _wrap_lines(text: str, indent: str = " " * 12, first: str | None = None) -> list[str]:
+    """A text in lines of at most `WIDTH` columns, cut at blanks; `first` stands before the first line."""
+    start = indent if first is None else first.ljust(len(indent))
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def dropped_text(plan: RefitPlan) -> list[str]:
     """Return a line of what the target does not take, where there is any."""
-    return [f"dropped     {', '.join(plan.dropped)}"] if plan.dropped else []
+    return _wrap_lines(", ".join(plan.dropped), first="dropped") if plan.dropped else []
 
 
 def side_text(weights: Weights) -> str:
@@ -81,20 +90,23 @@ def refit_text(plan: RefitPlan) -> str:
     """Return a refit's plan as text: both sides, every stored parameter, what ranks send and receive, seconds."""
     _, _, size = plan.traffic
     total = sum(row["bytes"] for row in moves_rows(plan))
-    limit = "no limit" if plan.memory_limit is None else f"limit {format_bytes(plan.memory_limit)}"
+    limit = "none" if plan.memory_limit is None else format_bytes(plan.memory_limit)
     return "\n".join(
         [
             f"refit       {plan.hash}",
-            f"source      {side_text(plan.source)}",
-            f"target      {side_text(plan.target)}",
+            *_wrap_lines(side_text(plan.source), first="source"),
+            *_wrap_lines(side_text(plan.target), first="target"),
             f"parameters  {format_bytes(total)} at the target",
             *moves_text(plan),
             *dropped_text(plan),
-            f"travels     {format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
-            f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
-            f"{format_bytes(max(plan.received_bytes, default=0))} to one",
-            f"memory      {limit} a rank beyond its parameters",
-            f"seconds     {format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}",
+            *_wrap_lines(
+                f"{format_bytes(int(size.sum()))} in {len(size)} pairs of ranks; at most "
+                f"{format_bytes(max(plan.sent_bytes, default=0))} from a rank and "
+                f"{format_bytes(max(plan.received_bytes, default=0))} to one",
+                first="travels",
+            ),
+            f"memory      limit {limit} a rank beyond its parameters",
+            *_wrap_lines(f"{format_seconds(plan.seconds)} predicted on {network_name(plan.topology)}", first="seconds"),
         ]
     )
 
@@ -120,14 +132,14 @@ def reshard_text(done: Any, dry_run: bool) -> str:
     """Return what `reshard` did, or would do: both sides, every stored parameter, files, memory and rate."""
     count, skipped = len(done.files), sum(f.skipped for f in done.files)
     lines = [
-        f"source      {side_text(done.plan.source)}",
-        f"target      {side_text(done.plan.target)}, form {done.form}",
+        *_wrap_lines(side_text(done.plan.source), first="source"),
+        *_wrap_lines(f"{side_text(done.plan.target)}, form {done.form}", first="target"),
         f"parameters  {format_bytes(done.nbytes)}",
         *moves_text(done.plan),
         *dropped_text(done.plan),
         f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
         f"{format_bytes(done.least_memory_bytes)}",
-        f"beside      {beside_text(done.beside)}",
+        *_wrap_lines(beside_text(done.beside), first="beside"),
         f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
     ]
     if done.processes > 1:
@@ -136,7 +148,8 @@ def reshard_text(done: Any, dry_run: bool) -> str:
     if dry_run:
         for f in done.files[:SHOWN]:
             who = f"  process {f.process}" if done.processes > 1 else ""
-            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}  needs {', '.join(f.parts or f.tensors)}")
+            lines.append(f"  {f.name}  {format_bytes(f.nbytes)}{who}")
+            lines += _wrap_lines(f"needs {', '.join(f.parts or f.tensors)}", "      ")
         lines += [f"  ... and {count - SHOWN} more"] if count > SHOWN else []
         return "\n".join([*lines, "nothing was written"])
     written = sum(f.nbytes for f in done.files if not f.skipped)
@@ -174,6 +187,39 @@ def reshard_object(done: Any) -> dict[str, Any]:
         "least_memory_bytes": done.least_memory_bytes,
         "read_bytes": done.read_bytes,
         "seconds": done.seconds,
+    }
+
+
+def derived_text(found: Any, files: Mapping[Path, WeightTable]) -> str:
+    """Return what `derive` found: the loader, its trials, what was compared, the tables, and what to type next."""
+    memory = found.memory
+    count = len(found.ranks)
+    runs = f"{count} trial{'s' if count > 1 else ''}, on {' and '.join(map(str, found.ranks))} rank(s)"
+    checked = f"{found.elements} elements at sizes of no trial: equal" if found.elements else "at no other sizes"
+    own = next((str(p) for p, t in files.items() if t is found.disk), found.disk.name)
+    out = str(next(iter(files)))
+    degree = ",tensor=2" if dict(memory.degrees).get("tensor") else ""
+    return "\n".join(
+        [
+            *_wrap_lines(f"{found.loader}, {runs}, in {format_seconds(found.seconds)}", first="loader"),
+            f"parameters  {len(memory.parameters)}",
+            *_wrap_lines(checked, first="compared"),
+            *_wrap_lines(f"{own} of its checkpoint, {out} of what it loads into", first="tables"),
+            *_wrap_lines(f"shardplan convert FOLDER OUT --from {own} --to {out}{degree}", first="next"),
+        ]
+    )
+
+
+def derived_object(found: Any, files: Mapping[Path, WeightTable]) -> dict[str, Any]:
+    """Return what `derive` found as the object of `--json`."""
+    return {
+        "loader": found.loader,
+        "ranks": list(found.ranks),
+        "elements": found.elements,
+        "checkpoint": found.disk.name,
+        "files": [str(p) for p in files],
+        "parameters": {p.name: str(p.form) for p in found.memory.parameters},
+        "seconds": found.seconds,
     }
 
 

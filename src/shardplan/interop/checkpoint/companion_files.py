@@ -98,9 +98,9 @@ def write_beside(folder: Path, files: dict[str, Path], config: AskedConfig, dtyp
 def write_megatron(folder: Path) -> None:
     """Write what Megatron-Core asks for beside the tensors of a torch_dist folder, and what says where that is.
 
-    As megatron-core 0.16.1 names them, whose own loader was not tried on these: dist_checkpointing/core.py
-    (metadata.json), strategies/common.py (common.pt); Megatron-LM training/checkpointing.py: `release` has no
-    iteration, and a checkpoint_version below 3 is reordered.
+    As megatron-core 0.16.1 names them, whose loader opens such a folder (`benchmarks/weights_words.py`):
+    dist_checkpointing/core.py (metadata.json), strategies/common.py (common.pt); Megatron-LM
+    training/checkpointing.py: `release` has no iteration, and a checkpoint_version below 3 is reordered.
     """
     torch = optional("torch", "torch")
     said: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

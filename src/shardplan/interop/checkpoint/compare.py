@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.errors import Infeasible, LayoutError, excerpt, line
+from shardplan.errors import Infeasible, LayoutError, ParseError, excerpt, line
 from shardplan.hardware.units import format_bytes, limit_of
 from shardplan.interop.checkpoint.filling import fill_part, names_of
 from shardplan.interop.checkpoint.gather import WindowGather
@@ -24,6 +24,7 @@ from shardplan.interop.checkpoint.logical import LogicalPlace, logical_place, pl
 from shardplan.interop.checkpoint.replicas import compare_copies
 from shardplan.interop.checkpoint.reshard import recorded_weights
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
+from shardplan.interop.checkpoint.storage_detection import find_weights
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
 from shardplan.movement.weights.drops import check_drops, left_out
 from shardplan.movement.weights.refit import RefitPlan, refit
@@ -132,7 +133,7 @@ def diff(
     if live[0]:
         first, own = live_rank(weights, rank)
         with open_checkpoint(b, _devices(second), ignored) as theirs:
-            second = theirs.side(second or _as(first, theirs) or _unsharded_weights(theirs, b))
+            second = theirs.side(second or _as(first, theirs, ignored) or _unsharded_weights(theirs, b))
             theirs.check(second, ignored)
             plan, mine = _plan(second, first, patterns, differ), live_side(a, first, own)
             copies = compare_replicas and own == first.devices[0]  # one of the live ranks looks at the other side's
@@ -146,8 +147,8 @@ def diff(
             return CheckpointsCompared(0, 0, apart)
         # one that says nothing is stored as the other, where that is of whole tensors
         first, second = (
-            first or _as(second, mine) or _unsharded_weights(mine, a),
-            second or _as(first, theirs) or _unsharded_weights(theirs, b),
+            first or _as(second, mine, ignored) or _unsharded_weights(mine, a),
+            second or _as(first, theirs, ignored) or _unsharded_weights(theirs, b),
         )
         first, second = mine.side(first), theirs.side(second)
         mine.check(first, ignored)
@@ -187,8 +188,16 @@ def _resolve_weights(path: Path, weights: Weights | None) -> Weights | None:
     return recorded_weights(path) if weights is None else weights
 
 
-def _as(weights: Weights | None, held: OpenCheckpoint) -> Weights | None:
-    return weights if weights is not None and len(weights.devices) == len(held.places) == 1 else None
+def _as(weights: Weights | None, held: OpenCheckpoint, ignored: tuple[str, ...]) -> Weights | None:
+    """How a checkpoint that says nothing is stored, seen from the other: like it, or as its own names show."""
+    if weights is None or len(held.places) > 1:
+        return None
+    if len(weights.devices) == 1 and held.first_tensors.keys() >= {*weights.names(weights.devices[0])}:
+        return weights
+    try:
+        return find_weights(held, dict(weights.config), ignored)
+    except (LayoutError, ParseError):
+        return weights if len(weights.devices) == 1 else None
 
 
 def _unsharded_weights(held: OpenCheckpoint, path: str | Path) -> Weights:

@@ -51,7 +51,8 @@ class AskedConfig:
     def data(self) -> dict[str, Any]:
         """Return the file's object with the fields that win: `text_config.rope_theta` is one within another.
 
-        Raises `ParseError` for a file that is no config.
+        A field that the config says within one object alone, as transformers 5 says `rope_theta` in `rope_parameters`,
+        is set there. Raises `ParseError` for a file that is no config.
         """
         if self.path is None:
             out: dict[str, Any] = {}
@@ -60,6 +61,7 @@ class AskedConfig:
             out = json.loads(self.path.read_text(encoding="utf-8"))
         for key, value in self.overrides.items():
             *outer, last = key.split(".")
+            outer = outer or _only_place(out, last)
             within = out
             for name in outer:
                 within = within.setdefault(name, {})
@@ -73,6 +75,20 @@ class AskedConfig:
     def sizes(self) -> Mapping[str, Any]:
         """Return what tables read: see `model_config`."""
         return model_config(self.data())
+
+
+def _only_place(config: Mapping[str, Any], key: str) -> list[str]:
+    """Where a config has a field: within which objects, outermost first; nothing where it is its own, or has it not."""
+    if key in config:
+        return []
+    found: list[list[str]] = []
+    for name, inner in config.items():
+        if isinstance(inner, Mapping) and (key in inner or _only_place(inner, key)):
+            found.append([name, *_only_place(inner, key)])
+    if len(found) > 1:
+        places = " and ".join(".".join([*place, key]) for place in found)
+        raise ParseError(f"--set {key}: the config says it in {len(found)} places; legal are {places}")
+    return found[0] if found else []
 
 
 @contextmanager

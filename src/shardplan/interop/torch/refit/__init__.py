@@ -12,5 +12,6 @@ Reading order:
 - `serving`    the version that a target holds, kept with its tensors
 - `sides`      two sides that know only themselves
 - `handle`     the handle
+- `kernel_layouts`  what kernels keep in place of what was loaded: layouts for `finish=`
 - `engine`     a server's weight-transfer engine over it, with plain dicts
 """

@@ -17,7 +17,7 @@ _END = 10.0
 Parameters = dict[str, np.ndarray]
 
 
-def forked(count: int, load: Callable[[int], Parameters]) -> dict[int, Parameters]:
+def fork_ranks(count: int, load: Callable[[int], Parameters]) -> dict[int, Parameters]:
     """Call `load(rank)` in `count` forked processes, each in one gloo group of them all; return what each gave.
 
     The parent's imports are the children's: the framework is imported once. A rank that raises is the caller's
@@ -33,7 +33,7 @@ def forked(count: int, load: Callable[[int], Parameters]) -> dict[int, Parameter
             its.close()
             started.append((process, mine))
         try:
-            return {rank: _given(rank, mine) for rank, (_, mine) in enumerate(started)}
+            return {rank: _receive_rank(rank, mine) for rank, (_, mine) in enumerate(started)}
         finally:
             for process, _ in started:
                 process.join(_END)
@@ -41,7 +41,7 @@ def forked(count: int, load: Callable[[int], Parameters]) -> dict[int, Parameter
                     process.kill()
 
 
-def _given(rank: int, mine: Connection) -> Parameters:
+def _receive_rank(rank: int, mine: Connection) -> Parameters:
     """What a rank sent, or its error."""
     if not mine.poll(_SECONDS):
         raise RuntimeError(f"rank {rank} gave nothing in {_SECONDS:g} s")
