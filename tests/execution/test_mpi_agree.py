@@ -23,9 +23,9 @@ def test_who_has_ended_is_missed_where_it_has_not_come() -> None:
         assert programs.stop_reason(ranks, agreed) == (why if run > 3 else "")
         assert programs.stop_reason((0, 1, 3), agreed) == ""
     ended = {2: Fails("ended: ValueError: no")}
-    assert programs._ended(ranks, first) == {}  # it has agreed
-    assert programs._ended(ranks, second) == ended
-    assert programs._ended((0, 2), (_name((0, 2)), 1)) == ended  # of a set in which it has agreed on nothing
+    assert programs._end_words(ranks, first) == {}  # it has agreed
+    assert programs._end_words(ranks, second) == ended
+    assert programs._end_words((0, 2), (_name((0, 2)), 1)) == ended  # of a set in which it has agreed on nothing
 
 
 def test_an_end_says_how_far_the_rank_has_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ class AgreedPrograms:
         mail.post(agreement.open())
 
         def done() -> bool:
-            mail.post(agreement.hear({**mail.collect(), **self._ended(watch.ranks, mail.key)}))
+            mail.post(agreement.hear({**mail.collect(), **self._end_words(watch.ranks, mail.key)}))
             return agreement.verdict is not None and self._letters.has_sent_all()
 
         watch.gather(done, lambda: agreement.waits_for)
@@ -194,7 +194,7 @@ class AgreedPrograms:
 
     def stop_reason(self, ranks: Members, agreed: AgreedProgram) -> str:
         """Say why the run that this process is in cannot end; nothing where it can."""
-        ended = self._ended(ranks, agreed.key, agreed.run)
+        ended = self._end_words(ranks, agreed.key, agreed.run)
         return agreed.stop_reason or next((f"rank {rank} {word.why}" for rank, word in ended.items()), "")
 
     def announce_end(self, error: BaseException) -> None:
@@ -209,7 +209,7 @@ class AgreedPrograms:
                 self._letters.post(rank, letter)
         self._letters.flush(LEAVING)
 
-    def _ended(self, ranks: Members, key: AgreementKey, run: int = 0) -> dict[int, Fails]:
+    def _end_words(self, ranks: Members, key: AgreementKey, run: int = 0) -> dict[int, Fails]:
         """Return the words of ranks that ended before they came to an agreement, or to a run of what was agreed on."""
         return {
             rank: Fails(f"ended: {letter.error}")
