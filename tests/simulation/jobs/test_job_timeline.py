@@ -14,7 +14,7 @@ from shardplan.errors import ShardplanError
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
 from shardplan.simulation.timeline import load_timelines
 from shardplan.strategy.partition.memory import certify, moments
-from simulation.jobs.job_cases import CLUSTER, STRATEGIES, job
+from simulation.jobs.job_cases import CLUSTER, SIZES, STRATEGIES, job
 from strategy.memory_oracle import moments_by_dictionaries
 
 WAYS: list[dict[str, Any]] = [{}, {"launch": 0.0}, {"overlap": False, "launch": 0.0}, {"launch": 1e-5}]
@@ -185,3 +185,11 @@ def test_simulate_takes_a_job() -> None:
         simulate_job(3, CLUSTER)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShardplanError, match=r"^the placement is None"):
         simulate_job(job("1f1b"), None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("data", "level"), [(2, "gpu"), (4, "gpu"), (8, "node")])
+def test_a_collective_is_of_the_outermost_level_that_it_crosses(data: int, level: str) -> None:
+    model = sp.Model.load("gpt", **SIZES)
+    line = simulate_job(sp.partition(model, sp.Strategy(data=data, global_batch=8)), CLUSTER, launch=0.0)
+    streams = {s for s in line.compiled.streams if s.startswith("data, ")}
+    assert streams == {f"data, {level}"}
