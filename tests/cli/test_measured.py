@@ -56,6 +56,8 @@ def test_validate_reads_a_log(log: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [(one["op"], one["nodes"], one["count"]) for one in found["strata"]] == [
         ("all_gather", "several", 2), ("all_gather", "several", 2),
     ]  # fmt: skip
+    assert run_command(["validate", str(log), "--nics", "8x12.5", "--json"]) == 0  # the rate may be a part
+    assert json.loads(capsys.readouterr().out)["strata"] != found["strata"]
 
 
 def test_calibrate_writes_a_table_that_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,8 @@ def test_constants_are_those_of_the_timings(tmp_path: Path, capsys: pytest.Captu
     fit = parse_fit(out.read_text())
     assert {k: getattr(fit.parameters, k) for k in known} == pytest.approx(known, rel=1e-6)
     # The wall timer looks at its clock twice a call: one to connect, one to see how long it takes, three that count.
-    assert found["timed"] == 1.0 and found["ticks"] == 2 * (1 + 1 + 3)
+    # What the slowest rank takes is taken.
+    assert found["timed"] == 2.0 and found["ticks"] == 2 * (1 + 1 + 3)
 
     seconds: list[float] = []
     mine = ["--params", str(out)]

@@ -40,6 +40,8 @@ def test_reshard_there_and_back_by_command(tmp_path: Path, capsys: pytest.Captur
     assert lines[4] == f"  {{c}}.embedding.word_embeddings.weight{'11.5 kB':>42}"
     assert lines[5] == "      f32[embed = v, e] -> f32[(embed: v | 0: pad)@tensor, e]"
     assert lines[-1].startswith("written     ") and lines[-1].endswith("/s")
+    status, out, _ = call(capsys, *there)  # all is there: nothing more is written
+    assert status == 0 and "; 4 were finished\n" in out and out.splitlines()[-1].startswith("written     0 B in ")
     status, out, _ = call(capsys, "reshard", tmp_path / "mega", tmp_path / "back", "--to", "hf-llama", "--json")
     found = json.loads(out)
     assert status == 0 and found["files"][0]["name"] == "model.safetensors" and found["total_bytes"] > 0
@@ -70,6 +72,10 @@ def test_refit_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = json.loads(out)
     assert status == 0 and [m["tensor"] for m in found["moves"]] == ["gate"]
     assert Weights.parse(found["target"]["text"]).devices == (4, 5)
+    narrow = call(capsys, "refit", MEGATRON, "vllm-llama,tensor=2", "--config", config, "--dtype", "bf16", "--json")[1]
+    whole = call(capsys, "refit", MEGATRON, "vllm-llama,tensor=2", "--config", config, "--json")[1]
+    sizes = [sum(m["bytes"] for m in json.loads(x)["moves"]) for x in (narrow, whole)]
+    assert 2 * sizes[0] == sizes[1] > 0  # of the target's dtype
     texts = tmp_path / "a.toml", tmp_path / "b.toml"
     texts[0].write_text(str(plan.source))
     texts[1].write_text(str(plan.target))

@@ -115,6 +115,8 @@ def test_bytes_are_those_of_the_steps(text: str) -> None:
     np.testing.assert_array_equal(step.op.received_bytes(*operands), last.op.received_bytes(*types))
     np.testing.assert_array_equal(step.op.sent_bytes(*operands)[1], last.op.sent_bytes(*types)[1])
     assert step.op.rounds(*operands) == last.op.rounds(*types)
+    # What the computations make lies there when it moves; the result is not counted twice.
+    assert step.op.staging(*operands) == types[0].local_bytes() + last.op.staging(*types)
     assert step.op.infer(*operands) == results
     assert step.op.members(operands[0]) == ("x",)
 

@@ -123,6 +123,19 @@ def test_targets_and_misses(verdict: ScoreVerdict) -> None:
     assert ("kernel", "a=[2, 1], b=[1, 4]") in found
 
 
+def test_a_flat_all_reduce_is_judged_where_all_uplinks_together_are_slow(verdict: ScoreVerdict) -> None:
+    """50 of 1000 Mbit/s are slow, four times as much is not."""
+    (done,) = verdict.experiments
+
+    def judged(*rates: float | str) -> list[str]:
+        asked = replace(done.experiment, rates=rates, axes=("a", "b"))
+        found = validate([Sweep(experiments=(replace(done, experiment=asked),))])
+        return [t.found for t in found.targets if t.claim == "best program against a flat all_reduce, 2x4"]
+
+    assert judged(50.0, 1000.0) == [f"1.00x ({replace(done.experiment, rates=(50.0, 1000.0), axes=('a', 'b')).name})"]
+    assert judged("4*50", 1000.0) == []
+
+
 def test_what_kept_the_processors_busy_does_not_count(verdict: ScoreVerdict) -> None:
     (done,) = verdict.experiments
     rows = (replace(done.rows[0], cpu_share=(0.3, 0.41)), replace(done.rows[1], cpu_share=(0.3, 0.4)), *done.rows[2:])

@@ -22,7 +22,7 @@ from shardplan.errors import BackendError, ShardplanError, TopologyError
 from shardplan.fused.deciding.calibrate import LEARNT, choose_clock, fit_constants, pair_work
 from shardplan.fused.deciding.fuse import fuse
 from shardplan.fused.deciding.rows import REASONS, Fusion, FusionRow
-from shardplan.fused.deciding.trials import Shape, measure_trials, shape_work
+from shardplan.fused.deciding.trials import Shape, measure_trials, shape_work, slower_rank
 from shardplan.hardware.prices.fused import FusedConstants, variant_seconds, variants
 from shardplan.hardware.prices.fused_kernels import KernelConstants, KernelRates
 from strategy.jobs import arrays, model, stepped
@@ -295,3 +295,9 @@ def test_a_step_of_a_recommender_is_fused_forward() -> None:
     found = fuse(program, box(2), EAGER)
     assert [row.reason for row in found.rows] == ["fused", "effect_between"]
     assert_alike(program, found.program)
+
+
+def test_of_two_ranks_the_slower_counts_and_operands_are_read_once() -> None:
+    found = slower_rank([{"a": [(1.0, 5.0), (4.0, 4.0)]}, {"a": [(2.0, 3.0), (1.0, 1.0)]}])
+    assert found == {"a": [(2.0, 5.0), (4.0, 4.0)]}
+    assert shape_work(("product", (2, 3, 5))) == (2.0 * 2 * 3 * 5, 4.0 * (2 * 5 + 5 * 3), 4.0 * 2 * 3)

@@ -24,6 +24,15 @@ class SavedModel(nn.Module):
         self.ends = nn.Sequential(nn.Linear(h, 3), nn.ReLU(), nn.Linear(3, h))
 
 
+class CentredModel(SavedModel):
+    """With a buffer that is saved, and one that is worked out."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__(config)
+        self.register_buffer("centre", torch.zeros(config.hidden_size))
+        self.register_buffer("scales", torch.ones(config.hidden_size), persistent=False)
+
+
 class ServedModel(nn.Module):
     """Gate and up joined and cut, the vocabulary padded and cut, experts stacked."""
 

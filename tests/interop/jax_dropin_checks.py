@@ -132,6 +132,7 @@ def limits(here: Ends) -> Any:
         "donated": least(ends, two, donate=True),
         "one": least(here.sharding(), lambda: here.put(here.a, X)),
         "host": told(lambda: reshard([X, 1.0], here.sharding(), memory_limit=200)),
+        "host, cut": told(lambda: reshard([X], [here.b], memory_limit=31)),
         "host, moved": told(lambda: reshard([X, here.put(here.a, X)], [here.sharding(), here.b], memory_limit=300)),
         "after a larger one": told(
             lambda: [reshard(here.put(here.a, X), here.sharding(), memory_limit=n) for n in (10**6, 300)]

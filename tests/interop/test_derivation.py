@@ -82,6 +82,12 @@ def test_a_class_that_loads_its_own_state_is_one_of_equal_names() -> None:
     assert "ends.0.weight" in {p.name for p in found.disk.parameters}  # a number that no field counts is a name
 
 
+def test_buffers_are_parameters_where_they_are_saved() -> None:
+    found = derive_class_table(f"{AT}:CentredModel", CONFIG)
+    plain = derive_class_table(f"{AT}:SavedModel", CONFIG)
+    assert {p.name for p in found.memory.parameters} - {p.name for p in plain.memory.parameters} == {"centre"}
+
+
 @pytest.mark.parametrize(
     ("size", "fields", "text"),
     [

@@ -17,6 +17,7 @@ from shardplan.interop.importers import load
 from shardplan.strategy import Model
 
 onnx: Any = pytest.importorskip("onnx")
+pytest.importorskip("onnx.reference")
 helper: Any = onnx.helper
 FLOAT, INT = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
@@ -60,6 +61,43 @@ def test_a_slice_of_five_inputs() -> None:
     proto = proto_of([helper.make_node("Slice", ["x", "a", "b", "d", "s"], ["y"])], weights=ends)
     x = np.random.default_rng(0).normal(size=(4, 6)).astype("f4")
     assert np.array_equal(run(load(proto), proto, x=x)[0], x[1:9, -3:-1])
+
+
+# One operation of x [4, 6], attributes, the other inputs, and the opset where another than 13 means something else.
+OPERATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "transpose without an order": ("Transpose", {}, {}, 13),
+    "reshape that keeps a size": ("Reshape", {}, {"to": [0, 2, -1]}, 13),
+    "flatten": ("Flatten", {"axis": 0}, {}, 13),
+    "gather from the end": ("Gather", {"axis": 1}, {"at": -2}, 13),
+    "gather neighbours": ("Gather", {"axis": 1}, {"at": [2, 3, 4]}, 13),
+    "gather rows": ("Gather", {}, {"at": [3, 0, 0]}, 13),
+    "softmax of old": ("Softmax", {}, {}, 11),
+    "softmax": ("Softmax", {"axis": 0}, {}, 13),
+    "mean of a dim": ("ReduceMean", {"axes": [1], "keepdims": 0}, {}, 13),
+    "greatest of all": ("ReduceMax", {}, {}, 13),
+    "power": ("Pow", {}, {"by": np.float32(3)}, 13),
+    "power of a number": ("Pow", {}, {"by": np.float32(2)}, 13),
+    "expand": ("Expand", {}, {"to": [2, 1, 6]}, 13),
+    "least": ("Min", {}, {"with": np.float32(0.25)}, 13),
+    "erf": ("Erf", {}, {}, 13),
+    "gelu": ("Gelu", {"approximate": "tanh"}, {}, 20),
+    "product with a turned factor": ("Gemm", {"transB": 1}, {"w": np.arange(18, dtype="f4").reshape(3, 6)}, 13),
+    "layer norm": ("LayerNormalization", {"epsilon": 0.1}, {"gain": np.arange(6, dtype="f4")}, 17),
+    "einsum": ("Einsum", {"equation": "ab, bc -> ca"}, {"w": np.arange(12, dtype="f4").reshape(6, 2)}, 13),
+    "unsqueeze": ("Unsqueeze", {}, {"axes": [0, -1]}, 13),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_that_of_the_standard(name: str) -> None:
+    """As the reference evaluator of ONNX computes it."""
+    kind, attributes, others, opset = OPERATIONS[name]
+    weights = {n: np.asarray(v) for n, v in others.items()}
+    proto = proto_of([helper.make_node(kind, ["x", *weights], ["y"], **attributes)], opset=opset, weights=weights)
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype("f4")
+    (wanted,) = onnx.reference.ReferenceEvaluator(proto).run(None, {"x": x})
+    (found,) = run(load(proto), proto, x=x)
+    assert found.shape == wanted.shape and np.abs(found - wanted).max() <= 1e-5 * max(1.0, np.abs(wanted).max())
 
 
 def test_shapes_are_folded() -> None:

@@ -35,6 +35,9 @@ def test_a_limit_holds_for_the_whole_pytree(seen: dict[str, Any]) -> None:
         "found is 320 bytes; legal is a larger limit, or donate=True"
     )
     assert found["host"] == ("Infeasible: reshard within 200 bytes a device: the arrays placed from the host take 260")
+    assert found["host, cut"] == (
+        "Infeasible: reshard within 31 bytes a device: the arrays placed from the host take 32"
+    )
     assert found["host, moved"] == (
         "Infeasible: reshard f32[8@x, 8@y] to f32[8@y, 8@x] within 44 bytes a device, where the source is kept: the "
         "least found is 80 bytes; legal is a larger limit, or donate=True"

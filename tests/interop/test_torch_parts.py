@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta  # noqa: E402
 
 import shardplan as sp  # noqa: E402
@@ -24,7 +24,15 @@ from shardplan.interop.torch.pending_moves import settle, start_move  # noqa: E4
 from shardplan.interop.torch.state import plan as state_plan  # noqa: E402
 from shardplan.interop.torch.state.names import rebuild_state, remove  # noqa: E402
 from shardplan.interop.torch.state.ties import ties  # noqa: E402
-from shardplan.interop.torch.state.view import Grid, Held, Source, StateView, moved_tensors  # noqa: E402
+from shardplan.interop.torch.state.view import (  # noqa: E402
+    Grid,
+    Held,
+    Source,
+    StateView,
+    moved_tensors,
+    refuse_unlike,
+    same_digests,
+)
 from shardplan.movement.redistribute import plan_kept  # noqa: E402
 
 Pair = namedtuple("Pair", "first second")
@@ -109,6 +117,47 @@ def test_copies_on_two_meshes_are_one_tensor_in_the_same_order() -> None:
     assert moved.source.placements == (Replicate(), Shard(0), Shard(0))
     assert moved.source.mesh.mesh.tolist() == torch.arange(8).reshape(2, 2, 2).tolist()
     assert moved.source.shard_order == (ShardOrderEntry(0, (2, 1)),)
+
+
+def test_copies_on_meshes_that_share_a_rank_are_refused() -> None:
+    whole = mesh_of(0, 1, 2)
+    held = {}
+    for mesh in (mesh_of(0, 1), mesh_of(1, 2)):
+        source = Source.of(spec_of(mesh, (4,), Shard(0)))
+        held[("w",), source.grid] = Held(source, (Replicate(),), None, False)
+    with pytest.raises(LayoutError, match=r"w: held on several meshes, .*; legal are copies in one layout on meshes"):
+        moved_tensors(StateView({}, held), whole, {})
+
+
+def test_copies_whose_digests_differ_on_any_rank_are_refused() -> None:
+    a, b, c = ({(("w",), 0): "x", (("v",), 0): n, (("u",), k): "z"} for k, n in enumerate("pqp"))
+    refuse_unlike(same_digests(a, c))
+    for first, second in ((a, b), (b, a)):
+        joined = same_digests(first, second)
+        assert same_digests(joined, c) == joined | c | {(("v",), 0): ""}  # what has differed differs
+        with pytest.raises(LayoutError, match=r"^v: held on several meshes with other values on each"):
+            refuse_unlike(joined)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction", "divided", "partitions"),
+    [
+        (torch.float32, "sum", (2.0,), False),
+        (torch.int32, "sum", (), True),
+        (torch.float32, "product", (), True),
+        (torch.float32, "avg", (), False),
+        (torch.int32, "max", (), False),
+    ],
+)
+def test_a_whole_value_becomes_addends_as_its_dtype_allows(
+    dtype: torch.dtype, reduction: str, divided: tuple[float, ...], partitions: bool
+) -> None:
+    """Floats are divided; integers, and factors, are kept by one rank; means, max and min stand on every rank."""
+    mesh = mesh_of(0, 1)
+    meta = TensorMeta(torch.Size((4,)), (1,), dtype)
+    source, target = (DTensorSpec(mesh, (p,), tensor_meta=meta) for p in (Replicate(), Partial(reduction)))
+    ends = Ends.of(source, target)
+    assert (ends.divisors, ends.partitions) == (divided, partitions)
 
 
 def test_a_move_that_failed_says_so_at_every_use() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -194,3 +195,9 @@ def test_the_command_writes_it_all(tmp_path: Path) -> None:
 def test_torch_says_what_it_leaves_to_the_module() -> None:
     made = write_torch(handed("pp=2 tp=2 sp zero=1"))
     assert [x.split(":")[0].split("=")[0] for x in made.lines] == ["zero", "pipeline", "sequence_parallel"]
+    # Rows of a weight `[out, in]` are cut where its product opens a pair, and columns where one closes it.
+    said = dict(re.findall(r'"(?:.*\.)?(\w+)": (\w+)\(', made.files["plan.py"]))
+    assert said.pop("embed_tokens") == "RowwiseParallel" and said.pop("lm_head") == "ColwiseParallel"
+    assert {n for n, kind in said.items() if kind == "RowwiseParallel"} == {"o_proj", "down_proj"}
+    assert {n for n, kind in said.items() if kind == "ColwiseParallel"} == {
+        "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}  # fmt: skip

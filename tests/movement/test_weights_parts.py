@@ -53,6 +53,23 @@ def test_pieces_of_a_cut_product_are_its_digits_in_order(sizes: list[int], owner
         assert found == dict(enumerate(wanted))
 
 
+@given(*[st.integers(1, 3)] * 4)
+def test_pieces_of_a_sum_times_a_digit_are_those_of_its_tensors_in_order(a: int, b: int, c: int, owners: int) -> None:
+    """The digit is minor: every value of the sum, of whichever tensor, has all of the digit's behind it."""
+    (factors,) = StoredForm.parse("((q: a | k: b) c)@t.ceil").dims
+    every = [(tensor, v, w) for tensor, n in (("q", a), ("k", b)) for v in range(n) for w in range(c)]
+    chunk = -(-len(every) // owners)
+    for owner in range(owners):
+        size, pieces = local_pieces(factors, Scenery({"a": a, "b": b, "c": c}, {"t": owners}, {}, {"t": owner}))
+        wanted = every[owner * chunk : (owner + 1) * chunk]
+        found: dict[int, tuple[str | None, int, int]] = {}
+        for piece in pieces:
+            for v, w in product(*(range(box.count) for box in piece.digits)):
+                major, minor = piece.digits
+                found[piece.base + v * major.weight + w * minor.weight] = piece.tensor, major.first + v, minor.first + w
+        assert size == len(wanted) and found == dict(enumerate(wanted))
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=4))
 def test_runs_of_a_dim_are_its_elements_one_by_one(boxes: list[tuple[int, int, int]]) -> None:
     """Boxes of one digit behind each other, each of a count, a local weight and a gap before it."""

@@ -18,12 +18,15 @@ from typer.testing import CliRunner
 import shardplan as sp
 from shardplan.cli import app
 from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.report.page.figures import STEPS, drawn_ranks, exposed_shares, timeline_figure
+from shardplan.report.page.figures import STEPS, alternatives_figure, drawn_ranks, exposed_shares, timeline_figure
 from shardplan.report.page.page import PagePart, render_page
 from shardplan.report.page.plan_page import placed_markup
+from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.jobs.spans import joined, length, uncovered_stretches
 from shardplan.simulation.jobs.timing import COMPUTE
+from shardplan.simulation.searching.plans import RankedPlan
 from shardplan.simulation.simulate import simulate
+from simulation.jobs.job_cases import CLUSTER, job
 
 pytest.importorskip("plotly")
 MOST = 6_000_000  # bytes of a report
@@ -127,6 +130,21 @@ def test_what_others_do_not_cover(spans: list[tuple[int, int]], others: list[tup
     at = np.arange(0, 30) + 0.5
     covers = [np.array([any(s <= t < e for s, e in found) for t in at]) for found in (a, b, uncovered_stretches(a, b))]
     assert (covers[2] == (covers[0] & ~covers[1])).all()
+
+
+@pytest.mark.parametrize("name", ["prefetch", "fsdp", "bucket"])
+def test_what_is_exposed_is_as_much_as_the_timeline_says(name: str) -> None:
+    """But for shares that are rounded: of what is under way beside computation nothing."""
+    line = simulate_job(job(name), CLUSTER, launch=0.0)
+    drawn = sum((end - start) * share for start, end, share in exposed_shares(line, 0))
+    assert drawn == pytest.approx(sum(line.exposed_of(0).values()), rel=0.02)
+
+
+def test_the_last_group_of_alternatives_has_the_star() -> None:
+    rows = [("others", RankedPlan(sp.Strategy(), k, 1e9)) for k in (2.0, 3.0)]
+    drawn = alternatives_figure([*rows, ("the best", RankedPlan(sp.Strategy(), 1.0, 2e9))], 8e9)["data"]
+    assert [(d["name"], d["marker"]["symbol"], d["x"], d["y"]) for d in drawn] == [
+        ("others", "circle", [2.0, 3.0], [1.0, 1.0]), ("the best", "star", [1.0], [2.0])]  # fmt: skip
 
 
 def test_nodes_that_do_the_same_are_one_box() -> None:

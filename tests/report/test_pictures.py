@@ -173,3 +173,10 @@ def test_every_shard_has_its_grid_line_or_a_line_says_that_it_has_none():
     assert set(re.findall(r'<line x1="([\d.]+)" y1="[\d.]+" x2="\1" ', many)) == {"0"}
     held = [float(w) for w in re.findall(r'width="([\d.]+)" height="[\d.]+" fill="#3f7fb5"/>', many)]
     assert len(held) == 32 and min(held) >= 1 and len(many) < 40_000
+
+
+def test_rows_are_drawn_from_the_top():
+    """Of two devices the second one's half lies below the first one's, in panels side by side."""
+    text = svg_picture(sp.TensorType.parse("f32[8@x, 8]", "x=2"))
+    held = [float(y) for y in re.findall(r'<rect x="[^"]*" y="([^"]*)"[^>]*fill="#a9cdea"', text)][-2:]
+    assert held[0] < held[1]

@@ -33,6 +33,7 @@ from shardplan.simulation.searching.bounds import frame_floors
 from shardplan.simulation.searching.certifier import CertifiedPeak, Certifier
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import RankedPlan
+from shardplan.simulation.searching.search import SearchResult
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.simulation.step_events import StepEvents
 from shardplan.simulation.steps import simulate_step
@@ -231,6 +232,14 @@ def test_the_front_is_what_comparing_all_finds(points: list[tuple[int, int]]) ->
     for s, b in itertools.product(range(8), range(8)):
         said = bool(front.better(np.array([float(s)]), np.array([float(b)]))[0])
         assert said == any(p[0] < s and p[1] <= b for p in points)
+
+
+def test_of_the_front_stays_what_needs_less_than_all_that_are_quicker() -> None:
+    """Certificates may say other bytes than the closed form, by which the front was found."""
+    front = tuple(RankedPlan(Strategy(), float(k), n, ()) for k, n in enumerate((5, 3, 4, 3, 1)))
+    found = SearchResult(front, front, 1, None, (), 5, 5, lambda _: front[0])
+    assert [one.peak_bytes for one in found.pareto] == [5, 3, 1]
+    assert found.ranked == front[:1] and found.best is front[0]
 
 
 @pytest.mark.parametrize(("model", "memory"), [(GPT, 1e7), (MOE, 2e7)], ids=["gpt", "moe"])

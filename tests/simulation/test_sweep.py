@@ -108,6 +108,9 @@ def test_periods_that_are_extrapolated_are_as_those_that_are_swept(
     m = q * (90 + more)
     ready = compile_schedule(name, p, m, v)
     assert ready.periods > 50
+    assert all(
+        (own == all_).all() for own, all_ in zip((ready.forwards, ready.backwards), ready.lists.counts(), strict=True)
+    )
     stages = drawn_stages(seed, 8, ready.chunks)
     short, whole = sweep(ready, stages), sweep(ready, stages, extrapolate=False)
     assert short.makespan == pytest.approx(whole.makespan, rel=1e-12)

@@ -96,6 +96,24 @@ def test_the_losss_gradient_is_torchs() -> None:
     np.testing.assert_allclose(found["gradient.head"], head.grad.numpy(), rtol=1e-9, atol=1e-12)
 
 
+def test_what_routing_adds_hangs_on_no_target() -> None:
+    """To the mean over the targets that count it is added as it is, however many these are."""
+    added: list[float] = []
+    for ignored in (0, 3, BATCH):
+        losses: list[float] = []
+        for share in (0.0, 0.5):
+            model = sp.Model.load("moe", batch=BATCH, dtype="f64", optimizer=None, experts=4, experts_per_token=2,
+                                  capacity_factor=0.0, balance_loss=share, **SIZES)  # fmt: skip
+            rng = np.random.default_rng(7)
+            drawn = {n: rng.integers(0, 11, t.shape, "i4") if t.dtype == "i32" else rng.normal(size=t.shape) / 2
+                     for n, t in sorted(model.program.inputs)}  # fmt: skip
+            drawn["targets"].ravel()[:ignored] = IGNORED
+            found = sp.run(model.program, [[drawn[n]] for n, _ in model.program.inputs])
+            losses.append(float(found[model.program.outputs.index("loss")][0]))
+        added.append(losses[1] - losses[0])
+    assert added[0] > 1e-3 and added == pytest.approx([added[0]] * 3, rel=1e-9)
+
+
 def test_where_no_target_counts_loss_and_gradients_are_0() -> None:
     given = arrays("all")
     for found in (whole(given), sp.run(sp.partition(load(1), sp.Strategy(data=2, global_batch=BATCH)), given)):

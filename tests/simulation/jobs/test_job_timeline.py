@@ -12,9 +12,10 @@ import pytest
 import shardplan as sp
 from shardplan.errors import ShardplanError
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
+from shardplan.simulation.jobs.spans import joined
 from shardplan.simulation.timeline import load_timelines
 from shardplan.strategy.partition.memory import certify, moments
-from simulation.jobs.job_cases import CLUSTER, STRATEGIES, job
+from simulation.jobs.job_cases import CLUSTER, SIZES, STRATEGIES, job
 from strategy.memory_oracle import moments_by_dictionaries
 
 WAYS: list[dict[str, Any]] = [{}, {"launch": 0.0}, {"overlap": False, "launch": 0.0}, {"launch": 1e-5}]
@@ -86,6 +87,18 @@ def test_a_bound_of_work_is_below_the_makespan() -> None:
         busy = max(own for _, _, own in line._busy)  # pyright: ignore[reportPrivateUsage]
         assert busy <= line.seconds
         assert np.isclose(line.idle_seconds, line.seconds - min(own for _, _, own in line._busy))  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipe", "offload", "fsdp"])
+def test_bubbles_are_what_lies_between_the_ops_that_are_drawn(name: str) -> None:
+    """From a device's first op to its last one; neither a host that issues nor a message on its way makes it busy."""
+    line = simulate_job(job(name), CLUSTER)
+    bubbles: list[float] = []
+    for device in line.devices:
+        own = [i for i in line.intervals if i.device == device and i.kind not in ("launch", "message")]
+        spans = joined((i.start, i.end) for i in own)
+        bubbles.append(spans[-1][1] - spans[0][0] - sum(end - start for start, end in spans))
+    assert np.isclose(line.bubble_seconds, max(bubbles), rtol=1e-9, atol=1e-9 * line.seconds)
 
 
 def test_small_layers_are_bounded_by_the_larger_of_two_sums() -> None:
@@ -185,3 +198,11 @@ def test_simulate_takes_a_job() -> None:
         simulate_job(3, CLUSTER)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShardplanError, match=r"^the placement is None"):
         simulate_job(job("1f1b"), None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("data", "level"), [(2, "gpu"), (4, "gpu"), (8, "node")])
+def test_a_collective_is_of_the_outermost_level_that_it_crosses(data: int, level: str) -> None:
+    model = sp.Model.load("gpt", **SIZES)
+    line = simulate_job(sp.partition(model, sp.Strategy(data=data, global_batch=8)), CLUSTER, launch=0.0)
+    streams = {s for s in line.compiled.streams if s.startswith("data, ")}
+    assert streams == {f"data, {level}"}
