@@ -12,7 +12,8 @@ from typing import Any
 from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.manifest import CheckpointManifest
 from shardplan.interop.checkpoint.optimizer_names import pass_states
-from shardplan.interop.checkpoint.sources import open_checkpoint
+from shardplan.interop.checkpoint.parameter_groups import said_steps
+from shardplan.interop.checkpoint.sources import newest_folder, open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
     find_weights,
@@ -24,7 +25,7 @@ from shardplan.interop.checkpoint.storage_detection import (
 )
 from shardplan.movement.weights.configs import model_config
 from shardplan.movement.weights.frameworks import SideRequest, table_name
-from shardplan.movement.weights.state import part_masters
+from shardplan.movement.weights.state import STEPS, part_masters
 from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables
 from shardplan.movement.weights.towers import pass_tower
 from shardplan.movement.weights.weights import Weights, load_weights, make_weights, read_weights
@@ -123,7 +124,7 @@ def source_weights(
     `dtype` is that of all parameters; else it is read of each. `any_model` takes whole tensors of a model that no table
     knows. Raises `LayoutError` and `ParseError`.
     """
-    sizes = config.sizes()
+    sizes = {**_said_sizes(place), **config.sizes()}
     with naming(option):
         request = None if text is None else SideRequest.parse(text)
     if request is None and (said := recorded_weights(place)) is not None:
@@ -148,6 +149,12 @@ def source_weights(
         own = held.side(weights)
         held.check_names(own, ignored)
         return weights if own is not weights else read_dtypes(weights, held)
+
+
+def _said_sizes(place: Path) -> dict[str, Any]:
+    """What stands beside the tensors in place of a config's field: Megatron's count of steps."""
+    steps = said_steps(newest_folder(place))
+    return {} if steps is None else {STEPS: steps}
 
 
 def _check_word(request: SideRequest, found: Weights, option: str) -> None:
