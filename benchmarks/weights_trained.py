@@ -4,7 +4,8 @@
 of `weights_loaders`). A Llama's AdamW after three steps, saved by torch.distributed.checkpoint, is converted for
 Megatron-Core at several degrees; every rank's `dist_checkpointing.load` asks for the states by the sharded tensors of
 its own model, as `DistributedOptimizer` of `fully_reshardable` does, and all elements are compared with the slow
-converters of the tests. It is converted back, and torch's loader fills a second optimizer: both make a step, and all
+converters of the tests; Megatron's `_filter_and_reorder_param_groups` fits the groups of `common.pt` to those that it makes
+of its parameters (its optimizers themselves ask for CUDA), and each parameter's settings are compared with those of torch's. It is converted back, and torch's loader fills a second optimizer: both make a step, and all
 parameters must be equal. An adapter of peft goes to Megatron-Bridge's form and back: its logits must be.
 """
 
@@ -29,9 +30,11 @@ torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
 peft: Any = importlib.import_module("peft")
 sharded: Any = importlib.import_module("megatron.core.dist_checkpointing.optimizer").make_sharded_optimizer_tensor
+core: Any = importlib.import_module("megatron.core.optimizer")
 cases: Any = use_tests("interop.test_checkpoint_optimizer")
 cut: Any = use_tests("movement.weights_frameworks").megatron
 STATES = ("param", "exp_avg", "exp_avg_sq")
+SETTINGS = ("lr", "eps", "weight_decay")
 DEGREES: tuple[dict[str, int], ...] = (
     {"tensor": 1},
     {"tensor": 2},
@@ -41,8 +44,18 @@ DEGREES: tuple[dict[str, int], ...] = (
 PROJECTIONS = [*(f"{x}_proj" for x in "qkvo"), "gate_proj", "up_proj", "down_proj"]
 
 
+def merged(own: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of a file with the numbers of a rank's parameters, as `FP32Optimizer.sharded_state_dict` puts them."""
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    at = {tuple(g[k] for k in keys): g for g in saved}
+    return [at[tuple(g[k] for k in keys)] | {"params": g["params"]} for g in own]
+
+
 def on_ranks(folder: Path, sizes: dict[str, Any], degrees: dict[str, int]) -> dict[int, dict[str, np.ndarray]]:
-    """What every rank's loader gives of the states: by state and name of the model."""
+    """What every rank's loader gives of the states, by state and name of the model, and of its optimizer's settings.
+
+    Settings are `group NAME` of each parameter, in its group of `_get_param_groups` once Megatron has fitted the file's.
+    """
     case = LoaderCase("megatron-dist-llama", "megatron-llama", sizes, "", {"divisible": 128, **degrees})
 
     def rank(_: int) -> dict[str, np.ndarray]:
@@ -56,9 +69,25 @@ def on_ranks(folder: Path, sizes: dict[str, Any], degrees: dict[str, int]) -> di
                     keys[name], blank, prefix=f"optimizer.state.{state}"
                 )
         found = megatron.saved.load(asked, str(folder / "release"))
-        return {name: x.detach().numpy() for name, x in found.items() if name in asked}
+        out = {name: x.detach().numpy() for name, x in found.items() if name in asked}
+        groups = core._get_param_groups([chunk], core.OptimizerConfig(optimizer="adam", lr=9.0), None)
+        inner = torch.optim.AdamW([g for g in groups if g["params"]])
+        own = inner.state_dict()["param_groups"]
+        said = merged(own, found["optimizer"]["optimizer"]["param_groups"])
+        fitted = core.MegatronOptimizer._filter_and_reorder_param_groups(own, said)
+        inner.load_state_dict({"state": {}, "param_groups": fitted})
+        names = {p: name for name, p in chunk.named_parameters()}
+        for group in inner.param_groups:
+            row = np.array([*(group[key] for key in SETTINGS), *group["betas"], group["step"]])
+            out |= {f"group {names[p]}": row for p in group["params"]}
+        return out
 
     return fork_ranks(case.ranks, rank)
+
+
+def wanted_settings(group: dict[str, Any]) -> np.ndarray:
+    """What a group of torch's optimizer says, and its three steps."""
+    return np.array([*(group[key] for key in SETTINGS), *group["betas"], 3.0], np.float32)
 
 
 def optimizers(place: Path) -> list[dict[str, Any]]:
@@ -80,6 +109,12 @@ def optimizers(place: Path) -> list[dict[str, Any]]:
                 for name, array in own.items():
                     count, elements = count + 1, elements + array.size
                     wrong += found[rank][f"{state} {name}"].tobytes() != array.tobytes()
+        for own in found.values():
+            for name, row in own.items():
+                if name.startswith("group "):
+                    one_dim = name.endswith(("norm.weight", "layer_norm_weight"))
+                    count, elements = count + 1, elements + row.size
+                    wrong += row.tobytes() != wanted_settings(optimizer.param_groups[one_dim]).tobytes()
         said = " ".join(f"{k}={n}" for k, n in degrees.items())
         rows.append({"from": "torch AdamW", "to": f"megatron {said}", "loader": "megatron-core dist_checkpointing.load",
                      "tensors": count, "elements": elements, "wrong": wrong})  # fmt: skip
@@ -89,6 +124,8 @@ def optimizers(place: Path) -> list[dict[str, Any]]:
         cases.step(m, o, 9)
     pairs = list(zip(model.parameters(), other.parameters(), strict=True))
     wrong = sum(not torch.equal(a, b) for a, b in pairs)
+    for a, b in zip(optimizer.param_groups, again.param_groups, strict=True):
+        wrong += any(a[key] != b[key] for key in a if key != "params")
     rows.append({"from": "megatron tensor=2", "to": "torch AdamW", "loader": "dcp.load, set_state_dict, and a step",
                  "tensors": len(pairs), "elements": sum(a.numel() for a, _ in pairs), "wrong": wrong})  # fmt: skip
     return rows

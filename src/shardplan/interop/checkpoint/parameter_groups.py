@@ -91,11 +91,11 @@ def _read_common(folder: Path) -> tuple[list[Settings], float | None, tuple[str,
         inner = saved.rows(each["optimizer"]) if "optimizer" in each else each
         found = inner.get("param_groups")
         for group in found if isinstance(found, list) else []:
-            groups.append({k: saved.plain(v) for k, v in saved.rows(group).items() if k != "params"})
+            groups.append({k: saved.plain_value(v) for k, v in saved.rows(group).items() if k != "params"})
             if groups[-1].get(STEP) is not None:
                 counts.add(float(groups[-1][STEP]))
         common = saved.rows(inner.get("state")).get("common_step")
-        counts |= set() if common is None else {float(saved.plain(common))}
+        counts |= set() if common is None else {float(saved.plain_value(common))}
     if len(counts) > 1:
         raise LayoutError(f"{COMMON} has counts of {' and '.join(map(str, sorted(counts)))} steps; legal is one")
     names = {*top, *every}
@@ -149,12 +149,12 @@ def _torch_groups(held: OpenCheckpoint, ignored: Sequence[str]) -> ParameterGrou
         rest = hit.group(1)
         if rest is None:  # as torch 2.2 and before: one list
             for k, group in enumerate(saved.value if isinstance(saved.value, list) else []):
-                groups[str(k)] = {key: saved.plain(v) for key, v in saved.rows(group).items()}
+                groups[str(k)] = {key: saved.plain_value(v) for key, v in saved.rows(group).items()}
         elif numbered := _NUMBERED.match(rest):
-            groups.setdefault(numbered.group(1), {})[numbered.group(2)] = saved.plain(saved.value)
+            groups.setdefault(numbered.group(1), {})[numbered.group(2)] = saved.plain_value(saved.value)
         else:
             name, _, key = rest.rpartition(".")
-            alone.setdefault(name, {})[key] = saved.plain(saved.value)
+            alone.setdefault(name, {})[key] = saved.plain_value(saved.value)
     for group in groups.values():
         own = {k: v for k, v in group.items() if k != "params"}
         alone |= {name: own for name in group.get("params") or () if isinstance(name, str)}

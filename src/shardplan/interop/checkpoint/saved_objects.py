@@ -56,7 +56,7 @@ class SavedObject:
         rows = value.rows if isinstance(value, PickledRows) else []
         return {k: v for k, v in rows if isinstance(k, str) or type(k) is int}
 
-    def plain(self, value: Any) -> Any:
+    def plain_value(self, value: Any) -> Any:
         """Return a number, truth, text, None, or a flat list or tuple of such; raises `ParseError` for what is none.
 
         A tensor of one element is its number.
