@@ -6,7 +6,8 @@ Megatron-Core at several degrees; every rank's `dist_checkpointing.load` asks fo
 its own model, as `DistributedOptimizer` of `fully_reshardable` does, and all elements are compared with the slow
 converters of the tests; Megatron's `_filter_and_reorder_param_groups` fits the groups of `common.pt` to those that it makes
 of its parameters (its optimizers themselves ask for CUDA), and each parameter's settings are compared with those of torch's. It is converted back, and torch's loader fills a second optimizer: both make a step, and all
-parameters must be equal. An adapter of peft goes to Megatron-Bridge's form and back: its logits must be.
+parameters must be equal. An adapter of peft goes to Megatron-Bridge's forms, of an A
+each and of one A behind a fused product, and back: its logits must be.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.loaders import megatron
 from benchmarks.loaders.cases import LLAMA, LoaderCase, Named
 
 from shardplan.interop.checkpoint import reshard
+from shardplan.interop.checkpoint.manifest import MANIFEST
 from shardplan.interop.derivation.forked_ranks import fork_ranks
 
 torch: Any = importlib.import_module("torch")
@@ -131,8 +133,12 @@ def optimizers(place: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def adapters(place: Path) -> list[dict[str, Any]]:
-    """A row for each degree of the folder between: logits of an adapter of peft before and after."""
+def adapters(place: Path, fused: bool) -> list[dict[str, Any]]:
+    """A row for each degree of the folder between: logits of an adapter of peft before and after.
+
+    That of Megatron-Bridge's fused LoRA has one A for q, k and v, and one for gate and up; its folder is read as if
+    another program had written it.
+    """
     torch.manual_seed(0)
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     said = peft.LoraConfig(r=4, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
@@ -140,6 +146,11 @@ def adapters(place: Path) -> list[dict[str, Any]]:
     for name, p in model.named_parameters():
         if "lora_B" in name:
             p.data.normal_()
+    if fused:
+        for layer in base.model.layers:
+            every = (*(getattr(layer.self_attn, f"{x}_proj") for x in "qkv"), layer.mlp.gate_proj, layer.mlp.up_proj)
+            for one, first in zip(every, (every[0],) * 3 + (every[3],) * 2, strict=True):
+                one.lora_A["default"].weight.data.copy_(first.lora_A["default"].weight.data)
     model.save_pretrained(place / "peft")
     base.config.save_pretrained(place / "base")
     tokens = torch.arange(8)[None]
@@ -148,13 +159,16 @@ def adapters(place: Path) -> list[dict[str, Any]]:
     without = plain(tokens).logits
     for tensor in (1, 2, 4):
         middle, back = place / f"bridge{tensor}", place / f"peft{tensor}"
-        reshard(place / "peft", middle, to=f"megatron,tp={tensor}", config=place / "base")
+        form = ",fused" if fused else ""
+        reshard(place / "peft", middle, to=f"megatron,tp={tensor}{form}", config=place / "base")
+        if fused:
+            (middle / MANIFEST).unlink()
         reshard(middle, back, to="vllm", config=place / "base")
         again = peft.PeftModel.from_pretrained(plain, back)
         got = again(tokens).logits
         plain = again.unload()
         wrong = int(not torch.equal(got, want)) + int(torch.equal(without, want))
-        rows.append({"from": "peft", "to": f"Megatron-Bridge tensor={tensor}, and back", "tensors": 1,
+        rows.append({"from": "peft", "to": f"Megatron-Bridge{' fused' * fused} tensor={tensor}, and back", "tensors": 1,
                      "loader": "PeftModel.from_pretrained", "elements": want.numel(), "wrong": wrong})  # fmt: skip
     return rows
 
@@ -163,7 +177,7 @@ def main() -> None:
     """Convert, load, compare, and write the result."""
     given = arguments("weights_trained", "Optimizer states and adapters by frameworks' loaders.", 1).parse_args()
     with tempfile.TemporaryDirectory() as name:
-        rows = [*optimizers(Path(name)), *adapters(Path(name))]
+        rows = [*optimizers(Path(name)), *adapters(Path(name) / "each", False), *adapters(Path(name) / "one", True)]
     print(table(list(rows[0]), [[row[k] for k in rows[0]] for row in rows], "Optimizer states and adapters"))
     installed = {n: version(n) for n in ("torch", "megatron-core", "peft", "transformers")}
     write(given.out, record({"installed": installed}, {"rows": rows}))

@@ -24,7 +24,7 @@ from shardplan.interop.checkpoint.storage_detection import (
     whole_weights,
 )
 from shardplan.movement.weights.configs import model_config
-from shardplan.movement.weights.frameworks import SideRequest, table_name
+from shardplan.movement.weights.frameworks import FUSED_LORA, SideRequest, table_name
 from shardplan.movement.weights.state import STEPS, part_masters
 from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables
 from shardplan.movement.weights.towers import pass_tower
@@ -184,6 +184,14 @@ def target_weights(text: str, source: Weights, config: AskedConfig, dtype: str |
     return target if dtype is not None or target is source else follow_dtypes(target, source), form
 
 
+def fused_alike(source: Weights, target: Weights) -> Weights:
+    """Return an adapter's source as a target has it that stores one A for q, k and v: its three are then copies."""
+    if not dict(target.config).get(FUSED_LORA) or FUSED_LORA in dict(source.config):
+        return source
+    config = dict(source.config) | {FUSED_LORA: True}
+    return make_weights(source.table, config, dict(source.given), source.devices, source.dtype)
+
+
 def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) -> tuple[Weights, str]:
     sizes = {**dict(source.config), **config.sizes()}
     request = SideRequest.parse(text)
@@ -199,6 +207,8 @@ def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) 
         return source, request.form
     asked = SideRequest(request.name, request.degrees, (*switches, *request.switches))
     adapter = framework_head(source.table.name).endswith("peft")
+    if adapter and request.name == "megatron" and "fused" in request.switches:
+        sizes[FUSED_LORA] = True
     form = request.form
     if adapter and form == "parts":  # servers take peft's file whole, and cut it themselves
         asked, form = SideRequest(request.name, {}, asked.switches), "plain"

@@ -14,7 +14,13 @@ import numpy as np
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line
 from shardplan.hardware.units import format_bytes, limit_of
 from shardplan.interop.checkpoint.companion_files import files_beside, write_beside, write_megatron
-from shardplan.interop.checkpoint.conversion_sides import AskedConfig, recorded_weights, source_weights, target_weights
+from shardplan.interop.checkpoint.conversion_sides import (
+    AskedConfig,
+    fused_alike,
+    recorded_weights,
+    source_weights,
+    target_weights,
+)
 from shardplan.interop.checkpoint.deltas import DELTA, delta_job
 from shardplan.interop.checkpoint.filling import fill_file
 from shardplan.interop.checkpoint.folders import METADATA, metadata_bytes
@@ -139,6 +145,7 @@ def reshard(
         if not isinstance(from_, Weights):
             raise LayoutError(f"to = {to!r} of a source with a file of layouts; legal is from_ with its table")
         to, own_form = target_weights(to, from_, asked, dtype)
+        from_ = fused_alike(from_, to)
         form = own_form if form == "auto" else form
     if isinstance(from_, str):
         from_ = source_weights(place, from_, asked, from_dtype, tuple(ignore))
