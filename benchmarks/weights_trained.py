@@ -4,11 +4,11 @@
 of `weights_loaders`). A Llama's AdamW after three steps, saved by torch.distributed.checkpoint, is converted for
 Megatron-Core at several degrees; every rank's `dist_checkpointing.load` asks for the states by the sharded tensors of
 its own model, as `DistributedOptimizer` of `fully_reshardable` does, and all elements are compared with the slow
-converters of the tests. `_filter_and_reorder_param_groups` of Megatron's optimizers, which themselves ask for CUDA, fits
-the groups of `common.pt` to those that it makes of its parameters: each parameter's settings are compared with torch's.
-It is converted back, and torch's loader fills a second optimizer: both make a step, and all parameters must be equal. An
-adapter of peft goes to Megatron-Bridge's forms, of an A each and of one A behind a fused product, and back: its logits
-must be.
+converters of the tests. `_filter_and_reorder_param_groups` of Megatron's optimizers, which themselves ask for CUDA,
+fits the groups of `common.pt` to those that it makes of its parameters: each parameter's settings are compared with
+torch's. It is converted back, and torch's loader fills a second optimizer: both make a step, and all parameters must be
+equal. An adapter of peft goes to Megatron-Bridge's forms, of an A each and of one A behind a fused product, and back:
+its logits must be.
 """
 
 from __future__ import annotations
