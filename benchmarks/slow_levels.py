@@ -5,7 +5,7 @@
 Drawn are elastic changes and repairs on dgx-h100: a tensor on 16 devices goes to some that stayed and some of other
 nodes. `bytes` is what crosses over what is wanted in a node and not held there, each element once; `straight` the same
 of a send from near holders alone. `kept` counts the plans within 1.05 of the least of all that was tried within 10 % of
-the least seconds. Beside them four named movements, and reduce-scatters over two axes in either order.
+the least seconds. Beside them five named movements, and reduce-scatters over two axes in either order.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ Ends = tuple[sp.TensorType, sp.TensorType]
 NAMED = {
     "near parts gathered inside": ("f32[82975744@b]", "a=8,b=8", "f32[82975744@a]", "a=8,b=8"),
     "PP2 x DP2 x TP8 to FSDP32": ("bf16[28672@tp,8192]", "dp=2,tp=8", "bf16[28672@fsdp,8192]", "fsdp=32"),
+    "the same, ids interleaved over nodes": (
+        "bf16[28672@tp,8192]",
+        "dp=2,tp=8 devices=[0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15]",
+        "bf16[28672@fsdp,8192]",
+        "fsdp=32",
+    ),
     "a hot spare": (
         "bf16[8192,106496@tp]",
         "dp=2,tp=8",

@@ -336,6 +336,7 @@ def row_of(movement: Movement) -> dict[str, Any]:
         "by_hand": hands,
         "ours": ours | {"status": plan.certificate.status},
         "ours_over_hand": ours["microseconds"] / hands[0]["microseconds"],
+        "better": plan.better,  # the line under the print-out: another placement, or a stop on idle devices
     }
 
 

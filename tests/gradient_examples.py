@@ -118,6 +118,22 @@ def _attention(q: Any, k: Any, v: Any, causal: bool, before: int = 0) -> Any:
     return out.reshape(b, g, r, s, -1).permute(0, 3, 1, 2, 4)
 
 
+def _windowed(q: Any, k: Any, v: Any, window: int, cap: float, mine: Any = None, theirs: Any = None,
+              sinks: Any = None) -> Any:  # fmt: skip
+    """Causal attention of a window, with capped scores, of segments where there are some; sinks are one more key."""
+    torch = _torch()
+    x = torch.einsum("bsgrd,btgd->bgrst", q, k) * q.shape[-1] ** -0.5
+    x = cap * (x / cap).tanh() if cap else x
+    row, column = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    seen = (column <= row) & (column > row - window) if window else column <= row
+    if mine is not None:
+        seen = seen & (mine[:, :, None] == theirs[:, None])[:, None, None]
+    x = x.masked_fill(~seen, -1e30)
+    if sinks is not None:
+        x = torch.cat((x, sinks[None, :, :, None, None].expand(*x.shape[:-1], 1)), -1)
+    return torch.einsum("bgrst,btge->bsgre", x.softmax(-1)[..., : k.shape[1]], v)
+
+
 def _turned(x: Any, position: Any, interleaved: bool) -> Any:
     """Rotary positions by complex numbers."""
     torch, half = _torch(), x.shape[-1] // 2
@@ -226,6 +242,11 @@ GRADIENTS = (
              lambda q, k, v: _attention(q * 0.3 * q.shape[-1] ** 0.5, k, v, False), 28),
     lettered(Attention(), ("f64 bpakj", "f64 biaj", "f64 biao", "i32"),
              lambda q, k, v, p: _attention(q, k, v, True, int(p)), 54),
+    lettered(Attention(window=2, cap=0.7), ("f64 biakj", "f64 biaj", "f64 biao"),
+             lambda q, k, v: _windowed(q, k, v, 2, 0.7), 40),
+    lettered(Attention(window=2, segments=True, sinks=True),
+             ("f64 biakj", "f64 biaj", "f64 biao", "i32 bi", "i32 bi", "f64 ak"),
+             lambda q, k, v, mine, theirs, sinks: _windowed(q, k, v, 2, 0, mine, theirs, sinks), 40),
     lettered(Rotary(), ("f64 bijp", "i32 i"), lambda x, p: _turned(x, p, False), 28),
     lettered(Rotary(), ("f64 bip", "i32 i"), lambda x, p: _turned(x[:, :, None], p, False)[:, :, 0], 18),
     lettered(Rotary(interleaved=True), ("f64 bijkp", "i32 i"),

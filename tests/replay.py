@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hardware.topologies import route
+from hardware.topologies import outermost, route
 from shardplan.core.nested import Nested
 from shardplan.core.pattern import Groups, InTurn, Local, Messages, Work
 from shardplan.core.program import Program
@@ -281,7 +281,7 @@ class Replay:
         return load
 
     def _crossed(self, a: int, b: int) -> int:
-        return next(j for j, s in enumerate(self.topology.strides) if a // s != b // s)
+        return outermost(self.topology, a, b)
 
     def _message_hops(self, pairs: list[tuple[int, int]]) -> list[list[int]]:
         """Of every sender and every receiver, over each level: one after another."""

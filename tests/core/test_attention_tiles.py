@@ -28,13 +28,26 @@ CASES: dict[str, tuple[Attention, list[TensorType]]] = {
     "whole": (Attention(causal=False), _typed("f64[2, 12@x, 2, 3, 4]", "f64[2, 9, 2, 4]", "f64[2, 9, 2, 5]")),
     "zigzag": (Attention(zigzag=3, scale=0.7), _typed("f64[1, 12, 2, 1, 4]", "f64[1, 12, 2, 4]", "f64[1, 12, 2, 4]")),
     "cache": (Attention(), _typed("f64[2, 6@x, 2, 3, 4]", "f64[2, 20, 2, 4]", "f64[2, 20, 2, 5]", "i32[]")),
+    "window": (
+        Attention(window=4, cap=0.8),
+        _typed("f64[2, 6@x, 2, 3, 4]", "f64[2, 20, 2, 4]", "f64[2, 20, 2, 5]", "i32[]"),
+    ),
+    "packed": (
+        Attention(window=5, segments=True, sinks=True),
+        _typed(
+            "f64[2, 12@x, 2, 3, 4]", "f64[2, 12, 2, 4]", "f64[2, 12, 2, 5]", "i32[2, 12@x]", "i32[2, 12]", "f64[2, 3]"
+        ),
+    ),
 }
 
 
 def _arrays(types: Sequence[TensorType], place: int) -> list[np.ndarray]:
     rng = np.random.default_rng(5)
     shapes = [(t.local_shape(place), t.dtype) for t in types]
-    return [np.full(s, 11, np.int32) if d == "i32" else rng.normal(size=s) for s, d in shapes]
+    ids = [
+        np.arange(np.prod(s)).reshape(s).astype(np.int32) // 3 % 2 if s else np.full(s, 11, np.int32) for s, _ in shapes
+    ]
+    return [k if d == "i32" else rng.normal(size=s) for k, (s, d) in zip(ids, shapes, strict=True)]
 
 
 def _namespaces() -> dict[str, tuple[Namespace, Any]]:
@@ -51,7 +64,7 @@ def _namespaces() -> dict[str, tuple[Namespace, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_queries_say_what_the_steps_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, types = CASES[name]
-    back = Backward(op, (0, 1, 2))
+    back = Backward(op, (0, 1, 2, *((5,) if op.sinks else ())))
     cases: list[tuple[Compute, list[TensorType]]] = [(op, types), (back, [*types, *op.infer(*types)])]
     for one, given in cases:
         for place in (0, 1):

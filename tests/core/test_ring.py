@@ -27,19 +27,21 @@ from shardplan.hardware.topology import Topology
 from shardplan.simulation.events import simulate
 
 
-def attended(q: Any, k: Any, v: Any, order: np.ndarray | None) -> Any:
-    """By torch's own functions; with an order a query sees keys up to its own position."""
+def attended(q: Any, k: Any, v: Any, order: np.ndarray | None, window: int = 0, cap: float = 0.0) -> Any:
+    """By torch's own functions; with an order a query sees keys up to its own position, so many with a window."""
     torch = _torch()
     x = torch.einsum("bsgrd,btgd->bsgrt", q, k) * q.shape[-1] ** -0.5
+    x = cap * (x / cap).tanh() if cap else x
     if order is not None:
-        seen = torch.from_numpy(order[None, :] <= order[:, None])
+        apart = order[:, None] - order[None, :]
+        seen = torch.from_numpy((apart >= 0) & ((apart < window) | (window == 0)))
         x = x.masked_fill(~seen[None, :, None, None], -torch.inf)
     return torch.einsum("bsgrt,btge->bsgre", x.softmax(-1), v), x.logsumexp(-1)
 
 
 def example(op: RingAttention, order: np.ndarray | None) -> Lettered:
     return Lettered(lambda s, layout: op, ("f64 biako", "f64 biao", "f64 biap"),
-                    lambda s, q, k, v: attended(q, k, v, order), 29)  # fmt: skip
+                    lambda s, q, k, v: attended(q, k, v, order, op.window, op.cap), 29)  # fmt: skip
 
 
 S = UNEQUAL["i"]
@@ -47,6 +49,7 @@ EXAMPLES = [
     example(RingAttention(), np.arange(S)),
     example(RingAttention(False), None),
     example(RingAttention(zigzag=3), Zigzag(S, 3).order()),
+    example(RingAttention(zigzag=3, window=2, cap=0.7), Zigzag(S, 3).order()),
 ]
 LAWS = [
     law.test_every_legal_assignment_has_torchs_gradients,
@@ -57,7 +60,7 @@ LAWS = [
 
 
 @pytest.mark.parametrize("holds", LAWS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("one", EXAMPLES, ids=["causal", "whole", "zigzag"])
+@pytest.mark.parametrize("one", EXAMPLES, ids=["causal", "whole", "zigzag", "window"])
 def test_the_laws_of_ops_and_gradients(holds: Any, one: Lettered) -> None:
     holds(one)
 

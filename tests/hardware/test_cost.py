@@ -200,7 +200,7 @@ def test_torus_all_to_all_of_the_fused_specification():
 
 
 def test_torus_all_to_all_summed_per_dim_equals_listed(monkeypatch):
-    from shardplan.hardware.prices import aggregate
+    from shardplan.hardware.prices import link_loads
 
     for shape, link in (((4, 3), "torus"), ((2, 3, 2), "torus"), ((4, 3), "mesh"), ((12,), "torus")):
         for outer in (1, 2):
@@ -217,7 +217,7 @@ def test_torus_all_to_all_summed_per_dim_equals_listed(monkeypatch):
             pattern = Groups("all_to_all", members, np.array([GB, 3 * GB]))
             listed = price(pattern, Fabric(topology)).transfer
             with monkeypatch.context() as patch:
-                patch.setattr(aggregate, "_LISTED", 0)
+                patch.setattr(link_loads, "_LISTED", 0)
                 assert price(pattern, Fabric(topology)).transfer == pytest.approx(listed, rel=1e-9)
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hardware.topologies import railed
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
 from shardplan.hardware.level import Level
@@ -35,7 +36,7 @@ def structure(topology: Topology) -> tuple[object, ...]:
 
 # One preset of each structure.
 ALIKE = {structure(one): one for one in map(small, presets()) if one.size <= 256}
-TOPOLOGIES = [*ALIKE.values(), Topology("slow", SLOW)]
+TOPOLOGIES = [*ALIKE.values(), Topology("slow", SLOW), railed(), railed("ring", nodes=2, gpus=4, uplinks=2)]
 
 
 def summed(loads: Loads, fabric: Fabric, weight: np.ndarray) -> np.ndarray:

@@ -210,7 +210,7 @@ def test_load_from_a_path(tmp_path):
         (
             LEVEL + "bandwith = 1",
             "levels[0] 'gpu': unknown key 'bandwith'; did you mean 'bandwidth'; legal: name, size, link, bandwidth, "
-            "latency, uplinks, shape, source, efficiency, degraded, reduces",
+            "latency, uplinks, shape, source, efficiency, degraded, reduces, rails",
         ),
         ("device = { flop = '1 TFLOP/s' }\n" + LEVEL, "device: unknown key 'flop'; did you mean 'flops'; legal: flops, "
          "memory, memory_bandwidth, launch, kernels, processors"),
@@ -277,6 +277,11 @@ def test_load_from_a_path(tmp_path):
          "unreachable; legal: above 0, at most 1"),
         (LEVEL.replace("switch", "ring") + "reduces = true", "level 'gpu': only a switch reduces in the network, "
          "this is a ring"),
+        (LEVEL + "rails = true", "level 'gpu': rails are the uplinks of a child, one for each of its leaf switches; "
+         "legal is a switch with several uplinks, this is a switch with 1"),
+        (LEVEL.replace("gpu", "pod") + "uplinks = 4\nrails = true\n" + LEVEL.replace("gpu", "node") + "uplinks = 4\n",
+         "level 'pod': rails are 4 leaf switches in a pod, NIC k of every node on leaf k: legal above a switch of "
+         "nodes with 4 uplinks, whose devices are a level of their own"),
         (LEVEL + LEVEL, "topology '' names two levels 'gpu'; names are unique"),
         (LEVEL.replace('"gpu"', '"g p"'), "level 'g p': a level's name is a word of letters, digits and underscores, "
          "such as 'node'"),

@@ -70,6 +70,19 @@ def under_library(draw, topology, slow=False):
     return replace(topology, levels=tuple(levels), library=draw(st.sampled_from(libraries())))
 
 
+def railed(library="nccl", pods=2, nodes=4, gpus=8, uplinks=8, leaf=GB, **more):
+    """Pods whose nodes have their NICs on leaf switches of their own."""
+    return Topology(
+        "railed",
+        (
+            Level("pod", pods, "switch", leaf, 9e-6, uplinks, rails=True, **more),
+            Level("node", nodes, "switch", 2 * GB, 5e-6, uplinks),
+            Level("gpu", gpus, "switch", 9 * GB, 1e-6),
+        ),
+        library=library,
+    )
+
+
 @st.composite
 def grouped(draw, topology):
     """Disjoint groups of one size over the devices of a topology, in random order, with bytes."""
@@ -81,10 +94,31 @@ def grouped(draw, topology):
     return members, nbytes
 
 
+def port(topology, i, device):
+    """Of the ports of its unit of switch level i the one that a device has, and how many there are; rails are NICs."""
+    while topology.levels[i].rails:
+        i += 1
+    stride = topology.strides[i]
+    ways = min(topology.levels[i].uplinks, stride)
+    return device % stride * ways // stride, ways
+
+
+def leaves(topology, i, a, b):
+    """Whether a message leaves its unit of level i; on rails also its leaf, where it leaves its node."""
+    strides = topology.strides
+    if not topology.levels[i].rails or a // strides[i] != b // strides[i]:
+        return a // strides[i] != b // strides[i]
+    return a // strides[i + 1] != b // strides[i + 1] and port(topology, i, a) != port(topology, i, b)
+
+
+def outermost(topology, a, b):
+    """The outermost level that a message leaves."""
+    return next(i for i in range(len(topology.levels)) if leaves(topology, i, a, b))
+
+
 def route(topology, sender, receiver):
     """Resources of one message, hop by hop, by plain loops: (level, unit, kind) -> bytes per second."""
-    digits = topology.digits([sender, receiver])
-    j = next(i for i in range(len(topology.levels)) if digits[0, i] != digits[1, i])
+    j = outermost(topology, sender, receiver)
     used = []
     for i, level in enumerate(topology.levels):
         out, into = sender // topology.strides[i], receiver // topology.strides[i]
@@ -92,10 +126,9 @@ def route(topology, sender, receiver):
             continue
         factor = dict(level.degraded)
         if level.link == "switch":
-            ways = min(level.uplinks, topology.strides[i])
             for kind, unit, device in (("out", out, sender), ("in", into, receiver)):
-                port = device % topology.strides[i] * ways // topology.strides[i]
-                used.append(((i, unit, kind, port), level.bandwidth * level.uplinks / ways * factor.get(unit, 1.0)))
+                own, ways = port(topology, i, device)
+                used.append(((i, unit, kind, own), level.bandwidth * level.uplinks / ways * factor.get(unit, 1.0)))
             continue
         if level.link == "full":
             factor_here = min(factor.get(out, 1.0), factor.get(into, 1.0))

@@ -34,19 +34,39 @@ LATENT = SIZES | {
     "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2,
     "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+W, F = "sliding_attention", "full_attention"
+WINDOWS = (W, F)
+GEMMA = {
+    "head_dim": 8,
+    "pad_token_id": None,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 6,
+    "layer_types": [*WINDOWS, *WINDOWS],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", SIZES),
     "llama 3.1": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3}),
     "llama linear": ("LlamaConfig", SIZES | {"rope_parameters": LINEAR}),
     "llama yarn": ("LlamaConfig", SIZES | {"rope_parameters": YARN}),
     "mistral": ("MistralConfig", SIZES | {"sliding_window": None}),
+    "mistral window": ("MistralConfig", SIZES | {"sliding_window": 5}),
     "qwen2": ("Qwen2Config", SIZES),
+    "qwen2 windows": ("Qwen2Config", SIZES | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "gemma": ("GemmaConfig", SIZES | {"head_dim": 8, "pad_token_id": None}),
+    "gemma2": ("Gemma2Config", SIZES | GEMMA | {"num_hidden_layers": 4, "attn_logit_softcapping": 0.5,
+                                                "final_logit_softcapping": 0.7}),
+    "gemma3": ("Gemma3TextConfig", SIZES | GEMMA | {"num_hidden_layers": 5, "layer_types": [*WINDOWS, *WINDOWS, W]}),
+    "phi3": ("Phi3Config", SIZES | {"pad_token_id": None, "sliding_window": 5}),
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}),
     "gpt2": ("GPT2Config", {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 48, "n_positions": 64,
                             "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}),
     "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "sliding_window": None}),
     "qwen3 moe": ("Qwen3MoeConfig", SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                                              "norm_topk_prob": True, "head_dim": 16}),
+    "qwen2 moe": ("Qwen2MoeConfig", SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                                             "shared_expert_intermediate_size": 20}),
+    "gpt oss": ("GptOssConfig", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
+                                         "sliding_window": 5, "rope_parameters": YARN | {"truncate": False}}),
     "deepseek yarn": ("DeepseekV3Config", LATENT | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
 }  # fmt: skip
 BATCH, SEQ, STEPS, LR = 4, 12, 3, 0.3
@@ -77,7 +97,9 @@ def frequencies(said: dict[str, Any], dim: int) -> tuple[np.ndarray, float]:
     def place(turns: float) -> float:
         return dim * math.log(most / (turns * 2 * math.pi)) / (2 * math.log(said["rope_theta"]))
 
-    low, high = max(math.floor(place(said["beta_fast"])), 0), min(math.ceil(place(said["beta_slow"])), dim - 1)
+    ends = place(said["beta_fast"]), place(said["beta_slow"])
+    ends = ends if said.get("truncate") is False else (math.floor(ends[0]), math.ceil(ends[1]))
+    low, high = max(ends[0], 0), min(ends[1], dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
 
     def spread(scale: float) -> float:
@@ -88,16 +110,20 @@ def frequencies(said: dict[str, Any], dim: int) -> tuple[np.ndarray, float]:
 
 
 class Rotary(torch.nn.Module):
-    """Transformers' rotary embedding, in f64."""
+    """Transformers' rotary embedding, in f64, by kind of layer; of one that knows none it is None.
 
-    def __init__(self, turns: np.ndarray, size: float) -> None:
+    `half` says that the angle of a pair is there once, as gpt-oss has it.
+    """
+
+    def __init__(self, turns: dict[str | None, tuple[np.ndarray, float]], half: bool) -> None:
         super().__init__()
-        self.turns, self.size = torch.from_numpy(turns), size
+        self.turns, self.half = turns, half
 
-    def forward(self, x: Any, position_ids: Any) -> tuple[Any, Any]:
-        angles = position_ids[..., None].double() * self.turns
-        both = torch.cat((angles, angles), -1)
-        return both.cos() * self.size, both.sin() * self.size
+    def forward(self, x: Any, position_ids: Any, layer_type: str | None = None) -> tuple[Any, Any]:
+        turns, size = self.turns[layer_type]
+        angles = position_ids[..., None].double() * torch.from_numpy(turns)
+        both = angles if self.half else torch.cat((angles, angles), -1)
+        return both.cos() * size, both.sin() * size
 
 
 def theirs(name: str) -> Any:
@@ -111,10 +137,16 @@ def theirs(name: str) -> Any:
             p.add_(torch.randn_like(p) * 0.05)
     rotary = getattr(found.model, "rotary_emb", None) if hasattr(found, "model") else None
     if rotary is not None:
-        turns, size = frequencies(config.rope_parameters, 2 * len(rotary.inv_freq))
-        np.testing.assert_allclose(rotary.inv_freq.numpy(), turns, rtol=1e-5)
-        assert rotary.attention_scaling == pytest.approx(size)
-        found.model.rotary_emb = Rotary(turns, size)
+        kinds = {W: f"{W}_", F: f"{F}_"} if hasattr(rotary, f"{F}_inv_freq") else {None: ""}
+        turns: dict[str | None, tuple[np.ndarray, float]] = {}
+        for layers, prefix in kinds.items():
+            theirs, said = getattr(rotary, f"{prefix}inv_freq"), config.rope_parameters
+            turns[layers] = frequencies(said[layers] if layers else said, 2 * len(theirs))
+            np.testing.assert_allclose(theirs.numpy(), turns[layers][0], rtol=1e-5)
+            assert getattr(rotary, f"{prefix}attention_scaling") == pytest.approx(turns[layers][1])
+        found.model.rotary_emb = Rotary(turns, config.model_type == "gpt_oss")
+    if hasattr(found.base_model, "embed_tokens") and hasattr(found.model.embed_tokens, "embed_scale"):
+        found.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=torch.float64)
     return found
 
 
@@ -127,7 +159,9 @@ def files(found: Any, model: Model) -> dict[str, np.ndarray]:
         array = x.detach().numpy()
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         block = name.rpartition(".")[0]
-        if name.endswith("experts.gate_up_proj"):
+        if found.config.model_type == "gpt_oss":
+            out[name] = array
+        elif name.endswith("experts.gate_up_proj"):
             for k, both in enumerate(array):
                 for part, one in zip((gate, up), np.split(both, 2), strict=True):
                     out[f"{block}.{k}.{part}.weight"] = one
@@ -149,7 +183,7 @@ def test_three_steps_of_a_config_are_those_of_transformers(
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     fields: dict[str, Any] = {"seq": SEQ, "dtype": "f64", "optimizer": "sgd", "lr": LR}
-    if found.config.model_type in ("deepseek_v3", "mixtral", "qwen3_moe"):
+    if hasattr(found.config, "num_experts_per_tok"):
         fields["capacity_factor"] = 0.0
     model = Model.load(str(tmp_path), **fields)
     state = model.pack(files(found, model))

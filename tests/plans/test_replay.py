@@ -39,6 +39,12 @@ TOPOLOGIES = {
     "ring-mesh": cluster("ring", Level("chip", 16, "mesh", 5e10, 1e-6, shape=(2, 8))),
     "ring-full": cluster("ring", Level("node", 4, "switch", 2e10, 5e-6), Level("gpu", 4, "full", 5e10, 1e-6)),
     "ring-deep": cluster("ring", Level("rack", 2, "full", 1e10, 9e-6), Level("node", 2, "ring", 2e10, 5e-6, 3), SWITCH),
+    "ring-pods": cluster(
+        "ring",
+        Level("pod", 2, "switch", 1e10, 9e-6, 2, rails=True, degraded=((1, 0.5),)),
+        Level("node", 2, "switch", 2e10, 5e-6, 2),
+        SWITCH,
+    ),
     "nccl-nodes": cluster("nccl", NODES, SWITCH),
     "nccl-nvls": cluster("nccl", replace(NODES, size=2), replace(SWITCH, size=8, reduces=True)),
     "nccl-rails": cluster("nccl", Level("node", 2, "switch", 5e10, 9e-6, 8), Level("gpu", 8, "switch", 4e11, 1e-6)),

@@ -122,7 +122,15 @@ def test_alike_hosts_hold_the_mesh_in_the_same_way(placement, most, random):
     every = {box.units[0]: box for box in whole.boxes}
     assert drawn.hidden + sum(len(box.units) for box in drawn.boxes) == len(every) and len(drawn.boxes) <= max(2, most)
     for box in drawn.boxes:
-        assert (box.cells, box.last) == (every[box.units[0]].cells, every[box.units[-1]].last)
+        assert box.cells == every[box.units[0]].cells
+        for k, (low, high) in enumerate(zip(box.least, box.greatest, strict=True)):
+            alike = [every[unit].cells[k] for unit in box.units]
+            ranks = sorted(cell.rank for cell in alike)
+            assert (low.rank, high.rank) == (ranks[0], ranks[-1])
+            for i in range(len(low.coordinates)):
+                own = sorted((cell.coordinates[i], cell.groups[i]) for cell in alike)
+                assert (low.coordinates[i], high.coordinates[i]) == (own[0][0], own[-1][0])
+                assert low.groups[i] == min(g for _, g in own) and high.groups[i] == max(g for _, g in own)
         for own in (every[unit] for unit in box.units):
             assert (own.out, own.busiest) == (box.out, box.busiest)
             for i in range(len(placement.mesh.axes)):

@@ -70,11 +70,29 @@ OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
         "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "rope_theta": 150000,
         "rope_scaling": {"factor": 32.0, "rope_type": "yarn"}, "sliding_window": 128, "swiglu_limit": 7.0,
-        "vocab_size": 201088}, 24 * (2880 * (64 * 2 + 8 * 2) * 64 + 32 * 3 * 2880 * 2880 + 32 * 2880 + 2 * 2880)
-        + 2 * 201088 * 2880 + 2880,
-        ("left out: attention_bias=True", "left out: biases; attention sinks",
-         "left out: layer_types=[full_attention, sliding_attention]",
-         "left out: sliding_window=128", "left out: swiglu_limit=7.0")),
+        "vocab_size": 201088}, 20_914_757_184, ()),
+    "gemma-2b": (COMMON | {
+        "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "hidden_size": 2048,
+        "intermediate_size": 16384, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 18,
+        "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "vocab_size": 256000},
+        2_506_172_416, ()),
+    "gemma-2-9b": (COMMON | {
+        "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336,
+        "max_position_embeddings": 8192, "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096,
+        "vocab_size": 256000}, 9_241_705_984, ()),
+    "Phi-3-mini-4k": (ROTARY | {
+        "model_type": "phi3", "embd_pdrop": 0.0, "hidden_size": 3072, "intermediate_size": 8192,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "resid_pdrop": 0.0,
+        "rope_theta": 10000.0, "sliding_window": 2047, "vocab_size": 32064}, 3_821_079_552, ()),
+    "Qwen1.5-MoE-A2.7B": (ROTARY | {
+        "model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5632,
+        "max_position_embeddings": 8192, "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 16, "rope_theta": 1000000.0, "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768, "use_sliding_window": False}, 14_315_784_192, ()),
 }  # fmt: skip
 
 
@@ -102,10 +120,36 @@ def test_other_models_have_the_parameters_that_were_published(name: str) -> None
     assert asked.fields["seq"] == 4096
 
 
-def test_a_window_is_left_out_where_a_sequence_is_longer(tmp_path: Path) -> None:
-    config = OTHERS["Mistral-7B-v0.1"][0]
-    assert "left out: sliding_window=4095" in read_config(model_config(config | {"sliding_window": 4095})).notes
-    assert not read_config(model_config(config)).notes
+@pytest.mark.parametrize(
+    ("said", "window", "windows"),
+    [
+        ({"sliding_window": 4095}, 4095, "w"),
+        ({"sliding_window": None}, None, None),
+        ({"sliding_window": 9, "use_sliding_window": False}, None, None),
+        ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 30}, 9, "f" * 30 + "ww"),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 16}, 9, "wf"),
+        ({"sliding_window": 9, "layer_types": ["full_attention"] * 32}, None, None),
+    ],
+)
+def test_layers_have_the_windows_that_a_config_says(said: dict[str, Any], window: int | None, windows: str) -> None:
+    found = read_config(model_config(OTHERS["Mistral-7B-v0.1"][0] | said))
+    assert (found.fields.get("window"), found.fields.get("windows")) == (window, windows)
+    assert not found.notes
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        ({"layer_types": ["chunked_attention"] * 32}, "layer_types=[chunked_attention]"),
+        ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "layer_types=[sliding_attention]"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+         "partial_rotary_factor=0.75"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+    ],
+)  # fmt: skip
+def test_what_no_builder_computes_is_named(said: dict[str, Any], note: str) -> None:
+    assert f"left out: {note}" in read_config(model_config(OTHERS["Mistral-7B-v0.1"][0] | said)).notes
 
 
 @pytest.mark.parametrize(

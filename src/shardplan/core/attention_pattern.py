@@ -12,7 +12,8 @@ from shardplan.core.composite_patterns import Formulas, composite
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import stands_for
 from shardplan.core.ops.arithmetic import Elementwise
-from shardplan.core.ops.layers import Attention, Softmax
+from shardplan.core.ops.attention import Attention
+from shardplan.core.ops.layers import Softmax
 from shardplan.core.ops.placing import Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.step import Step

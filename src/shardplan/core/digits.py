@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -40,6 +41,10 @@ def tile_bounds(n: int, sizes: Sequence[int]) -> np.ndarray:
 
     A tile's number is the mixed-radix index of its coordinates over the axes, major first.
     """
+    count = math.prod(sizes)
+    if n % count == 0:
+        lo = np.arange(count, dtype=np.int64) * (n // count)
+        return np.stack([lo, lo + n // count], axis=1)
     lo, hi = np.zeros(1, dtype=np.int64), np.full(1, n, dtype=np.int64)
     for size in sizes:
         chunk = -(-(hi - lo) // size)

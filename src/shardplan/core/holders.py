@@ -40,6 +40,12 @@ def choose(
     >>> choose(np.zeros(3, int), np.array([3, 4, 5]), np.zeros(2, int), np.array([1, 2]), ()).tolist()
     [0, 1, 0]
     """
+    things = 1 + int(max(have.max(initial=0), want.max(initial=0)))
+    numbered = int(want.min(initial=0)) >= 0 and things <= len(have) + len(want)
+    if numbered and int(np.bincount(have, minlength=1).max()) <= 1:
+        only = np.full(things, -1)  # one holder of each thing serves all who want it
+        only[have] = np.arange(len(have))
+        return only[want]
     left = np.arange(len(want))
     first, count = np.zeros((2, len(want)), dtype=np.int64)  # of each receiver its candidates: places in `listed`
     listed: list[np.ndarray] = []

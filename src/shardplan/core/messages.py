@@ -10,7 +10,6 @@ Arrays over devices have a row a place of the mesh that is meant: senders are pl
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from shardplan.core.tensor import TensorType, counter, live_reduction
 
 MOST_MESSAGES = 2**21  # more than these (three numbers each, 50 MB in all) are not listed only to decide what types
 RECENT = 16  # results kept: the facets of one op ask for the same pair several times, and then no more
+_BLOCK = 1 << 18  # pairs of a receiver and a tile that are looked at together: some arrays of 2 MB
 FIGURES = 1 << 13  # results kept that are a few numbers: a batch of thousands of tensors asks for all of them again
 
 
@@ -165,20 +165,23 @@ def messages(
     receivers: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
-    # The loop runs over what is few, the tiles that one box meets (its k-th along every dim); receivers are an array.
-    for nth in itertools.product(*(range(c) for c in counts)):
-        live, number = wanted.copy(), want
-        size = np.ones(t.mesh.size, dtype=counter(t))
+    # Of all receivers the k-th tile along every dim that a box meets, some k at a time: arrays [k, receivers].
+    total, block = math.prod(counts), max(1, _BLOCK // t.mesh.size)
+    for begin in range(0, total, block):
+        nth = np.unravel_index(np.arange(begin, min(total, begin + block)), counts) if counts else ()
+        live, number = np.tile(wanted, (min(total - begin, block), 1)), want[None]
+        size = np.ones(live.shape, dtype=counter(t))
         for d, k in enumerate(nth):
             first, last = ranges[d]
-            tile = np.minimum(first + k, len(cuts[d]) - 1)
-            live &= first + k < last  # this receiver's range may be shorter than the longest
+            met = first + k[:, None]
+            tile = np.minimum(met, len(cuts[d]) - 1)
+            live &= met < last  # this receiver's range may be shorter than the longest
             overlap = np.minimum(cuts[d][tile, 1], boxes[:, d, 1]) - np.maximum(cuts[d][tile, 0], boxes[:, d, 0])
             size *= np.maximum(overlap, 0)
             number = number * len(cuts[d]) + tile
         live &= (size > 0) & (number != held)
-        receivers.append(np.flatnonzero(live))
-        numbers.append(number[live])
+        receivers.append(np.nonzero(live)[1])
+        numbers.append(np.broadcast_to(number, live.shape)[live])
         sizes.append(size[live])
     receiver, number = np.concatenate(receivers), np.concatenate(numbers)
     holders = np.flatnonzero(at_root(s) & (s.elements() > 0))

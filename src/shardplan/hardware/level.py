@@ -19,10 +19,13 @@ Link = Literal["switch", "ring", "torus", "mesh", "full"]
 class Level:
     """One hardware level: how the children of one parent are linked.
 
-    A child of a `full` level has a port to each of its siblings.
+    A child of a `full` level has a port to each of its siblings. On *rails* port k of a child is the uplink of a switch
+    of its own, its leaf k, on which port k of every unit inside hangs: NIC k of every node of a pod. What goes from
+    leaf to leaf goes over their uplinks, inside one child too.
 
     Invariants: `size` >= 1; `shape` multiplies to `size` for `torus` and `mesh`, and is empty for any other link; only
-    ports of a switch are slow one by one. Raises `TopologyError` where a value breaks one.
+    ports of a switch are slow one by one; on rails a child has several. Raises `TopologyError` where a value breaks
+    one.
     """
 
     name: str  # of one child, such as `node`
@@ -37,6 +40,7 @@ class Level:
     reduces: bool = False  # whether the switch reduces in the network
     efficiency: float = 1.0  # part of the bandwidth that a library reaches, above 0, at most 1
     slow_ports: tuple[tuple[int, int, float], ...] = ()  # a unit, one of its uplinks, and the factor on its bandwidth
+    rails: bool = False  # whether every uplink of a child is that of a switch of its own
 
     def __post_init__(self) -> None:
         where = f"level {excerpt(self.name)}"
@@ -65,6 +69,11 @@ class Level:
             )
         if self.reduces and self.link != "switch":
             raise TopologyError(f"{where}: only a switch reduces in the network, this is a {self.link}")
+        if self.rails and (self.link != "switch" or self.uplinks == 1):
+            raise TopologyError(
+                f"{where}: rails are the uplinks of a child, one for each of its leaf switches; legal is a switch with "
+                f"several uplinks, this is a {self.link} with {self.uplinks}"
+            )
         if self.slow_ports and (self.link != "switch" or self.uplinks == 1):
             raise TopologyError(
                 f"{where}: degraded names a port, {self.name}[{self.slow_ports[0][0]}].{self.slow_ports[0][1]}; only a "
@@ -121,7 +130,8 @@ class Level:
                     border.integer(f"{where}: a number in {name}", number, TopologyError)
                 if isinstance(factor, bool) or not isinstance(factor, (int, float, np.number)):
                     raise TopologyError(f"{where}: the degraded factor {excerpt(factor)} is no number")
-        border.flag(f"{where}: reduces", self.reduces, TopologyError)
+        for name in ("reduces", "rails"):
+            border.flag(f"{where}: {name}", getattr(self, name), TopologyError)
         border.text(f"{where}: source", self.source, TopologyError)
 
     @property

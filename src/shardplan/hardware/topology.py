@@ -30,7 +30,8 @@ from shardplan.hardware.topology_file import load, outside_topologies, parse, pr
 class Topology:
     """Hardware levels, outermost first, and the device at their leaves.
 
-    Invariants: at least one level; level names are unique; degraded units exist. Raises `TopologyError`.
+    Invariants: at least one level; level names are unique; degraded units exist; rails are above
+    nodes with as many uplinks. Raises `TopologyError`.
 
     >>> Topology.load("dgx-a100", nodes=2).level_sizes
     (2, 8)
@@ -60,6 +61,14 @@ class Topology:
         for name in names:
             if names.count(name) > 1:
                 raise TopologyError(f"topology {self.name!r} names two levels {name!r}; names are unique")
+        for j, level in enumerate(self.levels):
+            inner = self.levels[j + 1] if j + 2 < len(self.levels) and "node" not in names[: j + 1] else None
+            if level.rails and (inner is None or inner.link != "switch" or inner.uplinks != level.uplinks):
+                raise TopologyError(
+                    f"level {level.name!r}: rails are {level.uplinks} leaf switches in a {level.name}, NIC k of every "
+                    f"node on leaf k: legal above a switch of nodes with {level.uplinks} uplinks, whose devices are a "
+                    "level of their own"
+                )
         count = 1
         for level in self.levels:
             count *= level.size

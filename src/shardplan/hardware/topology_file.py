@@ -24,7 +24,8 @@ _TOP = ("version", "name", "library", "device", "levels")
 _DEVICE = ("flops", "memory", "memory_bandwidth", "launch", "kernels", "processors")
 _KERNELS = ("product", "attention", "stream", "half", "queries")
 _LEVEL = (
-    "name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "efficiency", "degraded", "reduces"
+    "name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "efficiency", "degraded", "reduces",
+    "rails",
 )  # fmt: skip
 
 
@@ -167,6 +168,7 @@ def _level(number: int, data: dict[str, Any]) -> Level:
         reduces=_typed_value(where, data, "reduces", bool, False),
         efficiency=float(_typed_value(where, data, "efficiency", (int, float), 1.0)),
         slow_ports=tuple(slow_ports),
+        rails=_typed_value(where, data, "rails", bool, False),
     )
 
 
@@ -237,6 +239,8 @@ def to_text(topology: Hardware) -> str:
             lines.append(f"degraded = {{ {', '.join(slow)} }}")
         if level.reduces:
             lines.append("reduces = true")
+        if level.rails:
+            lines.append("rails = true")
     return "\n".join(lines) + "\n"
 
 

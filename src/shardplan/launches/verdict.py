@@ -18,7 +18,7 @@ import numpy as np
 
 from shardplan.core.pattern import Groups
 from shardplan.hardware.placement import Matrix, Order, Placement, reorder_level
-from shardplan.hardware.prices.aggregate import units_spanned
+from shardplan.hardware.prices.aggregate import Laid, units_spanned
 from shardplan.hardware.prices.cost import KINDS, seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.recognise import matrix_of, order_of
@@ -83,6 +83,7 @@ def analyse(launch: Launch, together: Sequence[tuple[str, ...]] = ()) -> Finding
     placed, order = Launch.of(plain), order_of(launch.array, plain).order
     listed = [ring_of(launch, (axis,), listed=True) for axis in mesh.axes]
     reason = _detour(listed, topology) or _long_way(launch, matrix) or _misaligned_level(launch, placed.array)
+    reason = reason or _leaf_changes(launch, placed)
     if reason:
         felt = _is_slower(launch, Launch.of(replace(plain, order=order)))
         if not felt:
@@ -118,6 +119,20 @@ def _detour(rings: Sequence[Ring], topology: Topology) -> str:
     # The outermost level first: there a detour costs most.
     outermost = min(found, key=lambda ring: next(j for j, n in enumerate(ring.detours) if n))
     return detour_text(outermost, topology)
+
+
+def _leaf_changes(launch: Launch, placed: Launch) -> str:
+    """Say which groups go from leaf to leaf of a level of rails, and as placed less; empty where none do."""
+    fabric = Fabric(launch.topology)
+    for j, level in enumerate(launch.topology.levels):
+        for axis in launch.mesh.axes if level.rails else ():
+            here, there = (Laid(one.groups((axis,)), fabric).strays(j).sum() for one in (launch, placed))
+            if here > there * (1 + SAME):
+                return (
+                    f"groups over `{axis}` have other NICs in other nodes: what they send goes from leaf to leaf of "
+                    f"{article(level.name)}"
+                )
+    return ""
 
 
 def _misaligned_level(launch: Launch, placed: Ints) -> str:

@@ -24,6 +24,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import limit_of
 from shardplan.movement.batches.batch import plan_batch
 from shardplan.movement.better_placement import better_text
+from shardplan.movement.idle_stop import stop_text
 from shardplan.movement.redistribution.single_move import best_program
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
@@ -48,9 +49,9 @@ def redistribute(
     `memory_limit` (bytes) bounds the workspace of every device; without it only shards between steps are bounded, by
     the larger of source and destination. `portable` admits no exchange over more than half of the devices. Device ids
     are places on a `Topology`; a `Placement` says where the devices of its mesh lie, whatever axes they have in the
-    types. `plan.better` says what a better placement would take. Raises `LayoutError` for types that do not describe
-    one array, `Infeasible` for a limit below `absolute_least_bytes`; from there to `least_bytes` a plan needs more than
-    64 chunks a step.
+    types. `plan.better` says what a better placement, or a stop on idle devices, would take. Raises `LayoutError` for
+    types that do not describe one array, `Infeasible` for a limit below `absolute_least_bytes`; from there to
+    `least_bytes` a plan needs more than 64 chunks a step.
     Source: arXiv 2112.01075; `docs/paper-2112.01075.md` says how the search differs.
 
     >>> from shardplan.core.mesh import Mesh
@@ -172,4 +173,11 @@ def _cached_plan(
         claims = issue(chosen.program, (s,), (t,), where, limit, chosen.exact, chosen.books, least=chosen.least)
         return Plan(chosen.program, claims)
 
-    return replace(planned(where), _better=lambda: better_text([(s, t)], where, planned))
+    def price(s: TensorType, t: TensorType) -> float:
+        return best_program(s, t, where, limit, portable, False, even).price
+
+    def better() -> str:
+        return better_text([(s, t)], where, planned) or stop_text(s, t, where, plan.seconds, price)
+
+    plan = planned(where)
+    return replace(plan, _better=better)

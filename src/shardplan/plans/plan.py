@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def better(self) -> str:
-        """The line that says which placement of the mesh takes 10 % less or better; empty where none is known."""
+        """The line that says which placement of the mesh, or which stop, takes 10 % less; empty where none is known."""
         if (found := self._better()) and self._better is not str:
             object.__setattr__(self, "_better", lambda: found)
         return found

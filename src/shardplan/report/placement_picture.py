@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,8 @@ from shardplan.launches.hostfile import host_level
 from shardplan.launches.launch import Launch, sharing
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
+from shardplan.report.fold import WIDTH
 
-WIDTH = 80  # characters of a line
 MOST_BOXES = 6  # hosts drawn
 MOST_CELLS = 32  # devices drawn of a host
 
@@ -45,14 +45,16 @@ class Cell:
 class HostBox:
     """A host, or several alike: their devices in order, and what leaves one in a step.
 
-    `out` are bytes of each demand, `busiest` those of the busiest port. The cells `cells` are of the first of `units`,
-    `last` of the last one; `pods` are the units of the next outer level that these hosts are in.
+    `out` are bytes of each demand, `busiest` those of the busiest port. The cells `cells` are of the first of `units`;
+    `least` and `greatest` have the numbers between which those of all units are; `pods` are the units of the next outer
+    level that these hosts are in.
     """
 
     units: tuple[int, ...]
     name: str
     cells: tuple[Cell, ...]
-    last: tuple[Cell, ...]
+    least: tuple[Cell, ...]
+    greatest: tuple[Cell, ...]
     out: tuple[float, ...]
     busiest: float
     pods: tuple[int, ...] = ()
@@ -125,7 +127,7 @@ def scene(
             units,
             ("" if not names else names[units[0]] if len(units) == 1 else f"{names[units[0]]} to {names[units[-1]]}"),
             cells[units[0]],
-            cells[units[-1]],
+            *_span_cells([cells[unit] for unit in units]),
             tuple(float(x[units[0]].sum()) for x in out),
             float(ports[units[0]].max()),
             pods if pod is not None else (),
@@ -136,6 +138,23 @@ def scene(
     level = topology.levels[j] if j >= 0 else None
     hidden = count - sum(len(box.units) for box in boxes)
     return Scene(launch, analyse(launch), demands, level, boxes, pod, hidden, crossing)
+
+
+def _span_cells(hosts: Sequence[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], tuple[Cell, ...]]:
+    """The devices of alike hosts with the least of their numbers, and with the greatest."""
+
+    def by(pick: Callable[[Iterable[int]], int]) -> tuple[Cell, ...]:
+        return tuple(
+            Cell(
+                pick(cell.rank for cell in alike),
+                tuple(map(pick, zip(*(cell.coordinates for cell in alike), strict=True))),
+                tuple(map(pick, zip(*(cell.groups for cell in alike), strict=True))),
+                alike[0].leaves,
+            )
+            for alike in zip(*hosts, strict=True)
+        )
+
+    return by(min), by(max)
 
 
 def _pattern(cells: Sequence[Cell]) -> Hashable:
@@ -214,9 +233,9 @@ def pod_name(box: HostBox, drawn: Scene) -> str:
     return f"{drawn.pod.name} {first}" if first == last else f"{drawn.pod.name}s {first}-{last}: {len(box.pods)} alike"
 
 
-def span_text(first: Sequence[int], last: Sequence[int]) -> str:
-    """Return numbers of a device of the first and of the last of alike hosts: `0-63,1`."""
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+def span_text(least: Sequence[int], greatest: Sequence[int]) -> str:
+    """Return the numbers between which those of a device of alike hosts are: `0-63,1`."""
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(least, greatest, strict=True))
 
 
 def box_name(box: HostBox, drawn: Scene) -> str:
@@ -264,7 +283,7 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
     labels = [
         [
             f"{span_text((a.rank,), (b.rank,))}:{span_text(a.coordinates, b.coordinates)}"
-            for a, b in zip(box.cells[:MOST_CELLS], box.last, strict=False)
+            for a, b in zip(box.least[:MOST_CELLS], box.greatest, strict=False)
         ]
         for box in drawn.boxes
     ]
@@ -296,7 +315,7 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
             lines.append(f"| {more:<{wide}} |")
         lines.append("+" + "-" * (wide + 2) + "+")
     folded = any(len(box.units) > 1 for box in drawn.boxes)
-    of = ", each of the first alike host to the last" if folded else ""
+    of = ", each from the least of alike hosts to the greatest" if folded else ""
     lines += textwrap.wrap(f"a cell is rank:{','.join(mesh.axes)}{of}", WIDTH)
     return "\n".join(lines)
 

@@ -143,8 +143,9 @@ class _PlacementPage:
         self.canvas.rect(MARGIN, self.y, _WIDTH - 2 * MARGIN, inside, _BOX, LINE, ' rx="4"')
         self.canvas.text(MARGIN + 12, self.y + 18, box_name(box, self.drawn), size=13, weight=600)
         top = self.y + 26
-        for k, (cell, last) in enumerate(zip(cells, box.last, strict=False)):
-            self.cell(MARGIN + 12 + k % ACROSS * (CELL + GAP), top + k // ACROSS * (high + GAP), high, cell, last)
+        for k, (cell, least, greatest) in enumerate(zip(cells, box.least, box.greatest, strict=False)):
+            x, y = MARGIN + 12 + k % ACROSS * (CELL + GAP), top + k // ACROSS * (high + GAP)
+            self.cell(x, y, high, cell, (least, greatest))
         top += rows * (high + GAP)
         if len(box.cells) > MOST_CELLS:
             self.canvas.text(
@@ -155,25 +156,26 @@ class _PlacementPage:
             self.bar(box, load, top + 4)
         self.y += inside + 12
 
-    def cell(self, x: float, y: float, high: float, cell: Cell, last: Cell) -> None:
-        """A device; of alike hosts that of the first one and of the last one."""
+    def cell(self, x: float, y: float, high: float, cell: Cell, ends: tuple[Cell, Cell]) -> None:
+        """A device; of alike hosts that of the first one, with the numbers between which theirs are."""
+        least, greatest = ends
         self.canvas.rect(x, y, CELL, high, PAPER, LINE)
-        rank = f"rank {span_text((cell.rank,), (last.rank,))}"
-        coordinates = span_text(cell.coordinates, last.coordinates)
+        rank = f"rank {span_text((least.rank,), (greatest.rank,))}"
+        coordinates = span_text(least.coordinates, greatest.coordinates)
         # Both in one line: the coordinates as small as they must be, but legible; of several hosts only where they fit.
         fits = (CELL - 18 - 7.2 * len(rank)) / (0.62 * len(coordinates))
         self.canvas.text(x + 5, y + 14, rank, size=11, weight=600)
-        if cell == last or fits >= 7:
+        if least == greatest or fits >= 7:
             size = round(max(7.0, min(11.0, fits)), 1)
             self.canvas.text(x + CELL - 5, y + 14, coordinates, size=size, font=MONO, anchor="end")
-        groups = zip(self.axes, cell.groups, last.groups, cell.leaves, strict=True)
-        for i, (axis, group, end, edge) in enumerate(groups):
+        groups = zip(self.axes, cell.groups, least.groups, greatest.groups, cell.leaves, strict=True)
+        for i, (axis, group, low, end, edge) in enumerate(groups):
             top = y + 20 + i * STRIP
             stroke = ' stroke-width="1.6"' if edge else ""
             self.canvas.rect(x + 2, top, CELL - 4, STRIP - 3, self.colours[i, group], _EDGE if edge else "", stroke)
             name = axis if len(axis) <= 11 else axis[:10] + "\u2026"
             self.canvas.text(x + 6, top + 10, name, size=9.5)
-            self.canvas.text(x + CELL - 6, top + 10, span_text((group,), (end,)), size=9.5, anchor="end")
+            self.canvas.text(x + CELL - 6, top + 10, span_text((low,), (end,)), size=9.5, anchor="end")
 
     def bar(self, box: HostBox, load: str, y: float) -> None:
         """What leaves the box, to the scale of the busiest."""

@@ -93,9 +93,8 @@ class Tree:
 
     def path(self, sender: int, receiver: int) -> tuple[int, ...]:
         """Return the indices of the edges that a message crosses, in order; none where the two topology ids are one."""
-        strides = self.topology.strides
-        depth = len(strides)
-        first = next((j for j, s in enumerate(strides) if sender // s != receiver // s), depth)
+        depth = len(self.topology.levels)
+        first = int(self.fabric.outermost_level(np.array(sender), np.array(receiver)))
         if first == depth:
             return ()
         last = depth - 1 if self.shared else depth

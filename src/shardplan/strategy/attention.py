@@ -24,18 +24,30 @@ def write_cache(s: Scope, c: DecoderSizes, given: Given, name: str, dims: Mappin
     if not c.cache:
         return new
     cache = s.input(name, {"batch": c.batch, "cache": c.cache, **dims})
-    s.replaced[name] = s(Write(1), cache, new, given["positions"])
-    return s.replaced[name]
+    s.replaced[cache] = s(Write(1), cache, new, given["positions"])
+    return s.replaced[cache]
 
 
-def attend(s: Scope, c: DecoderSizes, given: Given, queries: str, keys: str, values: str) -> str:
-    """Write causal attention; tokens before those of a cache's step are its `position` in number."""
+def attend(
+    s: Scope, c: DecoderSizes, given: Given, queries: str, keys: str, values: str, *, window: bool, file: str = ""
+) -> str:
+    """Write causal attention; tokens before those of a cache's step are its `position` in number.
+
+    A checkpoint has the sinks, where there are some, in `file`.
+    """
     more = RotaryScaling.parse(c.rope_scaling).score_scale if c.kv_lora_rank else 1.0
-    op = Attention(zigzag=c.zigzag, scale=0.0 if more == 1 else more * c.head_dim**-0.5)
-    return s(op, queries, keys, values, *(given[name] for name in ("position",) if name in given))
+    scale = c.score_scale or (0.0 if more == 1 else more * c.head_dim**-0.5)
+    seen = c.window if window else 0
+    op = Attention(True, scale, c.zigzag, seen, c.attention_cap, segments=c.segments, sinks=c.sinks)
+    beside = ["segments"] * 2 if c.segments else []
+    if c.sinks:
+        heads = {"kv_heads": c.kv_heads, "ratio": c.ratio}
+        beside.append(s.parameter("sinks", heads, file, f"({' '.join(heads)})"))
+    beside += [given["position"]] if "position" in given else []
+    return s(op, queries, keys, values, *(given.get(name, name) for name in beside))
 
 
-def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
+def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str, *, window: bool) -> str:
     """GPT-2's: queries, keys and values stored as one product, with biases; the result is without its bias."""
     one, many = ({"kv_heads": c.kv_heads, **ratio, "head": c.head_dim} for ratio in ({}, {"ratio": 1}))
     made: list[str] = []
@@ -49,51 +61,60 @@ def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -
     keys = write_cache(s, c, given, "key_cache", one, keys)
     values = write_cache(s, c, given, "value_cache", one, values)
     file = f"{block}.c_proj.weight"
-    return _project_heads(s, c, attend(s, c, given, queries, keys, values), file, "(kv_heads ratio head) hidden")
+    mixed = attend(s, c, given, queries, keys, values, window=window)
+    return _project_heads(s, c, mixed, file, "(kv_heads ratio head) hidden")
 
 
-def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
-    """Llama's: rotary positions; with `qkv_bias` Qwen2's biases, with `qk_norm` a norm of each head's query and key."""
+def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str, *, window: bool) -> str:
+    """Llama's: rotary positions; with `qkv_bias` Qwen2's biases, with `qk_norm` a norm of each head's query and key.
+
+    Phi 3 stores queries, keys and values as rows of one product.
+    """
     head, hidden = {"head": c.head_dim}, {"hidden": c.hidden}
-    one, many = {"kv_heads": c.kv_heads}, {"kv_heads": c.kv_heads, "ratio": c.ratio}
-    weight = s.parameter("q", {**hidden, **many, **head}, f"{block}.q_proj.weight", "(kv_heads ratio head) hidden")
-    queries = s.einsum("bsh,hgrd->bsgrd", x, weight)
-    k, v = (
-        s.parameter(n, {**hidden, **one, **head}, f"{block}.{n}_proj.weight", "(kv_heads head) hidden")
-        for n in ("k", "v")
-    )
-    keys, values = s.einsum("bsh,hgd->bsgd", x, k), s.einsum("bsh,hgd->bsgd", x, v)
-    if c.qkv_bias:
-        queries, keys, values = (
-            s.elementwise("a + b", x, s.parameter(f"{n}_bias", dims, f"{block}.{n}_proj.bias", f"({' '.join(dims)})"))
-            for n, x, dims in (
-                ("q", queries, {**many, **head}),
-                ("k", keys, {**one, **head}),
-                ("v", values, {**one, **head}),
-            )
-        )
+    one, many = {"kv_heads": c.kv_heads, **head}, {"kv_heads": c.kv_heads, "ratio": c.ratio, **head}
+    made: list[str] = []
+    starts = [0, *itertools.accumulate((c.heads, c.kv_heads, c.kv_heads))]
+    for k, (name, dims, spec) in enumerate(
+        (("q", many, "hgrd->bsgrd"), ("k", one, "hgd->bsgd"), ("v", one, "hgd->bsgd"))
+    ):
+        fused = c.model_type == "phi3"
+        file = f"{block}.{'qkv' if fused else name}_proj"
+        part = Within("", starts[-1] * c.head_dim, starts[k] * c.head_dim) if fused else None
+        weight = s.parameter(name, {**hidden, **dims}, f"{file}.weight", f"({' '.join(dims)}) hidden", part)
+        y = s.einsum(f"bsh,{spec}", x, weight)
+        if c.qkv_bias:
+            y = s.elementwise("a + b", y, s.parameter(f"{name}_bias", dims, f"{file}.bias", f"({' '.join(dims)})"))
+        made.append(y)
+    queries, keys, values = made
     if c.qk_norm:
-        norm = RmsNorm(c.norm_eps)
-        queries = s(norm, queries, s.parameter("q_norm", head, f"{block}.q_norm.weight"))
-        keys = s(norm, keys, s.parameter("k_norm", head, f"{block}.k_norm.weight"))
-    turn = Rotary(c.rope_theta, scaling=c.rope_scaling)
+        queries = norm(s, c, "q_norm", head, f"{block}.q_norm.weight", queries)
+        keys = norm(s, c, "k_norm", head, f"{block}.k_norm.weight", keys)
+    local = window and c.window_theta
+    turn = Rotary(c.window_theta) if local else Rotary(c.rope_theta, scaling=c.rope_scaling)
     queries, keys = s(turn, queries, given["positions"]), s(turn, keys, given["positions"])
-    keys = write_cache(s, c, given, "key_cache", {**one, **head}, keys)
-    values = write_cache(s, c, given, "value_cache", {**one, **head}, values)
-    return _project_heads(s, c, attend(s, c, given, queries, keys, values), f"{block}.o_proj.weight")
+    keys = write_cache(s, c, given, "key_cache", one, keys)
+    values = write_cache(s, c, given, "value_cache", one, values)
+    mixed = attend(s, c, given, queries, keys, values, window=window, file=f"{block}.sinks")
+    out = _project_heads(s, c, mixed, f"{block}.o_proj.weight")
+    return s.elementwise("a + b", out, s.parameter("o_bias", hidden, f"{block}.o_proj.bias")) if c.o_bias else out
 
 
-def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str) -> str:
+def norm(s: Scope, c: DecoderSizes, name: str, dims: Mapping[str, int], file: str, x: str) -> str:
+    """The root mean square's norm; gains of `unit_norms` are stored less 1."""
+    gain = s.parameter(name, dims, file)
+    return s(RmsNorm(c.norm_eps), x, s.elementwise("a + 1", gain) if c.unit_norms else gain)
+
+
+def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str, *, window: bool) -> str:
     """DeepSeek's (arXiv 2405.04434, 2.1): keys and values of all heads are made of one latent a token, which is kept.
 
     A query and a key are a plain part, then one turned by the position, of which a key has one for all heads.
     """
     hidden, ranks = {"hidden": c.hidden}, ({"q_rank": c.q_lora_rank}, {"kv_rank": c.kv_lora_rank})
     plain, heads = c.head_dim - c.rotary_dim, {"kv_heads": c.kv_heads}
-    norm, turn = RmsNorm(c.norm_eps), Rotary(c.rope_theta, interleaved=True, scaling=c.rope_scaling)
+    turn = Rotary(c.rope_theta, interleaved=True, scaling=c.rope_scaling)
     weight = s.parameter("q_a", {**hidden, **ranks[0]}, f"{block}.q_a_proj.weight", "q_rank hidden")
-    gain = s.parameter("q_a_norm", ranks[0], f"{block}.q_a_layernorm.weight")
-    squeezed = s(norm, s.einsum("bsh,hq->bsq", x, weight), gain)
+    squeezed = norm(s, c, "q_a_norm", ranks[0], f"{block}.q_a_layernorm.weight", s.einsum("bsh,hq->bsq", x, weight))
     q, q_turned = _parameters_side_by_side(s, {"q": plain, "q_turned": c.rotary_dim}, {**ranks[0], **heads, "ratio": 1},
                          f"{block}.q_b_proj.weight", "(kv_heads ratio head) q_rank")  # fmt: skip
     turned = s(turn, s.einsum("bsq,qgrd->bsgrd", squeezed, q_turned), given["positions"])
@@ -101,8 +122,7 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
 
     file, width = f"{block}.kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.rotary_dim
     weight = s.parameter("kv_a", {**hidden, **ranks[1]}, file, "kv_rank hidden", Within("kv_rank", width, 0))
-    gain = s.parameter("kv_a_norm", ranks[1], f"{block}.kv_a_layernorm.weight")
-    latent = s(norm, s.einsum("bsh,hk->bsk", x, weight), gain)
+    latent = norm(s, c, "kv_a_norm", ranks[1], f"{block}.kv_a_layernorm.weight", s.einsum("bsh,hk->bsk", x, weight))
     one = {"head": c.rotary_dim}
     weight = s.parameter("k_turned", {**hidden, **one}, file, "head hidden", Within("head", width, c.kv_lora_rank))
     key = s(turn, s.einsum("bsh,hd->bsd", x, weight), given["positions"])
@@ -112,7 +132,8 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
                   f"{block}.kv_b_proj.weight", "(kv_heads head) kv_rank")  # fmt: skip
     shared = s(Expand(f"b s d -> b s g={c.kv_heads} d"), key)
     keys = s(Concat(3), s.einsum("bsk,kgd->bsgd", latent, k), shared)
-    mixed = attend(s, c, given, queries, keys, s.einsum("bsk,kgd->bsgd", latent, v))
+    values = s.einsum("bsk,kgd->bsgd", latent, v)
+    mixed = attend(s, c, given, queries, keys, values, window=window, file=f"{block}.sinks")
     return _project_heads(s, c, mixed, f"{block}.o_proj.weight")
 
 

@@ -17,18 +17,32 @@ from shardplan.movement.weights.configs import PLAIN, model_config
 
 USUAL_SEQ = 4096  # tokens of a sequence, where a config allows as many: it says how long one may be, not how long it is
 # By `model_type` the family that writes it, what of it no config says, and what the builder lacks.
+GEMMA: Mapping[str, Any] = {"unit_norms": True}
 TYPES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt2": ("gpt", {}, ""),
     "llama": ("llama", {}, ""),
     "mistral": ("llama", {}, ""),
     "qwen2": ("llama", {"qkv_bias": True}, ""),
     "qwen3": ("llama", {"qk_norm": True, "model_type": "qwen3"}, ""),
+    "gemma": ("llama", GEMMA, ""),
+    "gemma2": ("llama", {**GEMMA, "post_norms": True}, ""),
+    "gemma3_text": ("llama", {**GEMMA, "post_norms": True, "qk_norm": True}, ""),
+    "phi3": ("llama", {"model_type": "phi3"}, ""),
     "mixtral": ("moe", {"router": "softmax", "model_type": "mixtral"}, ""),
-    "qwen2_moe": ("moe", {"router": "softmax"}, "biases of queries, keys and values; the gate of the shared expert"),
+    "qwen2_moe": ("moe", {"router": "softmax", "shared_gate": True}, ""),
     "qwen3_moe": ("moe", {"router": "softmax", "qk_norm": True}, ""),
     "deepseek_v3": ("moe", {"router": "sigmoid"}, ""),
-    "gpt_oss": ("moe", {"router": "softmax"}, "biases; attention sinks"),
+    "gpt_oss": ("moe", {"router": "softmax", "sinks": True, "model_type": "gpt_oss"}, ""),
 }
+# What a config of such a type that does not say it means.
+OF_GEMMA: Mapping[str, Any] = {"tied": True, "head_dim": 256}
+UNSAID: Mapping[str, Mapping[str, Any]] = {
+    "gemma": OF_GEMMA, "gemma2": OF_GEMMA, "gemma3_text": OF_GEMMA, "qwen2_moe": {"qkv_bias": True},
+}  # fmt: skip
+# By type the letters of layers that have a window, where `layer_types` does not say them; by default all.
+WINDOWS: Mapping[str, str] = {"gemma2": "wf", "gpt_oss": "wf", "gemma3_text": "wwwwwf"}
+KINDS = {"sliding_attention": "w", "full_attention": "f"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 # By field of the builders the keys of configs that say it, the first that is there.
 KEYS: Mapping[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -52,6 +66,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "router_groups": ("n_group",),
     "router_groups_kept": ("topk_group",),
     "router_scale": ("routed_scaling_factor",),
+    "attention_cap": ("attn_logit_softcapping",),
+    "logit_cap": ("final_logit_softcapping",),
 }
 OF_EXPERTS = (*(key for name in ("experts", "experts_per_token", "dense_layers") for key in KEYS[name]),
               "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts")  # fmt: skip
@@ -59,11 +75,13 @@ OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_d
 OF_GROUPS = ("n_group", "topk_group", "routed_scaling_factor", "topk_method", "scoring_func")
 # By key the values of it that are what the builders compute.
 COMPUTED: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
+    "swiglu_limit": (7,),
+    "swiglu_alpha": (1.702,),
+    "use_bidirectional_attention": (False,),
+    "norm_topk_prob": (True,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "add_cross_attention": (False,),
     "rope_interleave": (True,),
-    "norm_topk_prob": (True,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "decoder_sparse_step": (1,),
@@ -79,6 +97,7 @@ ELSEWHERE = frozenset((
     "_name_or_path", "architectures", "attn_implementation", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype",
     "eos_token_id", "ep_size", "experts_per_token", "initial_context_length", "initializer_range",
     "max_position_embeddings", "max_window_layers", "model_type", "n_ctx", "n_positions", "name_or_path",
+    "original_max_position_embeddings",
     "output_router_logits", "pad_token_id", "pretraining_tp", "quantization_config", "reorder_and_upcast_attn",
     "rope_parameters", "rope_theta", "router_aux_loss_coef", "router_jitter_noise", "scale_attn_weights", "seq_aux",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
@@ -122,7 +141,8 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
     for name in ("layers", "hidden", "heads", "vocab", *(("experts", "experts_per_token") if family == "moe" else ())):
         if not read[name]:
             raise ShardplanError(f"{what} lacks {' or '.join(KEYS[name])}; legal is a config with the sizes of {kind}")
-    fields: dict[str, Any] = {name: config[key] for name, key in read.items() if key} | dict(beside)
+    fields: dict[str, Any] = dict(UNSAID.get(kind, {}))
+    fields |= {name: config[key] for name, key in read.items() if key} | dict(beside)
     most = config.get("max_position_embeddings") or config.get("n_positions") or USUAL_SEQ
     fields["seq"] = min(
         border.whole_number(f"{what}: max_position_embeddings", most, 1, kind=ShardplanError), USUAL_SEQ
@@ -138,8 +158,19 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
     if family != "gpt" and (scaling := _scaling(config, most)) is not None:
         taken.add("rope_scaling")
         fields |= {"rope_scaling": scaling} if scaling else {}
+    if family != "gpt":
+        for more, keys in (
+            _biases(config, fields),
+            _router(config, kind),
+            _activation(config, kind),
+            _gemma(config, kind, fields["hidden"]),
+            _windows(config, kind, fields["layers"]),
+            _rotary_bases(config, most),
+        ):
+            fields |= more
+            taken |= keys
     left_out = {kind: lacking} if lacking else {}
-    left_out |= {key: f"{key}={said}" for key, said in _otherwise(config, taken, fields["seq"])}
+    left_out |= {key: f"{key}={said}" for key, said in _otherwise(config, taken)}
     return ReadConfig(f"{kind} of {what}", family, fields, left_out)
 
 
@@ -181,6 +212,80 @@ def _scaling(config: Mapping[str, Any], most: int) -> str | None:
     return text
 
 
+Read = tuple[dict[str, Any], set[str]]  # fields, and the keys that say them
+
+
+def _biases(config: Mapping[str, Any], fields: Mapping[str, Any]) -> Read:
+    """Biases of attention: of a latent none are built."""
+    if "kv_lora_rank" in fields:
+        return {}, set()
+    if config.get("attention_bias") is True:
+        return {"qkv_bias": True, "o_bias": True}, {"attention_bias"}
+    said = config.get("qkv_bias")
+    return ({"qkv_bias": said}, {"qkv_bias"}) if isinstance(said, bool) else ({}, set())
+
+
+def _router(config: Mapping[str, Any], kind: str) -> Read:
+    """Whether the weights of the experts of a token are made to sum to 1."""
+    if kind not in ("qwen2_moe", "qwen3_moe"):
+        return {}, set()
+    return {"router_norm": config.get("norm_topk_prob") is True}, {"norm_topk_prob"}
+
+
+def _activation(config: Mapping[str, Any], kind: str) -> Read:
+    """What an MLP makes of its gate."""
+    key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    said = config.get(key, "gelu_pytorch_tanh" if kind.startswith("gemma") else "silu")
+    found = ACTIVATIONS.get(said) if isinstance(said, str) else None
+    if kind == "gpt_oss" and found == "silu":
+        found = "clamped"
+    return ({"activation": found}, {"hidden_act", "hidden_activation"}) if found else ({}, set())
+
+
+def _gemma(config: Mapping[str, Any], kind: str, hidden: int) -> Read:
+    """Gemma's embeddings are scaled, and its scores by a number of their own."""
+    if not kind.startswith("gemma"):
+        return {}, set()
+    said = config.get("query_pre_attn_scalar")
+    return {"embed_scale": hidden**0.5} | ({"score_scale": said**-0.5} if said else {}), {"query_pre_attn_scalar"}
+
+
+def _windows(config: Mapping[str, Any], kind: str, layers: int) -> Read:
+    """The window of attention, and which layers have it."""
+    keys = {"sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"}
+    window, said = config.get("sliding_window"), config.get("layer_types")
+    none = not window or config.get("use_sliding_window") is False
+    if said is not None and ({*said} - {*KINDS} or len(said) < layers or (none and "sliding_attention" in said)):
+        return {}, set()
+    if none:
+        return {}, {"sliding_window"}
+    if said is not None:
+        letters = "".join(KINDS[one] for one in said[:layers])
+    elif "use_sliding_window" in config:  # Qwen's: of the layers from one on
+        letters = "".join("fw"[k >= config.get("max_window_layers", 0)] for k in range(layers))
+    else:
+        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+        letters = f"{'w' * (pattern - 1)}f" if pattern else WINDOWS.get(kind, "w")
+    if "w" not in letters:
+        return {}, keys
+    period = next(p for p in range(1, len(letters) + 1) if all(x == letters[k % p] for k, x in enumerate(letters)))
+    return {"window": window, "windows": letters[:period]}, keys
+
+
+def _rotary_bases(config: Mapping[str, Any], most: int) -> Read:
+    """Gemma 3's: of layers with a window another base, which nothing scales."""
+    said, keys = config.get("rope_parameters"), {"rope_local_base_freq", "rope_scaling"}
+    if isinstance(said, Mapping) and {*said} == {*KINDS}:
+        local, full = (model_config({"rope_parameters": said[kind]}) for kind in KINDS)
+        scaling = _scaling(full, most)
+        if local["rope_scaling"] != PLAIN or scaling is None:
+            return {}, set()
+        more = {"rope_scaling": scaling} if scaling else {}
+        return {"rope_theta": full["rope_theta"], "window_theta": local["rope_theta"], **more}, keys
+    local = config.get("rope_local_base_freq")
+    return ({"window_theta": local}, {"rope_local_base_freq"}) if local else ({}, set())
+
+
 def _concerns(family: str, kind: str, keys: tuple[str, ...]) -> bool:
     """Whether a model of this type has what these keys say."""
     if family != "moe" and {*keys} & {*OF_EXPERTS} and "intermediate_size" not in keys:
@@ -206,16 +311,16 @@ def _size(config: Mapping[str, Any], key: str, what: str) -> int:
     return border.whole_number(f"{what}: {key}", config.get(key), 1, kind=ShardplanError)
 
 
-def _otherwise(config: Mapping[str, Any], taken: set[str], seq: int) -> list[tuple[str, str]]:
+def _otherwise(config: Mapping[str, Any], taken: set[str]) -> list[tuple[str, str]]:
     """What a config says that no builder does: keys and values."""
     found: list[tuple[str, str]] = []
+    part = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1)
+    if part != 1 and "partial_rotary_factor" not in config:
+        found.append(("partial_rotary_factor", str(part)))
     for key, value in sorted(config.items()):
-        window = key == "sliding_window" and (
-            config.get("use_sliding_window") is False or value is None or value >= seq
-        )
         kinds = key == "layer_types" and isinstance(value, list) and {*map(str, value)} == {"full_attention"}
         plain = key in taken or key in ELSEWHERE or value in COMPUTED.get(key, ()) or value is None
-        if not (plain or window or kinds or (isinstance(value, Mapping) and key == "text_config")):
+        if not (plain or kinds or (isinstance(value, Mapping) and key == "text_config")):
             found.append((key, line(_brief(value))))
     return found
 

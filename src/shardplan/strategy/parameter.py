@@ -25,7 +25,7 @@ _DIM = re.compile(r"\(([^()]*)\)|(\S+)")
 class Within(NamedTuple):
     """What of a factor of a checkpoint's dim a parameter is: its size there, and where ours begins.
 
-    A factor that our value does not have is one place of it.
+    A factor that our value does not have is one place of it; no factor is the first dim, of which ours are some rows.
     """
 
     factor: str
@@ -37,8 +37,8 @@ class Within(NamedTuple):
 class Parameter:
     """A value's dims with their sizes; the checkpoint's names and dims.
 
-    `first` is the number of the first layer; `trained` says whether an optimizer updates it. `rows` are the names of
-    the layers' tensors where they follow no pattern.
+    `first` is the number of the first layer, and the others follow by `stride`; `trained` says whether an optimizer
+    updates it. `rows` are the names of the layers' tensors where they follow no pattern.
 
     >>> p = Parameter((("layer", 2), ("hidden", 6), ("heads", 3), ("head", 4)), "h.{layer}.q", "(heads head) hidden")
     >>> p.shape, p.stored_shape, [name for _, name in p.names()]
@@ -52,6 +52,7 @@ class Parameter:
     first: int = 0
     trained: bool = True
     rows: tuple[str, ...] = ()
+    stride: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,7 +68,7 @@ class Parameter:
     def factors(self) -> tuple[tuple[tuple[str, int], ...], ...]:
         """The factors of each dim in the checkpoint, with their sizes there."""
         sizes = dict(self.dims)
-        if self.part:
+        if self.part and self.part.factor:
             sizes[self.part.factor] = self.part.size
         found = ((group or one).split() for group, one in _DIM.findall(self.stored))
         return tuple(tuple((name, sizes[name]) for name in names) for names in found)
@@ -75,7 +76,8 @@ class Parameter:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of one tensor of the checkpoint."""
-        return tuple(math.prod(n for _, n in factors) for factors in self.factors)
+        own = tuple(math.prod(n for _, n in factors) for factors in self.factors)
+        return (self.part.size, *own[1:]) if self.part and not self.part.factor else own
 
     def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the names in the checkpoint, each with its index along the first dims of our value."""
@@ -84,8 +86,8 @@ class Parameter:
             return
         along = _BRACES.findall(self.file)
         for index in itertools.product(*(range(n) for _, n in self.dims[: len(along)])):
-            shift = (self.first if name == "layer" else 0 for name in along)
-            yield index, self.file.format(**{n: k + s for n, k, s in zip(along, index, shift, strict=True)})
+            shift = ((self.stride, self.first) if name == "layer" else (1, 0) for name in along)
+            yield index, self.file.format(**{n: k * by + s for n, k, (by, s) in zip(along, index, shift, strict=True)})
 
     def view(self, array: Array, name: str) -> Array:
         """Return a tensor of the checkpoint as our value has it, a view of the same storage.
@@ -94,16 +96,20 @@ class Parameter:
         """
         if array.shape != self.stored_shape:
             raise LayoutError(f"{name} of the checkpoint has the shape {array.shape}; legal is {self.stored_shape}")
-        flat = [pair for factors in self.factors for pair in factors]
+        factors, part = self.factors, self.part
+        if part and not part.factor:
+            array = array[part.start : part.start + math.prod(n for _, n in factors[0])]
+            part = None
+        flat = [pair for pairs in factors for pair in pairs]
         split = array.reshape([n for _, n in flat])
         ours, at = dict(self.dims), [slice(None)] * len(flat)
         order = [factor for factor, _ in flat]
         index: list[Any] = at
-        if self.part:
-            start = self.part.start
-            k = order.index(self.part.factor)
-            if self.part.factor in ours:
-                index[k] = slice(start, start + ours[self.part.factor])
+        if part:
+            start = part.start
+            k = order.index(part.factor)
+            if part.factor in ours:
+                index[k] = slice(start, start + ours[part.factor])
             else:
                 index[k] = start
                 order.pop(k)

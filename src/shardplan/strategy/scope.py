@@ -26,16 +26,20 @@ ONE = Mesh()
 class Scope:
     """A model's program, or the body of its layers; `dtype` is that of parameters and of what is computed.
 
-    `replaced` says of an input which value takes its place in the next run, `results` what else leaves.
+    `replaced` says of an input which value takes its place in the next run, `results` what else leaves, `carried` what
+    a layer hands on to the next one beside its result.
     """
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
+        self.place = 0  # of the layer that is written, where a body has several
+        self.prefix = ""  # of the names of what it has
         self.draft = Draft({})
         self.inputs: dict[str, Sizes] = {}
         self.parameters: dict[str, Parameter] = {}
         self.replaced: dict[str, str] = {}
         self.results: dict[str, str] = {}
+        self.carried: dict[str, str] = {}
 
     def __call__(self, op: Op, *operands: str) -> str:
         """Write a step of one result."""
@@ -60,17 +64,36 @@ class Scope:
         self.results["loss"] = self.draft(ReduceDims(tuple(range(self.draft.types[losses].ndim)), "mean"), losses)
         return self.results["loss"]
 
-    def counted_mean(self, losses: str, targets: str) -> str:
-        """Write the mean over those whose target counts, in f32 or wider, as the result `loss`; 0 where none does."""
-        if numpy_dtype(self.draft.types[losses].dtype).itemsize < 4:
-            losses = self.draft(Cast("f32"), losses)
-        t = self.draft.types[losses]
-        total = self.draft(ReduceDims(tuple(range(t.ndim))), losses)
+    def cast_wide(self, value: str) -> str:
+        """Write a value in f32 or wider."""
+        narrow = numpy_dtype(self.draft.types[value].dtype).itemsize < 4
+        return self.draft(Cast("f32"), value) if narrow else value
+
+    def sum_all(self, value: str) -> str:
+        """Write the sum over all dims, in f32 or wider."""
+        value = self.cast_wide(value)
+        return self.draft(ReduceDims(tuple(range(self.draft.types[value].ndim))), value)
+
+    def counted_mean(self, losses: str, targets: str, each: str | None = None, beside: str | None = None) -> str:
+        """Write the mean over those whose target counts, in f32 or wider, as the result `loss`; 0 where none does.
+
+        To a mean `each` is added, which is weighed by how many of these targets count, as if it were every one's; and
+        the sum `beside`, divided as theirs is.
+        """
+        total = self.sum_all(losses)
+        t = self.draft.types[total]
+        if each is not None:
+            mine = self.sum_all(self.draft(Cast(t.dtype), self.elementwise("where(a == -100, 0, 1)", targets)))
+            total = self.elementwise("a + b * c", total, each, mine)
+        if beside is not None:
+            total = self.elementwise("a + b", total, beside)
         self.results["loss"] = self.elementwise("a / maximum(b, 1)", total, self.draft(TargetCount(t.dtype), targets))
         return self.results["loss"]
 
     def input(self, name: str, dims: Sizes, dtype: str = "") -> str:
-        """Declare an input."""
+        """Declare an input, and return its name."""
+        name = f"{self.prefix}{name}"
+        assert name not in self.inputs, name
         self.inputs[name] = dims
         self.draft.types[name] = TensorType(dtype or self.dtype, tuple(dims.values()), (), ONE)
         return name
@@ -79,8 +102,15 @@ class Scope:
         self, name: str, dims: Sizes, file: str, stored: str = "", part: Within | None = None, trained: bool = True
     ) -> str:
         """Declare a parameter, and where a checkpoint has it; by default with the same dims."""
-        self.parameters[name] = Parameter((*dims.items(),), file, stored or " ".join(dims), part, trained=trained)
-        return self.input(name, dims)
+        name = self.input(name, dims)
+        self.parameters[name] = Parameter(
+            (*dims.items(),), file, stored or " ".join(dims), part, self.place, trained=trained
+        )
+        return name
+
+    def add_result(self, name: str, value: str) -> None:
+        """Say that a value leaves."""
+        self.results[f"{self.prefix}{name}"] = value
 
     def layers(
         self,
@@ -89,31 +119,45 @@ class Scope:
         x: str,
         body: Callable[[Scope, str, Mapping[str, str]], str],
         invariants: Mapping[str, str],
+        period: int = 1,
     ) -> str:
         """Write layers that carry `x` on, and return the last one's; `name` opens the names of their inputs.
 
-        `body` writes one, given its scope, and the names there of `x` and of the invariants.
+        `body` writes one, given its scope, the names there of `x` and of the invariants, and its place in the period:
+        of so many layers, which divide them, each has parameters of its own, named `name.place.`.
         """
-        inner, count = Scope(self.dtype), len(numbers)
+        inner, count = Scope(self.dtype), len(numbers) // period
         types = inner.draft.types
         types["x"] = self.draft.types[x]
+        types |= {inside: self.draft.types[outside] for inside, outside in self.carried.items()}
+        inner.carried = {inside: inside for inside in self.carried}
         types |= {inside: self.draft.types[outside] for inside, outside in invariants.items()}
-        y = body(inner, "x", {inside: inside for inside in invariants})
-        given = ["x", *invariants, *inner.inputs]
+        y, given = "x", {inside: inside for inside in invariants}
+        for inner.place in range(period):
+            inner.prefix = f"{inner.place}." if period > 1 else ""
+            y = body(inner, y, given)
+        inputs = ["x", *self.carried, *invariants, *inner.inputs]
         rows = {f"{name}.{key}": value for key, value in inner.replaced.items()}
         rows |= {f"{name}.{key}": value for key, value in inner.results.items()}
-        program = Program([(n, types[n]) for n in given], inner.draft.steps, (y, *rows.values()))
+        program = Program(
+            [(n, types[n]) for n in inputs], inner.draft.steps, (y, *inner.carried.values(), *rows.values())
+        )
         for key, dims in inner.inputs.items():
             outer = {"layer": count, **dims}
             self.input(f"{name}.{key}", outer, types[key].dtype)
             if key in inner.parameters:
                 found = inner.parameters[key]
-                self.parameters[f"{name}.{key}"] = replace(found, dims=(*outer.items(),), first=numbers.start)
+                first = numbers.start + found.first
+                made = replace(found, dims=(*outer.items(),), first=first, stride=period)
+                self.parameters[f"{name}.{key}"] = made
         stacked = [f"{name}.{key}" for key in inner.inputs]
+        hands = 1 + len(self.carried)
         out = self.draft.write_step(
-            Repeat(count, program, carried=1, sliced=len(stacked)), x, *invariants.values(), *stacked
+            Repeat(count, program, carried=hands, sliced=len(stacked)),
+            *(x, *self.carried.values(), *invariants.values(), *stacked),
         )
-        made = dict(zip(rows, out[1:], strict=True))
+        self.carried = dict(zip(self.carried, out[1:hands], strict=True))
+        made = dict(zip(rows, out[hands:], strict=True))
         self.replaced |= {key: value for key, value in made.items() if key in self.inputs}
         self.results |= {key: value for key, value in made.items() if key not in self.inputs}
         return out[0]

@@ -30,10 +30,15 @@ def _divides(part: str, n: int, whole: str, total: int) -> None:
 
 
 _EXPERTS = (
-    "experts", "experts_per_token", "dense_layers", "dense_ffn", "shared_ffn", "router", "router_groups",
-    "router_groups_kept", "router_scale", "capacity_factor",
+    "experts", "experts_per_token", "dense_layers", "dense_ffn", "shared_ffn", "shared_gate", "router", "router_groups",
+    "router_groups_kept", "router_scale", "router_norm", "capacity_factor",
+    "balance_loss", "router_z_loss",
 )  # fmt: skip
-_TURNED = ("rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "q_lora_rank", "kv_lora_rank")
+_TURNED = (
+    "rope_theta", "rope_scaling", "window_theta", "qk_norm", "qkv_bias", "o_bias", "sinks", "segments", "unit_norms",
+    "post_norms", "embed_scale", "q_lora_rank", "kv_lora_rank", "mtp_layers", "mtp_weight",
+)  # fmt: skip
+ACTIVATIONS = ("silu", "gelu", "clamped")
 _WITHOUT = {"gpt": (*_TURNED, *_EXPERTS), "llama": ("positions", *_EXPERTS), "moe": ("positions", "zigzag")}
 
 
@@ -46,6 +51,18 @@ class DecoderSizes:
     `rope_scaling` is as `core.ops.rotary.RotaryScaling` reads it: `llama3 factor=8 ...`.
     Tokens and targets are in `zigzag` order over so many tiles: see `core.ops.zigzag`.
     `capacity_factor` is what of its even share of tokens an expert has room for in a sequence, 0: all that come.
+
+    A token of a layer with a `window` sees so many, itself the last. `windows` says which layers have one, by letters
+    of a period of layers: `wf` every other; by default all. `window_theta` is their `rope_theta`, without scaling.
+    `attention_cap` and `logit_cap` c bend scores and logits x to c tanh(x / c); scores are scaled by `score_scale`.
+    With `sinks` every head has a score more, of nothing. With `segments` there is an input of this name, `[batch
+    sequence]`: the number of the sequence that a token is of, where several are packed into one.
+    To a loss is added, of every layer with experts, `balance_loss` times experts times the sum over them of the part of
+    choices that each has by its mean probability (arXiv 2101.03961, 2.2, of a microbatch's tokens), and
+    `router_z_loss` times the mean square of the logarithm of the sum of exponentials of scores (arXiv
+    2202.08906, 2.2). With `mtp_layers` D modules predict a token further each, by one layer more (arXiv 2412.19437,
+    2.2), and `mtp_weight` / D of their losses is added; a config calls them `num_nextn_predict_layers`.
+    Gains of `unit_norms` are what is stored, and 1; with `post_norms` what a layer adds is normed, too.
     """
 
     family: str
@@ -68,6 +85,19 @@ class DecoderSizes:
     rotary_dim: int = 0
     qk_norm: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    window: int = 0
+    windows: str = ""
+    window_theta: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    score_scale: float = 0.0
+    sinks: bool = False
+    segments: bool = False
+    unit_norms: bool = False
+    post_norms: bool = False
+    embed_scale: float = 0.0
+    activation: str = ""
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     experts: int = 0
@@ -79,6 +109,12 @@ class DecoderSizes:
     router_groups: int = 1
     router_groups_kept: int = 1
     router_scale: float = 1.0
+    router_norm: bool = True
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
+    mtp_layers: int = 0
+    mtp_weight: float = 0.3
+    shared_gate: bool = False
     capacity_factor: float = 1.0
     cache: int = 0
     zigzag: int = 1
@@ -101,6 +137,8 @@ class DecoderSizes:
             "head_dim": width,
             "value_dim": width,
             "rotary_dim": width // 3 if latent else 0,
+            "windows": "w" if self.window else "f",
+            "activation": "" if gpt else "silu",
             "router": ("sigmoid" if latent else "softmax") if self.experts else "",
             "model_type": "gpt2" if gpt else "llama" if not self.experts else "deepseek_v3" if latent else "qwen3_moe",
         }
@@ -117,7 +155,12 @@ class DecoderSizes:
         usual = {f.name: f.default for f in fields(self)}
         legal = {name: usual[name] for name in _WITHOUT[self.family]} | {"gated_mlp": not gpt}
         legal |= {"kv_heads": self.heads} if gpt or latent else {}
-        legal |= {"qk_norm": False, "qkv_bias": False} if latent else {"value_dim": self.head_dim, "rotary_dim": 0}
+        legal |= {"activation": ""} if gpt else {}
+        legal |= (
+            {"qk_norm": False, "qkv_bias": False, "o_bias": False}
+            if latent
+            else {"value_dim": self.head_dim, "rotary_dim": 0}
+        )
         if self.router != "sigmoid":
             legal |= {name: usual[name] for name in ("router_groups", "router_groups_kept", "router_scale")}
         for name, value in legal.items():
@@ -126,6 +169,17 @@ class DecoderSizes:
         _check(self, "kv_heads", "ffn", *(("experts", "experts_per_token") if self.family == "moe" else ()))
         if not self.rope_theta:
             self._refuse("rope_theta", "is above 0")
+        if not gpt:
+            border.choice("Model.load: activation", self.activation, ACTIVATIONS, ShardplanError)
+        if {*self.windows} - {*("wf" if self.window else "f")}:
+            self._refuse("windows", "are letters w (of a window) and f (full), and f alone without a window")
+        for name in ("balance_loss", "router_z_loss"):
+            if getattr(self, name) and self.router != "softmax":
+                self._refuse(name, "is 0 where the router is no softmax")
+        if self.mtp_layers and self.zigzag > 1:
+            self._refuse("zigzag", "is 1 with mtp_layers")
+        if self.segments and self.cache:
+            self._refuse("segments", "is False with a cache")
         try:
             RotaryScaling.parse(self.rope_scaling)
         except ParseError as error:
@@ -160,6 +214,23 @@ class DecoderSizes:
     def ratio(self) -> int:
         """Query heads to a key head."""
         return self.heads // self.kv_heads
+
+    def layer_runs(self, first: int, last: int) -> list[tuple[range, int]]:
+        """Return layers in runs whose bodies are alike, and how many layers a body of each has: `windows` repeat."""
+        kinds = [self.windows[k % len(self.windows)] for k in range(first, last)]
+        period = next(
+            p for p in range(1, last - first + 1) if all(a == b for a, b in zip(kinds, kinds[p:], strict=False))
+        )
+        whole = (last - first) // period * period
+        if period > 1 and whole < 2 * period:  # nothing repeats: runs of layers of one kind
+            ends = [k for k in range(first + 1, last) if kinds[k - first] != kinds[k - first - 1]]
+            return [(range(a, b), 1) for a, b in zip((first, *ends), (*ends, last), strict=True)]
+        rest = self.layer_runs(first + whole, last) if first + whole < last else []
+        return [(range(first, first + whole), period), *rest]
+
+    def has_window(self, layer: int) -> bool:
+        """Say whether a layer has a window."""
+        return self.windows[layer % len(self.windows)] == "w"
 
     @property
     def capacity(self) -> int:

@@ -10,7 +10,8 @@
 - `composed`  `Composed`: an op that says only its decomposition; Backward, its gradient
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Write, Iota, Constant
-- `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, Attention, CrossEntropy, ...
+- `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, CrossEntropy, ...
+- `attention` Attention: causal, in windows, of packed sequences
 - `rotary`    Rotary, and how long contexts scale its angles
 - `query_tiles`  attention a few rows of queries at a time
 - `overlapped` `Overlapped`: an op that computes between its messages
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
+from shardplan.core.ops.attention import Attention
 from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.composed import Backward
@@ -36,7 +38,6 @@ from shardplan.core.ops.fused import EmbeddingBagAllToAll, GemmAllToAll, GemvAll
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd, Write
 from shardplan.core.ops.layers import (
-    Attention,
     ClassSums,
     Concat,
     CrossEntropy,

@@ -301,6 +301,9 @@ class General(Collective):
         keys = np.concatenate([senders * width + receivers for senders, receivers, _ in moves])
         sizes = [elements * x.itemsize for x, (_, _, elements) in zip(operands, moves, strict=True)]
         weights = np.concatenate(sizes).astype(np.float64)
+        if len(moves) == 1 and not has_box_table(t, u):  # a device has one tile, so that no pair stands there twice
+            order = np.argsort(keys, kind="stable")
+            return t.mesh.ids[moves[0][0][order]], u.mesh.ids[moves[0][1][order]], weights[order]
         unique, index = np.unique(keys, return_inverse=True)
         return t.mesh.ids[unique // width], u.mesh.ids[unique % width], np.bincount(index, weights, len(unique))
 

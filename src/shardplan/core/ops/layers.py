@@ -1,4 +1,4 @@
-"""What a transformer's layers are made of, said by decomposition alone: norms, softmax, attention, losses."""
+"""What a transformer's layers are made of, said by decomposition alone: norms, softmax, losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 from string import ascii_lowercase
 from typing import ClassVar
 
-from shardplan.core import border
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
@@ -18,11 +17,7 @@ from shardplan.core.ops.composed import Backward, Composed
 from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, LocalRun, Where, check_arity
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
-from shardplan.core.ops.products import Einsum
-from shardplan.core.ops.query_tiles import QueryTiles
-from shardplan.core.ops.ring import RingAttention, mask_scores
 from shardplan.core.ops.row_tiles import tile_rows
-from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
@@ -227,71 +222,6 @@ class EmbeddingBag(Composed):
         table, ids = operands
         rows = math.prod(ids.local_shape(0)) * math.prod(table.local_shape(0)[1:]) * table.itemsize
         return ids.local_bytes() + rows + self.infer(*operands)[0].local_bytes()
-
-
-@dataclass(frozen=True, slots=True)
-class Attention(Composed):
-    """Queries `[b s g r d]`, keys `[b t g d]` and values `[b t g e]`, r query heads to a key head: `[b s g r e]`.
-
-    With `causal` a query sees keys up to its own position, which is its index, plus a fourth operand where there is
-    one: an i32 scalar, how many positions came before (a cache of keys). Scores are scaled by `scale`, by default the
-    root of 1/d. A sequence that attends to itself may be in `zigzag` order, over so many tiles: see `zigzag`.
-    """
-
-    name: ClassVar[str] = "attention"
-    causal: bool = True
-    scale: float = 0.0
-    zigzag: int = 1
-
-    @property
-    def kernel_class(self) -> KernelClass:
-        """Attention."""
-        return "scores"
-
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
-        """Scores, softmax over the keys, and their mean of the values."""
-        q, k = check_arity(self.name, operands[:3], 3)[:2]
-        scores = d(Einsum("bsgrd,btgd->bgrst"), widened(d, "0"), widened(d, "1"))
-        scores = d(Elementwise(f"a * {self.scale or q.shape[-1] ** -0.5}"), scores)
-        border.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
-        if self.zigzag > 1 and (len(operands) > 3 or q.shape[1] != k.shape[1]):
-            raise TypingError(f"zigzag={self.zigzag} of {q} with keys {k}; legal is 1, or a sequence and itself")
-        if self.causal and self.zigzag > 1:
-            column = Zigzag(q.shape[1], self.zigzag).write_positions(d, q.mesh)
-            row = d(Reshape("s -> s one=1"), column)
-            scores = mask_scores(d, row, column, scores)
-        elif self.causal:
-            row = d(Iota("i32", (q.shape[1], 1), 0, Layout((q.layout.dims[1], ())), q.mesh))
-            if len(operands) > 3:
-                row = d(Elementwise("a + b"), row, "3")
-            column = d(Iota("i32", (k.shape[1],), 0, Layout((k.layout.dims[1],)), k.mesh))
-            scores = mask_scores(d, row, column, scores)
-        out = d(Einsum("bgrst,btge->bsgre"), _softmax(d, scores, 4), widened(d, "2"))
-        return [cast_to(d, out, q.dtype)]
-
-    def bind(self, operands: Sequence[TensorType], where: Where) -> LocalRun:
-        """Rows of queries at a time, so that few scores are there at once."""
-        tiles = self._tiles(operands, where)
-        return super(Attention, self).bind(operands, where) if tiles is None else tiles.forward
-
-    def bind_gradient(self, operands: Sequence[TensorType], where: Where, needs: Sequence[int]) -> LocalRun | None:
-        """The same back."""
-        tiles = self._tiles(operands, where)
-        return None if tiles is None else partial(tiles.backward, needs)
-
-    def _tiles(self, operands: Sequence[TensorType], where: Where) -> QueryTiles | None:
-        order = Zigzag(operands[0].shape[1], self.zigzag) if self.causal else None
-        return QueryTiles.of(operands, where, self.scale or operands[0].shape[-1] ** -0.5, order)
-
-    def in_rounds(self, *operands: TensorType) -> RingAttention | None:
-        """Keys and values go round where a sequence attends to itself, and not to a cache."""
-        alike = len(operands) == 3 and operands[0].shape[1] == operands[1].shape[1]
-        return RingAttention(self.causal, self.scale, self.zigzag) if alike else None
-
-    def share(self, *operands: TensorType) -> float:
-        """A causal kernel skips keys after the queries: half of them, where both are of one length."""
-        q, k = operands[:2]
-        return 1 - q.shape[1] / (2 * k.shape[1]) if self.causal else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,16 @@ from shardplan.core.ops.overlapped import Overlapped
 from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
 from shardplan.core.ops.reduction import ReduceScatter
-from shardplan.core.ops.ring_rounds import MASKED, SEQUENCE, KeyTile, TileRing, tile_backward, tile_forward, whole_block
+from shardplan.core.ops.ring_rounds import (
+    MASKED,
+    SEQUENCE,
+    KeyTile,
+    ScoreRule,
+    TileRing,
+    tile_backward,
+    tile_forward,
+    whole_block,
+)
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
@@ -53,6 +62,8 @@ class _Rotating(Overlapped):
     causal: bool = True
     scale: float = 0.0
     zigzag: int = 1
+    window: int = 0
+    cap: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the order."""
@@ -75,6 +86,9 @@ class _Rotating(Overlapped):
     def _order(self, q: TensorType) -> Zigzag | None:
         return Zigzag(q.shape[SEQUENCE], self.zigzag) if self.causal else None
 
+    def _score_rule(self, q: TensorType) -> ScoreRule:
+        return ScoreRule(self._scale(q), self._order(q), self.window, self.cap)
+
     def _scale(self, q: TensorType) -> float:
         return self.scale or q.shape[-1] ** -0.5
 
@@ -82,21 +96,28 @@ class _Rotating(Overlapped):
         """Write scaled scores `[b s g r t]` of queries and all keys."""
         t, u = d.types[q], d.types[k]
         x = d(Elementwise(f"a * {self._scale(t)}"), d(Einsum("bsgrd,btgd->bsgrt"), q, k))
+        x = cap_scores(d, self.cap, x)
         if not self.causal:
             return x
         column = Zigzag(u.shape[1], self.zigzag).write_positions(d, t.mesh)
         axes = self.members(t)
         row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
-        return mask_scores(d, row, column, x)
+        return mask_scores(d, row, column, x, self.window)
 
     def _gather_sequence(self, d: Draft, name: str) -> str:
         axes = self.members(d.types[name])
         return d(AllGather(SEQUENCE, axes), name) if axes else name
 
 
-def mask_scores(d: Draft, row: str, column: str, scores: str) -> str:
-    """Write scores of which those of a position `column` behind the position `row` do not count."""
-    late = d(Cast("bool"), d(Elementwise("where(a < b, 1, 0)"), row, column))
+def cap_scores(d: Draft, cap: float, scores: str) -> str:
+    """Write scores that are bent to be below a cap; 0: none."""
+    return d(Elementwise(f"{cap} * tanh(a / {cap})"), scores) if cap else scores
+
+
+def mask_scores(d: Draft, row: str, column: str, scores: str, window: int = 0) -> str:
+    """Write scores of which those of a position `column` behind `row`, or a `window` before it, do not count."""
+    seen = f"where(a - b < {window}, 0, 1)" if window else "0"
+    late = d(Cast("bool"), d(Elementwise(f"where(a < b, 1, {seen})"), row, column))
     return d(Elementwise(f"where(a, {MASKED}, b)"), late, scores)
 
 
@@ -156,7 +177,11 @@ class RingAttention(_Rotating):
         inner = draft(Einsum("bsgre,bsgre->bsgr"), widened(draft, came), widened(draft, results[0]))
         inner = draft(Elementwise("a - b"), inner, more)
         return draft.write_step(
-            RingAttentionBackward(self.causal, self.scale, self.zigzag), *operands, results[1], inner, came
+            RingAttentionBackward(self.causal, self.scale, self.zigzag, self.window, self.cap),
+            *operands,
+            results[1],
+            inner,
+            came,
         )
 
     def lowering(self, operands: Sequence[TensorType], devices: Ints, algorithm: str = "") -> Lowering:
@@ -168,7 +193,7 @@ class RingAttention(_Rotating):
         buffers = {f"t{k}": Buffer(ring.most * (ring.size > 1), operands[1].dtype) for k in (0, 1)}
         if out.buffer == "sum":
             buffers["sum"] = Buffer(out.elements, kind)
-        run = partial(tile_forward, scale=self._scale(operands[0]), order=self._order(operands[0]))
+        run = partial(tile_forward, rule=self._score_rule(operands[0]))
         work = 2 * sum(t.shape[-1] for t in (operands[0], operands[2])) + _PAIRS + self.causal
 
         def rounds() -> Iterator[Round]:
@@ -234,9 +259,12 @@ class RingAttentionBackward(_Rotating):
         came, of = widened(d, "5"), operands[0].dtype
         one = " ".join("bsgr")
         lse, less = (d(Reshape(f"{one} -> {one} one=1"), name) for name in ("3", "4"))
-        p = d(Elementwise("exp(a - b)"), self._scores(d, q, k), lse)
+        scores = self._scores(d, q, k)
+        p = d(Elementwise("exp(a - b)"), scores, lse)
         ds = d(Elementwise("a - b"), d(Einsum("bsgre,btge->bsgrt"), came, v), less)
         ds = d(Elementwise(f"a * b * {self._scale(operands[0])}"), p, ds)
+        if self.cap:  # the slope of the bend, 0 where a score is masked
+            ds = d(Elementwise(f"a * (1 - (maximum(b, -{self.cap}) / {self.cap}) ** 2)"), ds, scores)
         found = [d(Einsum("bsgrt,btgd->bsgrd"), ds, k)]
         for spec, x, y in (("bsgrt,bsgrd->btgd", ds, q), ("bsgrt,bsgre->btge", p, came)):
             made = d(Einsum(spec), x, y)
@@ -258,7 +286,7 @@ class RingAttentionBackward(_Rotating):
             buffers["sum"] = Buffer(np.prod(ring.queries, axis=1), kind)
         buffers["part"] = Buffer(ring.most * (not alone), kind)
         dq = whole_block("y0" if joint else "sum", ring.queries)
-        run = partial(tile_backward, scale=self._scale(operands[0]), order=self._order(operands[0]))
+        run = partial(tile_backward, rule=self._score_rule(operands[0]))
         work = 2 * (3 * operands[0].shape[-1] + 2 * operands[2].shape[-1]) + _PAIRS_BACK + self.causal
 
         def sums(r: int) -> KeyTile:

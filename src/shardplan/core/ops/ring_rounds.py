@@ -147,22 +147,43 @@ def return_arrays(xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any
     return arrays
 
 
-def _scores(xp: Namespace, q: Tensor, k: Tensor, numbers: Sequence[Any], scale: float, order: Zigzag | None) -> Tensor:
-    """Scaled scores `[b s g r t]`; `numbers` are the indices of the first query and key."""
-    x = xp.einsum("bsgrd,btgd->bsgrt", q, k) * scale
-    if order is None:
-        return x
-    row, column = (order.positions(xp, xp.arange(y.shape[1]) + first) for y, first in zip((q, k), numbers, strict=True))
-    late = row[:, None, None, None] < column
-    return xp.where(late, xp.full((), MASKED, xp.dtype(x)), x)
+class ScoreRule(NamedTuple):
+    """How scores are made: their scale, in what order positions are, where they are causal, a window and a cap."""
+
+    scale: float
+    order: Zigzag | None
+    window: int = 0
+    cap: float = 0.0
+
+    def score_tile(
+        self, xp: Namespace, q: Tensor, k: Tensor, numbers: Sequence[Any], apart: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return scores `[b s g r t]`, and of capped ones what they are beside the cap.
+
+        `numbers` are the indices of the first query and key; pairs that are `apart` do not count.
+        """
+        x, bent = xp.einsum("bsgrd,btgd->bsgrt", q, k) * self.scale, None
+        if self.cap:
+            bent = xp.tanh(x / self.cap)
+            x = bent * self.cap
+        masked = xp.full((), MASKED, xp.dtype(x))
+        if self.order is not None:
+            row, column = (
+                self.order.positions(xp, xp.arange(y.shape[1]) + first)
+                for y, first in zip((q, k), numbers, strict=True)
+            )
+            row = row[:, None, None, None]
+            late = row < column
+            x = xp.where(late | (row - column >= self.window) if self.window else late, masked, x)
+        return (x if apart is None else xp.where(apart, masked, x)), bent
 
 
 def tile_forward(
-    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], scale: float, order: Zigzag | None
+    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], rule: ScoreRule, apart: Tensor | None = None
 ) -> Sequence[Tensor]:
     """Fold attention to a tile into what was found so far."""
     q, k, v, *state = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
-    x = _scores(xp, q, k, numbers, scale, order)
+    x, _ = rule.score_tile(xp, q, k, numbers, apart)
     top = xp.reduce("max", x, (4,), True, -np.inf)
     e = xp.exp(x - top)
     total = xp.reduce("sum", e, (4,), True, 0)
@@ -177,12 +198,14 @@ def tile_forward(
 
 
 def tile_backward(
-    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], scale: float, order: Zigzag | None
+    xp: Namespace, arrays: Sequence[Tensor], numbers: Sequence[Any], rule: ScoreRule, apart: Tensor | None = None
 ) -> Sequence[Tensor]:
     """Add to the cotangents of queries what a tile brings, and return the tile's own."""
     q, k, v, lse, less, came, *before = (xp.astype(x, wide(xp.dtype(x))) for x in arrays)
-    p = xp.exp(_scores(xp, q, k, numbers, scale, order) - lse[..., None])
-    ds = p * (xp.einsum("bsgre,btge->bsgrt", came, v) - less[..., None]) * scale
+    x, bent = rule.score_tile(xp, q, k, numbers, apart)
+    p = xp.exp(x - lse[..., None])
+    ds = p * (xp.einsum("bsgre,btge->bsgrt", came, v) - less[..., None]) * rule.scale
+    ds = ds if bent is None else ds * (1 - bent * bent)
     dq = xp.einsum("bsgrt,btgd->bsgrd", ds, k)
     dk, dv = xp.einsum("bsgrt,bsgrd->btgd", ds, q), xp.einsum("bsgrt,bsgre->btge", p, came)
     return (dq + before[0] if before else dq), dk, dv

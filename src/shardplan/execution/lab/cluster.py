@@ -59,6 +59,8 @@ class Cluster:
             raise TopologyError(f"leaf={self.leaf!r}; legal are {', '.join(get_args(Leaf))}")
         if self.topology.size > MOST_RANKS:
             raise TopologyError(f"{self.topology.size} ranks; the lab runs a process for each, at most {MOST_RANKS}")
+        if any(level.rails for level in self.topology.levels):
+            raise TopologyError("a level has rails; the lab builds units of one switch each")
         if not MTU * 2 <= self.bucket <= LIMIT:
             raise TopologyError(f"bucket={self.bucket}; legal are {MTU * 2} to {LIMIT} bytes")
         object.__setattr__(self, "tree", Tree(self.topology, shared=self.leaf == "lo"))

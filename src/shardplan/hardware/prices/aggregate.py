@@ -6,7 +6,6 @@ Groups, members and bytes are as in `traffic`; in order of ids, the members in o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,12 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints, Load
+from shardplan.hardware.prices.link_loads import all_to_all_load, next_alike, ring_load
 from shardplan.hardware.topology import Topology
-
-# Pairs of units that are listed one by one on a ring, torus or mesh (some arrays of 32 MB); above, traffic is summed
-# dim by dim, which costs the same for any number of pairs.
-_LISTED = 1 << 22
-_BLOCK = 1 << 24  # numbers in the tables of one block of rows of such a sum: 128 MB
 
 
 def units_spanned(members: Ints, topology: Topology) -> Ints:
@@ -68,6 +63,39 @@ class Laid:
             found.append(_Inside(unit, run, size, size[run]))
         return found
 
+    def beside(self, j: int) -> Ints:
+        """How many members every member reaches without crossing level j, itself too, in the order of `device`."""
+        if not self.fabric.wires[j].level.rails:
+            return self.levels[j].inside
+        leaf, node = self.leaf_runs(j), self.levels[j + 1]
+        both = _number_pairs(leaf, node.run)
+        return np.bincount(leaf)[leaf] + node.inside - np.bincount(both)[both]
+
+    def leaf_runs(self, j: int) -> Ints:
+        """Number the members of one group on one leaf of level j, one of rails, in the order of `device`."""
+        return _number_pairs(self.group, self.fabric.rail(j, self.device))
+
+    def strays(self, j: int) -> Floats:
+        """Return what part of what its node sends on a walk each member sends from leaf to leaf of one unit of level j.
+
+        Members of a node share what it sends, each on its rail, and those stray whose rail some node of the unit lacks.
+        Level j is one of rails; [members], in the order of `device`.
+        """
+        node, unit = self.levels[j + 1], self.levels[j]
+        head = np.flatnonzero(np.diff(node.run, prepend=-1))
+        nodes = np.bincount(unit.run[head])[unit.run]
+        leaf = self.leaf_runs(j)
+        on = _number_pairs(leaf, node.run)
+        first = np.unique(on, return_index=True)[1]
+        there = np.bincount(leaf[first])[leaf]  # nodes that have a member on this leaf
+        walk = self.walk.times[j]
+        left = np.zeros(len(self.device))
+        if walk is not None:
+            key = self.group * self.fabric.wires[j].units + unit.unit
+            at = np.minimum(np.searchsorted(walk[0], key), max(0, len(walk[0]) - 1))
+            left = np.where(walk[0][at] == key, walk[1][at], 0) if len(walk[0]) else left
+        return np.where(there < nodes, (nodes - left) / nodes / node.inside, 0.0)
+
     @cached_property
     def nodes(self) -> Ints:
         """How many nodes every group spans, [G]."""
@@ -94,6 +122,15 @@ class Laid:
         """The walk of every group through its nodes."""
         return ring_crossings(self)
 
+    def walk_bytes(self, volume: Floats) -> Floats:
+        """Return the bytes that cross each level on a walk whose edges carry `volume`, [G]: [L]."""
+        moved = self.walk.sum_edges(volume)
+        for j, wires in enumerate(self.fabric.wires):
+            if wires.level.rails:
+                stray = float(volume[self.group] @ self.strays(j))
+                moved[j : j + 2] += stray, -stray
+        return moved
+
 
 def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     """Price the pairwise all-to-all: every member sends B/k to every other, on the rails of their devices.
@@ -106,14 +143,15 @@ def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     load: list[Floats | None] = []
     hops = np.zeros((len(fabric.wires), len(device)))
     together = np.full(len(device), k)  # members of the group in the same unit as this one, one level further out
-    for j, (wires, (unit, run, size, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
+    for j, (wires, (unit, run, size, _)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
+        inside = laid.beside(j)
         hops[j] = together - inside
         if wires.level.link == "switch":
             out = part * (k - inside)
             load.append(fabric.port_load(j, (device, out), (device, out)) if bool((inside < k).any()) else None)
         elif bool(hops[j].any()):
             heads = np.flatnonzero(np.diff(run, prepend=-1))
-            load.append(_link_load(j, heads // k, unit[heads], size, part[heads], fabric))
+            load.append(all_to_all_load(j, heads // k, unit[heads], size, part[heads], fabric))
         else:
             load.append(None)
         together = inside
@@ -133,91 +171,27 @@ def other_nodes(laid: Laid) -> Floats:
         for j in range(far):
             run = laid.levels[j].run
             inside = np.bincount(run[head])[run]
+            if laid.fabric.wires[j].level.rails:
+                inside = _nodes_beside(laid, j, head)
             found[j] = together - inside
             together = inside
     return found
 
 
-def _partners(row: Ints) -> tuple[Ints, Ints]:
-    """Return every ordered pair of different entries of one row, rows being numbered in order: first, second."""
-    count = np.bincount(row)
-    width = count[row]
-    first = np.repeat(np.arange(len(row)), width)
-    # `second` counts from where the row of `first` starts.
-    starts = np.repeat((np.cumsum(count) - count)[row], width)
-    second = starts + np.arange(len(first)) - np.repeat(np.cumsum(width) - width, width)
-    keep = first != second
-    return first[keep], second[keep]
+def _nodes_beside(laid: Laid, j: int, head: Ints) -> Ints:
+    """How many nodes every member reaches whole without crossing level j, one of rails: its own, and those on its leaf.
 
-
-def _next(label: Ints) -> Ints:
-    """Return for every entry the place of the next one of its label, closing the ring; equal labels are neighbours."""
-    after = np.arange(1, len(label) + 1)
-    last = np.flatnonzero(np.diff(label, append=-1))
-    after[last] = np.concatenate([[0], last[:-1] + 1])[: len(last)]
-    return after
-
-
-def _siblings(group: Ints, parent: Ints) -> Ints:
-    """Number the runs of entries of one group under one parent, in order."""
-    return np.cumsum(np.concatenate([[True], (group[1:] != group[:-1]) | (parent[1:] != parent[:-1])])) - 1
-
-
-def _link_load(j: int, group: Ints, unit: Ints, members: Ints, part: Floats, fabric: Fabric) -> Floats:
-    """The load of the traffic of (group, unit) pairs, in order, between the children of one parent.
-
-    `members` are the members of the group in the unit, `part` is what one of them sends another; all [pairs].
+    `head` are the first members in their nodes.
     """
-    level = fabric.wires[j].level
-    parent = unit // level.size
-    row = _siblings(group, parent)
-    if int((np.bincount(row) ** 2).sum()) <= _LISTED or level.link == "full":
-        first, second = _partners(row)
-        return fabric.link_load(j, unit[first], unit[second], part[first] * members[first] * members[second])
-    child, parents = unit % level.size, parent[np.flatnonzero(np.diff(row, prepend=-1))]
-    dims = range(len(level.extents))
-    return np.concatenate([_all_to_all_load(j, dim, row, parents, child, members, part, fabric) for dim in dims])
+    node, leaf = laid.levels[laid.fabric.far - 1].run, laid.leaf_runs(j)
+    one = np.minimum.reduceat(leaf, head) == np.maximum.reduceat(leaf, head)  # nodes with all members on one leaf
+    whole = np.bincount(leaf[head[one]], minlength=int(leaf.max()) + 1)[leaf]
+    return np.where(one[node], whole, whole + 1)
 
 
-def _all_to_all_load(
-    j: int, dim: int, row: Ints, parents: Ints, child: Ints, members: Ints, part: Floats, fabric: Fabric
-) -> Floats:
-    """The load of one dim in an all-to-all, the dims being crossed in order.
-
-    On a line of dim `dim` the coordinates of earlier dims are already the receiver's, those of later ones still the
-    sender's. So what goes from one coordinate to another on a line is a product of sums: over the senders that agree in
-    the later coordinates (`late`), and over the receivers that agree in the earlier ones (`early`).
-    """
-    extents = fabric.wires[j].level.extents
-    before, extent, after = math.prod(extents[:dim]), extents[dim], math.prod(extents[dim + 1 :])
-    here = child // after % extent
-    seconds = np.zeros(2 * fabric.wires[j].units)
-    loads: dict[int, Floats] = {}  # by parent: bytes from (coordinate, late) to (early, coordinate), over its groups
-    block = max(1, _BLOCK // (before * extent * after))
-    for parent in np.unique(parents):
-        rows = np.flatnonzero(parents == parent)
-        total = np.zeros((extent * after, before * extent))
-        for begin in range(0, len(rows), block):
-            chosen = rows[begin : begin + block]
-            local = np.full(len(parents), -1)
-            local[chosen] = np.arange(len(chosen))
-            at = local[row]
-            mine = at >= 0
-            at, count, x = at[mine], members[mine], here[mine]
-            late, early = child[mine] % after, child[mine] // (extent * after)
-            width = extent * after
-            source = np.bincount(at * width + x * after + late, count * part[mine], len(chosen) * width)
-            width = before * extent
-            target = np.bincount(at * width + early * extent + x, count, len(chosen) * width)
-            total += source.reshape(len(chosen), -1).T @ target.reshape(len(chosen), -1)
-        loads[int(parent)] = total.reshape(extent, after, before, extent)
-    for parent, total in loads.items():
-        start, late, early, end = (index.reshape(-1) for index in np.indices(total.shape))
-        nbytes = total.reshape(-1)
-        keep = (nbytes > 0) & (start != end)
-        line = (parent * before + early) * after + late
-        seconds += fabric.line_load(j, dim, line[keep], start[keep], end[keep], nbytes[keep])
-    return seconds
+def _number_pairs(one: Ints, other: Ints) -> Ints:
+    """Number pairs of two numbers, equal for equal pairs."""
+    return np.unique(one * (1 + other.max(initial=0)) + other, return_inverse=True)[1].reshape(-1)
 
 
 def in_network(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
@@ -270,7 +244,7 @@ def ring_crossings(laid: Laid) -> Crossings:
         keys, first = np.unique(number, return_index=True)
         order = np.lexsort((first, keys // wires.units))
         group, node = keys[order] // wires.units, keys[order] % wires.units
-        after = _next(group)
+        after = next_alike(group)
         for j in range(fabric.far - 1):
             unit = node * wires.stride // fabric.wires[j].stride
             leaves = unit != unit[after]
@@ -283,13 +257,13 @@ def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
     """Return the load when every unit that a group crosses gives out and takes in some bytes: `near` or `far`, [G].
 
     Over ports they are dealt out to the members in the unit, each on its rail, and count as often as the group's walk
-    leaves the unit; over links they are dealt out to all links between the members' units (`_rings`).
+    leaves the unit; over links they are dealt out to all links between the members' units (`ring_load`).
     """
     k, device, group, fabric = laid.k, laid.device, laid.group, laid.fabric
     load: list[Floats | None] = []
     for j, (wires, (unit, run, _, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
         volume = far if j < fabric.far else near
-        if not bool((inside < k).any()):
+        if not bool((inside < k).any()) and not (wires.level.rails and bool(laid.strays(j).any())):
             load.append(None)
         elif wires.level.link == "switch":
             out = np.where(inside < k, volume[group] / inside, 0.0)
@@ -297,62 +271,10 @@ def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
             if walk is not None:
                 at = np.searchsorted(walk[0], group * wires.units + unit)
                 out[inside < k] *= walk[1][at[inside < k]]
+            if wires.level.rails:
+                out += volume[group] * laid.strays(j)
             load.append(fabric.port_load(j, (device, out), (device, out)))
         else:
             heads = np.flatnonzero(np.diff(run, prepend=-1))
-            load.append(_rings(j, group[heads], unit[heads], volume, fabric))
+            load.append(ring_load(j, group[heads], unit[heads], volume, fabric))
     return tuple(load)
-
-
-def _rings(j: int, group: Ints, unit: Ints, volume: Floats, fabric: Fabric) -> Floats | None:
-    """The load of rings over all links between children of one parent that (group, unit) pairs name, in order.
-
-    On a `full` level every ordered pair carries an equal part. On a ring, torus or mesh one ring goes each way along
-    every dim in which a group has several units, with an equal part of the bytes for every dim, or two where it closes
-    around the dim; units that are no grid, or a line of several dims, are one ring in their order, each way.
-    """
-    level = fabric.wires[j].level
-    row = _siblings(group, unit // level.size)
-    count = np.bincount(row)
-    if int(count.max()) < 2:
-        return None
-    if level.link == "full":
-        first, second = _partners(row)
-        return fabric.link_load(j, unit[first], unit[second], volume[group[first]] / (count[row[first]] - 1))
-    place = np.array(np.unravel_index(unit % level.size, level.extents))
-    rows = np.arange(len(count))
-    kinds = np.array([_distinct(row, x, rows) for x in place])  # distinct coordinates of every row [dims, rows]
-    grid = kinds.prod(axis=0) == count
-    sender: list[Ints] = []
-    receiver: list[Ints] = []
-    weight: list[Floats] = []
-    for dim in range(len(level.extents)):
-        line = fabric.line(j, dim, row, place)
-        chosen = np.flatnonzero(grid[row] & (kinds[dim][row] > 1))
-        _ring_edges(chosen[np.lexsort((place[dim][chosen], line[chosen]))], line, sender, receiver)
-        gap = np.zeros(len(count))
-        ahead = (place[dim][receiver[-1]] - place[dim][sender[-1]]) % level.extents[dim]
-        np.maximum.at(gap, row[sender[-1]], ahead)
-        closes = (2 * gap < level.extents[dim]) & (level.link != "mesh")
-        weight.append(np.where(kinds[dim] > 1, np.where(closes, 2.0, 1.0), 0.0) * grid)
-    _ring_edges(np.flatnonzero(~grid[row]), row, sender, receiver)
-    weight.append(np.where(grid, 0.0, 1.0))
-    total = np.sum(weight, axis=0)
-    part = np.concatenate([w[row[s]] / (2 * total[row[s]]) for w, s in zip(weight, sender, strict=True)])
-    a, b = np.concatenate(sender), np.concatenate(receiver)
-    nbytes = np.tile(part * volume[group[a]], 2)
-    return fabric.link_load(j, unit[np.concatenate([a, b])], unit[np.concatenate([b, a])], nbytes)
-
-
-def _distinct(row: Ints, value: Ints, rows: Ints) -> Ints:
-    """How many distinct values every row has, [rows]."""
-    width = int(value.max()) + 1
-    return np.bincount(np.unique(row * width + value) // width, minlength=len(rows))
-
-
-def _ring_edges(order: Ints, line: Ints, sender: list[Ints], receiver: list[Ints]) -> None:
-    """Add the edges of rings through entries in this order, one ring for each line; a line of one has none."""
-    after = _next(line[order])
-    keep = after != np.arange(len(order))
-    sender.append(order[keep])
-    receiver.append(order[after[keep]])

@@ -10,7 +10,8 @@ further in are not used, every device having its own way out.
 A *load* is by level the seconds that every resource is busy, None where a level carries nothing; loads of what runs at
 once add. The uplinks of a unit are dealt out to its devices, neighbours first, so that each has its *rail*: a flow uses
 the rail of its sender out of a unit, and of its receiver into one. Units with fewer devices than uplinks give each
-device an equal share of them. Parallel links of two children act as one.
+device an equal share of them. Parallel links of two children act as one. Over a level of rails a device has the way of
+its NIC, and a flow crosses it wherever its ends have other ways and lie in other nodes, in one unit too.
 
 Devices are topology ids here, levels are numbers j from 0 for the outermost, units are numbered over their whole level.
 Arrays over flows are int64 or float64 [n]; bytes are floats.
@@ -116,7 +117,8 @@ class Fabric:
         units = 1
         for level, stride in zip(topology.levels, topology.strides, strict=True):
             units *= level.size
-            ways = min(level.uplinks, stride) if level.link == "switch" else 1
+            ways = min(level.uplinks, topology.strides[len(wires) + 1] if level.rails else stride)
+            ways = ways if level.link == "switch" else 1
             factors = np.ones(units) if level.degraded else None
             for unit, factor in level.degraded:
                 cast(Floats, factors)[unit] = factor
@@ -162,8 +164,16 @@ class Fabric:
         """Return the outermost level at which senders and receivers differ, L where they are equal: [n]."""
         level = np.full(sender.shape, len(self.wires), dtype=np.int64)
         for j in range(len(self.wires) - 1, -1, -1):  # outwards, so that the outermost difference is written last
-            level[sender // self.wires[j].stride != receiver // self.wires[j].stride] = j
+            level[self.crosses(j, sender, receiver)] = j
         return level
+
+    def crosses(self, j: int, sender: Ints, receiver: Ints) -> NDArray[np.bool_]:
+        """Return which flows leave their unit of level j, on rails their leaf: [n]."""
+        stride = self.wires[j].stride
+        if not self.wires[j].level.rails:
+            return sender // stride != receiver // stride
+        apart = self.rail(j, sender) != self.rail(j, receiver)
+        return apart & (sender // self.wires[j + 1].stride != receiver // self.wires[j + 1].stride)
 
     def level_bytes(self, flows: Flows) -> Floats:
         """Return the bytes whose outermost level crossed is each of the levels: [L]."""
@@ -176,7 +186,7 @@ class Fabric:
         found: list[Floats | None] = []
         for j, wires in enumerate(self.wires):
             out, into = flows.sender // wires.stride, flows.receiver // wires.stride
-            moving = out != into
+            moving = self.crosses(j, flows.sender, flows.receiver) if wires.level.rails else out != into
             if wires.level.link != "switch":
                 # Links join the children of one parent; what comes from further out has its own way in.
                 moving &= out // wires.level.size == into // wires.level.size
@@ -210,6 +220,8 @@ class Fabric:
     def rail(self, j: int, device: Ints) -> Ints:
         """Return the number, over all units of switch level j, of the way that each device has out of its unit."""
         wires = self.wires[j]
+        if wires.level.rails:
+            return device // wires.stride * wires.ways + self.rail(j + 1, device) % wires.ways
         return device * wires.ways // wires.stride
 
     def link_load(self, j: int, out: Ints, into: Ints, nbytes: Floats) -> Floats:

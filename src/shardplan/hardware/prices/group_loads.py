@@ -116,7 +116,7 @@ def routes(fabric: Fabric, sender: Ints, receiver: Ints) -> Loads:
     for j, (wires, first) in enumerate(zip(fabric.wires, resource_starts(fabric).tolist(), strict=False)):
         level = wires.level
         out, into = sender // wires.stride, receiver // wires.stride
-        moving = out != into
+        moving = fabric.crosses(j, sender, receiver)
         if level.link != "switch":
             moving &= out // level.size == into // level.size
         row = np.flatnonzero(moving)
@@ -165,10 +165,7 @@ def _byte_seconds(fabric: Fabric, j: int) -> Floats:
     wires = fabric.wires[j]
     level = wires.level
     if level.link == "switch":
-        way = np.arange(wires.units * wires.ways)
-        device = -(-way * wires.stride // wires.ways)  # the first whose rail it is
-        byte = (device, np.ones(len(way)))
-        return fabric.port_load(j, byte, byte)
+        return np.ones(2 * wires.units * wires.ways) / wires.rates
     unit = np.arange(wires.units)
     if level.link == "full":
         out = np.repeat(unit, level.size)

@@ -57,7 +57,7 @@ def _ring(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffi
         return _flows(list(ring(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
     volume = edge_volume(kind, laid.k) * nbytes
     hops = passes(kind) * laid.fresh.astype(np.float64)
-    return [Traffic(hops, unit_load(laid, volume, volume), laid.walk.sum_edges(volume), _own_bytes(kind, laid, nbytes))]
+    return [Traffic(hops, unit_load(laid, volume, volume), laid.walk_bytes(volume), _own_bytes(kind, laid, nbytes))]
 
 
 def _own_bytes(kind: str, laid: Laid, nbytes: Floats) -> float:
@@ -140,8 +140,10 @@ def messages(flows: Flows, fabric: Fabric) -> Traffic:
     depth, far = len(fabric.wires), fabric.far
     counts: list[Floats] = []
     for end, other in ((flows.sender, flows.receiver), (flows.receiver, flows.sender)):
-        device, at = np.unique(end, return_inverse=True)
-        at, width = at.reshape(-1), len(device)
+        device = np.flatnonzero(np.bincount(end, minlength=1))
+        place = np.zeros(1 + int(end.max(initial=0)), dtype=np.int64)
+        place[device] = np.arange(len(device))
+        at, width = place[end], len(device)
         level = fabric.outermost_level(end, other)
         inner = np.zeros(width, dtype=np.int64)
         keep = np.ones(len(level), dtype=bool)
@@ -149,6 +151,8 @@ def messages(flows: Flows, fabric: Fabric) -> Traffic:
             out = np.flatnonzero(level < far)
             node = fabric.wires[far - 1]
             keep[out] = False
+            if any(wires.level.rails for wires in fabric.wires):
+                out = out[np.argsort(level[out], kind="stable")]  # of a node the outermost level is waited for
             keep[out[np.unique(at[out] * node.units + other[out] // node.stride, return_index=True)[1]]] = True
             inner = np.bincount(at[out], minlength=width)
         hops = np.bincount(level[keep] * width + at[keep], minlength=depth * width).reshape(depth, width)

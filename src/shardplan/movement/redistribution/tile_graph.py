@@ -19,6 +19,7 @@ from shardplan.movement.redistribution.space import MOVE, RENAME, Edges, Space
 
 # Boxes of a graph, types times devices: some 50 ns each to price a row of edges.
 MOST_BOXES = 100_000
+_KEPT = 1 << 12  # boxes of a dim, lists times devices, up to which what meets is remembered: as much for every list
 
 
 class _Meeting(NamedTuple):
@@ -40,9 +41,14 @@ class _Dim:
         self.boxes = np.stack([b[self._numbers(runs)] for b, runs in zip(self.bounds, lists, strict=True)])
         self.size = self.boxes[:, :, 1] - self.boxes[:, :, 0]
         self.tiles = np.array([len(b) for b in self.bounds])
+        self._meetings: dict[tuple[int, bool], _Meeting] = {}
 
     def _bounds(self, n: int, runs: tuple[int, ...]) -> np.ndarray:
         """The start and stop of every tile, in order of their numbers (see `core.messages.tiles`)."""
+        count = math.prod(self.sizes[r] for r in runs)
+        if n % count == 0:
+            low = np.arange(count) * (n // count)
+            return np.stack([low, low + n // count], axis=1)
         low, high = np.array([0]), np.array([n])
         for r in runs:
             chunk = -(-(high - low) // self.sizes[r])
@@ -58,7 +64,20 @@ class _Dim:
             out = out * self.sizes[r] + self.digits[r]
         return out
 
-    def meeting(self, x: int, y: int | slice) -> _Meeting:
+    def meetings(self, end: int, out: bool) -> _Meeting:
+        """Hold the boxes under all lists against the tiles of one, or without `out` those under one against all."""
+        if (end, out) in self._meetings:
+            return self._meetings[end, out]
+        if out:
+            found = self._meeting(end, slice(None))
+        else:
+            rows = [self._meeting(x, slice(end, end + 1)) for x in range(len(self.lists))]
+            found = _Meeting(*(np.concatenate(part) for part in zip(*rows, strict=True)))
+        if self.size.size <= _KEPT:
+            self._meetings[end, out] = found
+        return found
+
+    def _meeting(self, x: int, y: slice) -> _Meeting:
         """Hold the boxes under lists `y` against the tiles of list `x`."""
         bounds, full, own, new = self.bounds[x], self.full[x], self.boxes[x], self.boxes[y]
         first = np.minimum(np.searchsorted(bounds[:, 1], new[..., 0], side="right"), len(bounds) - 1)
@@ -120,13 +139,8 @@ class TileGraph:
         moved = np.zeros(len(here), dtype=np.int64)
         for dim, at in zip(self._dims, self._at, strict=True):
             one, many = int(at[end]), at[here]
-            if out:
-                meeting = dim.meeting(one, slice(None))
-                tiles: np.ndarray | int = int(dim.tiles[one])
-            else:
-                rows = [dim.meeting(x, slice(one, one + 1)) for x in range(len(dim.lists))]
-                meeting = _Meeting(*(np.concatenate(part) for part in zip(*rows, strict=True)))
-                tiles = dim.tiles[many, None]
+            meeting = dim.meetings(one, out)
+            tiles: np.ndarray | int = int(dim.tiles[one]) if out else dim.tiles[many, None]
             kept *= meeting.overlap[many]
             met *= meeting.met[many]
             number = number * tiles + meeting.first[many]

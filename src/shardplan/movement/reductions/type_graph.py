@@ -340,4 +340,6 @@ def _every_line(varies: Digits, zero: Digits, topology: Topology, algorithm: str
         # outermost level that is spanned, else in those that hold them.
         top = next(j for j, unit in enumerate(topology.strides) if unit < max(n * stride for n, stride in varies))
         looked_at = topology.strides[top] * (1 if topology.levels[top].link == "switch" else topology.levels[top].size)
+        rails = (unit for unit, level in zip(topology.strides, topology.levels, strict=True) if level.rails)
+        looked_at = max(looked_at, *rails, 0)  # groups of one unit share its leaves
     return affine_costs_by_kind(COLLECTIVES, groups_along(varies, zero, looked_at), Fabric(topology), algorithm)

@@ -172,7 +172,8 @@ def group_members(axes: Axes, topology: Topology) -> Ints:
 
 def _period(topology: Topology, span: int) -> int:
     """Return the devices after which groups of a span lie alike in the units that they cross, at most all."""
-    whole = math.lcm(span, *(stride for stride in topology.strides if stride % span))
+    levels = zip(topology.levels, topology.strides, strict=True)
+    whole = math.lcm(span, *(stride for level, stride in levels if stride % span or level.rails))  # leaves are shared
     return min(whole, max(topology.size // span, 1) * span)
 
 

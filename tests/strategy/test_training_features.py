@@ -1,0 +1,113 @@
+"""What training needs, as fields of builders: three steps of jobs equal plain torch, written apart, in f64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardplan import LayoutError, Model, ShardplanError, Strategy, partition
+from strategy import plain_llama
+from strategy.jobs import stepped
+
+BATCH, SEQ, STEPS, RATE = 4, 12, 3, 0.2
+SIZES: dict[str, Any] = {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 12, "vocab": 23}
+MOE = SIZES | {"layers": 2, "experts": 4, "experts_per_token": 2}
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": SIZES | {"window": 5},
+    "windows by turns": SIZES | {"window": 3, "windows": "wf", "layers": 5},
+    "soft caps": SIZES | {"attention_cap": 0.4, "logit_cap": 0.6},
+    "sinks": SIZES | {"sinks": True},
+    "packed sequences": SIZES | {"segments": True},
+    "all of them": SIZES | {"window": 4, "windows": "wf", "attention_cap": 0.4, "logit_cap": 0.6, "sinks": True,
+                            "segments": True},
+    "balance and z loss": MOE | {"balance_loss": 0.3, "router_z_loss": 0.1},
+    "multi-token prediction": SIZES | {"mtp_layers": 2, "mtp_weight": 0.7, "layers": 2},
+    "of a mixture, packed": MOE | {"mtp_layers": 1, "mtp_weight": 0.7, "balance_loss": 0.3, "segments": True},
+}  # fmt: skip
+TWO = Strategy(tensor=2, data=2, global_batch=BATCH, microbatch=2)
+OTHERS = {
+    "balance and z loss": Strategy(pipeline=2, data=2, expert=2, global_batch=BATCH, microbatch=2),
+    "windows by turns": Strategy(pipeline=2, tensor=2, global_batch=BATCH, recompute="full"),
+    "multi-token prediction": Strategy(pipeline=2, data=2, fsdp=True, global_batch=BATCH),
+    "packed sequences": Strategy(context=2, context_kind="gather", tensor=2, global_batch=BATCH),
+    "sinks": Strategy(context=2, data=2, zero=2, global_batch=BATCH),
+    "soft caps": Strategy(context=2, context_kind="zigzag", data=2, global_batch=BATCH),
+    "window": Strategy(context=2, context_kind="ring", data=2, global_batch=BATCH),
+}
+CASES = [*((name, TWO) for name in FEATURES), *OTHERS.items()]
+
+
+@pytest.mark.parametrize(("name", "strategy"), CASES, ids=lambda x: x if isinstance(x, str) else repr(x))
+def test_three_steps_are_those_of_plain_torch(name: str, strategy: Strategy) -> None:
+    sizes = FEATURES[name]
+    family, more = ("moe", {"capacity_factor": 0.0}) if "experts" in sizes else ("llama", {})
+    model = Model.load(family, **sizes, **more, seq=SEQ, dtype="f64", optimizer="sgd", lr=RATE)
+    rng, types = np.random.default_rng(3), model.program.types
+    state = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
+    w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(state).items()}
+    optimizer = torch.optim.SGD(w.values(), RATE)
+    job = partition(model, strategy)
+    for _ in range(STEPS):
+        ids = rng.integers(0, SIZES["vocab"], (BATCH, SEQ + 1)).astype(np.int32)
+        given = {"tokens": ids[:, :-1], "targets": ids[:, 1:].copy()}
+        segments = np.zeros((BATCH, SEQ), np.int32)
+        if sizes.get("segments"):
+            segments = np.sort(rng.integers(0, 3, (BATCH, SEQ)).astype(np.int32), 1)
+            given["targets"][:, :-1][segments[:, 1:] != segments[:, :-1]] = -100
+            given["targets"][:, -1] = -100
+        given |= {"segments": segments} if sizes.get("segments") else {}
+        tensors = [torch.tensor(x, dtype=torch.int64) for x in (given["tokens"], given["targets"], segments)]
+        want = plain_llama.loss(w, *tensors, sizes)
+        optimizer.zero_grad()
+        want.backward()
+        optimizer.step()
+        got = stepped(job, {**state, **given})
+        assert float(got["loss"]) == pytest.approx(want.item(), rel=1e-9)
+        state = {n: got.get(n, x) for n, x in state.items()}
+    for n, x in model.unpack(state).items():
+        np.testing.assert_allclose(x, w[n].detach().numpy(), rtol=1e-9, atol=1e-9, err_msg=n)
+
+
+def test_every_feature_counts() -> None:
+    """Without it the loss is another: the oracle would see it."""
+    rng = np.random.default_rng(5)
+    ids = torch.tensor(rng.integers(0, SIZES["vocab"], (2, SEQ + 1)))
+    packed = torch.tensor(np.arange(SEQ) // 5)[None].expand(2, -1)
+    for name, sizes in FEATURES.items():
+        family, more = ("moe", {"capacity_factor": 0.0}) if "experts" in sizes else ("llama", {})
+        model = Model.load(family, **sizes, **more, seq=SEQ, dtype="f64")
+        drawn = {n: rng.normal(0, 0.4, model.program.types[n].shape) for n in model.parameters}
+        w = {n: torch.tensor(x) for n, x in model.unpack(drawn).items()}
+        plain = {n: x for n, x in sizes.items() if n in {**SIZES, **MOE}}
+        apart = (packed if sizes.get("segments") else 0 * packed, 0 * packed)
+        a, b = (plain_llama.loss(w, ids[:, :-1], ids[:, 1:], s, c) for s, c in zip(apart, (sizes, plain), strict=True))
+        assert abs(float(a - b)) > 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("llama", {"windows": "wf"}, "windows=wf; legal are letters w"),
+        ("llama", {"window": 2, "windows": "wx"}, "windows=wx; legal are letters w"),
+        ("llama", {"segments": True, "cache": 16, "training": False}, "segments=True; legal is False with a cache"),
+        ("llama", {"balance_loss": 0.1}, "a llama of balance_loss=0.1; legal is 0.0"),
+        ("llama", {"activation": "relu"}, "activation"),
+        ("llama", {"logit_cap": -1.0}, "logit_cap is -1.0; legal is a finite number of 0"),
+        ("gpt", {"sinks": True}, "a gpt of sinks=True; legal is False"),
+        ("llama", {"mtp_layers": 1, "zigzag": 2}, "zigzag=2; legal is 1 with mtp_layers"),
+    ],
+)
+def test_what_no_builder_writes_is_refused(family: str, fields: dict[str, Any], message: str) -> None:
+    sizes = {n: x for n, x in SIZES.items() if family != "gpt" or n not in ("kv_heads",)}
+    with pytest.raises(ShardplanError, match=message):
+        Model.load(family, **{**sizes, "seq": SEQ, **fields})
+
+
+@pytest.mark.parametrize("name", ["sinks", "packed sequences"])
+def test_what_does_not_go_round_is_refused(name: str) -> None:
+    model = Model.load("llama", **FEATURES[name], seq=SEQ)
+    with pytest.raises(LayoutError, match="does not go round; legal are ulysses and gather"):
+        partition(model, Strategy(context=2, context_kind="ring"))
