@@ -324,7 +324,7 @@ def _end(job: CheckpointJob, manifest: CheckpointManifest, work: ReshardWork) ->
             tensors = list(dict.fromkeys((b.name, b.whole, b.dtype) for f in job.files for b in f.boxes))
             lies = [tuple(item) for f in job.files for item in manifest.files[f.name]["items"]]
             own = folder / DISTRIBUTED_FORMS[job.form]
-            write_atomic(own / METADATA, metadata_bytes(tensors, lies, work.settings.write(own)))
+            write_atomic(own / METADATA, metadata_bytes(tensors, lies, work.settings.write_objects(own)))
         if job.form == "megatron":
             write_megatron(folder, work.settings.common)
         if not manifest.complete:  # else another process may be at work on a file that was found wrong

@@ -30,7 +30,7 @@ class WrittenSettings:
     common: bytes = b""
     left: tuple[str, ...] = ()
 
-    def write(self, folder: Path) -> list[tuple[str, str, int, int]]:
+    def write_objects(self, folder: Path) -> list[tuple[str, str, int, int]]:
         """Write the objects to one file; return the name, the file, where it begins and the bytes of each."""
         parts = [(name, blob(value)) for name, value in self.objects]
         if parts:
