@@ -266,3 +266,40 @@ def test_an_adapter_goes_to_megatron_bridge_and_back_to_peft_and_vllm(tmp_path: 
         (found,) = read(again.with_suffix(".out"))
         assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in named.items()}
     assert (tmp_path / "bridge" / "adapter_config.json").is_file()
+
+
+def adapter(folder: Path, fused: bool) -> dict[str, np.ndarray]:
+    """An adapter of peft on disk, with a config beside its folder; its A are alike as in a fused one, or not."""
+    (folder.parent / "config.json").write_text(
+        json.dumps({k: v for k, v in CONFIG.items() if k != "kind"} | {"model_type": "llama"})
+    )
+    named = lora({**CONFIG, "head_dim": 8, "lora_rank": 4, "fused_lora": fused}, np.random.default_rng(0))
+    folder.mkdir()
+    safetensors.write(folder / "adapter_model.safetensors", named, {"format": "pt"})
+    return named
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_fused_adapter_of_megatron_bridge_is_found_and_has_one_a(tmp_path: Path, tensor: int) -> None:
+    """One A for q, k and v, and one for gate and up: peft has it three times, and twice."""
+    named, config = adapter(tmp_path / "peft", True), tmp_path / "config.json"
+    reshard(tmp_path / "peft", tmp_path / "bridge", to=f"megatron,tp={tensor},fused", config=config)
+    want = lora_torch_dist({**CONFIG, "head_dim": 8, "fused_lora": True}, named, tensor)[0]
+    with open_checkpoint(tmp_path / "bridge") as opened:
+        assert set(opened.first_tensors) == set(want)
+        for name, array in want.items():
+            out = bytearray(array.nbytes)
+            opened.first_tensors[name].read_into(memoryview(out), 0)
+            assert bytes(out) == array.tobytes(), name
+    (tmp_path / "bridge" / MANIFEST).unlink()  # as if Megatron-Bridge had written it
+    reshard(tmp_path / "bridge", tmp_path / "again", to="peft", config=config)
+    (found,) = read(tmp_path / "again")
+    assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in named.items()}
+    assert diff(tmp_path / "peft", tmp_path / "again").equal
+
+
+def test_an_adapter_of_several_a_is_refused_as_a_fused_one(tmp_path: Path) -> None:
+    adapter(tmp_path / "peft", False)
+    with pytest.raises(LayoutError, match=r"copies of qA differ in peft-llama: .*\.k_proj\.lora_A.*\.q_proj\.lora_A"):
+        reshard(tmp_path / "peft", tmp_path / "out", to="megatron,fused", config=tmp_path / "config.json")
+    assert not list(tmp_path.glob("out/release/*"))

@@ -138,7 +138,7 @@ def made(kind: str, rng: random.Random) -> Config:
         c |= {"interleave_moe_layer_step": rng.choice([1, 2]), "intermediate_size_mlp": 2 * c["intermediate_size"]}
     if kind == "gpt-oss-mxfp4":
         c |= {"hidden_size": 64, "intermediate_size": rng.choice([64, 128]), "mxfp4": True}
-    return c | {"lora_rank": rng.choice([2, 3, 4])} if kind == "lora" else c
+    return c | {"lora_rank": rng.choice([2, 3, 4]), "fused_lora": rng.random() < 0.5} if kind == "lora" else c
 
 
 def checkpoint(kind: str, c: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ DeepSeek-V3, Llama 4, GPT-2, GPT-OSS, Mamba-2, LoRA adapters, and Megatron's tor
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -687,7 +688,11 @@ def lora(c: Config, rng: np.random.Generator) -> Named:
         for name, (a, b) in linear.items():
             p = f"base_model.model.model.layers.{n}.{name}_proj."
             shapes |= {p + "lora_A.weight": (z, b), p + "lora_B.weight": (a, z)}
-    return numbered(shapes, rng, {})
+    out = numbered(shapes, rng, {})
+    if c.get("fused_lora"):  # one A for q, k and v, and one for gate and up
+        for name in [n for n in out if "lora_A" in n]:
+            out[name] = out[re.sub(r"\.[kv]_proj", ".q_proj", name.replace("up_proj", "gate_proj"))]
+    return out
 
 
 def lora_fsdp2(c: Config, w: Named, data: int = 1, replica: int = 1) -> dict[int, Named]:
@@ -722,13 +727,31 @@ def lora_megatron(
             number = chunk * pipeline + stage
             for local in range(counts[number]):
                 hf = f"base_model.model.model.layers.{sum(counts[:number]) + local}."
+                if c.get("fused_lora"):
+                    own |= _fused_adapters(c, w, hf, f"{chunk}.decoder.layers.{local}.", tensor, t)
                 for name, to in _BRIDGE.items():
+                    if c.get("fused_lora") and name not in ("self_attn.o", "mlp.down"):
+                        continue
                     p = f"{chunk}.decoder.layers.{local}.{to}."
                     a, b = (w[f"{hf}{name}_proj.lora_{x}.weight"] for x in "AB")
                     own[p + "linear_in.weight"] = part(a, tensor, t, int(name in ("self_attn.o", "mlp.down")))
                     own[p + "linear_out.weight"] = part(b, tensor, t)
         out[rank] = own
     return out
+
+
+def _fused_adapters(c: Config, w: Named, hf: str, to: str, tensor: int, t: int) -> Named:
+    """Megatron-Bridge 0.3.1, peft/lora.py: behind a fused product one A, and B of its rows in its own order."""
+    q, k, v, gate, up = (
+        w[f"{hf}{n}_proj.lora_B.weight"] for n in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    )
+    qkv, fc1 = f"{to}self_attention.linear_qkv.adapter.", f"{to}mlp.linear_fc1.adapter."
+    return {
+        qkv + "linear_in.weight": part(w[f"{hf}self_attn.q_proj.lora_A.weight"], tensor, t),
+        qkv + "linear_out.weight": part(merge_qkv(c, q, k, v), tensor, t),
+        fc1 + "linear_in.weight": part(w[f"{hf}mlp.gate_proj.lora_A.weight"], tensor, t),
+        fc1 + "linear_out.weight": np.concatenate([part(gate, tensor, t), part(up, tensor, t)]),
+    }
 
 
 def lora_torch_dist(c: Config, w: Named, tensor: int = 1) -> dict[int, Named]:

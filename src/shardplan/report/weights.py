@@ -140,6 +140,7 @@ def reshard_text(done: Any, dry_run: bool) -> str:
         f"memory      {format_bytes(done.memory_bytes)} at most; the least that works is "
         f"{format_bytes(done.least_memory_bytes)}",
         *_wrap_lines(beside_text(done.beside), first="beside"),
+        *(_wrap_lines("; ".join(done.left), first="not kept") if done.left else []),
         f"files       {count} of {format_bytes(done.nbytes)}{f'; {skipped} were finished' if skipped else ''}",
     ]
     if done.processes > 1:
@@ -181,6 +182,7 @@ def reshard_object(done: Any) -> dict[str, Any]:
             }
             for f in done.files
         ],
+        "not_kept": list(done.left),
         "processes": done.processes,
         "total_bytes": done.nbytes,
         "memory_bytes": done.memory_bytes,

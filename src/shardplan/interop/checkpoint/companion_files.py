@@ -95,18 +95,19 @@ def write_beside(folder: Path, files: dict[str, Path], config: AskedConfig, dtyp
         write_atomic(to, config_bytes(config, dtype) if name == CONFIG else path.read_bytes())
 
 
-def write_megatron(folder: Path) -> None:
+def write_megatron(folder: Path, common: bytes = b"") -> None:
     """Write what Megatron-Core asks for beside the tensors of a torch_dist folder, and what says where that is.
 
     As megatron-core 0.16.1 names them, whose loader opens such a folder (`benchmarks/weights_words.py`):
     dist_checkpointing/core.py (metadata.json), strategies/common.py (common.pt); Megatron-LM
-    training/checkpointing.py: `release` has no iteration, and a checkpoint_version below 3 is reordered.
+    training/checkpointing.py: `release` has no iteration, and a checkpoint_version below 3 is reordered. `common` is
+    the text of common.pt, where an optimizer's settings are in it.
     """
     torch = optional("torch", "torch")
     said: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     said |= {"common_backend": "torch", "common_backend_version": 1}
     out = io.BytesIO()
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, out)
-    write_atomic(folder / RELEASE / "common.pt", out.getvalue())
+    write_atomic(folder / RELEASE / "common.pt", common or out.getvalue())
     write_atomic(folder / RELEASE / "metadata.json", json.dumps(said).encode())
     write_atomic(folder / TRACKER, RELEASE.encode())

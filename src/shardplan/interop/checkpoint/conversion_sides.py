@@ -12,7 +12,8 @@ from typing import Any
 from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.manifest import CheckpointManifest
 from shardplan.interop.checkpoint.optimizer_names import pass_states
-from shardplan.interop.checkpoint.sources import open_checkpoint
+from shardplan.interop.checkpoint.parameter_groups import said_steps
+from shardplan.interop.checkpoint.sources import newest_folder, open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
     find_weights,
@@ -23,8 +24,8 @@ from shardplan.interop.checkpoint.storage_detection import (
     whole_weights,
 )
 from shardplan.movement.weights.configs import model_config
-from shardplan.movement.weights.frameworks import SideRequest, table_name
-from shardplan.movement.weights.state import part_masters
+from shardplan.movement.weights.frameworks import FUSED_LORA, SideRequest, table_name
+from shardplan.movement.weights.state import STEPS, part_masters
 from shardplan.movement.weights.table import WeightTable, shipped_models, shipped_tables
 from shardplan.movement.weights.towers import pass_tower
 from shardplan.movement.weights.weights import Weights, load_weights, make_weights, read_weights
@@ -123,7 +124,7 @@ def source_weights(
     `dtype` is that of all parameters; else it is read of each. `any_model` takes whole tensors of a model that no table
     knows. Raises `LayoutError` and `ParseError`.
     """
-    sizes = config.sizes()
+    sizes = {**_said_sizes(place), **config.sizes()}
     with naming(option):
         request = None if text is None else SideRequest.parse(text)
     if request is None and (said := recorded_weights(place)) is not None:
@@ -148,6 +149,12 @@ def source_weights(
         own = held.side(weights)
         held.check_names(own, ignored)
         return weights if own is not weights else read_dtypes(weights, held)
+
+
+def _said_sizes(place: Path) -> dict[str, Any]:
+    """What stands beside the tensors in place of a config's field: Megatron's count of steps."""
+    steps = said_steps(newest_folder(place))
+    return {} if steps is None else {STEPS: steps}
 
 
 def _check_word(request: SideRequest, found: Weights, option: str) -> None:
@@ -177,6 +184,14 @@ def target_weights(text: str, source: Weights, config: AskedConfig, dtype: str |
     return target if dtype is not None or target is source else follow_dtypes(target, source), form
 
 
+def fused_alike(source: Weights, target: Weights) -> Weights:
+    """Return an adapter's source as a target has it that stores one A for q, k and v: its three are then copies."""
+    if not dict(target.config).get(FUSED_LORA) or FUSED_LORA in dict(source.config):
+        return source
+    config = dict(source.config) | {FUSED_LORA: True}
+    return make_weights(source.table, config, dict(source.given), source.devices, source.dtype)
+
+
 def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) -> tuple[Weights, str]:
     sizes = {**dict(source.config), **config.sizes()}
     request = SideRequest.parse(text)
@@ -192,6 +207,8 @@ def _target(text: str, source: Weights, config: AskedConfig, dtype: str | None) 
         return source, request.form
     asked = SideRequest(request.name, request.degrees, (*switches, *request.switches))
     adapter = framework_head(source.table.name).endswith("peft")
+    if adapter and request.name == "megatron" and "fused" in request.switches:
+        sizes[FUSED_LORA] = True
     form = request.form
     if adapter and form == "parts":  # servers take peft's file whole, and cut it themselves
         asked, form = SideRequest(request.name, {}, asked.switches), "plain"

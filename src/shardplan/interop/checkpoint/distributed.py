@@ -183,7 +183,7 @@ def opened_distributed(path: Path, ignored: Sequence[str] = ()) -> tuple[dict[st
             place = places.get((name, offsets)) or places.get((name, ()))
             if place is None:
                 raise ParseError(f"{line(path)}: tensor {excerpt(name)} has no bytes for its chunk at {list(offsets)}")
-            file = _file_of(path, place, name)
+            file = file_of(path, place, name)
             files[file] = None
             nbytes = math.prod(sizes) * numpy_dtype(dtype).itemsize
             begin = _data_begin(file, place.offset, place.length, sizes, nbytes, name)
@@ -192,8 +192,8 @@ def opened_distributed(path: Path, ignored: Sequence[str] = ()) -> tuple[dict[st
     return out, sorted(files)
 
 
-def _file_of(folder: Path, place: SavedPlace, name: str) -> Path:
-    """Return the file of a chunk, within the folder."""
+def file_of(folder: Path, place: SavedPlace, name: str) -> Path:
+    """Return the file of what a folder's metadata place, within the folder."""
     parts = Path(place.file).parts
     if "\0" in place.file or not parts or ".." in parts or Path(place.file).is_absolute():
         raise ParseError(
@@ -244,6 +244,11 @@ class _Part(io.RawIOBase):
         super().close()
 
 
+def open_part(path: Path, begin: int, length: int) -> io.RawIOBase:
+    """Open a part of a file as a file of its own."""
+    return _Part(path, begin, length)
+
+
 def _data_begin(path: Path, offset: int, length: int, sizes: tuple[int, ...], nbytes: int, name: str) -> int:
     """Return where the bytes of a tensor begin that torch.save wrote at an offset of a file."""
     where = f"{line(path)}: the chunk of {name!r} at byte {offset}"
@@ -292,11 +297,11 @@ def _are_whole(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(n) is int for n in value)
 
 
-def blob(array: np.ndarray) -> bytes:
-    """Return an array as torch.save writes it."""
+def blob(value: Any) -> bytes:
+    """Return an array, or an object of plain Python, as torch.save writes it."""
     torch = optional("torch", "torch")
     from shardplan.execution.torch.dtypes import to_torch
 
     out = io.BytesIO()
-    torch.save(to_torch(array), out)
+    torch.save(to_torch(value) if isinstance(value, np.ndarray) else value, out)
     return out.getvalue()

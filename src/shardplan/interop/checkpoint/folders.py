@@ -150,13 +150,16 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def metadata_bytes(
-    tensors: list[tuple[str, tuple[int, ...], str]], lies: list[tuple[str, list[int], list[int], str, int, int]]
+    tensors: list[tuple[str, tuple[int, ...], str]],
+    lies: list[tuple[str, list[int], list[int], str, int, int]],
+    objects: list[tuple[str, str, int, int]] | None = None,
 ) -> bytes:
     """Return the metadata of a folder.
 
     Args:
         tensors: name, shape and dtype of every tensor.
         lies: of every chunk: name, where it begins, its sizes, file, offset, bytes.
+        objects: what is no tensor: name, file, offset, bytes.
     """
     torch = optional("torch", "torch")
     m = optional("torch.distributed.checkpoint.metadata", "torch")
@@ -176,5 +179,8 @@ def metadata_bytes(
             storage[m.MetadataIndex(name, torch.Size(begin), k)] = filesystem._StorageInfo(files[file], offset, length)
         properties = m.TensorProperties(dtype=torch_dtype(dtype))
         state[name] = m.TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    for name, file, offset, length in objects or ():
+        state[name] = m.BytesStorageMetadata()
+        storage[m.MetadataIndex(name)] = filesystem._StorageInfo(files.setdefault(file, file), offset, length)
     metadata = m.Metadata(state, planner_data={name: (name,) for name in state}, storage_data=storage)
     return pickle.dumps(metadata)

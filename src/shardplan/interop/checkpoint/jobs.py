@@ -49,7 +49,8 @@ class ResharedFile:
 class Reshared:
     """What was done, or with `dry_run` would be: the plan, the form, the files, bytes, memory and seconds.
 
-    The files are those of all processes, `beside` names what stands beside them; memory, bytes read and seconds
+    The files are those of all processes, `beside` names what stands beside them, `left` what of an optimizer's settings
+    the destination does not keep; memory, bytes read and seconds
     are of this one.
     """
 
@@ -63,6 +64,7 @@ class Reshared:
     seconds: float
     processes: int = 1
     beside: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

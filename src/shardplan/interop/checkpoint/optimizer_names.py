@@ -30,7 +30,7 @@ _LAST = re.compile(r"((?:\w+\.)*?state\.)(.+)\.(\w+)\Z")
 _FIRST = re.compile(r"((?:\w+\.)*?state\.)(\w+)\.(.+)\Z")
 _BUCKETS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.")
 _MOMENT = "exp_avg"
-_UNDER = ("", "model.")  # where the model stands, beside the optimizer
+UNDER = ("", "model.")  # where the model stands, beside the optimizer
 _TORCH, _MEGATRON = "optimizer.state.{name}.{state}", "optimizer.state.{state}.{name}"
 _FORMS = dict.fromkeys(("megatron-dist", "megatron-stacked"), _MEGATRON) | dict.fromkeys(
     ("fsdp2", "torchtitan", "hf", "hf5", "fsdp2-peft"), _TORCH
@@ -57,7 +57,7 @@ def state_names(names: Iterable[str]) -> dict[str, ParameterState]:
         for pattern, order in ((_LAST, (2, 3)), (_FIRST, (3, 2))):
             match = pattern.match(name)
             own, state = match.group(*order) if match else ("", "")
-            under = next((u for u in _UNDER if match and u + own in known), None)
+            under = next((u for u in UNDER if match and u + own in known), None)
             if match and under is not None:
                 tail = f"{{name}}.{state}" if order == (2, 3) else f"{state}.{{name}}"
                 out[name] = ParameterState(under + own, _MASTERS.get(state, state), match.group(1) + tail, under=under)

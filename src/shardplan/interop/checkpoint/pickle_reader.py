@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import struct
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.errors import ParseError, line
@@ -40,19 +40,23 @@ class PickledRows:
 
 @dataclass(slots=True, eq=False)
 class PickledCall:
-    """What a pickle would call, or make an instance of: with which arguments, and the state of the instance."""
+    """What a pickle would call, or make an instance of: with which arguments, and the state of the instance.
+
+    `rows` are keys and values of one that is a dict.
+    """
 
     of: PickledName
     arguments: tuple[Any, ...]
     state: Any = None
+    rows: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
 
-def read_pickle(data: bytes, admitted: Admitted, persistent: bool = False) -> Any:
+def read_pickle(data: bytes, admitted: Admitted | None, persistent: bool = False) -> Any:
     """Return what a pickle says, as data.
 
     Args:
         data: the pickle, of protocol 2 to 5.
-        admitted: the names that it may have, each with its module.
+        admitted: the names that it may have, each with its module; None for any, none of which is looked up.
         persistent: whether it may refer to what lies beside it; such a reference is what it says of it.
 
     Raises:
@@ -83,7 +87,7 @@ def read_pickle(data: bytes, admitted: Admitted, persistent: bool = False) -> An
 class _Reading:
     """One pickle while it is read: stack, marks and memo, as in the `pickle` module."""
 
-    def __init__(self, data: bytes, admitted: Admitted, persistent: bool) -> None:
+    def __init__(self, data: bytes, admitted: Admitted | None, persistent: bool) -> None:
         self.data, self.admitted, self.persistent = data, admitted, persistent
         self.at = 0
         self.room = _LEAST_VALUES + len(data) // _BYTES_OF_VALUE
@@ -145,6 +149,12 @@ class _Reading:
             raise self.fail(f"has a {type(value).__name__} where a {kind.__name__} must be", "what torch writes")
         return value
 
+    def peek_dict(self) -> list[tuple[Any, Any]]:
+        """Look at the rows of the last value, a dict; where any name may be, an instance can be one (OrderedDict)."""
+        if self.admitted is None and isinstance(self.stack[-1], PickledCall):
+            return self.stack[-1].rows
+        return self.peek_value(PickledRows).rows
+
     # What instructions do
 
     def protocol(self) -> None:
@@ -176,18 +186,18 @@ class _Reading:
 
     def row(self) -> None:
         key, value = self.pop_values(2)
-        self.peek_value(PickledRows).rows.append((key, value))
+        self.peek_dict().append((key, value))
 
     def rows(self) -> None:
         values = self.pop_mark()
         if len(values) % 2:
             raise IndexError
-        self.peek_value(PickledRows).rows.extend(zip(values[::2], values[1::2], strict=True))
+        self.peek_dict().extend(zip(values[::2], values[1::2], strict=True))
 
     def push_name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.fail("names what is no text", "the name of a module, and one in it")
-        if (module, name) not in self.admitted:
+        if self.admitted is not None and (module, name) not in self.admitted:
             raise self.fail(f"names {line(f'{module[:_MOST_NAME]}.{name[:_MOST_NAME]}')}", "what torch writes there")
         self.make(PickledName(module, name))
 

@@ -14,7 +14,13 @@ import numpy as np
 from shardplan.errors import LayoutError, ParseError, ShardplanError, line
 from shardplan.hardware.units import format_bytes, limit_of
 from shardplan.interop.checkpoint.companion_files import files_beside, write_beside, write_megatron
-from shardplan.interop.checkpoint.conversion_sides import AskedConfig, recorded_weights, source_weights, target_weights
+from shardplan.interop.checkpoint.conversion_sides import (
+    AskedConfig,
+    fused_alike,
+    recorded_weights,
+    source_weights,
+    target_weights,
+)
 from shardplan.interop.checkpoint.deltas import DELTA, delta_job
 from shardplan.interop.checkpoint.filling import fill_file
 from shardplan.interop.checkpoint.folders import METADATA, metadata_bytes
@@ -24,6 +30,7 @@ from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.manifest import CheckpointManifest, has_unfinished_run, resume_manifest
 from shardplan.interop.checkpoint.output import OutputFile, sync_folder
 from shardplan.interop.checkpoint.replicas import compare_copies
+from shardplan.interop.checkpoint.settings_files import WrittenSettings, written_settings
 from shardplan.interop.checkpoint.sharing import ProcessMeeting, ProcessShare, launched_share, note_path, notes_of
 from shardplan.interop.checkpoint.sources import INDEX, open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import whole_weights
@@ -44,6 +51,7 @@ class ReshardWork:
     timeout: float
     progress: Progress | None
     replicas: bool
+    settings: WrittenSettings
 
 
 def reshard(
@@ -137,6 +145,7 @@ def reshard(
         if not isinstance(from_, Weights):
             raise LayoutError(f"to = {to!r} of a source with a file of layouts; legal is from_ with its table")
         to, own_form = target_weights(to, from_, asked, dtype)
+        from_ = fused_alike(from_, to)
         form = own_form if form == "auto" else form
     if isinstance(from_, str):
         from_ = source_weights(place, from_, asked, from_dtype, tuple(ignore))
@@ -152,16 +161,27 @@ def reshard(
         job = job_of(refit(own, sides[1], drop=drop, differ=differ), held, into, form, limits, share)
         if changed_since is not None:
             job, files = delta_job(job, Path(changed_since)), {}
+        settings = written_settings(job, ignored)
         owners = zip(job.files, job.owners, strict=True)
         done, count = [], 0
         if dry_run:
             done = [ResharedFile(f.name, f.nbytes, job.needs(f), False, owner, job.parts(f)) for f, owner in owners]
         else:
             recorded = CheckpointManifest.of(place) if verify and place.is_dir() else None
-            done, count = _run(job, recorded, ReshardWork(files, asked, timeout, progress, compare_replicas))
+            done, count = _run(job, recorded, ReshardWork(files, asked, timeout, progress, compare_replicas, settings))
     total, seconds = sum(f.nbytes for f in done), time.perf_counter() - started
     return Reshared(
-        job.plan, job.form, tuple(done), total, job.memory, job.least, count, seconds, share.count, tuple(files)
+        job.plan,
+        job.form,
+        tuple(done),
+        total,
+        job.memory,
+        job.least,
+        count,
+        seconds,
+        share.count,
+        tuple(files),
+        settings.left,
     )
 
 
@@ -303,9 +323,10 @@ def _end(job: CheckpointJob, manifest: CheckpointManifest, work: ReshardWork) ->
         if job.form in DISTRIBUTED_FORMS:
             tensors = list(dict.fromkeys((b.name, b.whole, b.dtype) for f in job.files for b in f.boxes))
             lies = [tuple(item) for f in job.files for item in manifest.files[f.name]["items"]]
-            write_atomic(folder / DISTRIBUTED_FORMS[job.form] / METADATA, metadata_bytes(tensors, lies))
+            own = folder / DISTRIBUTED_FORMS[job.form]
+            write_atomic(own / METADATA, metadata_bytes(tensors, lies, work.settings.write_objects(own)))
         if job.form == "megatron":
-            write_megatron(folder)
+            write_megatron(folder, work.settings.common)
         if not manifest.complete:  # else another process may be at work on a file that was found wrong
             for partial in folder.rglob("*.partial"):
                 partial.unlink()

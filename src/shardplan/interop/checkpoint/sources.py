@@ -167,7 +167,7 @@ def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] =
     Raises:
         ParseError: there is none, or a file breaks its format; a tensor that is in two files of one device.
     """
-    path = _newest_folder(Path(path))
+    path = newest_folder(Path(path))
     if path.is_file():
         return _open_files(path, "one file", [[path]])
     if not path.is_dir():
@@ -195,7 +195,7 @@ def open_checkpoint(path: str | Path, devices: int = 1, ignored: Sequence[str] =
     return _open_files(path, "a folder a rank", every)
 
 
-def _newest_folder(path: Path) -> Path:
+def newest_folder(path: Path) -> Path:
     """The folder that Megatron's file of the newest iteration names, else the path itself; raises `ParseError`."""
     if not (path / TRACKER).is_file():
         return path

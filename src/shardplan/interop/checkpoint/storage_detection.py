@@ -18,6 +18,7 @@ from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.optimizer_names import state_names, with_found_states
 from shardplan.interop.checkpoint.sources import DISTRIBUTED, OpenCheckpoint, matches
 from shardplan.movement.weights.arithmetic import evaluate_size, parse_size
+from shardplan.movement.weights.frameworks import FUSED_LORA
 from shardplan.movement.weights.sizing import TableSizes
 from shardplan.movement.weights.state import ROUNDED, is_state, rounded_names, states_of
 from shardplan.movement.weights.table import TableParameter, WeightTable, shipped_models, shipped_tables, table_files
@@ -35,6 +36,8 @@ _PREFIXES = (
     ("", "model."),
 )
 _WHOLE = ("hf", "fsdp2", "hf5", "torchtitan", "megatron-dist", "megatron-stacked", "peft", "vllm", "sglang")
+# What only a fused adapter of Megatron-Bridge has: rows of the other kind depend on degrees that no file says.
+_FUSED_ADAPTER = ".linear_qkv.adapter.linear_in.weight"
 _TAILS = re.compile(r"(?:-(?:fp8|mxfp4|mtp|ep|split))*\Z")
 _HEAD = re.compile(
     r"(?:(?:fsdp2|megatron(?:-dist)?)-peft|hf5?|fsdp2|peft|torchtitan|megatron(?:-dist|-stacked)?|vllm|sglang)-"
@@ -167,6 +170,8 @@ def with_dtypes(weights: Weights, dtypes: Mapping[str, str]) -> Weights:
 def _candidates(names: Sequence[str], held: OpenCheckpoint, config: Mapping[str, Any]) -> Iterator[WeightTable]:
     """Yield the tables that have every name, those of the config's model first."""
     heads = ("vllm", "sglang") if len(held.places) > 1 else _WHOLE
+    if any(n.endswith(_FUSED_ADAPTER) for n in names):
+        heads = (*heads, "megatron-dist-peft")
     model = str(config.get("model_type")).replace("_", "-")
     models = tuple(
         shipped_models()
@@ -270,6 +275,8 @@ def _inferred_sizes(
     if any(p.unless == "tie_word_embeddings" for p in table.parameters):
         untied = {p.name for p in table.parameters if p.unless == "tie_word_embeddings"}
         out["tie_word_embeddings"] = not untied & shapes.keys()
+    if any(n.endswith(_FUSED_ADAPTER) for n in shapes):
+        out[FUSED_LORA] = True
     return out
 
 

@@ -17,6 +17,7 @@ from shardplan.movement.weights.cuts import UnevenCut
 
 FRAMEWORKS = ("hf", "vllm", "sglang", "megatron", "torchtitan", "fsdp2", "dcp", "peft")
 SWITCHES = ("fp8", "mxfp4", "mtp", "stacked", "split", "fused")
+FUSED_LORA = "fused_lora"  # the field of a config that says of an adapter that q, k and v, gate and up, have one A
 _SPELLINGS = {
     "tp": ("tensor",), "pp": ("pipeline",), "dp": ("data", "replica"), "ep": ("expert", "ep"), "etp": ("etp",),
     "vpp": ("chunks",), "tensor_parallel_size": ("tensor",), "pipeline_parallel_size": ("pipeline",),
