@@ -23,6 +23,11 @@ from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, 
 from shardplan.strategy.training import CLIP, MASTER, OPTIMIZERS, clip_expression, rename_values, sum_squares
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
+REDUCED, NORM, FACTOR = "reduced.", "clipping.norm", "clipping.factor"
+# Kinds of action behind all microbatches, in order, each with that of the messages that it takes. Where gradients are
+# clipped over stages, NORM reduces a stage's and adds up their squares, and CLIP, of stage 0, makes of all one factor.
+UPDATES = {"OPT": "total"}
+CLIPPED_UPDATES = {"NORM": "total", "CLIP": "norm", "OPT": "clip"}
 Types = Mapping[str, TensorType]
 
 
@@ -134,10 +139,35 @@ class Writers:
         program = named(writer.program(list(called)), called)
         return WrittenProgram(program, tuple(writer.movements), sent, {}, writer.joins)
 
-    def optimizer(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
+    def norm(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
+        """Write NORM: the sum of the squares of a stage's gradients, and those of them that it reduces, for OPT."""
+        writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
+        rule = OPTIMIZERS[self.model.fields["optimizer"]]
+        if self.bucket is not None:
+            self._bucketed(writer, parameters, types, rule.state, self.bucket)
+        updates = [self._given_update(writer, name, types, rule.state, copies) for name, copies in parameters.items()]
+        called = {_squares(writer, updates): NORM}
+        called |= {u.total: REDUCED + u.name for u in updates if u.total != TOTAL + u.name}
+        read = {o for step in writer.steps for o in step.operands}
+        writer.inputs = [(name, t) for name, t in writer.inputs if name in read]
+        return WrittenProgram(named(writer.program(list(called)), called), tuple(writer.movements), {}, {})
+
+    def clip(self, norms: Sequence[TensorType]) -> WrittenProgram:
+        """Write CLIP: of the sums of all stages what gradients are multiplied with."""
+        writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
+        total, *others = [writer.given(f"{NORM}.{k}", t) for k, t in enumerate(norms)]
+        for one in others:
+            total = writer.op(Elementwise("a + b"), [total, one])
+        factor = writer.op(Elementwise(clip_expression(float(self.model.fields[CLIP]))), [total])
+        return WrittenProgram(named(writer.program([factor]), {factor: FACTOR}), (), {}, {})
+
+    def optimizer(
+        self, parameters: Mapping[str, Sequence[str]], types: Types, reduced: Types | None = None
+    ) -> WrittenProgram:
         """Write OPT: updates of parameters where their state is stored; `parameters` has the copies of each.
 
-        Totals of copies are added, and copies get what their parameter becomes: both as the parameter's own lie.
+        Totals of copies are added, and copies get what their parameter becomes: both as the parameter's own lie. Where
+        a program NORM goes before it, `reduced` has what that makes, and the factor.
         """
         model = self.model
         rule = OPTIMIZERS[model.fields["optimizer"]]
@@ -150,10 +180,16 @@ class Writers:
             now = [writer.op(Elementwise("a + 1"), ["step"])]
             called[now[0]] = f"{NEXT}step"
         now += [writer.given(name, types[name]) for name in rule.given(model.fields)]
-        if self.bucket is not None:
-            self._bucketed(writer, parameters, types, rule.state, self.bucket)
-        updates = (self._given_update(writer, name, types, rule.state, copies) for name, copies in parameters.items())
-        for update in _clipped(writer, [*updates], clip) if clip else updates:
+        if reduced is not None:
+            factor = writer.given(FACTOR, reduced[FACTOR])
+            found = [self._reduced_update(writer, name, types, rule.state, reduced) for name in parameters]
+            updates = _scaled(writer, found, factor)
+        else:
+            if self.bucket is not None:
+                self._bucketed(writer, parameters, types, rule.state, self.bucket)
+            updates = (self._given_update(writer, n, types, rule.state, copies) for n, copies in parameters.items())
+            updates = _clipped(writer, [*updates], clip) if clip else updates
+        for update in updates:
             name, kept = update.name, update.kept
             by, layout = f"the update of {name}", types[kept[-1]].layout
             first = writer.want(kept[0], types[kept[0]].with_layout(layout), by)
@@ -182,6 +218,15 @@ class Writers:
             writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
         t = types[TOTAL + name].with_layout(types[kept[-1]].layout)
         return Update(name, kept, writer.summed(TOTAL + name, t, f"the update of {name}"))
+
+    def _reduced_update(self, writer: Writer, name: str, types: Types, state: Sequence[str], reduced: Types) -> Update:
+        """Declare what an update reads of a gradient that is reduced, or has nothing to reduce."""
+        kept = _kept(name, state, types)
+        for n in kept:
+            if n not in writer.values:
+                writer.given(n, types[n])
+        made, total = REDUCED + name, TOTAL + name
+        return Update(name, kept, writer.given(*((made, reduced[made]) if made in reduced else (total, types[total]))))
 
     def _bucketed(
         self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str], most: float
@@ -232,7 +277,12 @@ class Writers:
 
 
 def _clipped(writer: Writer, updates: Sequence[Update], clip: float) -> Iterator[Update]:
-    """Yield updates by gradients of which all together have at most a norm: one all-reduce of one number.
+    """Yield updates by gradients of which all together have at most a norm."""
+    yield from _scaled(writer, updates, writer.op(Elementwise(clip_expression(clip)), [_squares(writer, updates)]))
+
+
+def _squares(writer: Writer, updates: Sequence[Update]) -> str:
+    """Write the sum of the squares of all gradients: one all-reduce of one number.
 
     A sum of squares is partial over what its gradient is cut over; over other axes one device alone counts it.
     """
@@ -248,8 +298,11 @@ def _clipped(writer: Writer, updates: Sequence[Update], clip: float) -> Iterator
     (total,) = writer.inline(Program(tuple(inputs.items()), draft.steps, (total,)), list(inputs))
     writer.values[total] = {writer.types[total]: total}
     t = writer.types[total]
-    whole = writer.want(total, t.with_layout(Layout(t.layout.dims)), "the norm of all gradients")
-    factor = writer.op(Elementwise(clip_expression(clip)), [whole])
+    return writer.want(total, t.with_layout(Layout(t.layout.dims)), "the norm of all gradients")
+
+
+def _scaled(writer: Writer, updates: Sequence[Update], factor: str) -> Iterator[Update]:
+    """Yield updates by gradients times a factor."""
     for update in updates:
         kind = writer.types[update.total].dtype
         one = factor if writer.types[factor].dtype == kind else writer.op(Cast(kind), [factor])
