@@ -71,6 +71,64 @@ def test_three_steps_are_those_of_plain_torch(name: str, strategy: Strategy) -> 
         np.testing.assert_allclose(x, w[n].detach().numpy(), rtol=1e-9, atol=1e-9, err_msg=n)
 
 
+SCALED = {
+    "tensor 2 x data 2": TWO,
+    "stages": Strategy(pipeline=2, data=2, zero=1, global_batch=BATCH),
+    "fsdp": Strategy(data=4, fsdp=True, global_batch=BATCH),
+}
+
+
+@pytest.mark.parametrize("strategy", SCALED)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_scaled_steps_are_those_of_plain_torch(strategy: str, clip: float) -> None:
+    """With a step between them whose gradients overflow: torch's scaler skips it, and so do all ranks."""
+    settings = {"lr": 0.05, "eps": 1e-3, "decay": 0.02, "clip": clip, "loss_scale": "input"}
+    model = Model.load("llama", **SIZES, seq=SEQ, dtype="f64", optimizer="adamw", **settings)
+    rng, types = np.random.default_rng(4), model.program.types
+    drawn = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
+    state = {**drawn, **model.state(drawn)}
+    w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(drawn).items()}
+    optimizer = torch.optim.AdamW(w.values(), 0.05, eps=1e-3, weight_decay=0.02)
+    job, skipped = partition(model, SCALED[strategy]), 0
+    for scale in (2.0**10, np.inf, 2.0**16, 1.0):
+        ids = rng.integers(0, SIZES["vocab"], (BATCH, SEQ + 1)).astype(np.int32)
+        given = {"tokens": ids[:, :-1], "targets": ids[:, 1:].copy(), "loss_scale": np.array(scale)}
+        tensors = [torch.tensor(given[n], dtype=torch.int64) for n in ("tokens", "targets")]
+        want = plain_llama.loss(w, *tensors, torch.zeros_like(tensors[0]), SIZES)
+        optimizer.zero_grad()
+        (want * scale).backward()
+        for x in w.values():
+            x.grad = None if x.grad is None else x.grad / scale
+        if np.isfinite(scale):
+            if clip:
+                torch.nn.utils.clip_grad_norm_(w.values(), clip)
+            optimizer.step()
+        skipped += not np.isfinite(scale)
+        got = stepped(job, {**state, **given})
+        assert float(got["loss"]) == pytest.approx(want.item(), rel=1e-9)
+        assert int(got["skipped"]) == skipped
+        if not np.isfinite(scale):
+            assert all(np.array_equal(got[n], state[n]) for n in model.replaced if n != "skipped")
+        state = {n: got[n] for n in state}
+    for n, x in model.unpack({n: state[n] for n in drawn}).items():
+        np.testing.assert_allclose(x, w[n].detach().numpy(), rtol=1e-9, atol=1e-9, err_msg=n)
+
+
+def test_a_scale_keeps_gradients_that_f16_has_not() -> None:
+    """Unscaled they are zero; with a scale that is too large the step is skipped; one in between trains."""
+    rng, found = np.random.default_rng(2), dict[float, tuple[bool, int]]()
+    first = rng.normal(0, 0.3, (2, 8, 8)).astype(np.float16)
+    data = {n: rng.normal(0, 2e-5, (8, 8)).astype(np.float16) for n in ("inputs", "targets")}
+    for scale in (0.0, 1.0, 2.0**14, 2.0**60):
+        model = Model.load("mlp", layers=2, hidden=8, optimizer="sgd", precision="fp16", loss_scale=scale, lr=1e3)
+        job = partition(model, Strategy(data=2, pipeline=2, global_batch=8))
+        held = {"layers.weight": first, **job.model.state({"layers.weight": first})}
+        got = stepped(job, held | data)
+        moved = not np.array_equal(got["layers.weight.master"], held["layers.weight.master"])
+        found[scale] = moved, int(got.get("skipped", 0))
+    assert found == {0.0: (False, 0), 1.0: (False, 0), 2.0**14: (True, 0), 2.0**60: (False, 1)}
+
+
 def test_every_feature_counts() -> None:
     """Without it the loss is another: the oracle would see it."""
     rng = np.random.default_rng(5)

@@ -43,7 +43,7 @@ from shardplan.strategy.partition.updates import clip_transfers, write_updates
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import AXES, BATCH, Strategy
-from shardplan.strategy.training import CLIP
+from shardplan.strategy.training import SCALE, SKIPPED
 
 Where = Topology | Placement
 TWIN = ".twin"  # of a parameter's gradient: that of the second chain of DualPipe
@@ -264,8 +264,7 @@ class _Partition:
                 stage.number: {n: self._copies(n) for n in types[stage.number] if n in self.model.gradients}
                 for stage in self.stages
             }
-            clips = self.count > 1 and bool(self.model.fields.get(CLIP))
-            written |= write_updates(writers, gradients, types, once, over_stages=clips)
+            written |= write_updates(writers, gradients, types, once)
         for (stage, kind), one in [*written.items()] if self.chains > 1 else ():
             if kind not in CLIPPED_UPDATES:
                 written[stage + self.count, kind] = one
@@ -315,7 +314,7 @@ class _Partition:
                     if state.rpartition(".")[0] == name and state in model.replaced and state not in model.parameters:
                         mine[state] = self._as_many(u, t)
             if self.training:
-                mine |= {n: self.state[n] for n in ("step", "lr", "decay") if n in self.state}
+                mine |= {n: self.state[n] for n in ("step", "lr", "decay", SCALE, SKIPPED) if n in self.state}
             found.append(mine)
         state = {n for n in self.model.replaced if n not in self.model.parameters}
         return [*found, *({n: t for n, t in mine.items() if n not in state} for mine in found * (self.chains - 1))]

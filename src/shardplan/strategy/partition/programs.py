@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +20,19 @@ from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
-from shardplan.strategy.training import CLIP, MASTER, OPTIMIZERS, clip_expression, rename_values, sum_squares
+from shardplan.strategy.training import (
+    CLIP,
+    INPUT,
+    MASTER,
+    OPTIMIZERS,
+    SCALE,
+    SKIPPED,
+    TAKEN,
+    factor_expression,
+    multiply,
+    rename_values,
+    sum_squares,
+)
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
 REDUCED, NORM, FACTOR = "reduced.", "clipping.norm", "clipping.factor"
@@ -152,13 +164,13 @@ class Writers:
         writer.inputs = [(name, t) for name, t in writer.inputs if name in read]
         return WrittenProgram(named(writer.program(list(called)), called), tuple(writer.movements), {}, {})
 
-    def clip(self, norms: Sequence[TensorType]) -> WrittenProgram:
+    def clip(self, norms: Sequence[TensorType], types: Types) -> WrittenProgram:
         """Write CLIP: of the sums of all stages what gradients are multiplied with."""
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         total, *others = [writer.given(f"{NORM}.{k}", t) for k, t in enumerate(norms)]
         for one in others:
             total = writer.op(Elementwise("a + b"), [total, one])
-        factor = writer.op(Elementwise(clip_expression(float(self.model.fields[CLIP]))), [total])
+        factor = self._factor(writer, total, types)
         return WrittenProgram(named(writer.program([factor]), {factor: FACTOR}), (), {}, {})
 
     def optimizer(
@@ -171,31 +183,37 @@ class Writers:
         """
         model = self.model
         rule = OPTIMIZERS[model.fields["optimizer"]]
-        op, clip = rule.made(model.fields), float(model.fields.get(CLIP, 0.0))
+        op = rule.made(model.fields)
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         called: dict[str, str] = {}
         now: list[str] = []
         if rule.counts:
             writer.given("step", types["step"])
             now = [writer.op(Elementwise("a + 1"), ["step"])]
-            called[now[0]] = f"{NEXT}step"
         now += [writer.given(name, types[name]) for name in rule.given(model.fields)]
+        factor = ""
         if reduced is not None:
             factor = writer.given(FACTOR, reduced[FACTOR])
-            found = [self._reduced_update(writer, name, types, rule.state, reduced) for name in parameters]
-            updates = _scaled(writer, found, factor)
+            updates = [self._reduced_update(writer, name, types, rule.state, reduced) for name in parameters]
         else:
             if self.bucket is not None:
                 self._bucketed(writer, parameters, types, rule.state, self.bucket)
             updates = (self._given_update(writer, n, types, rule.state, copies) for n, copies in parameters.items())
-            updates = _clipped(writer, [*updates], clip) if clip else updates
-        for update in updates:
+            if self.has_factor:
+                updates = [*updates]
+                factor = self._factor(writer, _squares(writer, updates), types)
+        scaled = bool(model.fields.get(SCALE))
+        self._count_steps(writer, types, factor if scaled else "", now[0] if rule.counts else "", called)
+        for update in _multiplied(writer, updates, factor) if factor else updates:
             name, kept = update.name, update.kept
             by, layout = f"the update of {name}", types[kept[-1]].layout
             first = writer.want(kept[0], types[kept[0]].with_layout(layout), by)
             others = [writer.want(n, types[n].with_layout(layout), by) for n in kept[1:]]
             writer.op(op, [first, update.total, *others, *now])
             made = dict(zip(kept, writer.steps[-1].results, strict=True))
+            if scaled:  # a step whose gradients are not all finite changes nothing
+                pairs = zip(made.items(), (first, *others), strict=True)
+                made = {n: writer.op(Elementwise(TAKEN), [v, old, _cast(writer, factor, v)]) for (n, v), old in pairs}
             if name not in made:
                 made[name] = writer.op(Cast(types[name].dtype), [made[kept[0]]])
             for n, value in made.items():
@@ -203,6 +221,25 @@ class Writers:
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
         return WrittenProgram(program, tuple(writer.movements), {}, {})
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether gradients are multiplied with a factor that hangs on all of them."""
+        return bool(self.model.fields.get(CLIP) or self.model.fields.get(SCALE))
+
+    def _factor(self, writer: Writer, squares: str, types: Types) -> str:
+        scale = [writer.given(SCALE, types[SCALE])] if self.model.fields.get(SCALE) == INPUT else []
+        return writer.op(Elementwise(factor_expression(self.model.fields)), [squares, *scale])
+
+    def _count_steps(self, writer: Writer, types: Types, factor: str, now: str, called: dict[str, str]) -> None:
+        """Let leave how many steps were done, of which this would be `now`, and were skipped."""
+        if not factor:
+            called |= {now: f"{NEXT}step"} if now else {}
+            return
+        taken = writer.op(Cast("i32"), [writer.op(Elementwise("where(a > 0, 1, 0)"), [factor])])
+        called[writer.op(Elementwise("a + 1 - b"), [writer.given(SKIPPED, types[SKIPPED]), taken])] = NEXT + SKIPPED
+        if now:
+            called[writer.op(Elementwise("a + b"), ["step", taken])] = f"{NEXT}step"
 
     def _given_update(
         self, writer: Writer, name: str, types: Types, state: Sequence[str], copies: Sequence[str]
@@ -276,11 +313,6 @@ class Writers:
         return t.with_layout(Layout(t.layout.dims))
 
 
-def _clipped(writer: Writer, updates: Sequence[Update], clip: float) -> Iterator[Update]:
-    """Yield updates by gradients of which all together have at most a norm."""
-    yield from _scaled(writer, updates, writer.op(Elementwise(clip_expression(clip)), [_squares(writer, updates)]))
-
-
 def _squares(writer: Writer, updates: Sequence[Update]) -> str:
     """Write the sum of the squares of all gradients: one all-reduce of one number.
 
@@ -301,12 +333,18 @@ def _squares(writer: Writer, updates: Sequence[Update]) -> str:
     return writer.want(total, t.with_layout(Layout(t.layout.dims)), "the norm of all gradients")
 
 
-def _scaled(writer: Writer, updates: Sequence[Update], factor: str) -> Iterator[Update]:
+def _multiplied(writer: Writer, updates: Iterable[Update], factor: str) -> Iterator[Update]:
     """Yield updates by gradients times a factor."""
     for update in updates:
-        kind = writer.types[update.total].dtype
-        one = factor if writer.types[factor].dtype == kind else writer.op(Cast(kind), [factor])
-        yield update._replace(total=writer.op(Elementwise("a * b"), [update.total, one]))
+        draft = Draft({name: writer.types[name] for name in (update.total, factor)})
+        made = multiply(draft, update.total, factor)
+        whole = Program([(name, writer.types[name]) for name in (update.total, factor)], draft.steps, (made,))
+        yield update._replace(total=writer.inline(whole, [update.total, factor])[0])
+
+
+def _cast(writer: Writer, name: str, like: str) -> str:
+    kind = writer.types[like].dtype
+    return name if writer.types[name].dtype == kind else writer.op(Cast(kind), [name])
 
 
 def _kept(name: str, state: Sequence[str], types: Types) -> list[str]:

@@ -20,12 +20,10 @@ def write_updates(
     gradients: Mapping[int, Mapping[str, Sequence[str]]],
     types: Sequence[Types],
     once: Once,
-    *,
-    over_stages: bool,
 ) -> Written:
     """Return by stage and kind the programs of optimizers; `once` has those of stages that are alike written once.
 
-    `gradients` has by stage its parameters with their copies; with `over_stages` they are clipped by one norm.
+    `gradients` has by stage its parameters with their copies; what all are multiplied with is one over stages.
     """
     written: Written = {}
     keys = {
@@ -33,11 +31,11 @@ def write_updates(
         for stage, mine in gradients.items()
     }
     reduced: dict[int, Types] = {}
-    if over_stages:
+    if writers.has_factor and len(gradients) > 1:
         for s, mine in gradients.items():
             written[s, "NORM"] = once(("NORM", *keys[s]), lambda m=mine, t=types[s]: writers.norm(m, t))
         norms = {s: written[s, "NORM"].program.types for s in gradients}
-        clip = written[0, "CLIP"] = writers.clip([of[NORM] for of in norms.values()])
+        clip = written[0, "CLIP"] = writers.clip([of[NORM] for of in norms.values()], types[0])
         reduced = {s: {**of, FACTOR: clip.program.types[FACTOR]} for s, of in norms.items()}
     for s, mine in gradients.items():
         found = reduced.get(s)
