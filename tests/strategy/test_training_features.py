@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardplan import LayoutError, Model, ShardplanError, Strategy, partition
+import shardplan as sp
+from shardplan import BackendError, LayoutError, Model, ShardplanError, Strategy, partition
 from strategy import plain_llama
 from strategy.jobs import stepped
 
@@ -27,6 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "multi-token prediction": SIZES | {"mtp_layers": 2, "mtp_weight": 0.7, "layers": 2},
     "of a mixture, packed": MOE | {"mtp_layers": 1, "mtp_weight": 0.7, "balance_loss": 0.3, "segments": True},
 }  # fmt: skip
+BOUNDED = MOE | {"experts": 8, "capacity_factor": 3.6, "dropless": True}
 TWO = Strategy(tensor=2, data=2, global_batch=BATCH, microbatch=2)
 OTHERS = {
     "balance and z loss": Strategy(pipeline=2, data=2, expert=2, global_batch=BATCH, microbatch=2),
@@ -37,14 +39,14 @@ OTHERS = {
     "soft caps": Strategy(context=2, context_kind="zigzag", data=2, global_batch=BATCH),
     "window": Strategy(context=2, context_kind="ring", data=2, global_batch=BATCH),
 }
-CASES = [*((name, TWO) for name in FEATURES), *OTHERS.items()]
+CASES = [*((name, TWO) for name in (*FEATURES, "a bound")), *OTHERS.items()]
 
 
 @pytest.mark.parametrize(("name", "strategy"), CASES, ids=lambda x: x if isinstance(x, str) else repr(x))
 def test_three_steps_are_those_of_plain_torch(name: str, strategy: Strategy) -> None:
-    sizes = FEATURES[name]
+    sizes = BOUNDED if name == "a bound" else FEATURES[name]
     family, more = ("moe", {"capacity_factor": 0.0}) if "experts" in sizes else ("llama", {})
-    model = Model.load(family, **sizes, **more, seq=SEQ, dtype="f64", optimizer="sgd", lr=RATE)
+    model = Model.load(family, **more | sizes, seq=SEQ, dtype="f64", optimizer="sgd", lr=RATE)
     rng, types = np.random.default_rng(3), model.program.types
     state = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
     w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(state).items()}
@@ -129,6 +131,29 @@ def test_a_scale_keeps_gradients_that_f16_has_not() -> None:
     assert found == {0.0: (False, 0), 1.0: (False, 0), 2.0**14: (True, 0), 2.0**60: (False, 1)}
 
 
+@pytest.mark.parametrize("strategy", [TWO, Strategy(expert=2, data=2, global_batch=BATCH)], ids=repr)
+def test_what_is_above_a_bound_is_an_error(strategy: Strategy) -> None:
+    """Every process has all results, and raises; without `dropless` choices are dropped and counted."""
+    rng, got = np.random.default_rng(3), dict[bool, np.ndarray]()
+    ids = rng.integers(0, SIZES["vocab"], (BATCH, SEQ + 1)).astype(np.int32)
+    for dropless in (False, True):
+        sizes = BOUNDED | {"capacity_factor": 0.9, "dropless": dropless}
+        model = Model.load("moe", **sizes, seq=SEQ, dtype="f64", optimizer="sgd")
+        rng = np.random.default_rng(7)
+        state = {n: rng.normal(0, 0.4, model.program.types[n].shape) for n in model.parameters}
+        job, given = partition(model, strategy), {**state, "tokens": ids[:, :-1], "targets": ids[:, 1:].copy()}
+        if not dropless:
+            got[dropless] = stepped(job, given)["layers.dropped"]
+            continue
+        with pytest.raises(BackendError, match=f"{got[False].sum()} choices of experts are above the bound"):
+            stepped(job, given)
+        with sp.start(job, state, backend="reference") as live:
+            with pytest.raises(BackendError, match="above the bound"):
+                live.step({n: given[n] for n in ("tokens", "targets")})
+            with pytest.raises(BackendError, match="start again from what was saved"):
+                live.step({n: given[n] for n in ("tokens", "targets")})
+
+
 def test_every_feature_counts() -> None:
     """Without it the loss is another: the oracle would see it."""
     rng = np.random.default_rng(5)
@@ -155,6 +180,11 @@ def test_every_feature_counts() -> None:
         ("llama", {"activation": "relu"}, "activation"),
         ("llama", {"logit_cap": -1.0}, "logit_cap is -1.0; legal is a finite number of 0"),
         ("gpt", {"sinks": True}, "a gpt of sinks=True; legal is False"),
+        (
+            "moe",
+            {"experts": 4, "experts_per_token": 2, "dropless": True, "capacity_factor": 0.0},
+            "dropless=True; legal",
+        ),
         ("llama", {"mtp_layers": 1, "zigzag": 2}, "zigzag=2; legal is 1 with mtp_layers"),
     ],
 )

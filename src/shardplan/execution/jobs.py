@@ -27,7 +27,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running, finish
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.job_arrays import batch_dim
+from shardplan.execution.job_arrays import batch_dim, check_bound
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
@@ -239,6 +239,7 @@ class JobRun:
             one = found[name]
             out[name] = sum(one[1:], one[0]) if dim is None else np.concatenate(one, dim)
             out[name] = out[name] if dim is None else np.take(out[name], range(job.strategy.sequences), dim)
+        check_bound(job, out)
         return out
 
     def gather_state(self, place: int) -> dict[str, np.ndarray]:

@@ -35,7 +35,7 @@ class Optimizer:
 
     @property
     def fields(self) -> Mapping[str, float]:
-        """What a model may say of it: settings, the norm that gradients are clipped to, a scale of the loss; 0: none."""
+        """What a model may say of it: settings, the norm of clipped gradients, and a scale of the loss; 0 is none."""
         return {**self.settings, CLIP: 0.0, SCALE: 0.0}
 
     def made(self, said: Mapping[str, Any]) -> Op:
