@@ -11,6 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parents[1]
+CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\(\.\./([^)#\s]+)")
 BESIDE = "repository/"
 
@@ -29,6 +30,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to files of the repository to the site's copies."""
+    """Lead links to files of the repository to the site's copies; a bar in code needs no backslash in its tables."""
+    markdown = CODE.sub(lambda hit: hit[0].replace(r"\|", "|"), markdown)
     plain = re.sub(r"(\]\(\.\./[^)#\s]+\.(?:md|py))(?=[)#])", r"\1.txt", markdown)
     return LINK.sub(lambda hit: f"]({BESIDE}{hit.group(1)}", plain)

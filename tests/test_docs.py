@@ -2,10 +2,11 @@
 
 A page is one session: its `python` blocks share their names, in order. A block with `>>>` is checked as a doctest, any
 other is executed. In a `console` block each line `$ shardplan ...` runs and prints the lines below it, where there are
-any; `...` stands for anything. A block after a line `<!-- not run: REASON -->` is not run.
+any, none wider than 80 columns; `...` stands for anything. A block after a line `<!-- not run: REASON -->` is not run.
 """
 
 import doctest
+import os
 import re
 import shlex
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?P<skip><!-- not run: .+ -->\n+)?^```(?P<kind>python|console)\n(?P<text>.*?)^```$", re.M | re.S)
+WIDTH = 80  # of a terminal, and of what is printed on it, objects apart
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -57,13 +59,18 @@ def run_page(page: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 
 def run_console(block: Block) -> None:
     for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
-        command, _, expected = part.replace("\\\n", " ").partition("\n")
+        typed, expected = re.fullmatch(r"((?:.*\\\n)*.*)\n?((?s:.*))", part).groups()  # type: ignore[union-attr]
+        command = typed.replace("\\\n", " ")
         words = shlex.split(command, comments=True)
         if not words or words[0] != "shardplan":
             continue
         code = "import sys; from shardplan.cli import main; sys.argv[0] = 'shardplan'; main()"
-        done = subprocess.run([sys.executable, "-c", code, *words[1:]], capture_output=True, text=True, timeout=300)
+        environment = os.environ | {"COLUMNS": str(WIDTH)}
+        run = [sys.executable, "-c", code, *words[1:]]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, f"line {block.line}: {command}\n{done.stdout}{done.stderr}"
+        wide = [line for line in done.stdout.splitlines() if len(line) > WIDTH and "--json" not in words]
+        assert not wide, f"line {block.line}: {command}\n" + "\n".join(wide)
         if expected.strip():
             same = doctest.OutputChecker().check_output(expected, done.stdout, FLAGS)
             assert same, f"line {block.line}: {command}\nexpected:\n{expected}\ngot:\n{done.stdout}"

@@ -1,7 +1,8 @@
 """`python -m tests.wheel`: the wheel, built, installed without its sources under every Python that there is, and used.
 
 In an environment of its own and outside of the checkout: a plan is made, checked again and run, topologies are there
-to be priced on, and neither tests nor frameworks come with it.
+to be priced on, and neither tests nor frameworks come with it. Then five people have their first hour with it (three of
+them under another Python, for which no frameworks are here).
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
+
+from tests.test_personas import NAMES, spend_first_hour
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, TARGET = "f32[16@(data,tensor), 8]", "f32[16, 8@tensor]"
@@ -66,6 +70,16 @@ def use_wheel(python: str, wheel: Path, folder: Path) -> None:
     subprocess.run([inside, "-I", "-c", USED], cwd=folder, check=True)
     for words in COMMANDS:
         subprocess.run([environment / "bin" / "shardplan", *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    names = NAMES[:-2]
+    if python == sys.executable:  # its frameworks are found behind what is installed; a checkout among them is not
+        names = NAMES
+        paths = {"base": str(environment), "platbase": str(environment)}
+        (Path(sysconfig.get_path("purelib", vars=paths)) / "frameworks.pth").write_text(sysconfig.get_path("purelib"))
+    for name in names:
+        typed = folder / name
+        typed.mkdir()
+        spend_first_hour(name, typed, environment / "bin")
+        print(f"{name}: reached the goal", flush=True)
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ def test_a_batch_above_its_bound_says_so(capsys, tmp_path):
     line = (
         "order      peak 16 B above the bound: no order found of these moves keeps it, and this is the least peak found"
     )
-    assert status == 0 and line in out
+    assert status == 0 and line.split() == out[out.index("order  ") :].split()[: len(line.split())]
     assert call(capsys, "check", path)[0] == 0
 
 
@@ -169,7 +169,7 @@ def test_a_large_array_is_checked_and_run_by_blocks(capsys, tmp_path):
     path = large(capsys, tmp_path / "large.json", "f32[8192@data, 2049@tensor]", "f32[8192@tensor, 2049]")
     status, out, _ = call(capsys, "check", path)
     assert status == 0 and out.endswith("\nok\n") and "not run" not in out
-    assert "6 shards (33570816 elements) equal the destination's, on index data, in " in out
+    assert "6 shards (33570816 elements) equal the destination's, on index data, in " in " ".join(out.split())
     found = json.loads(call(capsys, "run", path, "--json")[1])
     whole = np.arange(8192 * 2049, dtype=np.int64) % (2**24 - 3)
     assert found["outputs"][0]["checksum"] == hashlib.sha256(whole.astype(np.float32).tobytes()).hexdigest()[:16]

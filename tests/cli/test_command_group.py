@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,9 +59,10 @@ def test_helps_fit_80_columns_and_cut_no_sentence(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     text = helped(capsys, *name.split())
-    shown = text.partition("\n  Example:\n")[0].partition("\n\n")[2]  # a line to copy is not broken
+    shown = text.partition("\n\n")[2]
     assert [line for line in shown.splitlines() if len(line) > WIDTH or line.endswith("...")] == []
-    assert name == "lab" or not name or COMMANDS[name][1] in text
+    copied = re.sub(r" \\\n +", " ", text)
+    assert name == "lab" or not name or f"  {COMMANDS[name][1]}\n" in copied
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if not hasattr(EVERY[name], "commands")])
@@ -98,6 +102,32 @@ def test_move_of_nothing_and_convert(capsys: pytest.CaptureFixture[str]) -> None
         status = run_command([name, "nowhere", "there", "--to", "hf", "--json"])
         said.append((status, json.loads(capsys.readouterr().out)))
     assert said[0] == said[1] and said[0][0] == 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [("pl", {"plan", "place"}), ("plan --no", {"--nodes", "--no-prune"}), ("plan --on dgx-h", {"dgx-h100", "dgx-h200"}),
+     ("plan llama3-4", {"llama3-405b"}), ("lab s", {"sweep"})],
+)  # fmt: skip
+def test_shells_complete_names(shell: str, typed: str, named: set[str]) -> None:
+    """As the scripts of `--install-completion` ask; fish also asks whether there is anything, by the status."""
+    words = f"shardplan {typed}"
+    asked = {"_SHARDPLAN_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1),
+             "_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}  # fmt: skip
+    done = completed(asked)
+    listed = done.stdout.removeprefix("_arguments '*: :((")
+    found = set(re.findall(r'^"([^"\n]+)"' if shell == "zsh" else r"^(\S+)", listed, re.M))
+    assert done.returncode == 0 and found == named, done
+    for word, status in ((typed, 0), ("plan --zzz", 1)):
+        asks = {"_TYPER_COMPLETE_FISH_ACTION": "is-args", "_TYPER_COMPLETE_ARGS": f"shardplan {word}"}
+        assert shell != "fish" or completed(asked | asks).returncode == status
+
+
+def completed(asked: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from shardplan.cli import main; sys.argv = ['shardplan']; main()"
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, capture_output=True, text=True, timeout=120, env=os.environ | asked)
 
 
 def test_names_of_the_package_are_public_ones() -> None:

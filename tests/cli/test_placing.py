@@ -68,7 +68,7 @@ def test_reduce_prints_plan_paper_and_stock(capsys, tmp_path):
     assert (status, err) == (0, "")
     assert out.startswith("placement  data=[2, 8], tensor=[1, 2] on node=2 x gpu=16: as asked\nprogram\n")
     assert out.count("placement  ") == 1
-    assert "paper      (node, InsideGroup, ReduceScatter); (node, Parallel(root), AllReduce); (node, Ins" in out
+    assert "\npaper      (node, InsideGroup, ReduceScatter); (node, Parallel(root),\n" in out
     assert "stock      one collective takes 126 ms, 1.83 x this" in out
     plan = sp.Plan.load(path)
     plan.certificate.check()
@@ -82,8 +82,8 @@ def test_reduce_prints_plan_paper_and_stock(capsys, tmp_path):
 def test_reduce_answers_for_a_launch(capsys, tmp_path):
     """As `audit` takes it: cyclic ranks have pairs of neighbours across the nodes, block ones the whole of `tensor`."""
     base = ("reduce", "data", *WHERE, "--bytes", "1MiB")
-    best = "placement  data=[1, 16], tensor=[2, 1] on node=2 x gpu=16: the best for this; --placement says another"
-    assert call(capsys, *base)[1].startswith(best)
+    best = "placement  data=[1, 16], tensor=[2, 1] on node=2 x gpu=16: the best for this;\n"
+    assert call(capsys, *base)[1].startswith(f"{best}           --placement says another\n")
     block = "placement  data=[2, 8], tensor=[1, 2] on node=2 x gpu=16: that of the launch\n"
     status, out, _ = call(capsys, *base, "--rank-order", "block")
     asked = call(capsys, *base, "--placement", "data=[2,8],tensor=[1,2]")[1]
@@ -156,7 +156,7 @@ def test_reduce_lists_programs(capsys):
     more = ("--placement", "data=[2,8],tensor=[1,2]", "--bytes", "1MiB", "--all", "--top", "3")
     _, out, _ = call(capsys, "reduce", "data", *WHERE, *more)
     assert out.startswith("93 programs, 1.05 MB a device over node=2 x gpu=8")
-    assert len(out.splitlines()) == 5
+    assert [line[:4] for line in out.splitlines() if line[:4].strip()] == ["93 p", "   1", "   2", "   3", "... "]
     _, out, _ = call(capsys, "reduce", "data", *WHERE, *more, "--limit", "0", "--json")
     assert json.loads(out)["count"] == 3
 

@@ -14,13 +14,17 @@ LETTERS = "abcde"
 
 @st.composite
 def contractions(draw: st.DrawFn) -> tuple[str, list[np.ndarray]]:
-    sizes = {c: draw(st.integers(0, 3)) for c in LETTERS}
-    terms = ["".join(draw(st.permutations(LETTERS))[: draw(st.integers(0, 4))]) for _ in range(2)]
-    known = sorted({*terms[0], *terms[1]})
-    result = "".join(draw(st.permutations(known))[: draw(st.integers(0, len(known)))]) if known else ""
+    """Dims of either operand or of both, summed or not, in any order."""
+    sizes = {c: draw(st.sampled_from((2, 3, 1, 0))) for c in LETTERS}
+    kinds = {c: draw(st.sampled_from(("row", "column", "summed", "batch"))) for c in LETTERS}
+
+    def term(*of: str) -> str:
+        return "".join(draw(st.permutations([c for c in LETTERS if kinds[c] in of])))
+
+    terms = term("row", "summed", "batch"), term("column", "summed", "batch")
     rng = np.random.default_rng(draw(st.integers(0, 9)))
     arrays = [np.asarray(rng.integers(-5, 6, [sizes[c] for c in term]), np.float64) for term in terms]
-    return f"{terms[0]},{terms[1]}->{result}", arrays
+    return f"{terms[0]},{terms[1]}->{term('row', 'column', 'batch')}", arrays
 
 
 @given(contractions())
@@ -30,7 +34,7 @@ def test_it_is_einsum(drawn: tuple[str, list[np.ndarray]]) -> None:
     np.testing.assert_array_equal(contract(spec, *arrays), np.einsum(spec, *arrays))
 
 
-@pytest.mark.parametrize("spec", ["ii,ij->j", "ij,jk,kl->il", "ij->ji"])
+@pytest.mark.parametrize("spec", ["ii,ij->j", "ij,jk,kl->il", "ij->ji", "ij,kj->i"])
 def test_what_is_no_product_of_two_matrices_is_einsum_too(spec: str) -> None:
     arrays = [np.arange(9.0).reshape(3, 3)] * (1 + spec.count(","))
     np.testing.assert_array_equal(contract(spec, *arrays), np.einsum(spec, *arrays))
@@ -41,6 +45,8 @@ def test_what_is_no_product_of_two_matrices_is_einsum_too(spec: str) -> None:
     [
         ("bsv,vh->bsh", (1, 64, 4096), (4096, 16)),
         ("bsv,bsh->vh", (2, 64, 4096), (2, 64, 16)),
+        ("bsv,sbh->vh", (2, 64, 4096), (64, 2, 16)),
+        ("sbh,bsv->hv", (64, 2, 16), (2, 64, 4096)),
         ("bsh,vh->bsv", (2, 64, 16), (4096, 16)),
         ("bsh,hgrd->bsgrd", (2, 512, 16), (16, 4, 2, 64)),
         ("bsgrd,bsh->hgrd", (2, 512, 4, 2, 64), (2, 512, 16)),

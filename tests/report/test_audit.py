@@ -11,6 +11,7 @@ from shardplan.hardware import Topology
 from shardplan.launches.audit import audit
 from shardplan.launches.launch import count_units, plural
 from shardplan.report.audit import audit_object, audit_text
+from shardplan.report.fold import WIDTH
 
 SMALL = Topology.load("gcp-a100x16", nodes=2)
 
@@ -76,13 +77,15 @@ def test_text_with_a_fix():
         "torch:",
         "  import torch",
         "  from torch.distributed.device_mesh import DeviceMesh",
-        '  mesh = DeviceMesh("cuda", torch.arange(32).reshape(2, 2, 8).permute(1, 0, 2).reshape(2, 16), '
-        "mesh_dim_names=('tensor', 'data'))",
+        '  mesh = DeviceMesh("cuda",',
+        "      torch.arange(32).reshape(2, 2, 8).permute(1, 0, 2).reshape(2, 16),",
+        "      mesh_dim_names=('tensor', 'data'))",
     ]
     every = audit_text(found)
     for name in ("torch:", "jax:", "megatron:", "mpi:", "nccl-tests:"):
         assert f"\n{name}\n" in every
     assert "... 22 more lines (--json has all)" in every
+    assert max(map(len, every.splitlines())) <= WIDTH
 
 
 def test_text_of_no_placement():
@@ -153,9 +156,9 @@ def test_what_runs_behind_compute_is_said():
     """Groups of 16 share a NIC of 8 GB/s: 100 MB each is 200 ms, of which 150 ms are hidden; tensor inside is not."""
     found = audit(range(32), Mesh(data=2, tensor=16), SMALL, "data=100MB behind 150ms, tensor=1GB")
     lines = audit_text(found).splitlines()[1:]
-    assert "100 MB in 200 ms, 50 ms of it not behind compute" in lines[5]
+    assert lines[8:10] == ["a step (all_reduce)", "data    100 MB in 200 ms, 50 ms of it not behind compute"]
     data, tensor = found.shares
-    assert lines[8].startswith("cost     ") and " a step beside 150 ms behind compute, as on the best" in lines[8]
+    assert lines[12].startswith("cost     ") and " a step beside 150 ms behind compute, as on the best" in lines[12]
     assert (data.hidden_seconds, tensor.hidden_seconds) == (0.15, 0.0)
     assert found.seconds == data.seconds + tensor.seconds and 0.05 < data.seconds < 0.0501
     told = audit_object(found)["shares"]

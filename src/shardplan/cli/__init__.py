@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -60,6 +61,7 @@ from shardplan.cli.weights import apply, derive, diff, refit, reshard
 from shardplan.cli.why import why
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line
 
+_COMPLETION = "_SHARDPLAN_COMPLETE"
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[2]  # ClickException, which typer does not export
 
 app = typer.Typer(
@@ -75,8 +77,14 @@ app = typer.Typer(
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with its status."""
+    """Run the command line and exit with its status; a warning is a line on stderr, too."""
+    warnings.showwarning = _tell_warning
     sys.exit(run_command(sys.argv[1:]))
+
+
+def _tell_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning without the line of source that warns."""
+    print(f"shardplan: warning: {line(message)}", file=sys.stderr)
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -90,7 +98,9 @@ def run_command(arguments: Sequence[str]) -> int:
         if status == INTERRUPTED:  # typer makes an exit of it
             raise KeyboardInterrupt
         return status if isinstance(status, int) else DONE
-    except (BrokenPipeError, SystemExit):
+    except (BrokenPipeError, SystemExit) as left:
+        if _COMPLETION in os.environ and isinstance(left, SystemExit):  # a shell asks for names, and reads the status
+            return left.code if isinstance(left.code, int) else DONE
         # The reader left (where typer sees that first, it exits); what is buffered must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE

@@ -11,8 +11,11 @@ from typing import Any, TypedDict
 
 from typer.core import TyperGroup
 
+from shardplan.report.fold import WIDTH, fold_shell
+
 FRONT = ("plan", "audit", "move", "convert", "show", "run")
 MORE = "More commands"
+MARGIN = 2  # what a help puts in front of an example
 _TYPE = re.compile(r"\s*\w+\[")  # of `f32[64, 48]`
 # What the list of commands says of each, within a line of 80 columns, and one line that works; those that read a file
 # of another's go behind it.
@@ -135,7 +138,7 @@ class CommandHelp(TypedDict):
 def command_help(command: str) -> CommandHelp:
     """Return a command's line in the list, and an example for the end of its help."""
     line, example = COMMANDS[command]
-    return {"short_help": line, "epilog": f"\b\nExample:\n  {example}"}
+    return {"short_help": line, "epilog": f"\b\nExample:\n{fold_shell(f'  {example}', WIDTH - MARGIN)}"}
 
 
 class CommandGroup(TyperGroup):

@@ -46,6 +46,7 @@ def fuse(
     from shardplan.fused.deciding.fuse import fuse as fused
     from shardplan.plans.plan import Plan
     from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.fold import fold_lines
     from shardplan.report.fusion import fusion_text
     from shardplan.report.text import json_text
 
@@ -73,7 +74,7 @@ def fuse(
     found = fused(subject, where, calibration)
     if out is not None:
         write_atomic(out, f"{found.program}\n".encode())
-    print(json_text(found.to_dict()) if as_json else fusion_text(found))
+    print(json_text(found.to_dict()) if as_json else fold_lines(fusion_text(found)))
 
 
 def _job(what: str, strategy: str | None, batch: int | None, cache: int | None, precision: str, where: Any) -> Job:

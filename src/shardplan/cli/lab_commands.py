@@ -139,7 +139,8 @@ def _say(line: str) -> None:
 
 def _tell(text: str, found: dict[str, object], status: int, as_json: bool) -> int:
     """Print an answer and return its status."""
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
 
-    print(json_text(found) if as_json else text)
+    print(json_text(found) if as_json else fold_lines(text))
     return status

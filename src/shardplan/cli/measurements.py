@@ -55,6 +55,7 @@ def validate(
     if _steps([file]):
         _validate_steps(file, params, source, explain, gate, as_json)
         return
+    from shardplan.report.fold import fold_lines
     from shardplan.report.measurements import validation_text
     from shardplan.report.text import json_text
     from shardplan.simulation.validation import validate_samples
@@ -64,7 +65,7 @@ def validate(
         print(json_text(verdict.to_dict()))
         return
     _say_unknown(verdict.unknown_systems)
-    print(validation_text(verdict))
+    print(fold_lines(validation_text(verdict)))
 
 
 def _steps(files: list[Path]) -> bool:
@@ -82,6 +83,7 @@ def _validate_steps(
 ) -> None:
     from shardplan.cli.bar import progress_bar
     from shardplan.core.decoding import read_text
+    from shardplan.report.fold import fold_lines
     from shardplan.report.steps import explained, steps_text
     from shardplan.report.text import json_text
     from shardplan.simulation.accuracy.step_rows import read_steps
@@ -101,12 +103,12 @@ def _validate_steps(
         row = next((row for row in rows if row.id == explain), None)
         if row is None:
             raise LayoutError(f"--explain {explain}: no row has that id; legal is one such as {rows[0].id}")
-        print(json_text(explained(row, fit_of)[0]) if as_json else explained(row, fit_of)[1])
+        print(json_text(explained(row, fit_of)[0]) if as_json else fold_lines(explained(row, fit_of)[1]))
         return
     with progress_bar() as tell:
         done = iter(range(1, len(rows) + 1))
         verdict = validate_steps(rows, fit_of, lambda row: tell and tell(next(done), len(rows), row.id))
-    print(json_text(verdict.to_dict()) if as_json else steps_text(verdict))
+    print(json_text(verdict.to_dict()) if as_json else fold_lines(steps_text(verdict)))
     worse = [s for s in verdict.sources if s.gate and s.quantity == "seconds_per_step" and limit is not None
              and (s.numbers["mean_error_percent"] or 0.0) > limit]  # fmt: skip
     if worse:
@@ -161,6 +163,7 @@ def calibrate(
     from shardplan.hardware.prices.library import library as load
     from shardplan.hardware.prices.library import library_text
     from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.fold import fold_lines
     from shardplan.report.measurements import calibration_object, calibration_text
     from shardplan.report.text import json_text
     from shardplan.simulation.validation import of_library
@@ -178,13 +181,14 @@ def calibrate(
         print(json_text(calibration_object(fitted, skipped, unknown)))
         return
     _say_unknown(unknown)
-    print(calibration_text(fitted, skipped))
+    print(fold_lines(calibration_text(fitted, skipped)))
 
 
 def _calibrate_steps(
     files: list[Path], machine: str | None, on: str | None, seed: int, out: Path | None, as_json: bool
 ) -> None:
     from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.fold import fold_lines
     from shardplan.report.steps import step_fit_text
     from shardplan.report.text import json_text
     from shardplan.simulation.accuracy.calibration import calibrated
@@ -202,7 +206,7 @@ def _calibrate_steps(
     found = calibrated(rows, str(machine), seed)
     if out is not None:
         write_atomic(out, found.text.encode())
-    print(json_text(found.to_dict()) if as_json else step_fit_text(found))
+    print(json_text(found.to_dict()) if as_json else fold_lines(step_fit_text(found)))
 
 
 def _samples(

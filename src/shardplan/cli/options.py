@@ -65,10 +65,36 @@ RankOrder = Annotated[
 Megatron = Annotated[str | None, typer.Option("--megatron", metavar="ORDER", help="Numbers the ranks: tp-cp-ep-dp-pp.")]
 TOPOLOGY_HELP = "A preset, a .toml file or NCCL's .xml file."
 TOPOLOGY = ("--topology", "--on")  # either, in every command
-NeededTopology = Annotated[str, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=TOPOLOGY_HELP)]
-AnyTopology = Annotated[str | None, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=TOPOLOGY_HELP)]
+
+
+def complete_topology(incomplete: str) -> list[str]:
+    """Return the presets that a name on its way may become; of none a shell tries files."""
+    from shardplan.hardware.topology_file import outside_topologies, presets
+
+    return [name for name in (*presets(), *outside_topologies()) if name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the presets of models that a name on its way may become; of none a shell tries files."""
+    from shardplan.strategy.model import presets
+
+    return [name for name in presets() if name.startswith(incomplete)]
+
+
+NeededTopology = Annotated[
+    str, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=TOPOLOGY_HELP, autocompletion=complete_topology)
+]
+AnyTopology = Annotated[
+    str | None, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=TOPOLOGY_HELP, autocompletion=complete_topology)
+]
 PlansTopology = Annotated[
-    str | None, typer.Option(*TOPOLOGY, metavar="NAME|FILE", help=f"{TOPOLOGY_HELP} By default the plan's.")
+    str | None,
+    typer.Option(
+        *TOPOLOGY,
+        metavar="NAME|FILE",
+        help=f"{TOPOLOGY_HELP} By default the plan's.",
+        autocompletion=complete_topology,
+    ),
 ]
 
 

@@ -63,6 +63,7 @@ def place(
     from shardplan.core.program import Program
     from shardplan.movement.placing.place import place as rank
     from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.fold import fold_lines
     from shardplan.report.place import ranking_object, ranking_text
     from shardplan.report.placement_picture import text_placement
     from shardplan.report.placement_svg import svg_placement
@@ -90,7 +91,7 @@ def place(
     if as_json:
         print(json_text(ranking_object(found, top) | {"traffic": list(notes)}))
         return
-    print(ranking_text(found, top, notes))
+    print(fold_lines(ranking_text(found, top, notes)))
     if show_picture:
         print(f"\n{text_placement(found[0].placement, demands)}")
 
@@ -128,6 +129,7 @@ def reduce(
     from shardplan.movement.reductions.reduce import instructions_text, stock_op
     from shardplan.movement.reductions.reduce import reduce as best
     from shardplan.report import place as told
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
 
     check_writable(out)
@@ -149,7 +151,9 @@ def reduce(
         if top < 1:
             raise LayoutError(f"--top {top}: at least 1 program is printed")
         found = reductions(chosen, names, amount, limit or None, top=None if limit else top, algorithm=algorithm)
-        print(json_text(told.reductions_object(found, top)) if as_json else told.reductions_text(found, top))
+        print(
+            json_text(told.reductions_object(found, top)) if as_json else fold_lines(told.reductions_text(found, top))
+        )
         return
     wanted = cast("Target", target)
     plan = best(chosen, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
@@ -167,7 +171,7 @@ def reduce(
     if as_json:
         print(json_text(told.reduction_object(plan, paper, stock, chosen)))
     else:
-        print(told.reduction_text(plan, paper, stock, chosen, origin))
+        print(fold_lines(told.reduction_text(plan, paper, stock, chosen, origin)))
 
 
 def audit(
@@ -205,6 +209,7 @@ def audit(
     """Say how a launch that exists is placed, what that costs, and how to do better."""
     from shardplan.cli.audit import audit_command
     from shardplan.plans.plan_file import write_atomic
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
 
     check_writable(svg, report)
@@ -235,7 +240,7 @@ def audit(
         from shardplan.report.page.other_pages import audit_page
 
         write_atomic(report, audit_page(f"audit of {mesh or model} on {topology}", found.text, found.svg).encode())
-    print(json_text(found.object) if as_json else found.text)
+    print(json_text(found.object) if as_json else fold_lines(found.text))
     return found.status
 
 

@@ -34,6 +34,7 @@ def check_handed(path: Path, plan: HandedPlan, devices: int | None, as_json: boo
     """Run a plan scaled down on the reference, and compare its step with the whole model's."""
     from shardplan.execution.beside_whole import step_beside_whole
     from shardplan.launches.handover.scaled_plan import MOST, scale_plan
+    from shardplan.report.fold import fold_lines
     from shardplan.report.plan_folder import beside_whole_object, beside_whole_text
     from shardplan.report.text import json_text
     from shardplan.strategy.partition.partition import partition
@@ -41,7 +42,7 @@ def check_handed(path: Path, plan: HandedPlan, devices: int | None, as_json: boo
     scaled = scale_plan(plan, devices or MOST)
     found = step_beside_whole(scaled.model, partition(scaled.model, scaled.strategy))
     told = beside_whole_object(found, scaled)
-    print(json_text({"plan": str(path), **told}) if as_json else beside_whole_text(found, scaled))
+    print(json_text({"plan": str(path), **told}) if as_json else fold_lines(beside_whole_text(found, scaled)))
     if not found.is_equal:
         raise typer.Exit(complain(f"{line(path)}: its step differs from the whole model's", FAILED))
 
@@ -50,6 +51,7 @@ def show_handed(path: Path, plan: HandedPlan, as_json: bool) -> None:
     """Print a plan as it was told, and what its folder has."""
     import json
 
+    from shardplan.report.fold import fold_lines
     from shardplan.report.plan_folder import handed_text
     from shardplan.report.text import json_text
 
@@ -58,7 +60,7 @@ def show_handed(path: Path, plan: HandedPlan, as_json: bool) -> None:
         return
     judge, one = judged_plan(plan)
     folder = path if path.is_dir() else path.parent
-    print(handed_text(plan, one, judge, folder))
+    print(fold_lines(handed_text(plan, one, judge, folder)))
 
 
 def run_handed(
@@ -70,6 +72,7 @@ def run_handed(
     from shardplan.execution.measured_step import action_times, measure_step, predict_step, seconds_to_issue
     from shardplan.execution.trial import join_launcher
     from shardplan.launches.handover.scaled_plan import scale_plan
+    from shardplan.report.fold import fold_lines
     from shardplan.report.plan_folder import action_times_text, beside_whole_object, beside_whole_text
     from shardplan.report.text import json_text
     from shardplan.simulation.trace import save_traces
@@ -101,6 +104,6 @@ def run_handed(
         text += "\n\n" + action_times_text(rows, (predicted.seconds, measured.seconds), issue)
         told |= {"seconds": measured.seconds, "predicted_seconds": predicted.seconds, "issue_seconds": issue,
                  "predicted_on": str(links), "actions": [one._asdict() for one in rows]}  # fmt: skip
-    print(json_text({"plan": str(path), **told}) if as_json else text)
+    print(json_text({"plan": str(path), **told}) if as_json else fold_lines(text))
     if not found.is_equal:
         raise typer.Exit(complain(f"{line(path)}: its step differs from the whole model's", FAILED))

@@ -56,6 +56,7 @@ def redistribute(
 ) -> None:
     """Plan how arrays get from one sharding to another."""
     from shardplan.movement.redistribute import redistribute as plan_move
+    from shardplan.report.fold import fold_lines
 
     check_writable(out, svg, report)
     if report is not None:
@@ -88,9 +89,9 @@ def redistribute(
     elif show_picture:
         from shardplan.report.text import shown
 
-        print(shown(plan))
+        print(fold_lines(shown(plan)))
     else:
-        print(plan)
+        print(fold_lines(str(plan)))
 
 
 def check(
@@ -107,6 +108,7 @@ def check(
     from shardplan.execution.verify import verify
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import check_object, check_text, json_text
 
     if (handed := find_handed(path)) is not None:
@@ -118,7 +120,7 @@ def check(
         )
     plan = Plan.load(path)
     verdict = verify(plan)
-    print(json_text(check_object(path, plan, verdict)) if as_json else check_text(plan, verdict))
+    print(json_text(check_object(path, plan, verdict)) if as_json else fold_lines(check_text(plan, verdict)))
 
 
 def show(
@@ -134,6 +136,7 @@ def show(
     from shardplan.core.tensor import TensorType
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text, plan_object, program_object, shown, type_object
 
     check_writable(svg)
@@ -157,7 +160,7 @@ def show(
     if svg is not None:
         _write_svg(svg, program, what if isinstance(subject, TensorType) else Path(what).name, subject)
     if not as_json:
-        print(shown(subject))
+        print(fold_lines(shown(subject)))
     elif isinstance(program, TensorType):
         print(json_text(type_object(program)))
     else:
@@ -195,6 +198,7 @@ def run(
     from shardplan.execution.verify import trial
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text, run_object, run_text
 
     if (handed := find_handed(what)) is not None:
@@ -221,7 +225,7 @@ def run(
         return
     sums, ok = trial(program, backend)
     found = run_object(program, backend, sums, ok)
-    print(json_text(found) if as_json else run_text(found))
+    print(json_text(found) if as_json else fold_lines(run_text(found)))
     if ok is False:  # the answer says so, and stays the one object
         raise typer.Exit(complain(f"{line(what)}: an output that was only moved differs from its input", FAILED))
 
@@ -233,6 +237,7 @@ def _run_launched(
     from shardplan.execution.measure import measured_links
     from shardplan.execution.trial import join_launcher, trial
     from shardplan.plans.plan import Plan
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text, run_object, run_text
     from shardplan.report.timeline import comparison_text, links_text, timeline_text
     from shardplan.simulation.predict import predict
@@ -259,14 +264,14 @@ def _run_launched(
     if as_json:
         print(json_text(told))
         return
-    print(run_text(told).rpartition("\n")[0])
+    print(fold_lines(run_text(told)).rpartition("\n")[0])
     print(f"ok: every shard of this process ({found.shards}) equals the reference's\n")
     if predicted is None or links is None:
         print("one device has no links to predict: --topology gives the time of its kernels")
-        print(timeline_text(found.timeline))
+        print(fold_lines(timeline_text(found.timeline)))
         return
-    print(f"predicted on {links_text(links)}")
-    print(comparison_text(predicted, found.timeline))
+    told_here = f"predicted on {links_text(links)}\n{comparison_text(predicted, found.timeline)}"
+    print(fold_lines(told_here))
 
 
 def load_plan(what: str) -> Plan | Program:

@@ -20,6 +20,7 @@ from shardplan.cli.options import (
     Report,
     check_report,
     check_writable,
+    complete_model,
     read_bytes,
     read_topology,
 )
@@ -69,7 +70,7 @@ def quiet_pool(workers: int) -> ProcessPoolExecutor:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)],
     topology: NeededTopology,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Sequences of a training step.")] = None,
     nodes: Nodes = None,
@@ -220,13 +221,14 @@ def _find_training(
 def _find_serving(model: Model, where: Topology, workers: int, options: dict[str, Any], as_json: bool) -> None:
     """Search for what serves requests."""
     from shardplan.cli.bar import progress_bar
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
     from shardplan.simulation.searching.search import search
 
     with worker_pool(workers) as executor, progress_bar() as tell:
         done = (lambda now, whole: tell(now, whole, "frames of strategies")) if tell else None
         found = search(model, where, executor=executor, done=done, **options)
-    print(json_text(found.to_dict()) if as_json else str(found))
+    print(json_text(found.to_dict()) if as_json else fold_lines(str(found)))
 
 
 def _judge_one(

@@ -22,6 +22,7 @@ def simulate(
 ) -> None:
     """Simulate a plan or a program event by event, and print its timeline."""
     from shardplan.plans.plan import Plan
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
     from shardplan.report.timeline import timeline_object, timeline_text
     from shardplan.simulation.events import simulate as simulated
@@ -36,4 +37,4 @@ def simulate(
     found = simulated(subject.program if isinstance(subject, Plan) else subject, where, algorithm)
     if out is not None:
         found.save(out)
-    print(json_text(timeline_object(found)) if as_json else timeline_text(found))
+    print(json_text(timeline_object(found)) if as_json else fold_lines(timeline_text(found)))

@@ -104,6 +104,7 @@ def refit(
 ) -> None:
     """Plan how a model's weights get from one framework's storage to another's."""
     from shardplan.movement.weights.refit import refit as plan_refit
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
     from shardplan.report.weights import refit_object, refit_text
 
@@ -123,7 +124,7 @@ def refit(
         from shardplan.report.page.other_pages import refit_page
 
         write_atomic(report, refit_page(plan, f"refit of {source} to {target}").encode())
-    print(json_text(refit_object(plan)) if as_json else refit_text(plan))
+    print(json_text(refit_object(plan)) if as_json else fold_lines(refit_text(plan)))
 
 
 def reshard(
@@ -175,6 +176,7 @@ def reshard(
     from shardplan.interop.checkpoint import reshard as run
     from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights, target_weights
     from shardplan.interop.checkpoint.sharing import launched_share
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
     from shardplan.report.weights import reshard_object, reshard_text
 
@@ -202,7 +204,7 @@ def reshard(
             compare_replicas=not no_replicas, changed_since=changed_since,
         )  # fmt: skip
     if not share.number:  # one of them says it
-        print(json_text(reshard_object(done)) if as_json else reshard_text(done, dry_run))
+        print(json_text(reshard_object(done)) if as_json else fold_lines(reshard_text(done, dry_run)))
 
 
 def apply(
@@ -214,12 +216,13 @@ def apply(
     """Make the version of a delta out of its base: every byte of both is read, and another base is refused."""
     from shardplan.hardware.units import format_bytes
     from shardplan.interop.checkpoint import apply_delta
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
 
     done = apply_delta(delta, base, destination)
     said = {"version": done.version, "changed": done.changed, "tensors": done.tensors, "bytes": done.nbytes}
     text = f"version {done.version[:16]}: {done.changed} of {done.tensors} tensors changed, {format_bytes(done.nbytes)}"
-    print(json_text(said) if as_json else text)
+    print(json_text(said) if as_json else fold_lines(text))
 
 
 def _has_config(place: Path) -> bool:
@@ -256,6 +259,7 @@ def diff(
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import diff as compare
     from shardplan.interop.checkpoint.conversion_sides import AskedConfig
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
     from shardplan.report.weights import diff_object, diff_text
 
@@ -271,7 +275,7 @@ def diff(
             a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), drop=drop or (),
             differ=differ or (), compare_replicas=not no_replicas, progress=tell,
         )  # fmt: skip
-    print(json_text(diff_object(found)) if as_json else diff_text(found))
+    print(json_text(diff_object(found)) if as_json else fold_lines(diff_text(found)))
     if not found.equal:
         raise typer.Exit(1)
 

@@ -48,6 +48,7 @@ def why(
     from shardplan.launches.handover.handed_job import job_of
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.launches.handover.measured_row import add_row, row_told
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
     from shardplan.report.why import SHOWN, gap_text, why_object, why_text
     from shardplan.simulation.simulate import simulate
@@ -84,12 +85,12 @@ def why(
         if as_json:
             print(json_text(gap.to_dict() | ({} if added is None else {"row": added.id})))
             return
-        print(gap_text(gap))
+        print(fold_lines(gap_text(gap)))
         if added is not None and rows is not None:
-            print(row_told(added, rows, plan.topology.name))
+            print(fold_lines(row_told(added, rows, plan.topology.name)))
         return
     found = movements_of(job, machine).select(words)
-    print(json_text(why_object(found)) if as_json else why_text(found, top or SHOWN))
+    print(json_text(why_object(found)) if as_json else fold_lines(why_text(found, top or SHOWN)))
 
 
 def _why_program(
@@ -99,6 +100,7 @@ def _why_program(
     from shardplan.interop.hlo_trace import HloTrace
     from shardplan.interop.hlo_why import hlo_movements, hlo_why_text
     from shardplan.interop.importers.source_text import load_source
+    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
     from shardplan.report.why import why_object, why_text
     from shardplan.simulation.why import why as movements_of
@@ -110,7 +112,7 @@ def _why_program(
         if where is None:
             raise ShardplanError(f"why: {line(what)} is a trace, and takes as long as its links; legal is with --on")
         told = hlo_movements(source, where)
-        print(json_text({"movements": [m.to_dict() for m in told]}) if as_json else hlo_why_text(told, top))
+        print(json_text({"movements": [m.to_dict() for m in told]}) if as_json else fold_lines(hlo_why_text(told, top)))
         return
     said: dict[str, str] = {}
     for one in annotate:
@@ -119,4 +121,4 @@ def _why_program(
             raise ParseError(f"why: --annotate {excerpt(one)}; legal is NAME=TYPE, each name once: 'a=f32[16@x, 16]'")
         said[name.strip()] = text.strip()
     found = movements_of(source, where, said, mesh).select(words)
-    print(json_text(why_object(found)) if as_json else why_text(found, top))
+    print(json_text(why_object(found)) if as_json else fold_lines(why_text(found, top)))

@@ -3,6 +3,7 @@
 Functions here take values and return texts and objects; only `lab_picture` writes a file, the PNG that it is given a
 name for. Reading order:
 
+- `fold`                 lines within 80 columns
 - `contents`             what every device holds before and after each step: the data of its pictures
 - `picture`              these contents as text
 - `canvas`               what the SVG pictures share

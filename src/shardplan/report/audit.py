@@ -13,12 +13,14 @@ from shardplan.launches.audit import WORTH, Audit
 from shardplan.launches.causes import uplink_word
 from shardplan.launches.launch import article, count_units
 from shardplan.launches.verdict import Stray
+from shardplan.report.fold import WIDTH, fold_python, fold_shell
 from shardplan.report.place import traffic_lines
 from shardplan.report.text import library_object
 
 MOST_STRAYS = 4  # offending groups printed
 MOST_RANKS = 8  # ranks of an offending group printed
 MOST_LINES = 12  # lines of a rankfile or hostfile printed
+PYTHON = ("torch", "jax", "megatron")  # whose fixes are Python; others' are a shell's
 FRAMEWORKS = ("all", "torch", "jax", "megatron", "torchrun", "slurm", "mpi", "nccl-tests")
 
 
@@ -82,7 +84,8 @@ def audit_text(found: Audit, framework: str = "all", notes: Sequence[str] = ()) 
         lines.append(f"best     {best.describe()}")
         for name, text in found.fixes.items():
             if framework in ("all", name):
-                lines += ["", f"{name}:", *(f"  {line}" for line in _short(text))]
+                fold = fold_python if name in PYTHON else fold_shell
+                lines += ["", f"{name}:", *(f"  {line}" for line in _short(fold(text, WIDTH - 2)))]
     return "\n".join(lines)
 
 
@@ -106,6 +109,7 @@ def _table(found: Audit) -> list[str]:
     ops = list(dict.fromkeys(s.demand.op for s in found.shares))
     shared = [j for j, level in enumerate(levels[:-1]) if level.size > 1]
     rows: list[list[str]] = []
+    calls: list[list[str]] = []
     for row in found.rows:
         cells = [str(a) if a == b else f"{a}-{b}" for a, b in row.spans]
         if found.matrix is not None:
@@ -128,15 +132,21 @@ def _table(found: Audit) -> list[str]:
             waited = f", {format_seconds(share.seconds)} of it not behind compute" if share.hidden_seconds else ""
             words.append(f"{op}{format_bytes(demand.nbytes)}{times} in {took}{waited}{best}")
         rows.append([", ".join(row.axes), *cells, "; ".join(words)])
+        calls.append(words)
     words = [article(uplink_word(levels[j])) for j in shared]
     head = ["axes", *(level.name for level in levels), *(f"groups {word}" for word in words)]
     head += [f"load {word}" for word in words if found.shares]
     head.append("" if not ops else f"a step ({ops[0]})" if len(ops) == 1 else "a step")
     widths = [max(len(r[k]) for r in [head, *rows]) for k in range(len(head))]
+    beside = sum(widths) + 2 * (len(widths) - 1) <= WIDTH  # else what a step calls stands below
     out: list[str] = []
     for r in [head, *rows]:
         middle = "".join(f"  {x:>{w}}" for x, w in zip(r[1:-1], widths[1:-1], strict=True))
-        out.append(f"{r[0]:<{widths[0]}}{middle}  {r[-1]}".rstrip())
+        out.append(f"{r[0]:<{widths[0]}}{middle}  {r[-1] if beside else ''}".rstrip())
+    if not beside:
+        out += ["", head[-1]]
+        for row, words in zip(rows, calls, strict=True):
+            out += [f"{row[0] if k == 0 else '':<{widths[0]}}  {one}" for k, one in enumerate(words)]
     if found.matrix is None:
         out.append(f"{'':<{widths[0]}}  (units of each level that a group spans: there is no matrix)")
     return out

@@ -14,7 +14,7 @@ from shardplan.simulation.accuracy.machine_timings import MachineTimings, TimedM
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.validation import CollectivesVerdict, Stratum
 
-_HEADINGS = ("library", "op", "nodes", "bytes", "rows", "median", "p90", "in 15 %", "in 20 %", "in 1.5 x")
+_HEADINGS = ("library", "op", "nodes", "bytes", "rows", "median", "p90", "15 %", "20 %", "1.5 x")
 
 
 def validation_text(verdict: CollectivesVerdict) -> str:

@@ -25,8 +25,8 @@ from shardplan.launches.hostfile import host_level
 from shardplan.launches.launch import Launch, sharing
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
+from shardplan.report.fold import WIDTH
 
-WIDTH = 80  # characters of a line
 MOST_BOXES = 6  # hosts drawn
 MOST_CELLS = 32  # devices drawn of a host
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.hardware.units import format_bytes, format_seconds
+from shardplan.report.fold import WIDTH
 from shardplan.simulation.searching.answer import TIE, Judge, JudgedPlan, PlanAnswer, causes_text
 from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.own_plans import OwnAnswer
@@ -16,7 +17,6 @@ from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
-WIDTH = 80
 BAR = 60
 # What takes memory, by the first letter of what it is; see `certified.WORDS`.
 LETTERS = {"at work in one layer, or the loss": "w", "more that the allocator holds": "a"}

@@ -12,9 +12,9 @@ from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights
 from shardplan.plans.pricing import network_name
+from shardplan.report.fold import WIDTH
 
 SHOWN = 40  # parameters printed, and files
-WIDTH = 80  # columns
 
 
 def moves_rows(plan: RefitPlan) -> list[dict[str, Any]]:

@@ -109,12 +109,14 @@ class Repeat(Nested):
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         """Run the body again and again; what is carried is let go by the run that replaces it."""
         names, whole = [name for name, _ in self.body.inputs], len(operands) - self.sliced
-        state: list[Shards] = list(operands[: self.carried])
+        state = [list(shards) for shards in operands[: self.carried]]
         same, cut = operands[self.carried : whole], operands[whole:]
         del operands
         stacks: list[list[Array]] = []  # by stacked result, by device
         for number, k in enumerate(self.order):
-            values = dict(zip(names, [*state, *same, *([x[k, ...] for x in shards] for shards in cut)], strict=True))
+            now = [*state, *map(list[Array], same), *([x[k, ...] for x in shards] for shards in cut)]
+            values = dict(zip(names, now, strict=True))
+            del now
             state.clear()
             found = run_values(self.body, values)
             state = found[: self.carried]
