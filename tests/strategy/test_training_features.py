@@ -84,7 +84,7 @@ SCALED = {
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_scaled_steps_are_those_of_plain_torch(strategy: str, clip: float) -> None:
     """With a step between them whose gradients overflow: torch's scaler skips it, and so do all ranks."""
-    settings = {"lr": 0.05, "eps": 1e-3, "decay": 0.02, "clip": clip, "loss_scale": "input"}
+    settings: dict[str, Any] = {"lr": 0.05, "eps": 1e-3, "decay": 0.02, "clip": clip, "loss_scale": "input"}
     model = Model.load("llama", **SIZES, seq=SEQ, dtype="f64", optimizer="adamw", **settings)
     rng, types = np.random.default_rng(4), model.program.types
     drawn = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}

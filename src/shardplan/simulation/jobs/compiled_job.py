@@ -182,7 +182,9 @@ class _JobCompiler:
         for k, t in enumerate(self.job.transfers):
             to[t.kind, *t.target] = k
             of.setdefault((t.kind, *t.source), []).append(k)
-        taken = {(s, kind): [to[self._passing(kind), s, name] for name in one.taken] for (s, kind), one in maps.items()}
+        taken = {
+            (s, kind): [to[self._message_kind(kind), s, name] for name in one.taken] for (s, kind), one in maps.items()
+        }
         sent = {(s, kind): [k for n in one.sent for k in of[value_pass(kind), s, n]] for (s, kind), one in maps.items()}
         return taken, sent
 
@@ -254,7 +256,7 @@ class _JobCompiler:
         """Inputs from earlier actions, those from other stages, and results for others."""
         job = self.job
         inputs = [name for name, _ in program.inputs]
-        taken = [n for n in self.takes.get((stage, self._passing(kind)), []) if n in inputs]
+        taken = [n for n in self.takes.get((stage, self._message_kind(kind)), []) if n in inputs]
         local = {n for n in inputs if n not in taken and n not in job.batch}
         earlier = [
             n
@@ -264,7 +266,7 @@ class _JobCompiler:
         sent = self.gives.get((stage, value_pass(kind)), []) if kind not in job.updates else []
         return tuple(earlier), tuple(taken), tuple(dict.fromkeys(n for n in sent if n in program.types))
 
-    def _passing(self, kind: str) -> str:
+    def _message_kind(self, kind: str) -> str:
         """What the messages that an action takes are of."""
         return self.job.updates.get(kind) or value_pass(kind)
 
