@@ -28,7 +28,7 @@ STEPS = 3
 LEAST = (
     1e-6  # key biases have gradients of zero, but for rounding; what is smaller than this is not compared with itself
 )
-SETTINGS = {name for optimizer in OPTIMIZERS.values() for name in optimizer.settings}
+SETTINGS = {name for optimizer in OPTIMIZERS.values() for name in optimizer.fields}
 # With messages: the receives stand behind what need not wait for them, and a send behind another computation.
 PLACED = Schedule.parse("""schedule mine, 4 microbatches
 0: 0F0 0SEND_F0 0F1 0F2 0SEND_F1 3RECV_F0 3F0 3B0 3SEND_B0 0SEND_F2 0F3 0SEND_F3 3RECV_F1 3F1 3I1 3SEND_B1 3W1 \
@@ -55,6 +55,7 @@ CASES: Cases = {
         },
     ),
     "llama 1f1b": ("llama", SGD, {"pipeline": 2, "data": 2, "global_batch": 6}),
+    "llama clipped 1f1b": ("llama", SGD | {"clip": 0.01}, {"pipeline": 2, "data": 2, "zero": 2, "global_batch": 6}),
     "llama context": ("llama", {}, {"context": 2, "data": 2, "zero": 1}),
     "llama ring": ("llama", SGD, {"context": 4, "context_kind": "ring"}),
     "odd zigzag tensor": ("odd", SGD, {"context": 2, "context_kind": "zigzag", "tensor": 2}),
@@ -84,8 +85,8 @@ CASES: Cases = {
         {"pipeline": 2, "data": 2, "global_batch": 4, "interleave": 2, "schedule": "interleaved"},
     ),
 }
-MPI = ("odd zigzag tensor", "llama fsdp sequence", "llama 1f1b", "gpt gpipe", "moe expert tensor", "dlrm tensor data",
-       "mlp interleaved", "mlp placed")  # fmt: skip
+MPI = ("odd zigzag tensor", "llama fsdp sequence", "llama clipped 1f1b", "gpt gpipe", "moe expert tensor",
+       "dlrm tensor data", "mlp interleaved", "mlp placed")  # fmt: skip
 # On JAX the compiler takes the time, and of a perceptron the least: it has each strategy that it admits, alone.
 MORE: Cases = {
     f"mlp {name}": ("mlp", SGD, said)
@@ -256,7 +257,7 @@ def counted(job: Job, record: Record, here: set[int]) -> list[str]:
             out.append(f"a program of {len(program.steps)} steps on {program.devices} not {times} times")
     own = [row for rank, row in enumerate(job.schedule.compute_only().ranks) if here & set(rank_devices(job, rank))]
     order = [job.programs[a.stage, a.kind] for row in own for each in row if each is not None for a in each.leaves]
-    computed = {program for (_, kind), program in job.programs.items() if kind != "OPT"}
+    computed = {program for (_, kind), program in job.programs.items() if kind not in job.updates}
     if len(here) == 1 and order and [p for p, _ in record.runs if p in computed] != [p for p in order if p.devices]:
         out.append("the order of the programs is not that of the schedule")
     whole = set(job.programs.meshes[0].devices).union(*(mesh.devices for mesh in job.programs.meshes))

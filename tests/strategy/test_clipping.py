@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardplan import LayoutError, Model, Strategy, partition
+from shardplan import Strategy, partition
+from shardplan.strategy.partition.memory import certify, moments
 from strategy.jobs import arrays, by_name, model, stepped, wrong
+from strategy.memory_oracle import moments_by_dictionaries
 
 STRATEGIES = {
     "tensor 2 x data 2": Strategy(data=2, tensor=2),
@@ -70,7 +72,42 @@ def test_the_norm_is_one_message_of_one_number() -> None:
     assert [t.shape for t in norm.plan.program.input_types] == [()]
 
 
-def test_a_norm_over_stages_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"pipeline=2 of llama with clip=1\.0: no program adds up a norm"):
-        partition(model("llama", clip=1.0), Strategy(pipeline=2))
-    assert Model.load("llama", layers=1, hidden=8, heads=2, seq=4, vocab=8, ffn=8, clip=2.0).fields["clip"] == 2.0
+STAGES = {
+    "two": Strategy(pipeline=2, data=2, tensor=2),
+    "interleaved": Strategy(pipeline=2, data=2, schedule="interleaved", interleave=2, global_batch=8),
+    "zero 1": Strategy(pipeline=3, data=2, zero=1, global_batch=8),
+    "fsdp": Strategy(pipeline=2, data=2, fsdp=True, global_batch=8),
+    "two chains": Strategy(pipeline=2, schedule="dualpipe", global_batch=8),
+    "halves": Strategy(pipeline=2, schedule="zb-h1", tensor=2, global_batch=4),
+}
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("clip", [0.01, 1e6])
+def test_a_norm_is_one_over_stages(strategy: str, clip: float) -> None:
+    assert wrong(model("llama", clip=clip, layers=4), STAGES[strategy]) == []
+
+
+def test_tied_weights_are_in_the_norm_once() -> None:
+    """Their gradient is the sum of those on two stages."""
+    assert wrong(model("llama", clip=0.01, tied=True), Strategy(pipeline=2, data=2)) == []
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_stages_send_their_squares_and_get_a_factor(strategy: str) -> None:
+    job = partition(model("llama", clip=1.0, layers=4), STAGES[strategy])
+    stages = [s for s, kind in job.programs if kind == "NORM"]
+    sent = [(t.kind, t.source[0], t.target[0], t.types[0].shape) for t in job.transfers if t.kind in ("norm", "clip")]
+    assert sent == [x for s in stages for x in (("norm", s, 0, ()), ("clip", 0, s, ()))]
+    assert [s for s, kind in job.programs if kind == "CLIP"] == [0]
+    for s in stages:  # what NORM reduces OPT does not again
+        whole = [s_.op.name for s_ in job.programs[s, "OPT"].steps]
+        assert not {"all_reduce", "reduce_scatter"} & {*whole}
+
+
+@pytest.mark.parametrize("strategy", STAGES)
+def test_bytes_of_updates_are_those_of_plain_dictionaries(strategy: str) -> None:
+    job = partition(model("llama", clip=1.0, layers=4), STAGES[strategy])
+    certify(job).check()
+    for rank in range(job.strategy.pipeline):
+        assert [tuple(m) for m in moments(job, rank)] == list(moments_by_dictionaries(job, rank))

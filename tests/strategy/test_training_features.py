@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardplan import LayoutError, Model, ShardplanError, Strategy, partition
+import shardplan as sp
+from shardplan import BackendError, LayoutError, Model, ShardplanError, Strategy, partition
 from strategy import plain_llama
 from strategy.jobs import stepped
 
@@ -27,6 +28,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "multi-token prediction": SIZES | {"mtp_layers": 2, "mtp_weight": 0.7, "layers": 2},
     "of a mixture, packed": MOE | {"mtp_layers": 1, "mtp_weight": 0.7, "balance_loss": 0.3, "segments": True},
 }  # fmt: skip
+BOUNDED = MOE | {"experts": 8, "capacity_factor": 3.6, "dropless": True}
 TWO = Strategy(tensor=2, data=2, global_batch=BATCH, microbatch=2)
 OTHERS = {
     "balance and z loss": Strategy(pipeline=2, data=2, expert=2, global_batch=BATCH, microbatch=2),
@@ -37,14 +39,14 @@ OTHERS = {
     "soft caps": Strategy(context=2, context_kind="zigzag", data=2, global_batch=BATCH),
     "window": Strategy(context=2, context_kind="ring", data=2, global_batch=BATCH),
 }
-CASES = [*((name, TWO) for name in FEATURES), *OTHERS.items()]
+CASES = [*((name, TWO) for name in (*FEATURES, "a bound")), *OTHERS.items()]
 
 
 @pytest.mark.parametrize(("name", "strategy"), CASES, ids=lambda x: x if isinstance(x, str) else repr(x))
 def test_three_steps_are_those_of_plain_torch(name: str, strategy: Strategy) -> None:
-    sizes = FEATURES[name]
+    sizes = BOUNDED if name == "a bound" else FEATURES[name]
     family, more = ("moe", {"capacity_factor": 0.0}) if "experts" in sizes else ("llama", {})
-    model = Model.load(family, **sizes, **more, seq=SEQ, dtype="f64", optimizer="sgd", lr=RATE)
+    model = Model.load(family, **more | sizes, seq=SEQ, dtype="f64", optimizer="sgd", lr=RATE)
     rng, types = np.random.default_rng(3), model.program.types
     state = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
     w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(state).items()}
@@ -69,6 +71,87 @@ def test_three_steps_are_those_of_plain_torch(name: str, strategy: Strategy) -> 
         state = {n: got.get(n, x) for n, x in state.items()}
     for n, x in model.unpack(state).items():
         np.testing.assert_allclose(x, w[n].detach().numpy(), rtol=1e-9, atol=1e-9, err_msg=n)
+
+
+SCALED = {
+    "tensor 2 x data 2": TWO,
+    "stages": Strategy(pipeline=2, data=2, zero=1, global_batch=BATCH),
+    "fsdp": Strategy(data=4, fsdp=True, global_batch=BATCH),
+}
+
+
+@pytest.mark.parametrize("strategy", SCALED)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_scaled_steps_are_those_of_plain_torch(strategy: str, clip: float) -> None:
+    """With a step between them whose gradients overflow: torch's scaler skips it, and so do all ranks."""
+    settings: dict[str, Any] = {"lr": 0.05, "eps": 1e-3, "decay": 0.02, "clip": clip, "loss_scale": "input"}
+    model = Model.load("llama", **SIZES, seq=SEQ, dtype="f64", optimizer="adamw", **settings)
+    rng, types = np.random.default_rng(4), model.program.types
+    drawn = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
+    state = {**drawn, **model.state(drawn)}
+    w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(drawn).items()}
+    optimizer = torch.optim.AdamW(w.values(), 0.05, eps=1e-3, weight_decay=0.02)
+    job, skipped = partition(model, SCALED[strategy]), 0
+    for scale in (2.0**10, np.inf, 2.0**16, 1.0):
+        ids = rng.integers(0, SIZES["vocab"], (BATCH, SEQ + 1)).astype(np.int32)
+        given = {"tokens": ids[:, :-1], "targets": ids[:, 1:].copy(), "loss_scale": np.array(scale)}
+        tensors = [torch.tensor(given[n], dtype=torch.int64) for n in ("tokens", "targets")]
+        want = plain_llama.loss(w, *tensors, torch.zeros_like(tensors[0]), SIZES)
+        optimizer.zero_grad()
+        (want * scale).backward()
+        for x in w.values():
+            x.grad = None if x.grad is None else x.grad / scale
+        if np.isfinite(scale):
+            if clip:
+                torch.nn.utils.clip_grad_norm_(w.values(), clip)
+            optimizer.step()
+        skipped += not np.isfinite(scale)
+        got = stepped(job, {**state, **given})
+        assert float(got["loss"]) == pytest.approx(want.item(), rel=1e-9)
+        assert int(got["skipped"]) == skipped
+        if not np.isfinite(scale):
+            assert all(np.array_equal(got[n], state[n]) for n in model.replaced if n != "skipped")
+        state = {n: got[n] for n in state}
+    for n, x in model.unpack({n: state[n] for n in drawn}).items():
+        np.testing.assert_allclose(x, w[n].detach().numpy(), rtol=1e-9, atol=1e-9, err_msg=n)
+
+
+def test_a_scale_keeps_gradients_that_f16_has_not() -> None:
+    """Unscaled they are zero; with a scale that is too large the step is skipped; one in between trains."""
+    rng, found = np.random.default_rng(2), dict[float, tuple[bool, int]]()
+    first = rng.normal(0, 0.3, (2, 8, 8)).astype(np.float16)
+    data = {n: rng.normal(0, 2e-5, (8, 8)).astype(np.float16) for n in ("inputs", "targets")}
+    for scale in (0.0, 1.0, 2.0**14, 2.0**60):
+        model = Model.load("mlp", layers=2, hidden=8, optimizer="sgd", precision="fp16", loss_scale=scale, lr=1e3)
+        job = partition(model, Strategy(data=2, pipeline=2, global_batch=8))
+        held = {"layers.weight": first, **job.model.state({"layers.weight": first})}
+        got = stepped(job, held | data)
+        moved = not np.array_equal(got["layers.weight.master"], held["layers.weight.master"])
+        found[scale] = moved, int(got.get("skipped", 0))
+    assert found == {0.0: (False, 0), 1.0: (False, 0), 2.0**14: (True, 0), 2.0**60: (False, 1)}
+
+
+@pytest.mark.parametrize("strategy", [TWO, Strategy(expert=2, data=2, global_batch=BATCH)], ids=repr)
+def test_what_is_above_a_bound_is_an_error(strategy: Strategy) -> None:
+    """Every process has all results, and raises; without `dropless` choices are dropped and counted."""
+    rng, got = np.random.default_rng(3), dict[bool, np.ndarray]()
+    ids = rng.integers(0, SIZES["vocab"], (BATCH, SEQ + 1)).astype(np.int32)
+    for dropless in (False, True):
+        sizes = BOUNDED | {"capacity_factor": 0.9, "dropless": dropless}
+        model = Model.load("moe", **sizes, seq=SEQ, dtype="f64", optimizer="sgd")
+        rng = np.random.default_rng(7)
+        state = {n: rng.normal(0, 0.4, model.program.types[n].shape) for n in model.parameters}
+        job, given = partition(model, strategy), {**state, "tokens": ids[:, :-1], "targets": ids[:, 1:].copy()}
+        if not dropless:
+            got[dropless] = stepped(job, given)["layers.dropped"]
+            continue
+        with pytest.raises(BackendError, match=f"{got[False].sum()} choices of experts are above the bound"):
+            stepped(job, given)
+        with sp.start(job, state, backend="reference") as live:
+            with pytest.raises(BackendError, match="above the bound"):
+                live.step({n: given[n] for n in ("tokens", "targets")})
+            with pytest.raises(BackendError, match="start again from what was saved"):
+                live.step({n: given[n] for n in ("tokens", "targets")})
 
 
 def test_every_feature_counts() -> None:
@@ -97,6 +180,11 @@ def test_every_feature_counts() -> None:
         ("llama", {"activation": "relu"}, "activation"),
         ("llama", {"logit_cap": -1.0}, "logit_cap is -1.0; legal is a finite number of 0"),
         ("gpt", {"sinks": True}, "a gpt of sinks=True; legal is False"),
+        (
+            "moe",
+            {"experts": 4, "experts_per_token": 2, "dropless": True, "capacity_factor": 0.0},
+            "dropless=True; legal",
+        ),
         ("llama", {"mtp_layers": 1, "zigzag": 2}, "zigzag=2; legal is 1 with mtp_layers"),
     ],
 )

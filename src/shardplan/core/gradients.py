@@ -57,11 +57,14 @@ class Gradients:
     origins: tuple[Origin | None, ...]
 
 
-def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = keep_computed) -> Gradients:
+def gradients(
+    program: Program, loss: str, wanted: Sequence[str], keep: Keep = keep_computed, scale: float | str = 1.0
+) -> Gradients:
     """Return the program with the gradients of `loss`, a scalar, in the values `wanted`.
 
     A gradient has the layout of its value's dims, and may be partial over axes that the value does not use. `keep` says
-    of which forward steps the results are kept. Raises `TypingError` for an op that has no gradient.
+    of which forward steps the results are kept; gradients are those of the loss times `scale`, a number or a scalar
+    input of the loss's dtype. Raises `TypingError` for an op that has no gradient, and for another scale.
 
     >>> from shardplan.core.ops import Einsum
     >>> t = TensorType.parse("f32[8@x]", "x=2")
@@ -77,8 +80,10 @@ def gradients(program: Program, loss: str, wanted: Sequence[str], keep: Keep = k
     if t.shape or t.layout.root or t.layout.reduction not in (None, "sum"):
         raise TypingError(f"gradients: the loss %{loss} is {t}; legal is a scalar, whole or a sum")
     draft = Draft(program.types)
+    if isinstance(scale, str) and draft.types.get(scale) != TensorType(t.dtype, (), (), t.mesh):
+        raise TypingError(f"gradients: the scale %{scale} is {draft.types.get(scale)}; legal is a whole {t.dtype}[]")
     level = _Level(draft, program, keep)
-    cotangents = {loss: draft(Constant(1, t.dtype, (), Layout(()), t.mesh))}
+    cotangents = {loss: scale if isinstance(scale, str) else draft(Constant(scale, t.dtype, (), Layout(()), t.mesh))}
     level.fill_cotangents(program.steps, cotangents, needing(program.steps, program.types, wanted))
     draft.origin = None
     found = [

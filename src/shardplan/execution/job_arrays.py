@@ -12,7 +12,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ids import check_ids, id_ranges
 from shardplan.core.ops.layers import IGNORED
 from shardplan.core.target_counts import COUNT, counting, target_count
-from shardplan.errors import LayoutError, excerpt
+from shardplan.errors import BackendError, LayoutError, excerpt
 from shardplan.strategy.partition.job import Job
 
 
@@ -84,3 +84,17 @@ def zeros(job: Job) -> dict[str, np.ndarray]:
             shape[batch_dim(job, name)] = job.strategy.sequences
         found[name] = np.zeros(shape, numpy_dtype(t.dtype))
     return check_step_arrays(job, found)
+
+
+def check_bound(job: Job, results: Mapping[str, np.ndarray]) -> None:
+    """Refuse, in every process alike, a step of a mixture that drops choices where its slots are said to be a bound.
+
+    Raises `BackendError`.
+    """
+    for name, dropped in results.items() if job.model.fields.get("dropless") else ():
+        if name.endswith("dropped") and (count := int(dropped.sum())):
+            at, factor = np.argwhere(dropped)[0].tolist(), job.model.fields["capacity_factor"]
+            raise BackendError(
+                f"{job!r}: {count} choices of experts are above the bound of capacity_factor={factor:g}, the first in "
+                f"{name}{at}; legal are as many as fit, or a larger bound"
+            )

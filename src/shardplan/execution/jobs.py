@@ -27,7 +27,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.execution.drive import Running, finish
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.job_arrays import batch_dim
+from shardplan.execution.job_arrays import batch_dim, check_bound
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
@@ -210,12 +210,14 @@ class JobRun:
         for place, action in enumerate(self.parts.order):
             self.perform_action(place, *action)
         self.finish_sends_before(end)
-        self.send(end, "total", range(job.stages), 0)
-        for stage in range(job.stages):
-            if (stage, "OPT") in job.programs:
-                self.action(end + 1 + stage, stage, "OPT", 0)
-        self.send(end + 1 + job.stages, "OPT", range(job.stages), 0)
-        return end + 2 + job.stages
+        for kind, taken in job.updates.items():
+            self.send(end, taken, range(job.stages), 0)
+            for stage in range(job.stages):
+                if (stage, kind) in job.programs:
+                    self.action(end + 1 + stage, stage, kind, 0)
+            end += 1 + job.stages
+        self.send(end, "OPT", range(job.stages), 0)
+        return end + 1
 
     def gather_results(self, place: int) -> dict[str, np.ndarray]:
         """Return results over all microbatches, in every process."""
@@ -237,6 +239,7 @@ class JobRun:
             one = found[name]
             out[name] = sum(one[1:], one[0]) if dim is None else np.concatenate(one, dim)
             out[name] = out[name] if dim is None else np.take(out[name], range(job.strategy.sequences), dim)
+        check_bound(job, out)
         return out
 
     def gather_state(self, place: int) -> dict[str, np.ndarray]:
@@ -279,7 +282,7 @@ class JobRun:
             self.take(stage, value_pass(kind), microbatch)
             replaced = [o.removeprefix(NEXT) for o in program.outputs if o.startswith(NEXT)]
             given = [self.input(stage, name, t, microbatch) for name, t in program.inputs]
-            read = () if kind != "OPT" or self.keeps_totals else (n for n, _ in program.inputs if n.startswith(TOTAL))
+            read = job.let_go(stage, kind, self.keeps_totals)
             for name in (*once, *replaced, *read):  # what is given is the program's own from here on, and let go by it
                 self.values.pop((stage, name), None)
             if self.last.get((microbatch, stage)) == place:
@@ -288,7 +291,7 @@ class JobRun:
             del given
             found = finish(running)
             for name, shards in zip(program.outputs, found, strict=True):
-                if name in once:
+                if name in once or kind in ("NORM", "CLIP"):
                     self.values[stage, name] = shards
                 else:
                     own[name] = shards
@@ -296,7 +299,7 @@ class JobRun:
                     self.values[stage, name.removeprefix(NEXT)] = shards
                 if name in job.results:
                     self.results[name, microbatch, stage] = shards
-        if kind != "OPT":
+        if kind not in job.updates:
             self.send(place, value_pass(kind), (stage,), microbatch)
         if kind == "I" and not self.job.schedule.has_messages:
             read = {name for name, _ in job.programs[stage, "W"].inputs}

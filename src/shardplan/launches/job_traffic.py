@@ -33,7 +33,8 @@ from shardplan.strategy.partition.job import Job
 from shardplan.strategy.strategy import BATCH, SEQUENCE
 
 PIPELINE = "pipeline"
-UPDATE = "OPT"  # the kind of action that sums gradients of all microbatches and updates
+UPDATE = "OPT"  # the kind of action that updates
+SUMMING = ("OPT", "NORM")  # kinds of action that sum gradients of all microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +173,9 @@ def _covering_action(job: Job, axes: tuple[str, ...], op: str, kind: str) -> str
     if not {*axes} <= {*BATCH, *SEQUENCE}:
         return ""
     made = Demand(axes, op, 1.0).letters
-    if made[:1] == ("P",) and kind in (UPDATE, "B", "W"):
-        return {UPDATE: "update", "B": "B", "W": "W"}[kind]
-    return kind if made == ("S", "U") and kind != UPDATE and job.strategy.gathers_ahead else ""
+    if made[:1] == ("P",) and kind in (*SUMMING, "B", "W"):
+        return "update" if kind in SUMMING else kind
+    return kind if made == ("S", "U") and kind not in SUMMING and job.strategy.gathers_ahead else ""
 
 
 def _compute_seconds(job: Job, rank: int, kind: str, fabric: Fabric) -> float:

@@ -99,6 +99,7 @@ class Model:
             optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
                 (`lr`, `beta1`, `beta2`, `eps`, `decay`), and `clip`, the norm to which all gradients together are
                 scaled down, are fields, too; `lr="input"` and `decay="input"` are inputs of a step, as schedules want.
+                `loss_scale`, a number or "input", scales the loss for the backward pass, and gradients back in f32.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
             precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
                 in f32, and a parameter w is that, rounded.

@@ -62,6 +62,8 @@ class DecoderSizes:
     `router_z_loss` times the mean square of the logarithm of the sum of exponentials of scores (arXiv
     2202.08906, 2.2). With `mtp_layers` D modules predict a token further each, by one layer more (arXiv 2412.19437,
     2.2), and `mtp_weight` / D of their losses is added; a config calls them `num_nextn_predict_layers`.
+    With `dropless` the slots that `capacity_factor` gives experts are a bound: a job's step in which a choice has none
+    raises on every rank, and nothing is dropped.
     Gains of `unit_norms` are what is stored, and 1; with `post_norms` what a layer adds is normed, too.
     """
 
@@ -116,6 +118,7 @@ class DecoderSizes:
     mtp_weight: float = 0.3
     shared_gate: bool = False
     capacity_factor: float = 1.0
+    dropless: bool = False
     cache: int = 0
     zigzag: int = 1
     model_type: str = ""
@@ -176,6 +179,8 @@ class DecoderSizes:
         for name in ("balance_loss", "router_z_loss"):
             if getattr(self, name) and self.router != "softmax":
                 self._refuse(name, "is 0 where the router is no softmax")
+        if self.dropless and not self.capacity_factor:
+            self._refuse("dropless", "is False with capacity_factor=0, where nothing is dropped")
         if self.mtp_layers and self.zigzag > 1:
             self._refuse("zigzag", "is 1 with mtp_layers")
         if self.segments and self.cache:

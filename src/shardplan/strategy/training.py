@@ -35,8 +35,8 @@ class Optimizer:
 
     @property
     def fields(self) -> Mapping[str, float]:
-        """What a model may say of it, by default: its settings, and the norm that gradients are clipped to, 0: none."""
-        return {**self.settings, CLIP: 0.0}
+        """What a model may say of it: settings, the norm of clipped gradients, and a scale of the loss; 0 is none."""
+        return {**self.settings, CLIP: 0.0, SCALE: 0.0}
 
     def made(self, said: Mapping[str, Any]) -> Op:
         """Return the op with what is said of its settings."""
@@ -56,7 +56,7 @@ class Optimizer:
         """
         return {
             k: fields[k]
-            if k in self.inputs and fields[k] == INPUT
+            if k in (*self.inputs, SCALE) and fields[k] == INPUT
             else border.number(f"{what}: {k}", fields[k], ShardplanError)
             for k in self.fields
             if k in fields
@@ -78,7 +78,7 @@ class Precision(NamedTuple):
         return numpy_dtype(self.dtype).itemsize < 4
 
 
-MASTER, CLIP, INPUT = "master", "clip", "input"
+MASTER, CLIP, SCALE, SKIPPED, INPUT = "master", "clip", "loss_scale", "skipped", "input"
 CLIP_EPS = 1e-6  # what torch's clip_grad_norm_ adds to the norm
 PRECISIONS = {"fp32": Precision("f32", "f32"), "bf16": Precision("bf16", "f32"), "fp16": Precision("f16", "f16")}
 _MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
@@ -114,10 +114,17 @@ def training_program(
 
     State of parameter w is w.m, and so on; gradients are gradient.w, and what takes the place of w is next.w. How many
     steps were done is `step`. With `master` it is w.master that is updated, and w what it is rounded to. `keep` is
-    that of `gradients`.
+    that of `gradients`. With a scale of the loss gradients are scaled, and a step whose gradients are not all finite
+    changes nothing but `skipped`, which counts such steps.
     """
     names = list(wanted)
-    found = gradients(program, "loss", names, keep)
+    scale = settings.get(SCALE) or 1.0
+    if scale == INPUT:
+        t = program.types["loss"]
+        program = Program(
+            (*program.inputs, (SCALE, TensorType(t.dtype, (), (), t.mesh))), program.steps, program.outputs
+        )
+    found = gradients(program, "loss", names, keep, SCALE if scale == INPUT else float(scale))
     count = len(program.outputs)
     called: dict[str, str] = {}
     made: dict[str, str] = {}
@@ -131,19 +138,23 @@ def training_program(
     draft, states, steps = Draft(named.types), dict[str, TensorType](), list(named.steps)
     replaced: dict[str, str] = {}
     now: tuple[str, ...] = ()
+    scaled, factor, taken = dict(made), "", ""
+    if settings.get(CLIP) or settings.get(SCALE):
+        total = _add_up(draft, [sum_squares(draft, made[w]) for w in names])
+        factor = draft(Elementwise(factor_expression(settings)), total, *((SCALE,) if scale == INPUT else ()))
+        scaled = {w: multiply(draft, made[w], factor) for w in names}
+    if settings.get(SCALE):
+        taken = draft(Cast("i32"), draft(Elementwise("where(a > 0, 1, 0)"), factor))
+        states[SKIPPED] = draft.types[SKIPPED] = TensorType("i32", (), (), ONE)
+        replaced[SKIPPED] = draft(Elementwise("a + 1 - b"), SKIPPED, taken)
     if rule.counts:
         states["step"] = draft.types["step"] = TensorType("i32", (), (), ONE)
-        replaced["step"] = draft(Elementwise("a + 1"), "step")
-        now = (replaced["step"],)
+        now = (draft(Elementwise("a + 1"), "step"),)
+        replaced["step"] = draft(Elementwise("a + b"), "step", taken) if taken else now[0]
     wide = "f64" if any(named.types[w].dtype == "f64" for w in names) else "f32"
     for name in rule.given(settings):
         states[name] = draft.types[name] = TensorType(wide, (), (), ONE)
         now = (*now, name)
-    scaled = dict(made)
-    if clip := settings.get(CLIP, 0.0):
-        squares = [sum_squares(draft, made[w]) for w in names]
-        factor = draft(Elementwise(clip_expression(clip)), _add_up(draft, squares))
-        scaled = {w: draft(Elementwise("a * b"), made[w], _cast_like(draft, factor, made[w])) for w in names}
     for w in names:
         t = named.types[w]
         kept = "f32" if numpy_dtype(t.dtype).itemsize < 4 else t.dtype
@@ -151,6 +162,9 @@ def training_program(
         for name in (*([first] if master else []), *mine):
             states[name] = draft.types[name] = TensorType(kept, t.shape, t.layout, t.mesh)
         out = draft.write_step(op, first, scaled[w], *mine, *now)
+        if taken:
+            pairs = zip(out, (first, *mine), strict=True)
+            out = tuple(draft(Elementwise(TAKEN), a, b, cast_like(draft, factor, a)) for a, b in pairs)
         replaced |= {w: draft(Cast(t.dtype), out[0])} if master else {}
         replaced |= zip((first, *mine), out, strict=True)
     names_of = {v: f"next.{name}" for name, v in replaced.items()}
@@ -160,10 +174,27 @@ def training_program(
     return Training(whole, made, {name: f"next.{name}" for name in replaced}, found.origins)
 
 
-def clip_expression(clip: float) -> str:
-    """Return what gradients are multiplied with, of the sum of their squares `a`: as torch's clip_grad_norm_."""
-    factor = f"{clip} / (sqrt(a) + {CLIP_EPS})"
-    return f"where({factor} < 1, {factor}, 1)"
+TAKEN = "where(c > 0, a, b)"  # what an update makes, or what was there, by the factor of gradients
+
+
+def factor_expression(settings: Mapping[str, Any]) -> str:
+    """Return what gradients are multiplied with, of the sum of their squares `a`: as torch's clip_grad_norm_.
+
+    With a scale of the loss, which is `b` where it is an input, also with its inverse; 0 where the sum is not finite.
+    """
+    clip, scale = settings.get(CLIP), settings.get(SCALE)
+    by = "b" if scale == INPUT else f"{scale}"
+    factor = f"{clip} / (sqrt(a){f' / {by}' if scale else ''} + {CLIP_EPS})" if clip else "1"
+    found = f"where({factor} < 1, {factor}, 1)" if clip else "1"
+    return f"where(a - a == 0, {found} / {by}, 0)" if scale else found
+
+
+def multiply(draft: Draft, gradient: str, factor: str) -> str:
+    """Write a gradient times a factor, in the wider dtype of both."""
+    kinds = [draft.types[name].dtype for name in (gradient, factor)]
+    kind = max(kinds, key=lambda kind: numpy_dtype(kind).itemsize)
+    one, other = (draft(Cast(kind), n) if draft.types[n].dtype != kind else n for n in (gradient, factor))
+    return draft(Elementwise("a * b"), one, other)
 
 
 def sum_squares(draft: Draft, name: str) -> str:
@@ -180,7 +211,8 @@ def _add_up(draft: Draft, names: Sequence[str]) -> str:
     return total
 
 
-def _cast_like(draft: Draft, name: str, other: str) -> str:
+def cast_like(draft: Draft, name: str, other: str) -> str:
+    """Write a value in the dtype of another."""
     kind = draft.types[other].dtype
     return name if draft.types[name].dtype == kind else draft(Cast(kind), name)
 

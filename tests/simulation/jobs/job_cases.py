@@ -24,6 +24,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "looped": {"pipeline": 2, "interleave": 2, "schedule": "looped-bfs", "global_batch": 8},
     "offload": {"pipeline": 2, "global_batch": 12, "offload": True, "data": 2},
     "ring": {"context": 2, "context_kind": "ring", "data": 2, "global_batch": 4},
+    "clipped": {"pipeline": 2, "data": 2, "zero": 1, "global_batch": 12},
     "uneven": {"tensor": 3, "data": 2, "global_batch": 4},
 }
 CLUSTER = Topology(
@@ -37,5 +38,5 @@ CLUSTER = Topology(
 def job(name: str, layers: int = 4) -> Job:
     """Return the job of a strategy."""
     sizes: dict[str, Any] = {**SIZES, "layers": layers}
-    model = sp.Model.load("gpt", **sizes)
+    model = sp.Model.load("gpt", **sizes, clip=1.0 if name == "clipped" else 0.0)
     return sp.partition(model, sp.Strategy(**STRATEGIES[name]))

@@ -21,8 +21,24 @@ from shardplan.simulation.searching.sensitivity import scalable_parts
 from shardplan.simulation.why import WhyMovements
 from shardplan.strategy.partition.memory import Holdings
 
-COLOURS = {"F": "#4f86e8", "B": "#2f9e6e", "I": "#2f9e6e", "W": "#8fcdb0", "OPT": "#a97fe0"}
-MEANING = {"F": "forward", "B": "backward", "I": "backward of values", "W": "backward of weights", "OPT": "optimizer"}
+COLOURS = {
+    "F": "#4f86e8",
+    "B": "#2f9e6e",
+    "I": "#2f9e6e",
+    "W": "#8fcdb0",
+    "NORM": "#c9b3ee",
+    "CLIP": "#c9b3ee",
+    "OPT": "#a97fe0",
+}
+MEANING = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of values",
+    "W": "backward of weights",
+    "NORM": "norm of gradients",
+    "CLIP": "clipping",
+    "OPT": "optimizer",
+}
 BARE = "#e4572e"
 SERIES = ("#4f86e8", "#e0912f", "#2f9e6e", "#c9516b", "#8d78d6", "#7d8a2e", "#3aa7b8", "#a0643c")
 MOST_RANKS = 16  # drawn

@@ -166,7 +166,7 @@ class _JobCompiler:
             key = id(mine), called
             if key not in known:
                 known[key] = mapped(mine, names, called, self.settings, self.launch, self.fold.layers, _even(mine))
-            (maps if kind == "OPT" else turned)[stage, kind] = known[key]
+            (maps if kind in job.updates else turned)[stage, kind] = known[key]
         for stage, kind in sorted({(s, kind) for row in rows for s, kind, _ in row if kind in OFFLOADS}):
             copy = copying(kind.lower(), self._saved(stage), self.settings)
             maps[stage, kind] = copied(copy, names, self.settings.overlap)
@@ -182,7 +182,9 @@ class _JobCompiler:
         for k, t in enumerate(self.job.transfers):
             to[t.kind, *t.target] = k
             of.setdefault((t.kind, *t.source), []).append(k)
-        taken = {(s, kind): [to[_passing(kind), s, name] for name in one.taken] for (s, kind), one in maps.items()}
+        taken = {
+            (s, kind): [to[self._message_kind(kind), s, name] for name in one.taken] for (s, kind), one in maps.items()
+        }
         sent = {(s, kind): [k for n in one.sent for k in of[value_pass(kind), s, n]] for (s, kind), one in maps.items()}
         return taken, sent
 
@@ -196,32 +198,38 @@ class _JobCompiler:
         job, found = self.job, dict[Key, tuple[Node, ...]]()
         if not self.settings.frameworks or job.strategy.attention == "unfused":
             return found
-        known: dict[Hashable, tuple[StepTraffic, tuple[Node, ...], tuple[Node, ...]]] = {}
-        sent = {t.source for t in job.transfers if t.kind in ("total", "OPT")} | {t.target for t in job.transfers}
+        known: dict[Hashable, tuple[dict[str, StepTraffic], tuple[Node, ...], tuple[Node, ...]]] = {}
+        sent = {t.source for t in job.transfers if t.kind not in ("F", "B")} | {t.target for t in job.transfers}
         lasts = {stage: kind for row in rows for stage, kind in turning_places(row) if kind != "F"}
         for stage, last in lasts.items():
             if (stage, "OPT") not in job.programs.which:
                 continue
             place = self.places[stage]
-            forward, backward, update = (job.programs.which[stage, kind] for kind in ("F", last, "OPT"))
+            forward, backward = (job.programs.which[stage, kind] for kind in ("F", last))
+            updates = {kind: n for kind in job.updates if (n := job.programs.which.get((stage, kind))) is not None}
             apart = tuple(name for at, name in sorted(sent) if at == stage)
-            key = place, forward, backward, update, apart
+            key = place, forward, backward, *updates.values(), apart
             if key not in known:
                 programs = [job.programs.shared[n] for n in (forward, backward)]
                 made = {o.removeprefix(NEXT) for o in programs[1].outputs if o.startswith(NEXT + TOTAL)}
                 read = {n for n, _ in programs[0].inputs}
-                traffic = StepTraffic.of(
-                    nodes[update, place], job.programs.shared[update].meshes, made - {*apart}, read - {*apart}
-                )
+                traffic = {
+                    kind: StepTraffic.of(
+                        nodes[n, place], job.programs.shared[n].meshes, made - {*apart}, read - {*apart}
+                    )
+                    for kind, n in updates.items()
+                }
+                reductions = {name: chain for one in traffic.values() for name, chain in one.reductions.items()}
                 pricing = self._pricing(stage)
                 known[key] = (
                     traffic,
-                    with_gathers(nodes[forward, place], programs[0], traffic.gathers, pricing),
-                    with_reductions(nodes[backward, place], traffic.reductions, pricing),
+                    with_gathers(nodes[forward, place], programs[0], traffic["OPT"].gathers, pricing),
+                    with_reductions(nodes[backward, place], reductions, pricing),
                 )
             traffic, first, final = known[key]
-            if traffic.gathers or traffic.reductions:
-                found |= {(stage, "F"): first, (stage, last): final, (stage, "OPT"): traffic.left}
+            if any(one.gathers or one.reductions for one in traffic.values()):
+                found |= {(stage, "F"): first, (stage, last): final}
+                found |= {(stage, kind): one.left for kind, one in traffic.items()}
         return found
 
     def _nodes(self, stage: int, kind: str, program: Program) -> tuple[Node, ...]:
@@ -230,7 +238,7 @@ class _JobCompiler:
         nodes = pricing.nodes(program)
         if not self.settings.frameworks:
             return nodes
-        if kind == "OPT":
+        if kind in self.job.updates:
             return as_updates(nodes, program, pricing)
         job = self.job
         parameters = {n for n, _ in program.inputs if job.key(stage, n) in job.state} - {*job.batch}
@@ -248,15 +256,19 @@ class _JobCompiler:
         """Inputs from earlier actions, those from other stages, and results for others."""
         job = self.job
         inputs = [name for name, _ in program.inputs]
-        taken = [n for n in self.takes.get((stage, _passing(kind)), []) if n in inputs]
+        taken = [n for n in self.takes.get((stage, self._message_kind(kind)), []) if n in inputs]
         local = {n for n in inputs if n not in taken and n not in job.batch}
         earlier = [
             n
             for n in inputs
-            if n in local and (job.key(stage, n) not in job.state or (kind == "OPT" and n.startswith(TOTAL)))
+            if n in local and (job.key(stage, n) not in job.state or (kind in job.updates and n.startswith(TOTAL)))
         ]
-        sent = self.gives.get((stage, value_pass(kind)), []) if kind != "OPT" else []
+        sent = self.gives.get((stage, value_pass(kind)), []) if kind not in job.updates else []
         return tuple(earlier), tuple(taken), tuple(dict.fromkeys(n for n in sent if n in program.types))
+
+    def _message_kind(self, kind: str) -> str:
+        """What the messages that an action takes are of."""
+        return self.job.updates.get(kind) or value_pass(kind)
 
     def _saved(self, stage: int) -> int:
         program = self.job.programs.shared[self.job.programs.which[stage, "F"]]
@@ -293,11 +305,6 @@ class _JobCompiler:
             lanes[way] = lanes.get(way, -1) + 1
             found.append(StageMessage(t, *known[key], lanes[way]))
         return found
-
-
-def _passing(kind: str) -> str:
-    """What the messages that an action takes are of."""
-    return "total" if kind == "OPT" else value_pass(kind)
 
 
 def _even(nodes: Sequence[Node]) -> bool:

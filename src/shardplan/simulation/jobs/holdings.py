@@ -10,7 +10,7 @@ import numpy as np
 from shardplan.core.accounting import books_of
 from shardplan.core.nested import as_nested
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.memory import Holdings, optimizer_stages, rank_actions, stage_holdings
+from shardplan.strategy.partition.memory import Holdings, rank_actions, rank_updates, stage_holdings
 from shardplan.strategy.partition.programs import TOTAL
 
 
@@ -39,8 +39,8 @@ def attributed(job: Job, found: Holdings, rank: int | None = None) -> HeldPeak:
     place = int(found.during[rank].argmax())
     row = rank_actions(job)[rank]
     mine = [s for s in range(job.stages) if job.schedule.owners[s] == rank]
-    opt = optimizer_stages(job, rank)
-    stage, kind, k = row[place] if place < len(row) else (opt[place - len(row)], "OPT", None)
+    updates = rank_updates(job, rank)
+    stage, kind, k = row[place] if place < len(row) else (*updates[place - len(row)], None)
     stages = stage_holdings(job)
     parts: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer": 0}
     tensors: dict[str, int] = {}

@@ -219,10 +219,11 @@ class _Every:
             at, action = next(left[r])
             self._act(r, at, *action)
         owners = job.schedule.owners
-        self._send_all("total", owners)
-        for stage in range(job.stages):
-            if (stage, "OPT") in compiled.maps:
-                self._act(owners[stage], ENDS, stage, "OPT", -1)
+        for kind, taken in job.updates.items():
+            self._send_all(taken, owners)
+            for stage in range(job.stages):
+                if (stage, kind) in compiled.maps:
+                    self._act(owners[stage], ENDS, stage, kind, -1)
         self._send_all("OPT", owners)
         return self._timed()
 
@@ -230,9 +231,11 @@ class _Every:
         compiled = self.compiled
         one, taken = compiled.map_at(r, at, (stage, kind)), compiled.taken[stage, kind]
         values = {name: self.mail[number, k] for name, number in zip(one.taken, taken, strict=True)}
-        earlier = self._all(r) if kind == "OPT" else self.done.get((stage, k), ())
+        earlier = self._all(r) if kind in compiled.job.updates else self.done.get((stage, k), ())
         values |= dict.fromkeys(one.earlier, earlier)
-        if compiled.settings.rendezvous and kind != "OPT":  # behind the last action both ends have met
+        if (
+            compiled.settings.rendezvous and kind not in compiled.job.updates
+        ):  # behind the last action both ends have met
             self._meet(r, taken, k, self.places.get((stage, value_pass(kind), k), ENDS))
         free = self.free[r]
         run = _TaskRun(free, values, self, r, stage, one.one)

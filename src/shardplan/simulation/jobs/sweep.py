@@ -254,19 +254,19 @@ class _Sweep:
                     self.mail[number, -1] = start + m.seconds, True
                     found.append((number, start, start + m.seconds))
 
-        send("total")
-        self.optimizers: list[list[int]] = [[] for _ in self.rows]
-        for stage in range(job.stages):
-            if (stage, "OPT") in compiled.maps:
+        self.updates: list[list[tuple[int, str]]] = [[] for _ in self.rows]
+        for kind, passing in job.updates.items():
+            send(passing)
+            for stage in (s for s in range(job.stages) if (s, kind) in compiled.maps):
                 r = owners[stage]
-                one = compiled.maps[stage, "OPT"]
-                mail = [self.mail[number, -1][0] for number in self.compiled.taken[stage, "OPT"]]
+                one = compiled.maps[stage, kind]
+                mail = [self.mail[number, -1][0] for number in compiled.taken[stage, kind]]
                 entry = np.array([*self.ranks[r].free, done[r], *mail])
                 after = (one.matrix + entry).max(axis=1)
                 self.ranks[r].free = after[: self.n]
                 done[r] = max(done[r], float(after[self.n + 1]))
                 self.log[r].append((entry, float(after[self.n]), float(after[self.n + 1]), []))
-                self.optimizers[r].append(stage)
+                self.updates[r].append((stage, kind))
         send("OPT")
         return found
 
@@ -292,7 +292,7 @@ class _Sweep:
         fresh = np.ones(len(done), dtype=bool)
         for cut in self.cuts[r]:
             fresh[cut.place : cut.place + cut.length * cut.times] = False
-        actions = (*self.compiled.rows[r], *((stage, "OPT", -1) for stage in self.optimizers[r]))
+        actions = (*self.compiled.rows[r], *((stage, kind, -1) for stage, kind in self.updates[r]))
         return RankRun(actions, entries, begin, done, sent, ~fresh)
 
     def _said(self, r: int, entries: Floats, done: Floats) -> None:

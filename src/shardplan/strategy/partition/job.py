@@ -21,7 +21,15 @@ from shardplan.notebook import notebook_html
 from shardplan.plans.plan import Plan
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.alternatives import Alternative, alternatives
-from shardplan.strategy.partition.programs import TOTAL, saved_of_state
+from shardplan.strategy.partition.programs import (
+    CLIPPED_UPDATES,
+    FACTOR,
+    NORM,
+    REDUCED,
+    TOTAL,
+    UPDATES,
+    saved_of_state,
+)
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.shares import AxisShare, axis_shares
 from shardplan.strategy.partition.tables import Layouts
@@ -88,8 +96,8 @@ class Programs(Mapping[tuple[int, str], Program]):
 class Job:
     """Programs on the meshes of stages, which run in the order of a schedule.
 
-    `programs` has by stage and kind of action (F, B, I, W, OPT) a program, of those that the schedule has. Its inputs
-    are state, by name; rows of a batch; what the stage's F saved, and its I kept; and what comes from other stages. Of
+    `programs` has a program by stage and kind of action (F, B, I, W of those that the schedule has, and `updates`). Its
+    inputs are state, by name; rows of a batch; what the stage's F saved, and its I kept; and what comes from others. Of
     its results `next.x` takes the place of x. `movements` of I and W are those of their B. `results` are the model's,
     each with its dim `batch`, or None where microbatches add up. Arrays are given in the order of positions, and go to
     programs in that of `order`.
@@ -114,6 +122,11 @@ class Job:
     def stages(self) -> int:
         """How many stages it has."""
         return 1 + max(stage for stage, _ in self.programs)
+
+    @property
+    def updates(self) -> Mapping[str, str]:
+        """The kinds of action behind all microbatches, in order, each with that of the messages that it takes."""
+        return CLIPPED_UPDATES if any(kind == "NORM" for _, kind in self.programs) else UPDATES
 
     @property
     def order(self) -> np.ndarray | None:
@@ -143,6 +156,20 @@ class Job:
     def key(self, stage: int, name: str) -> str:
         """Return what a stage's value is called in `state`."""
         return name if self.stages == 1 else f"s{stage}.{name}"
+
+    def let_go(self, stage: int, kind: str, keeps_totals: bool = False) -> tuple[str, ...]:
+        """Return which inputs of a program are not there behind it, and are not replaced.
+
+        Those are of updates: sums of gradients where they are not kept, and what an earlier update made.
+        """
+        which, shared = self.programs.which, self.programs.shared
+        if kind not in self.updates:
+            return ()
+        inputs = [name for name, _ in shared[which[stage, kind]].inputs]
+        later = {name for name, _ in shared[which[stage, "OPT"]].inputs} if kind == "NORM" else ()
+        totals = () if keeps_totals else (n for n in inputs if n.startswith(TOTAL) and n not in later)
+        between = (n for n in inputs if n.startswith((REDUCED, NORM, FACTOR)) and self.key(stage, n) not in self.state)
+        return (*totals, *between)
 
     def saved_once(self, stage: int) -> frozenset[str]:
         """Return what a stage's forward pass saves once for all microbatches: gathered parameters that are kept.

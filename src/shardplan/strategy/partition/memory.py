@@ -23,7 +23,7 @@ from shardplan.core.program import Program
 from shardplan.core.walk import program_leaves
 from shardplan.errors import CertificateError
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import NEXT, RECEIVED, SAVED, TOTAL, saved_of_state
+from shardplan.strategy.partition.programs import CLIPPED_UPDATES, NEXT, RECEIVED, SAVED, saved_of_state
 from shardplan.strategy.partition.stage_work import held_stacks, stage_work
 from shardplan.strategy.runtimes import Runtime
 from shardplan.strategy.schedules.action import COMPUTE
@@ -155,16 +155,17 @@ def rank_actions(job: Job) -> tuple[tuple[tuple[int, str, int], ...], ...]:
     )
 
 
-def optimizer_stages(job: Job, rank: int) -> list[int]:
-    """Return the stages of a rank that have an optimizer, in order."""
-    return [s for s in range(job.stages) if job.schedule.owners[s] == rank and (s, "OPT") in job.programs.which]
+def rank_updates(job: Job, rank: int) -> list[tuple[int, str]]:
+    """Return the stage and kind of what a rank does behind all microbatches, in order."""
+    mine = [s for s in range(job.stages) if job.schedule.owners[s] == rank]
+    return [(s, kind) for kind in job.updates for s in mine if (s, kind) in job.programs.which]
 
 
 def moments(job: Job, rank: int) -> Iterator[Moment]:
     """Yield the actions of a rank in the order of the schedule, then its optimizers', with the bytes that are live."""
     found = holdings(job)
     names = [f"{stage}{kind}{k}" for stage, kind, k in rank_actions(job)[rank]]
-    names += [f"{stage}OPT" for stage in optimizer_stages(job, rank)]
+    names += [f"{stage}{kind}" for stage, kind in rank_updates(job, rank)]
     for name, during, after in zip(names, found.during[rank].tolist(), found.after[rank].tolist(), strict=True):
         yield Moment(name, during, after)
 
@@ -183,7 +184,7 @@ def holdings(job: Job, runtime: Runtime | None = None) -> Holdings:
     left = np.zeros((job.stages, len(_KINDS)), dtype=np.int64)
     extra = np.zeros((job.stages, len(_KINDS), len(_KINDS)), dtype=np.int64)
     for s, one in enumerate(stages):
-        for kind, names in one.left.items():
+        for kind, names in ((kind, names) for kind, names in one.left.items() if kind in _CODE):
             left[s, _CODE[kind]] = sum(names.values()) + (works[s].saved if works is not None and kind != "I" else 0)
         for (before, kind), nbytes in one.extra.items():
             if kind in _CODE:
@@ -207,13 +208,26 @@ def holdings(job: Job, runtime: Runtime | None = None) -> Holdings:
             during = others + np.maximum(had, has) + np.array([works[s].work.get(_KINDS[k], 0) for s, k in pairs], int)
         during = np.where(np.isin(kind, moved), alive, during)
         last = int(alive[-1]) if len(alive) else state
-        ends = [
-            last + (max(0, stages[s].extra["", "OPT"]) if works is None else 0) for s in optimizer_stages(job, rank)
-        ]
-        after = np.concatenate([alive, np.full(len(ends), last, dtype=np.int64)])
-        rows.append((np.concatenate([during, np.array(ends, dtype=np.int64)]), after, state))
+        ends = [*_update_bytes(job, rank, stages, last, all_of_it=works is None)]
+        both = np.array(ends, dtype=np.int64).reshape(-1, 2)
+        rows.append((np.concatenate([during, both[:, 0]]), np.concatenate([alive, both[:, 1]]), state))
     during, after, state = zip(*rows, strict=True)
     return Holdings(during, after, state)
+
+
+def _update_bytes(
+    job: Job, rank: int, stages: list[StageHoldings], last: int, all_of_it: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield the bytes during and after each of a rank's updates: what NORM reduces is there until OPT has read it."""
+    alive = last
+    for stage, kind in rank_updates(job, rank):
+        found = stages[stage]
+        reduced = sum(found.left.get("NORM", {}).values())
+        freed = sum(found.state.get(name, 0) for name in job.let_go(stage, "NORM")) if reduced else 0
+        alive -= reduced if kind == "OPT" else 0  # its own inputs are in `extra`
+        during = alive + (max(0, found.extra["", kind]) if all_of_it else reduced)
+        alive += {"NORM": reduced - freed, "OPT": freed}.get(kind, 0)  # another step begins with sums of nothing
+        yield during, alive
 
 
 def _once(stage: Ints, has: Ints, had: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
@@ -247,7 +261,7 @@ def stage_holdings(job: Job) -> list[StageHoldings]:
     for s, mine in enumerate(numbers):
         key = tuple(sorted(mine.items()))
         if key not in known:
-            known[key] = _stage(job, {kind: job.programs.shared[n] for kind, n in mine.items()}, state[s])
+            known[key] = _stage(job, s, {kind: job.programs.shared[n] for kind, n in mine.items()}, state[s])
         found.append(known[key]._replace(state=state[s]))
     return found
 
@@ -266,7 +280,7 @@ def _state(job: Job) -> list[dict[str, int]]:
     return found
 
 
-def _stage(job: Job, programs: Mapping[str, Program], state: Mapping[str, int]) -> StageHoldings:
+def _stage(job: Job, stage: int, programs: Mapping[str, Program], state: Mapping[str, int]) -> StageHoldings:
     forward = programs["F"]
     later = {n for k in ("B", "I", "W") if k in programs for n, _ in programs[k].inputs}
     shared = saved_of_state(forward, job.batch)
@@ -277,14 +291,16 @@ def _stage(job: Job, programs: Mapping[str, Program], state: Mapping[str, int]) 
     given = programs["W"].inputs if "W" in programs else ()
     halved = {n: t.local_bytes() for n, t in given if n not in job.batch and n not in state and n not in once}
     left = {"F": behind, "RELOAD": behind, "I": halved}
+    if "NORM" in programs:
+        left["NORM"] = {o: programs["NORM"].types[o].local_bytes() for o in programs["NORM"].outputs}
     extra: dict[tuple[str, str], int] = {}
     last = "W" if "W" in programs else "B" if "B" in programs else "F"  # of a microbatch, which lets go as it reads
     for kind, p in programs.items():
         made = {o.removeprefix(NEXT) for o in p.outputs if o.startswith(NEXT) or o in once}
-        made |= {name for name, _ in p.inputs if kind == "OPT" and name.startswith(TOTAL)}  # not returned by a live job
+        made |= {name for name in job.let_go(stage, kind) if name in state}  # gradients: a live job returns none
         own = {name: t.local_bytes() for name, t in p.inputs if name not in (*state, *once, *job.batch)}
         stays = {name for name, _ in p.inputs if name in (*state, *once) and name not in made}
-        if kind not in (last, "OPT"):
+        if kind not in (last, *CLIPPED_UPDATES):
             stays |= own.keys()
         most = workspace_beside(p, frozenset(stays)) - sum(
             n for name, n in (*state.items(), *once.items()) if name in made

@@ -28,7 +28,7 @@ from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.loss import with_loss
 from shardplan.strategy.partition.opening import Refused, in_rounds, opened
-from shardplan.strategy.training import rename_values, training_program
+from shardplan.strategy.training import SCALE, rename_values, training_program
 
 WEIGHT = "weight"  # the input that says what every sequence counts
 Rows = tuple[int, int]  # of the layers of a loop, those of a stage
@@ -103,7 +103,9 @@ def microbatch(
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
     wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
-    made = training_program(program, wanted, keep=_keep(program, recompute, inside))
+    scale = {SCALE: model.fields.get(SCALE, 0.0)}
+    made = training_program(program, wanted, settings=scale, keep=_keep(program, recompute, inside))
+    dims |= {name: () for name, _ in made.program.inputs if name not in dims}
     names = {g: f"new.{g}" for g in made.gradients.values()}  # `gradient.w` is what they are added to
     found = {w: names[g] for w, g in made.gradients.items()}
     whole = rename_values(made.program, names)

@@ -30,8 +30,8 @@ from shardplan.strategy.partition.order import check_predicted, ordered
 from shardplan.strategy.partition.prefetch import early
 from shardplan.strategy.partition.prices import prices_on
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
-from shardplan.strategy.partition.programs import RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
-from shardplan.strategy.partition.refusals import check_bucket, check_clip, check_kept
+from shardplan.strategy.partition.programs import CLIPPED_UPDATES, RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
+from shardplan.strategy.partition.refusals import check_bucket, check_kept
 from shardplan.strategy.partition.row_plans import RowPlans
 from shardplan.strategy.partition.serve_remedies import warn_of_replication
 from shardplan.strategy.partition.settle import Settled, settle
@@ -39,9 +39,11 @@ from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.style_tables import AskedLayouts, read_layouts
 from shardplan.strategy.partition.tables import LAYER, Layouts
+from shardplan.strategy.partition.updates import clip_transfers, write_updates
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import AXES, BATCH, Strategy
+from shardplan.strategy.training import SCALE, SKIPPED
 
 Where = Topology | Placement
 TWIN = ".twin"  # of a parameter's gradient: that of the second chain of DualPipe
@@ -81,7 +83,6 @@ def make_job(model: Model, strategy: Strategy, topo: Where | str | None = None, 
         raise LayoutError(f"partition takes a Model and a Strategy, got {given}")
     check_predicted(strategy)
     check_options(model, strategy, tables=layouts is None)
-    check_clip(model, strategy)
     return _Partition(model, strategy, topo, layouts).job()
 
 
@@ -258,13 +259,14 @@ class _Partition:
         if self.strategy.gathers_ahead:
             written = early(written, self.held, asked=self.strategy.prefetch is True)
         types = self._types(written)
-        for stage in self.stages if self.training and self.model.fields["optimizer"] else ():
-            mine = {name: self._copies(name) for name in types[stage.number] if name in self.model.gradients}
-            own = types[stage.number]
-            key = ("OPT", *((n, own[n].shape, *others) for n, others in mine.items()))
-            written[stage.number, "OPT"] = once(key, lambda m=mine, t=own: writers.optimizer(m, t))
+        if self.training and self.model.fields["optimizer"]:
+            gradients = {
+                stage.number: {n: self._copies(n) for n in types[stage.number] if n in self.model.gradients}
+                for stage in self.stages
+            }
+            written |= write_updates(writers, gradients, types, once)
         for (stage, kind), one in [*written.items()] if self.chains > 1 else ():
-            if kind != "OPT":
+            if kind not in CLIPPED_UPDATES:
                 written[stage + self.count, kind] = one
         check_bucket(self.strategy, written.values())
         return self._job(written, settled, types)
@@ -312,7 +314,7 @@ class _Partition:
                     if state.rpartition(".")[0] == name and state in model.replaced and state not in model.parameters:
                         mine[state] = self._as_many(u, t)
             if self.training:
-                mine |= {n: self.state[n] for n in ("step", "lr", "decay") if n in self.state}
+                mine |= {n: self.state[n] for n in ("step", "lr", "decay", SCALE, SKIPPED) if n in self.state}
             found.append(mine)
         state = {n for n in self.model.replaced if n not in self.model.parameters}
         return [*found, *({n: t for n, t in mine.items() if n not in state} for mine in found * (self.chains - 1))]
@@ -329,7 +331,7 @@ class _Partition:
     ) -> Job:
         meshes = self.meshes
         onto = [{self.mesh: mesh} for mesh in meshes]
-        used = {key: one for key, one in written.items() if key in self.runs or key[1] == "OPT"}
+        used = {key: one for key, one in written.items() if key in self.runs or key[1] in CLIPPED_UPDATES}
         shared = list(dict.fromkeys(id(one.program) for one in used.values()))
         found = {id(one.program): one.program for one in used.values()}
         which = {key: shared.index(id(one.program)) for key, one in used.items()}
@@ -394,3 +396,4 @@ class _Partition:
                 u = types[home][TOTAL + name] if kind == "total" else types[home][name]
                 source, target = (rebased_type(u, {self.mesh: meshes[k]}) for k in (s, t))
                 yield Transfer(kind, (s, n), (t, m), (source, target), self.where)
+        yield from clip_transfers(written, self.mesh, meshes, self.where)

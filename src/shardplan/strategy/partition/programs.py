@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,9 +20,26 @@ from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
-from shardplan.strategy.training import CLIP, MASTER, OPTIMIZERS, clip_expression, rename_values, sum_squares
+from shardplan.strategy.training import (
+    CLIP,
+    INPUT,
+    MASTER,
+    OPTIMIZERS,
+    SCALE,
+    SKIPPED,
+    TAKEN,
+    factor_expression,
+    multiply,
+    rename_values,
+    sum_squares,
+)
 
 NEXT, TOTAL, SAVED, SENT, RECEIVED = "next.", "gradient.", "saved.", "sent.", "received."
+REDUCED, NORM, FACTOR = "reduced.", "clipping.norm", "clipping.factor"
+# Kinds of action behind all microbatches, in order, each with that of the messages that it takes. Where gradients are
+# clipped over stages, NORM reduces a stage's and adds up their squares, and CLIP, of stage 0, makes of all one factor.
+UPDATES = {"OPT": "total"}
+CLIPPED_UPDATES = {"NORM": "total", "CLIP": "norm", "OPT": "clip"}
 Types = Mapping[str, TensorType]
 
 
@@ -134,32 +151,69 @@ class Writers:
         program = named(writer.program(list(called)), called)
         return WrittenProgram(program, tuple(writer.movements), sent, {}, writer.joins)
 
-    def optimizer(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
+    def norm(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
+        """Write NORM: the sum of the squares of a stage's gradients, and those of them that it reduces, for OPT."""
+        writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
+        rule = OPTIMIZERS[self.model.fields["optimizer"]]
+        if self.bucket is not None:
+            self._bucketed(writer, parameters, types, rule.state, self.bucket)
+        updates = [self._given_update(writer, name, types, rule.state, copies) for name, copies in parameters.items()]
+        called = {_squares(writer, updates): NORM}
+        called |= {u.total: REDUCED + u.name for u in updates if u.total != TOTAL + u.name}
+        read = {o for step in writer.steps for o in step.operands}
+        writer.inputs = [(name, t) for name, t in writer.inputs if name in read]
+        return WrittenProgram(named(writer.program(list(called)), called), tuple(writer.movements), {}, {})
+
+    def clip(self, norms: Sequence[TensorType], types: Types) -> WrittenProgram:
+        """Write CLIP: of the sums of all stages what gradients are multiplied with."""
+        writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
+        total, *others = [writer.given(f"{NORM}.{k}", t) for k, t in enumerate(norms)]
+        for one in others:
+            total = writer.op(Elementwise("a + b"), [total, one])
+        factor = self._factor(writer, total, types)
+        return WrittenProgram(named(writer.program([factor]), {factor: FACTOR}), (), {}, {})
+
+    def optimizer(
+        self, parameters: Mapping[str, Sequence[str]], types: Types, reduced: Types | None = None
+    ) -> WrittenProgram:
         """Write OPT: updates of parameters where their state is stored; `parameters` has the copies of each.
 
-        Totals of copies are added, and copies get what their parameter becomes: both as the parameter's own lie.
+        Totals of copies are added, and copies get what their parameter becomes: both as the parameter's own lie. Where
+        a program NORM goes before it, `reduced` has what that makes, and the factor.
         """
         model = self.model
         rule = OPTIMIZERS[model.fields["optimizer"]]
-        op, clip = rule.made(model.fields), float(model.fields.get(CLIP, 0.0))
+        op = rule.made(model.fields)
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         called: dict[str, str] = {}
         now: list[str] = []
         if rule.counts:
             writer.given("step", types["step"])
             now = [writer.op(Elementwise("a + 1"), ["step"])]
-            called[now[0]] = f"{NEXT}step"
         now += [writer.given(name, types[name]) for name in rule.given(model.fields)]
-        if self.bucket is not None:
-            self._bucketed(writer, parameters, types, rule.state, self.bucket)
-        updates = (self._given_update(writer, name, types, rule.state, copies) for name, copies in parameters.items())
-        for update in _clipped(writer, [*updates], clip) if clip else updates:
+        factor = ""
+        if reduced is not None:
+            factor = writer.given(FACTOR, reduced[FACTOR])
+            updates = [self._reduced_update(writer, name, types, rule.state, reduced) for name in parameters]
+        else:
+            if self.bucket is not None:
+                self._bucketed(writer, parameters, types, rule.state, self.bucket)
+            updates = (self._given_update(writer, n, types, rule.state, copies) for n, copies in parameters.items())
+            if self.has_factor:
+                updates = [*updates]
+                factor = self._factor(writer, _squares(writer, updates), types)
+        scaled = bool(model.fields.get(SCALE))
+        self._count_steps(writer, types, factor if scaled else "", now[0] if rule.counts else "", called)
+        for update in _multiplied(writer, updates, factor) if factor else updates:
             name, kept = update.name, update.kept
             by, layout = f"the update of {name}", types[kept[-1]].layout
             first = writer.want(kept[0], types[kept[0]].with_layout(layout), by)
             others = [writer.want(n, types[n].with_layout(layout), by) for n in kept[1:]]
             writer.op(op, [first, update.total, *others, *now])
             made = dict(zip(kept, writer.steps[-1].results, strict=True))
+            if scaled:  # a step whose gradients are not all finite changes nothing
+                pairs = zip(made.items(), (first, *others), strict=True)
+                made = {n: writer.op(Elementwise(TAKEN), [v, old, _cast(writer, factor, v)]) for (n, v), old in pairs}
             if name not in made:
                 made[name] = writer.op(Cast(types[name].dtype), [made[kept[0]]])
             for n, value in made.items():
@@ -167,6 +221,25 @@ class Writers:
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
         return WrittenProgram(program, tuple(writer.movements), {}, {})
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether gradients are multiplied with a factor that hangs on all of them."""
+        return bool(self.model.fields.get(CLIP) or self.model.fields.get(SCALE))
+
+    def _factor(self, writer: Writer, squares: str, types: Types) -> str:
+        scale = [writer.given(SCALE, types[SCALE])] if self.model.fields.get(SCALE) == INPUT else []
+        return writer.op(Elementwise(factor_expression(self.model.fields)), [squares, *scale])
+
+    def _count_steps(self, writer: Writer, types: Types, factor: str, now: str, called: dict[str, str]) -> None:
+        """Let leave how many steps were done, of which this would be `now`, and were skipped."""
+        if not factor:
+            called |= {now: f"{NEXT}step"} if now else {}
+            return
+        taken = writer.op(Cast("i32"), [writer.op(Elementwise("where(a > 0, 1, 0)"), [factor])])
+        called[writer.op(Elementwise("a + 1 - b"), [writer.given(SKIPPED, types[SKIPPED]), taken])] = NEXT + SKIPPED
+        if now:
+            called[writer.op(Elementwise("a + b"), ["step", taken])] = f"{NEXT}step"
 
     def _given_update(
         self, writer: Writer, name: str, types: Types, state: Sequence[str], copies: Sequence[str]
@@ -182,6 +255,15 @@ class Writers:
             writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
         t = types[TOTAL + name].with_layout(types[kept[-1]].layout)
         return Update(name, kept, writer.summed(TOTAL + name, t, f"the update of {name}"))
+
+    def _reduced_update(self, writer: Writer, name: str, types: Types, state: Sequence[str], reduced: Types) -> Update:
+        """Declare what an update reads of a gradient that is reduced, or has nothing to reduce."""
+        kept = _kept(name, state, types)
+        for n in kept:
+            if n not in writer.values:
+                writer.given(n, types[n])
+        made, total = REDUCED + name, TOTAL + name
+        return Update(name, kept, writer.given(*((made, reduced[made]) if made in reduced else (total, types[total]))))
 
     def _bucketed(
         self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str], most: float
@@ -231,8 +313,8 @@ class Writers:
         return t.with_layout(Layout(t.layout.dims))
 
 
-def _clipped(writer: Writer, updates: Sequence[Update], clip: float) -> Iterator[Update]:
-    """Yield updates by gradients of which all together have at most a norm: one all-reduce of one number.
+def _squares(writer: Writer, updates: Sequence[Update]) -> str:
+    """Write the sum of the squares of all gradients: one all-reduce of one number.
 
     A sum of squares is partial over what its gradient is cut over; over other axes one device alone counts it.
     """
@@ -248,12 +330,21 @@ def _clipped(writer: Writer, updates: Sequence[Update], clip: float) -> Iterator
     (total,) = writer.inline(Program(tuple(inputs.items()), draft.steps, (total,)), list(inputs))
     writer.values[total] = {writer.types[total]: total}
     t = writer.types[total]
-    whole = writer.want(total, t.with_layout(Layout(t.layout.dims)), "the norm of all gradients")
-    factor = writer.op(Elementwise(clip_expression(clip)), [whole])
+    return writer.want(total, t.with_layout(Layout(t.layout.dims)), "the norm of all gradients")
+
+
+def _multiplied(writer: Writer, updates: Iterable[Update], factor: str) -> Iterator[Update]:
+    """Yield updates by gradients times a factor."""
     for update in updates:
-        kind = writer.types[update.total].dtype
-        one = factor if writer.types[factor].dtype == kind else writer.op(Cast(kind), [factor])
-        yield update._replace(total=writer.op(Elementwise("a * b"), [update.total, one]))
+        draft = Draft({name: writer.types[name] for name in (update.total, factor)})
+        made = multiply(draft, update.total, factor)
+        whole = Program([(name, writer.types[name]) for name in (update.total, factor)], draft.steps, (made,))
+        yield update._replace(total=writer.inline(whole, [update.total, factor])[0])
+
+
+def _cast(writer: Writer, name: str, like: str) -> str:
+    kind = writer.types[like].dtype
+    return name if writer.types[name].dtype == kind else writer.op(Cast(kind), [name])
 
 
 def _kept(name: str, state: Sequence[str], types: Types) -> list[str]:

@@ -9,12 +9,10 @@ from shardplan.core import border
 from shardplan.core.layout import Layout
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.strategy.model import Model
 from shardplan.strategy.partition.microbatch import Microbatch
 from shardplan.strategy.partition.programs import WrittenProgram
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.strategy import Strategy
-from shardplan.strategy.training import CLIP
 
 
 def check_kept(
@@ -50,13 +48,4 @@ def check_bucket(strategy: Strategy, written: Iterable[WrittenProgram]) -> None:
         raise LayoutError(
             f"strategy: bucket={strategy.bucket:g} joins nothing: no gradients that are reduced, or parameters "
             "that are gathered, go together within so many bytes in less time; legal is another, or None"
-        )
-
-
-def check_clip(model: Model, strategy: Strategy) -> None:
-    """Refuse a norm of gradients of which a stage has a part alone."""
-    if model.fields.get(CLIP) and (strategy.pipeline > 1 or (strategy.interleave or 1) > 1):
-        raise LayoutError(
-            f"strategy: pipeline={strategy.pipeline} of {model.name} with clip={model.fields[CLIP]}: no program adds "
-            "up a norm over stages yet; legal is pipeline=1, or clip=0"
         )
