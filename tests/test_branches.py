@@ -75,6 +75,7 @@ FOREIGN = {
     "simulation/inference/space.py": {"gather", "attention"},
     "simulation/searching/space.py": {"attention"},
     "strategy/strategy.py": {"gather"},
+    "strategy/sizes.py": {"softmax"},  # the router of a mixture
     "interop/importers/jax_indexing.py": {"pad", "top_k"},
     "interop/importers/jax_table.py": {"gather", "iota", "reshape", "slice", "split"},
 }

@@ -59,7 +59,9 @@ class QueryTiles:
             out, lse = self._tile(xp, part, k, v, at, more)
             inner = xp.einsum("bsgre,bsgre->bsgr", dy, out)
             tile = part, k, v, lse, inner, dy
-            dq, *others = tile_backward(xp, tile, self._numbers(at, more), self.rule, self._apart(part, at, more))
+            dq, *others = tile_backward(
+                xp, tile, self._numbers(at, more), self.rule, self._segment_mask(part, at, more)
+            )
             if self.sinks:
                 sink = xp.astype(self._sink(more), xp.dtype(lse))
                 others.append(xp.reduce("sum", -xp.exp(sink - lse) * inner, (0, 1), False, 0))
@@ -76,7 +78,7 @@ class QueryTiles:
     def _sink(self, more: Sequence[Tensor]) -> Tensor:
         return more[2 * self.segments]
 
-    def _apart(self, q: Tensor, at: int, more: Sequence[Tensor]) -> Tensor | None:
+    def _segment_mask(self, q: Tensor, at: int, more: Sequence[Tensor]) -> Tensor | None:
         """Which queries and keys are of other sequences, `[b s 1 1 t]`."""
         if not self.segments:
             return None
@@ -97,4 +99,4 @@ class QueryTiles:
             kind = xp.dtype(k)
             known = xp.full(q.shape[:4], 0, kind) + xp.astype(self._sink(more), kind)
             state = [xp.full((*q.shape[:4], v.shape[-1]), 0, kind), known]
-        return tile_forward(xp, (q, k, v, *state), self._numbers(at, more), self.rule, self._apart(q, at, more))
+        return tile_forward(xp, (q, k, v, *state), self._numbers(at, more), self.rule, self._segment_mask(q, at, more))

@@ -63,7 +63,7 @@ class Laid:
             found.append(_Inside(unit, run, size, size[run]))
         return found
 
-    def beside(self, j: int) -> Ints:
+    def count_within(self, j: int) -> Ints:
         """How many members every member reaches without crossing level j, itself too, in the order of `device`."""
         if not self.fabric.wires[j].level.rails:
             return self.levels[j].inside
@@ -144,7 +144,7 @@ def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     hops = np.zeros((len(fabric.wires), len(device)))
     together = np.full(len(device), k)  # members of the group in the same unit as this one, one level further out
     for j, (wires, (unit, run, size, _)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
-        inside = laid.beside(j)
+        inside = laid.count_within(j)
         hops[j] = together - inside
         if wires.level.link == "switch":
             out = part * (k - inside)
