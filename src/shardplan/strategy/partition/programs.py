@@ -237,9 +237,11 @@ class Writers:
             called |= {now: f"{NEXT}step"} if now else {}
             return
         taken = writer.op(Cast("i32"), [writer.op(Elementwise("where(a > 0, 1, 0)"), [factor])])
-        called[writer.op(Elementwise("a + 1 - b"), [writer.given(SKIPPED, types[SKIPPED]), taken])] = NEXT + SKIPPED
+        skipped = writer.op(Elementwise("a + 1 - b"), [writer.given(SKIPPED, types[SKIPPED]), taken])
+        called[skipped] = NEXT + SKIPPED
         if now:
-            called[writer.op(Elementwise("a + b"), ["step", taken])] = f"{NEXT}step"
+            done = writer.op(Elementwise("a + b"), ["step", taken])
+            called[done] = f"{NEXT}step"
 
     def _given_update(
         self, writer: Writer, name: str, types: Types, state: Sequence[str], copies: Sequence[str]
