@@ -8,6 +8,7 @@ Source: NVIDIA/Megatron-LM core 0.16.1 `training/arguments.py`; pytorch/torchtit
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,12 +131,43 @@ def _megatron(said: _Said, found: dict[str, Any], devices: int, layers: int | No
                 f"chunks on {found.get('pipeline', 1)} ranks"
             )
         found["interleave"] = layers // stages
+    layout = "pipeline-model-parallel-layout"
+    if (stages_text := said.values.get(layout)) is not None:
+        found |= _read_layout(stages_text, found.get("pipeline", 1))
+    if found.get("context", 1) > 1:
+        found.setdefault("context_kind", CONTEXTS["p2p"])  # Transformer Engine's default
     found.setdefault("schedule", "interleaved" if found.get("interleave", 1) > 1 else "1f1b")
     if "use-megatron-fsdp" in said.values and found.get("zero") == SHARDING["optim_grads_params"]:
         found["fsdp"] = True
     if (copies := said.number("num-distributed-optimizer-instances")) is not None and copies > 1:
         found["shard"] = -copies  # a number of groups: `_replicas` knows how many each has
-    return {"num-layers-per-virtual-pipeline-stage", "num-distributed-optimizer-instances", MAPPING_OPTION[2:]}
+    return {"num-layers-per-virtual-pipeline-stage", "num-distributed-optimizer-instances", MAPPING_OPTION[2:], layout}
+
+
+def _read_layout(text: str, ranks: int) -> dict[str, Any]:
+    r"""Read a layout of stages: E the embedding, t a layer, m one of multi-token prediction, L the loss.
+
+    Stages are between |, and `(..)*n` and `t*n` repeat. Cuts are said where stages differ by more than a layer: else
+    they are even.
+
+    >>> _read_layout("'Et|(tt|)*2t,L'", 2)
+    {'interleave': 2}
+    """
+    plain = re.sub(r"""[\s,'"]""", "", text)
+    for _ in range(9):
+        plain = re.sub(r"\(([^()]*)\)\*(\d{1,3})|([A-Za-z])\*(\d{1,3})",
+                       lambda m: (m[1] if m[3] is None else m[3]) * int(m[2] or m[4]), plain)  # fmt: skip
+    stages = plain.split("|")
+    if re.fullmatch(r"[EtmL|]+", plain) is None or len(stages) % ranks:
+        raise ParseError(
+            f"--pipeline-model-parallel-layout {excerpt(text)}: legal are E, t, m, L and * in stages by |, a whole "
+            f"number of them on each of {ranks} ranks"
+        )
+    layers = [stage.count("t") for stage in stages]
+    found: dict[str, Any] = {"interleave": len(stages) // ranks} if len(stages) > ranks else {}
+    if max(layers) - min(layers) > 1:
+        found["cuts"] = tuple(itertools.accumulate(layers[:-1]))
+    return found
 
 
 def _titan(said: _Said, found: dict[str, Any], devices: int, layers: int | None) -> set[str]:
@@ -157,6 +189,10 @@ def _titan(said: _Said, found: dict[str, Any], devices: int, layers: int | None)
             found["zero"] = 2
         if copies > 1:
             found["shard"] = shard
+    if found.get("tensor", 1) > 1:
+        found.setdefault("sequence_parallel", True)  # torchtitan's default
+    else:
+        found.pop("sequence_parallel", None)
     balancer = f"{TITAN}context_parallel_load_balancer"
     if found.get("context", 1) > 1:
         found["context_kind"] = "zigzag" if said.values.get(balancer) == "headtail" else "gather"
