@@ -181,6 +181,7 @@ def run_values(program: Program, values: dict[str, list[Array]]) -> list[list[Ar
         step = visit.step
         results = step.op.reference(take_values(values, step.operands, visit.freed), visit.operands)
         values.update(zip(step.results, results, strict=True))
+        del results  # else they would live to the end of the next step
         for name in visit.freed:
             values.pop(name, None)
     return [[own_array(x, others) for x in values[name]] for name in program.outputs]
