@@ -120,3 +120,11 @@ def test_layouts_of_stages_are_read() -> None:
     assert found["cuts"] == (3, *range(5, 62, 2), 61)
     with pytest.raises(ParseError, match="a whole number of them on each of 16 ranks"):
         read_arguments(said.replace("*29m", "*28m"), 64)
+    with pytest.raises(ParseError, match="and 10,000 letters in all"):
+        read_arguments(said.replace("t*3", "(((t)*999)*999)*999"), 64)
+
+
+@pytest.mark.parametrize("name", ["tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size"])
+def test_a_degree_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ParseError, match=f"--{name} 0; legal is at least 1"):
+        read_arguments(f"--{name} 0", 8)

@@ -58,6 +58,7 @@ WORDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # options of a word, the
     "training.mixed_precision_param": ("precision", {"bfloat16": "bf16", "float32": "fp32"}),
 }
 TITAN = "parallelism."
+MOST_LAYOUT = 10_000  # letters and bars of a layout of stages, written out
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ def read_arguments(text: str, devices: int, layers: int | None = None) -> ReadAr
     found: dict[str, Any] = {}
     for name, field in WHOLE.items():
         if (number := said.number(name)) is not None:
+            if number < 1 and (field, number) != ("global_batch", -1):
+                raise ParseError(f"--{name} {number}; legal is at least 1")
             found[field] = number
     for name, fields in FLAGS.items():
         if name in values:
@@ -153,15 +156,16 @@ def _read_layout(text: str, ranks: int) -> dict[str, Any]:
     >>> _read_layout("'Et|(tt|)*2t,L'", 2)
     {'interleave': 2}
     """
-    plain = re.sub(r"""[\s,'"]""", "", text)
-    for _ in range(9):
-        plain = re.sub(r"\(([^()]*)\)\*(\d{1,3})|([A-Za-z])\*(\d{1,3})",
-                       lambda m: (m[1] if m[3] is None else m[3]) * int(m[2] or m[4]), plain)  # fmt: skip
+    plain, repeats = re.sub(r"""[\s,'"]""", "", text), 1
+    while repeats and len(plain) <= MOST_LAYOUT:  # the innermost first
+        plain, repeats = re.subn(
+            r"(?:\(([^()]*)\)|([A-Za-z]))\*(\d{1,3})", lambda m: (m[1] or m[2] or "") * int(m[3]), plain
+        )
     stages = plain.split("|")
-    if re.fullmatch(r"[EtmL|]+", plain) is None or len(stages) % ranks:
+    if len(plain) > MOST_LAYOUT or re.fullmatch(r"[EtmL|]+", plain) is None or len(stages) % ranks:
         raise ParseError(
             f"--pipeline-model-parallel-layout {excerpt(text)}: legal are E, t, m, L and * in stages by |, a whole "
-            f"number of them on each of {ranks} ranks"
+            f"number of them on each of {ranks} ranks, and {MOST_LAYOUT:,} letters in all"
         )
     layers = [stage.count("t") for stage in stages]
     found: dict[str, Any] = {"interleave": len(stages) // ranks} if len(stages) > ranks else {}
