@@ -1,6 +1,7 @@
 """What the lab's commands print and draw: on a stored result, and, where the machine can, on real links."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_run_a_program_a_plan_and_a_reduction(tmp_path: Path) -> None:
 
 @needs_lab
 def test_sweep_and_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardplan.execution.lab.results.MOST_BUSY", 1.0)  # other tests run beside this one
+    monkeypatch.setattr("shardplan.execution.lab.results.MOST_BUSY", math.inf)  # other tests run beside this one
     said: list[str] = []
     out = tmp_path / "sweep.json"
     found = lab_sweep_command(
