@@ -143,7 +143,7 @@ def findings(name: str, text: Text, variant: Variant) -> dict[str, bool]:
         release = r"buffer_wbl2 sc0 sc1\n(?:(?!global_store).*\n){0,8}?\s*global_atomic_add .*sc1"
         found = {
             "signal": bool(re.search(release, asm)),
-            "barrier": source and _before(asm, r"buffer_wbl2", r"s_barrier", r"global_store_(short|dwordx4)"),
+            "barrier": source and _before(asm, r"buffer_wbl2 sc0 sc1", r"s_barrier", r"global_store_(short|dwordx4)"),
             "wait": bool(re.search(r"global_(load|atomic_add).*sc1.*\n(?:.*\n){0,6}?\s*buffer_inv sc0 sc1", asm)),
         }
     found["wide"] = _is_wide(name, asm, "ptx" in text, variant)
