@@ -140,10 +140,12 @@ def findings(name: str, text: Text, variant: Variant) -> dict[str, bool]:
         }
     else:
         asm = text["amdgcn"]
+        adds = r"buffer_wbl2(.*\n(?:(?!global_store).*\n){0,8}?\s*global_atomic_add )"  # a note swaps
+        released = re.sub(adds, r"RELEASE\1", asm)
         release = r"buffer_wbl2 sc0 sc1\n(?:(?!global_store).*\n){0,8}?\s*global_atomic_add .*sc1"
         found = {
             "signal": bool(re.search(release, asm)),
-            "barrier": source and _before(asm, r"buffer_wbl2 sc0 sc1", r"s_barrier", r"global_store_(short|dwordx4)"),
+            "barrier": source and _before(released, "RELEASE", r"s_barrier", r"global_store_(short|dwordx4)"),
             "wait": bool(re.search(r"global_(load|atomic_add).*sc1.*\n(?:.*\n){0,6}?\s*buffer_inv sc0 sc1", asm)),
         }
     found["wide"] = _is_wide(name, asm, "ptx" in text, variant)

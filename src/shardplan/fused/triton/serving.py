@@ -32,11 +32,11 @@ FIT = {"gemm": 1, "gemv": 2, "embedding": 4, "move": 8}
 
 
 class TritonKernels:
-    """The operators on local tensors, as `operators.asked.LocalKernels` says, on the memory of a heap.
+    """The operators on local tensors, as `call_context.LocalKernels` says, on the memory of a heap.
 
-    On a GPU a rank runs as many programs a processor as fit, whose tiles are the kernel's own: `tiles` that a call asks
-    for are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what fails is
-    raised by the next call, or by `SymmetricHeap.check`.
+    On a GPU a rank runs as many programs a processor as `FIT` says, whose tiles are the kernel's own: `tiles` that a
+    call asks for are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what
+    fails is raised by the next call, or by `SymmetricHeap.check`.
     """
 
     def __init__(self, heap: SymmetricHeap) -> None:
