@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.errors import LayoutError, optional
+from shardplan.errors import LayoutError, ParseError, excerpt, optional
 from shardplan.interop.checkpoint.distributed import file_of
 from shardplan.interop.checkpoint.filling import names_of
 from shardplan.interop.checkpoint.folders import METADATA, saved_tensors
-from shardplan.interop.checkpoint.optimizer_names import UNDER, state_names
+from shardplan.interop.checkpoint.optimizer_names import SHARED_STEPS, UNDER, state_names
 from shardplan.interop.checkpoint.saved_objects import SavedObject
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, matches
 from shardplan.movement.weights.refit import RefitPlan
-from shardplan.movement.weights.state import MASTER, STEP, is_state
+from shardplan.movement.weights.state import MASTER, STEP, STEPS, is_state
 
 COMMON = "common.pt"
 Settings = dict[str, Any]
@@ -40,6 +40,7 @@ _OF_TORCH: Settings = {
     "decoupled_weight_decay": True,
 }  # fmt: skip
 _OF_FUSED: Settings = {"bias_correction": True}
+_MOST_STEPS = 2**53  # the whole numbers that a float holds
 _SCHEDULES = ("opt_param_scheduler", "grad_scaler")  # of common.pt: what no parameter group holds
 _LEAVE = "legal is --ignore '*param_groups*', which leaves the groups out"
 
@@ -54,10 +55,14 @@ class ParameterGroups:
 
 
 def said_steps(folder: Path) -> float | None:
-    """Return the count of steps that Megatron's `common.pt` in a folder says, None where there is none."""
+    """Return the count of steps that Megatron's `common.pt` in a folder says, None where there is none.
+
+    Nothing else of the file is looked at. Raises `LayoutError` for several counts, and `ParseError`.
+    """
     if not (folder / COMMON).is_file():
         return None
-    return _read_common(folder)[1]
+    saved = SavedObject(folder / COMMON)
+    return _one_count(saved, _optimizers(saved))
 
 
 def source_groups(held: OpenCheckpoint, ignored: Sequence[str] = ()) -> ParameterGroups | None:
@@ -83,25 +88,43 @@ def source_groups(held: OpenCheckpoint, ignored: Sequence[str] = ()) -> Paramete
 def _read_common(folder: Path) -> tuple[list[Settings], float | None, tuple[str, ...], bool]:
     """Read the groups, the steps, what no group can hold, and whether norms of q and k decay."""
     saved = SavedObject(folder / COMMON)
-    top = saved.rows(saved.value)
-    every = saved.rows(top.get("optimizer"))
-    groups: list[Settings] = []
-    counts: set[float] = set()
-    for each in [saved.rows(v) for k, v in every.items() if type(k) is int] or [every]:  # chained, or one
-        inner = saved.rows(each["optimizer"]) if "optimizer" in each else each
-        found = inner.get("param_groups")
-        for group in found if isinstance(found, list) else []:
-            groups.append({k: saved.plain_value(v) for k, v in saved.rows(group).items() if k != "params"})
-            if groups[-1].get(STEP) is not None:
-                counts.add(float(groups[-1][STEP]))
-        common = saved.rows(inner.get("state")).get("common_step")
-        counts |= set() if common is None else {float(saved.plain_value(common))}
-    if len(counts) > 1:
-        raise LayoutError(f"{COMMON} has counts of {' and '.join(map(str, sorted(counts)))} steps; legal is one")
-    names = {*top, *every}
+    top, optimizers = saved.rows(saved.value), _optimizers(saved)
+    groups = [
+        {k: saved.plain_value(v) for k, v in group.items() if k != "params"}
+        for each in optimizers
+        for group in _raw_groups(saved, each)
+    ]
+    names = {*top, *saved.rows(top.get("optimizer"))}
     left = tuple(f"{name} of {COMMON}" for name in _SCHEDULES if name in names)
     normed = saved.rows(top.get("args")).get("apply_wd_to_qk_layernorm") is True
-    return groups, next(iter(counts), None), left, normed
+    return groups, _one_count(saved, optimizers), left, normed
+
+
+def _optimizers(saved: SavedObject) -> list[dict[Any, Any]]:
+    """The optimizers of `common.pt`, chained or one, each what it says of its groups and its state."""
+    every = saved.rows(saved.rows(saved.value).get("optimizer"))
+    chained = [saved.rows(v) for k, v in every.items() if type(k) is int] or [every]
+    return [saved.rows(each["optimizer"]) if "optimizer" in each else each for each in chained]
+
+
+def _raw_groups(saved: SavedObject, optimizer: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    found = optimizer.get("param_groups")
+    return [saved.rows(group) for group in found] if isinstance(found, list) else []
+
+
+def _one_count(saved: SavedObject, optimizers: Sequence[Mapping[Any, Any]]) -> float | None:
+    """The count of steps of all groups and states; raises `LayoutError` where they differ, and `ParseError`."""
+    said = [group.get(STEP) for each in optimizers for group in _raw_groups(saved, each)]
+    said += [saved.rows(each.get("state")).get("common_step") for each in optimizers]
+    counts: set[float] = set()
+    for number in (saved.plain_value(value) for value in said if value is not None):
+        if type(number) not in (int, float) or not 0 <= number < _MOST_STEPS:
+            raise ParseError(f"{saved.where} has {excerpt(number)} steps; legal is a count")
+        counts.add(float(number))
+    if len(counts) > 1:
+        texts = " and ".join(map(str, sorted(counts)))
+        raise LayoutError(f"{COMMON} has counts of {texts} steps; legal is one, or --set {STEPS}=1000, that of the run")
+    return next(iter(counts), None)
 
 
 def _by_decay(groups: list[Settings], shapes: Mapping[str, tuple[int, ...]], normed: bool) -> dict[str, Settings]:
@@ -157,7 +180,8 @@ def _torch_groups(held: OpenCheckpoint, ignored: Sequence[str]) -> ParameterGrou
             alone.setdefault(name, {})[key] = saved.plain_value(saved.value)
     for group in groups.values():
         own = {k: v for k, v in group.items() if k != "params"}
-        alone |= {name: own for name in group.get("params") or () if isinstance(name, str)}
+        named = group.get("params")
+        alone |= {name: own for name in (named if isinstance(named, list | tuple) else ()) if isinstance(name, str)}
     known = held.first_tensors
     settings = {u + name: own for name, own in alone.items() for u in UNDER if u + name in known}
     return ParameterGroups(settings) if settings else None
@@ -174,7 +198,7 @@ def _sources_by_name(plan: RefitPlan) -> Iterator[tuple[str, tuple[int, ...], li
         columns = [np.asarray(c)[mine] for c in (r.target_parameter, r.source, r.source_parameter)]
         for t, s, k in np.unique(np.stack(columns), axis=1).T.tolist():
             name, shape, _ = own[t]
-            if name not in states and not name.startswith("optimizer.step__"):
+            if name not in states and not name.startswith(SHARED_STEPS):
                 names.setdefault(name, (shape, {}))[1][names_of(plan.source, s)[k]] = None
     for name, (shape, made) in names.items():
         yield name, shape, list(made)
@@ -217,7 +241,7 @@ def source_steps(held: OpenCheckpoint) -> float | None:
     counts: dict[float, str] = {}
     states = state_names(held.first_tensors)
     for name, tensor in held.first_tensors.items():
-        if (name in states and states[name].state == STEP) or name.startswith("optimizer.step__"):
+        if (name in states and states[name].state == STEP) or name.startswith(SHARED_STEPS):
             raw = bytearray(int(np.prod(tensor.shape, dtype=np.int64)) * tensor.dtype.itemsize)
             tensor.read_into(memoryview(raw), 0)
             for step in np.unique(np.frombuffer(raw, tensor.dtype)).tolist():
