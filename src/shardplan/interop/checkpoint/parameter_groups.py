@@ -9,16 +9,15 @@ torchtitan asks for. Megatron has all in `common.pt`, with the count of steps an
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardplan.errors import LayoutError, ParseError, excerpt, optional
+from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.distributed import file_of
 from shardplan.interop.checkpoint.filling import names_of
 from shardplan.interop.checkpoint.folders import METADATA, saved_tensors
@@ -187,9 +186,9 @@ def _torch_groups(held: OpenCheckpoint, ignored: Sequence[str]) -> ParameterGrou
     return ParameterGroups(settings) if settings else None
 
 
-def _sources_by_name(plan: RefitPlan) -> Iterator[tuple[str, tuple[int, ...], list[str]]]:
-    """Yield every model's parameter of the target, once, with its shape and the source's names that it is made of."""
-    names: dict[str, tuple[tuple[int, ...], dict[str, None]]] = {}
+def _sources_by_name(plan: RefitPlan) -> dict[str, dict[str, None]]:
+    """Return the source's names, in order, that every model's parameter of the target is made of."""
+    names: dict[str, dict[str, None]] = {}
     for rank in plan.target.devices:
         own = plan.target.parameters(rank)
         states = state_names([name for name, _, _ in own])
@@ -197,18 +196,17 @@ def _sources_by_name(plan: RefitPlan) -> Iterator[tuple[str, tuple[int, ...], li
         mine = r.target == rank
         columns = [np.asarray(c)[mine] for c in (r.target_parameter, r.source, r.source_parameter)]
         for t, s, k in np.unique(np.stack(columns), axis=1).T.tolist():
-            name, shape, _ = own[t]
+            name, _, _ = own[t]
             if name not in states and not name.startswith(SHARED_STEPS):
-                names.setdefault(name, (shape, {}))[1][names_of(plan.source, s)[k]] = None
-    for name, (shape, made) in names.items():
-        yield name, shape, list(made)
+                names.setdefault(name, {})[names_of(plan.source, s)[k]] = None
+    return names
 
 
 def carried_groups(found: ParameterGroups, plan: RefitPlan) -> ParameterGroups:
     """Return the settings by the target's names; raises `LayoutError` where what is joined has several."""
     states = {n: s.parameter for n, s in _states_of_source(plan).items()}
     out: dict[str, Settings] = {}
-    for name, _, made in _sources_by_name(plan):
+    for name, made in _sources_by_name(plan).items():
         first: str | None = None
         for source in (states.get(s, s) for s in made):
             own = found.settings.get(source)
@@ -252,12 +250,12 @@ def source_steps(held: OpenCheckpoint) -> float | None:
     return next(iter(counts), None)
 
 
-def megatron_settings(found: ParameterGroups, plan: RefitPlan, steps: float | None) -> tuple[bytes, tuple[str, ...]]:
-    """Return the text of `common.pt` with these groups, and what a run of Megatron will not keep of them.
+def megatron_settings(found: ParameterGroups, plan: RefitPlan, steps: float | None) -> tuple[Settings, tuple[str, ...]]:
+    """Return what `common.pt` says of these groups, and what a run of Megatron will not keep of them.
 
     Raises `LayoutError` for settings that its two groups cannot hold.
     """
-    shapes = {name: shape for name, shape, _ in _sources_by_name(plan)}
+    shapes = {name: shape for rank in plan.target.devices for name, shape, _ in plan.target.parameters(rank)}
     of: dict[bool, str] = {}
     left = list(found.left)
     for name, own in found.settings.items():
@@ -282,13 +280,10 @@ def megatron_settings(found: ParameterGroups, plan: RefitPlan, steps: float | No
         said = {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
         count = {} if steps is None else {STEP: int(steps)}
         groups.append({**_OF_TORCH, **_OF_FUSED, **own, **said, "default_config": True, **count})
-    torch: Any = optional("torch", "torch")
-    out = io.BytesIO()
-    state = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    torch.save({"checkpoint_version": 3.0, "iteration": 0, "optimizer": state}, out)
     if any("experts." in name for name in found.settings):
         left.append("groups of experts for runs with expert parallelism (is_expert_parallel)")
-    return out.getvalue(), tuple(left)
+    state = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    return {"optimizer": state}, tuple(left)
 
 
 def _check_adam(own: Settings, name: str, *illegal: tuple[str, Any]) -> None:
