@@ -22,8 +22,8 @@ from benchmarks.common import RESULTS, ROOT, record, write
 
 NAMES = (
     "kernels by shape", "compute ops", "programs on nccl", "stream order on nccl", "graph capture on nccl",
-    "abort on nccl", "correct gemm", "correct gemv", "correct embedding", "two processes, cuda_ipc", "two processes, torch_symm",
-    "assembly",
+    "abort on nccl", "correct gemm", "correct gemv", "correct embedding", "two processes, cuda_ipc",
+    "two processes, torch_symm", "assembly",
     "times of gemm", "times of embedding", "times of gemv",
 )  # fmt: skip
 SECONDS = {

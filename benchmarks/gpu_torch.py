@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -126,7 +126,7 @@ def stream_order(dry: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _one_rank(backend: str | None) -> Iterator[None]:
+def _one_rank(backend: str | None) -> Generator[None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
