@@ -137,27 +137,27 @@ def register_operator(spec: OperatorSpec) -> None:
             ctx.mark_non_differentiable(*output[1:])
         kept = inputs[:count] if spec.saved is None else spec.saved(inputs, output)
         ctx.sizes = [len(x) if isinstance(x, list | tuple) else -1 for x in kept]
-        ctx.save_for_backward(*_flat(kept))
+        ctx.save_for_backward(*_flatten_lists(kept))
 
     def gradient(ctx: Any, g: Any, *rest: Any) -> Any:
-        saved, given = _grouped(ctx.saved_tensors, ctx.sizes), [None] * len(names)
+        saved, given = _regroup_lists(ctx.saved_tensors, ctx.sizes), [None] * len(names)
         if op_back is None:
             assert spec.local_gradient is not None
             return (*spec.local_gradient(g, *saved), *given)
         *found, end = op_back(g, *saved, *ctx.rest)
         own = spec.differentiated
-        of = dict(zip(own, _grouped(found, [ctx.sizes[k] for k in own]), strict=True))
+        of = dict(zip(own, _regroup_lists(found, [ctx.sizes[k] for k in own]), strict=True))
         return (*(None if saved[k] is None else of.get(k) for k in range(count)), *given, end if ctx.anchor else None)
 
     op.register_autograd(gradient, setup_context=setup)
 
 
-def _flat(given: Sequence[Any]) -> list[Any]:
+def _flatten_lists(given: Sequence[Any]) -> list[Any]:
     """What is in lists, and what is none, in order."""
     return [y for x in given for y in (x if isinstance(x, list | tuple) else (x,))]
 
 
-def _grouped(given: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+def _regroup_lists(given: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
     """The same again as lists, of these sizes, or -1 of what is none."""
     left = iter(given)
     return [next(left) if n < 0 else [next(left) for _ in range(n)] for n in sizes]
@@ -174,13 +174,15 @@ def _register_backward(spec: OperatorSpec, context: Callable[[Sequence[Any]], Ca
 
     def run(g: Any, *given: Any) -> Any:
         found = backward(context(given[count:]), g, *given)
-        return results([*(g.new_empty(0) if x is None else x for x in _flat(found)), torch.zeros((), device="cpu")])
+        return results(
+            [*(g.new_empty(0) if x is None else x for x in _flatten_lists(found)), torch.zeros((), device="cpu")]
+        )
 
     def fake(g: Any, *given: Any) -> Any:
         if spec.fake_gradients is not None:
             found = spec.fake_gradients(context(given[count:]).heap, *given)
         else:
-            operands = _flat([given[k] for k in spec.differentiated])
+            operands = _flatten_lists([given[k] for k in spec.differentiated])
             found = [g.new_empty(0) if x is None else torch.empty_like(x) for x in operands]
         return results([*found, torch.empty((), device="cpu")])
 
