@@ -12,7 +12,6 @@ import pytest
 from hypothesis import assume, given, reject, settings
 
 import shardplan.strategy.partition.partition as partition_module
-import shardplan as sp
 import shardplan.strategy.partition.settle as settle_module
 from shardplan import Job, Layouts, Model, Strategy, partition
 from shardplan.core.dim_names import dim_names
@@ -232,9 +231,9 @@ def test_a_value_with_many_users_goes_from_one_to_the_next(rng: random.Random) -
 
 def test_what_hangs_together_too_much_has_axes_in_the_order_of_the_mesh() -> None:
     """What both passes keep of replicas in rows: all orders of two axes in all dims would be a table of too many."""
-    model = sp.Model.load("llama3-8b", layers=2, seq=4096, precision="bf16")
-    kept = sp.Strategy(data=16, shard=8, fsdp=True, zero=2, recompute="full", global_batch=16)
-    job = sp.partition(model, kept)
+    model = Model.load("llama3-8b", layers=2, seq=4096, precision="bf16")
+    kept = Strategy(data=16, shard=8, fsdp=True, zero=2, recompute="full", global_batch=16)
+    job = partition(model, kept)
     dims = {dim for p in job.programs.shared for t in p.types.values() for dim in t.layout.dims}
     assert ("replica", "data") in dims and ("data", "replica") not in dims
 
