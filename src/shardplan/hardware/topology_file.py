@@ -53,9 +53,10 @@ def load(source: str | Path) -> Hardware:
         if str(source) not in presets():
             known = (*presets(), *outside_topologies())
             if (counted := _COUNTED.fullmatch(str(source))) and counted["name"] in known:
+                name, nodes = counted["name"], counted["nodes"]
                 raise TopologyError(
-                    f"topology {excerpt(str(source))}: how many nodes there are is said apart; legal is "
-                    f"{counted['name']!r} with nodes={counted['nodes']} (on the command line --nodes {counted['nodes']})"
+                    f"topology {excerpt(str(source))}: how many nodes there are is said apart; legal is {name!r} with "
+                    f"nodes={nodes} (on the command line --nodes {nodes})"
                 )
             raise TopologyError(
                 f"topology {excerpt(str(source))} is no preset and no path to a .toml or .xml file"
