@@ -54,7 +54,7 @@ TEAMS: dict[str, dict[str, Any]] = {
         "team": sp.Strategy(data=128, tensor=8, pipeline=16, sequence_parallel=True, zero=2, fsdp=True, microbatch=1,
                             interleave=7, schedule="interleaved", global_batch=2048, precision="bf16"),
         "why": "Missing physics, not a worse plan: it ran in 6.2 s. Gradients are priced as reduced after every "
-        "microbatch, and memory as 1.3 times what there is, for what fitted.",
+        "microbatch, and memory as more than there is, though it fitted.",
     },
     "deepseek-v3, 2,048 H800": {
         "source": "arXiv 2412.19437, section 3.2: PP 16, EP 64 over 8 nodes, ZeRO 1; priced on H100 nodes",
@@ -64,7 +64,7 @@ TEAMS: dict[str, dict[str, Any]] = {
         "team": sp.Strategy(data=128, pipeline=16, expert=64, zero=1, microbatch=1, global_batch=15360,
                             recompute="selective", precision="bf16"),
         "why": "Missing physics: DualPipe runs dispatch beside computing, and no schedule here does; it was fp8, with "
-        "moments in bf16 and norms and up-projections computed again, so 2.0 times the memory is for what fitted.",
+        "moments in bf16 and norms and up-projections computed again: it fitted, and is said not to.",
     },
     "qwen3-235b, 128 H200": {
         "source": "NVIDIA Megatron-Bridge's recipe for Qwen3-235B: TP 4, PP 16, EP 8, CP 2, as on 128 GPUs; H200",
