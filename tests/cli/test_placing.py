@@ -28,7 +28,7 @@ def test_place_prints_the_ranking(capsys, tmp_path):
     lines = lines[3:]
     assert lines[0].split() == ["seconds", "x", "best", "bound", "stock", "placement"]
     assert lines[1].endswith("data=[2, 8], tensor=[1, 2]")
-    assert "all_reduce over data: 2 GB" in out and "a cell is rank:data,tensor" in out
+    assert "all_reduce over data: 2 GB" in out and "a cell is rank (data, tensor)" in out
     assert ET.fromstring(path.read_text()).tag.endswith("svg")
 
 
