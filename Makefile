@@ -21,7 +21,7 @@ BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive 
 	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement memory_runs time_agreement reader_faults fused_sequences weights_losses weights_copies weights_trained weights_derived weights_words weights_m2n megatron_orders planted_by_a_stranger)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check nearest test wheel faults docs site lint format demo demo-encoder demo-move demo-torch bench clean
+.PHONY: help setup check nearest test wheel sdist faults docs site lint format demo demo-encoder demo-move demo-torch bench clean
 
 help:
 	@sed -n '1,2s/^# *//p' Makefile
@@ -61,6 +61,10 @@ test: $(VENV)/.stamp
 # tests/personas reach their goals with it.
 wheel: $(VENV)/.stamp
 	$(PY) -m tests.wheel
+
+# The archive of sources, likewise: what a registry without wheels for a Python would install from.
+sdist: $(VENV)/.stamp
+	$(PY) -m tests.wheel --sdist
 
 # All planted faults, of which `test` has a fifth, another one at another commit.
 faults: $(VENV)/.stamp
