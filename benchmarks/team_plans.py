@@ -103,13 +103,16 @@ def judged(name: str, said: dict[str, Any]) -> dict[str, Any]:
         held = certifier.peak(team).nbytes
     except sp.ShardplanError:
         held = float(form(both).peak_bytes[0])
-    precision, published = said.get("ran", (None, None))
-    ran = form.seconds(Configurations.of([replace(team, precision=precision)])) if precision else [None]
+    ran: dict[str, Any] | None = None
+    if "ran" in said:
+        precision, published = said["ran"]
+        predicted = float(form.seconds(Configurations.of([replace(team, precision=precision)]))[0])
+        ran = {"precision": precision, "seconds": published, "predicted": predicted}
     told = {
         "source": said["source"],
         "team": _words(team),
         "team seconds": float(seconds[0]),
-        "as it ran": {"precision": precision, "seconds": published, "predicted": float(ran[0])} if published else None,
+        "as it ran": ran,
         "team memory, share": held / where.device.memory,
         "best": _words(best.strategy),
         "best seconds": float(seconds[1]),
