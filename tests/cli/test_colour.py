@@ -112,7 +112,9 @@ from shardplan.cli.bar import WaitingLine
 
 bar.begin_waiting.__globals__["WaitingLine"] = lambda stream, what: WaitingLine(stream, what, 0.0)
 def work(arguments):
-    while any(line._bar is None for line in bar._begun):
+    for _ in range(3000):  # the machine may be loaded; a line that never comes is missed below
+        if all(line._bar is not None for line in bar._begun):
+            break
         time.sleep(0.01)
     time.sleep(0.3)
     print("done with it")

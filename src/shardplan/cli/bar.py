@@ -39,7 +39,8 @@ class WaitingLine:
         bar: Any = Progress(
             *columns, console=Console(file=self._stream), transient=True, redirect_stdout=False, redirect_stderr=False
         )
-        bar.tasks[bar.add_task(self._what, total=None)].start_time -= self._after
+        bar.add_task(self._what, total=None)
+        bar.tasks[0].start_time -= self._after
         with self._lock:
             if not self._over:
                 self._bar = bar
