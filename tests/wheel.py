@@ -99,7 +99,7 @@ def check_sources(names: Collection[str]) -> None:
 
 
 def use_wheel(python: str, wheel: Path, folder: Path) -> None:
-    """Install a wheel, or an archive of sources, into a new environment, and use it there; raises where something fails."""
+    """Install a wheel, or an archive of sources, into a new environment, and use it; raises where something fails."""
     environment = folder / "environment"
     subprocess.run([python, "-m", "venv", environment], check=True)
     inside = environment / "bin" / "python"
