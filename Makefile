@@ -21,7 +21,7 @@ BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive 
 	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement memory_runs time_agreement reader_faults fused_sequences weights_losses weights_copies weights_trained weights_derived weights_words weights_m2n megatron_orders planted_by_a_stranger)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check nearest test wheel faults docs site lint format demo demo-move demo-torch bench clean
+.PHONY: help setup check nearest test wheel sdist faults docs site lint format demo demo-encoder demo-move demo-torch bench clean
 
 help:
 	@sed -n '1,2s/^# *//p' Makefile
@@ -62,6 +62,10 @@ test: $(VENV)/.stamp
 wheel: $(VENV)/.stamp
 	$(PY) -m tests.wheel
 
+# The archive of sources, likewise: what a registry without wheels for a Python would install from.
+sdist: $(VENV)/.stamp
+	$(PY) -m tests.wheel --sdist
+
 # All planted faults, of which `test` has a fifth, another one at another commit.
 faults: $(VENV)/.stamp
 	$(PY) -m tests.planted
@@ -87,6 +91,10 @@ format: $(VENV)/.stamp
 # From a config.json to a launch: planned, explained, checked, run on gloo processes; build/plan-8b/report.html.
 demo: $(VENV)/.stamp
 	$(PY) examples/plan_model.py
+
+# The encoder of the checkpoint, partitioned five ways, on four processes: its embeddings, bytes, and seconds beside predicted.
+demo-encoder: $(VENV)/.stamp
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 4 examples/encoder.py
 
 # A checkpoint on its way from one sharding to another, in a small environment of its own.
 demo-move: $(DEMO)/.stamp

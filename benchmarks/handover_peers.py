@@ -2,9 +2,10 @@
 
     python -m benchmarks.handover_peers SITE_PACKAGES
 
-`SITE_PACKAGES` is where `pip install --no-deps torchtitan==0.3.0 megatron-core==0.16.1 tyro spmd_types==0.2.3` put
-them. Every strategy is written, its `plan_config.py` is run with torchtitan's dataclasses, `ParallelDims` made of it;
-and the groups that RankGenerator makes of Megatron's arguments are compared with the plan's own, axis by axis.
+`SITE_PACKAGES` is where `pip install --no-deps torchtitan==0.3.0 megatron-core==0.16.1 spmd_types==0.2.3 tyro
+docstring_parser typeguard` put them. Every strategy is written, its `plan_config.py` is run with torchtitan's
+dataclasses, `ParallelDims` made of it; and the groups that RankGenerator makes of Megatron's arguments are compared
+with the plan's own, axis by axis.
 """
 
 from __future__ import annotations

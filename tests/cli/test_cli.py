@@ -253,7 +253,7 @@ def test_svg_is_well_formed_and_stands_alone(capsys, tmp_path, plan_file):
 
 
 MISTAKES = [
-    (redistribute(mesh="data=2,tensr=3"), 2, "unknown axis 'tensor': the mesh has data=2, tensr=3", 14),
+    (redistribute(mesh="data=2,tensr=3"), 2, "'tensor': the mesh has data=2, tensr=3; did you mean 'tensr'", 14),
     (redistribute(source="f32[4@data, 6@data]"), 2, "axis 'data' is used twice", None),
     (redistribute(source="f32[5@data, 6@tensor]"), 2, "dtype and global shape must be equal", None),
     (redistribute(source="bf16[4@data, 6@tensor]"), 2, "dtype and global shape must be equal", None),

@@ -28,7 +28,7 @@ def test_place_prints_the_ranking(capsys, tmp_path):
     lines = lines[3:]
     assert lines[0].split() == ["seconds", "x", "best", "bound", "stock", "placement"]
     assert lines[1].endswith("data=[2, 8], tensor=[1, 2]")
-    assert "all_reduce over data: 2 GB" in out and "a cell is rank:data,tensor" in out
+    assert "all_reduce over data: 2 GB" in out and "a cell is rank (data, tensor)" in out
     assert ET.fromstring(path.read_text()).tag.endswith("svg")
 
 
@@ -215,6 +215,9 @@ def test_a_library_that_nobody_measured_says_so(command, capsys):
         (("place", *WHERE, "--traffic", "data=1GB", "--top", "0"), "--top 0: at least 1 placement is printed"),
         (("place", *WHERE, "--traffic", "data"), "--traffic: expected axes=bytes"),
         (("place", *WHERE, "--traffic", "pipe=1GB"), "unknown axis 'pipe': the mesh has data=16, tensor=2"),
+        (("place", *WHERE, "--traffic", "tesor=1GB"), "tensor=2; did you mean 'tensor'"),
+        (("place", *WHERE, "--traffic", "data=1GB", "--inside", "dat=node"), "did you mean 'data'"),
+        (("place", *WHERE, "--traffic", "data=1GB", "--inside", "data=nod"), "did you mean 'node'"),
         (("place", *WHERE, "--traffic", "data=1GB", "--inside", "data"), "--inside 'data': legal is AXIS=LEVEL"),
         (("place", *WHERE, "--traffic", "data=1GB", "--programs", "x"), "programs='x' is unknown; legal are 'best'"),
         (("place", *WHERE, "--traffic", "data=1GB", "--svg", "no/such/file"), "there is no folder no/such"),

@@ -151,7 +151,7 @@ def test_what_a_type_refuses(make: object, message: str) -> None:
         ("", "expected a dtype, as in f32[64@data, 48]\n  \n  ^"),
         ("f32", "expected '[' in a type\n  f32\n     ^"),
         ("f32[@data]", "expected the size of a dim\n  f32[@data]\n      ^"),
-        ("f32[4@dat]", "unknown axis 'dat': the mesh has data=4, tensor=2\n  f32[4@dat]\n        ^"),
+        ("f32[4@dt]", "unknown axis 'dt': the mesh has data=4, tensor=2; did you mean 'data'\n  f32[4@dt]\n        ^"),
         ("f32[4 5]", "expected '@', ',' or ']' in a type\n  f32[4 5]\n        ^"),
         ("f32[4]{+data", "expected '}' in partial or root axes\n  f32[4]{+data\n              ^"),
         ("f32[4] x", "unexpected text after the type\n  f32[4] x\n         ^"),

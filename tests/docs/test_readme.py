@@ -14,11 +14,36 @@ def result(name: str) -> dict[str, Any]:
 
 def test_collectives() -> None:
     found = {row["of"]: row for row in result("collectives")["library"]}
-    for place, words in (("one", "inside a node"), ("several", "between nodes")):
-        row = found[f"nccl, {place}, held out"]
-        error = row["median_error_percent"]
-        text = f"| NCCL {words}, {row['count']} rows of curves held out | {error:.1f} % in the median |"
-        assert text in README, text
+    one, several = (found[f"nccl, {place}, held out"] for place in ("one", "several"))
+    text = (
+        f"| NCCL, curves held out: {one['count']} rows inside a node, {several['count']} between nodes | "
+        f"{one['median_error_percent']:.1f} %, {several['median_error_percent']:.1f} % in the median |"
+    )
+    assert text in README, text
+
+
+def test_a_step_of_a_team() -> None:
+    ran = result("team_plans")["teams"]["llama3-70b, 256 H100"]["as it ran"]
+    error = ran["predicted"] / ran["seconds"] - 1
+    text = (
+        f"| torchtitan's Llama 3 70B on 256 H100, in {ran['precision']}: {ran['seconds']:.1f} s a step | "
+        f"{100 * error:.1f} %: {ran['predicted']:.1f} s |"
+    )
+    assert text in README, text
+
+
+def test_a_thread_of_memory() -> None:
+    rows = result("memory_threads")["rows"]
+    failed, ran = (rows[f"threads/bridge3107-{name}"] for name in ("vpp5", "vpp10"))
+    assert failed["ran out"] and not ran["ran out"]
+    both = f"{failed['certified'] / 1e9:.1f} GB, {ran['certified'] / 1e9:.1f} GB"
+    told = "none" if not failed["certified to fit"] and ran["certified to fit"] else "one"
+    memory = f"{failed['memory'] / 1e9:.0f} GB"
+    text = (
+        f"| Megatron-Bridge 3107, 70B on 32 H100 of {memory}: ran out with 5 chunks a stage, ran with 10 | "
+        f"{told}: {both} |"
+    )
+    assert text in README, text
 
 
 def test_steps() -> None:

@@ -146,7 +146,7 @@ def test_options():
     assert inside == [((1, 1, 1, 4), (1, 2, 2, 1)), ((1, 1, 2, 2), (1, 2, 1, 2))]
     bounded = [p.matrix for p in placements(mesh, topology, bounds={("a0", "l3"): (4, 4)})]
     assert bounded == [((1, 1, 1, 4), (1, 2, 2, 1))]
-    with pytest.raises(TopologyError, match="axis 'x' is not in mesh"):
+    with pytest.raises(TopologyError, match="unknown axis 'x': the mesh has"):
         list(placements(mesh, topology, bounds={("x", "l3"): (1, 1)}))
     with pytest.raises(TopologyError, match="has no level 'y'"):
         list(placements(mesh, topology, inside={"a0": "y"}))

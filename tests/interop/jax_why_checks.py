@@ -39,7 +39,7 @@ class Grid:
 
 
 def counted(f: Callable[..., Any], given: Sequence[Any], wanted: Any, shapes: Sequence[Any]) -> dict[str, Any]:
-    """The collectives of a compiled function by kind, the largest bytes of one's result, and its values on a ramp."""
+    """The collectives of a compiled function by kind and type, and its values on a ramp."""
     import jax
 
     compiled = jax.jit(f, in_shardings=tuple(given), out_shardings=wanted).lower(*shapes).compile()
@@ -47,7 +47,8 @@ def counted(f: Callable[..., Any], given: Sequence[Any], wanted: Any, shapes: Se
               for s, g in zip(shapes, given, strict=True)]  # fmt: skip
     text = compiled.as_text() or ""
     made = [np.asarray(x).sum(dtype=np.float64).item() for x in jax.tree.leaves(compiled(*arrays))]
-    return {"kinds": dict(Counter(re.findall(rf" {KINDS}", text))), "sums": made}
+    of = sorted(of for of, _ in re.findall(rf"= (\S+?)\{{\S* {KINDS}", text))  # of one result
+    return {"kinds": dict(Counter(re.findall(rf" {KINDS}", text))), "of": of, "sums": made}
 
 
 def told(found: Any) -> list[dict[str, Any]]:
@@ -55,14 +56,14 @@ def told(found: Any) -> list[dict[str, Any]]:
 
 
 def asked(
-    f: Callable[..., Any], grid: Grid, given: Sequence[Any], wanted: Any, shapes: Sequence[Any]
+    f: Callable[..., Any], grid: Grid, given: Sequence[Any], wanted: Any, shapes: Sequence[Any], topology: Any = None
 ) -> dict[str, Any]:
     """What `why` says, and what JAX compiles as asked and with what `why` names for the first movement."""
     import jax
 
     jaxpr = jax.make_jaxpr(jax.jit(f, in_shardings=tuple(given), out_shardings=wanted))(*shapes)
     model = sp.load(jaxpr)
-    found = sp.why(model)
+    found = sp.why(model, topology)
     out: dict[str, Any] = {"movements": told(found), "before": counted(f, given, wanted, shapes)}
     remedy = found.movements[0].remedy if found.movements else None
     types: Mapping[str, Any] = getattr(remedy, "types", {})
@@ -71,7 +72,7 @@ def asked(
         changed = [grid.of(types[n]) if n in types else g for n, g in zip(names, given, strict=True)]
         result = grid.of(types["output"]) if "output" in types else wanted
         out["after"] = counted(f, changed, result, shapes)
-        out["then"] = told(sp.why(model, annotations=types))
+        out["then"] = told(sp.why(model, topology, annotations=types))
     return out
 
 
@@ -137,5 +138,26 @@ def shard_to_shard() -> dict[str, Any]:
     return asked(lambda x: x * 2, grid, (grid.at("dp", "tp"),), grid.at("tp", "dp"), shapes)
 
 
+def slow_axis() -> dict[str, Any]:
+    """shardy 1449: of two sums the smaller is over the axis that crosses nodes, and is the one to be rid of first."""
+    import jax
+    import jax.numpy as jnp
+
+    grid = Grid((2, 4), ("dcn", "ici"))
+    sizes = ((1024, 512), (512, 256), (1024, 512), (512, 1024))
+    shapes = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    given = (grid.at(None, "dcn"), grid.at("dcn"), grid.at(None, "ici"), grid.at("ici"))
+
+    def f(x: Any, w: Any, y: Any, v: Any) -> Any:
+        return x @ w, y @ v
+
+    nodes = sp.Topology.load("dgx-a100", nodes=2, gpu=4)
+    out = asked(f, grid, given, (grid.at(), grid.at()), shapes, nodes)
+    model = sp.load(jax.make_jaxpr(jax.jit(f, in_shardings=given))(*shapes))
+    return out | {
+        "flat": told(sp.why(model, annotations={"output.0": "f32[1024, 256]", "output.1": "f32[1024, 1024]"}))
+    }
+
+
 if __name__ == "__main__":
-    main([full_rematerialization, batched_product, batched_product_backward, norm_gradient, shard_to_shard])
+    main([full_rematerialization, batched_product, batched_product_backward, norm_gradient, shard_to_shard, slow_axis])

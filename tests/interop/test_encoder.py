@@ -129,7 +129,11 @@ def test_the_checkpoint_on_real_processes(tmp_path: Path) -> None:
     path = tmp_path / "jobs"
     path.write_bytes(pickle.dumps((jobs, given, wanted)))
     seen = printed(4, HERE / "encoder_child.py", path)
-    assert seen.keys() == encoder.WAYS.keys()
+    issue, seconds = seen.pop("issue"), seen.pop("seconds")
+    assert seen.keys() == encoder.WAYS.keys() == seconds.keys()
+    assert all(predicted > 0 and measured > 0 for predicted, measured in seconds.values())
+    # A host issues 164 ops of tensor 4, and of the second stage 84 for each of four microbatches.
+    assert seconds["tensor 4"][0] >= 164 * issue and seconds["tensor 2 x pipeline 2"][0] >= 4 * 84 * issue
     assert max(one["apart"] for mine in seen.values() for one in mine) <= 1e-6
     assert all(one["received"] == one["said"] for mine in seen.values() for one in mine)
     assert all((wanted @ wanted.T)[a, b] > 0.5 for a, b in ((0, 1), (2, 3))) and (wanted @ wanted.T)[1, 2] < 0.2

@@ -1,7 +1,7 @@
 """Threads in which users ask why their program moves data: what `why` names, done, and compiled by JAX, moves nothing.
 
-jax-ml/jax 21562 and openxla/xla 15207 (one program), pytorch/pytorch 167106, meta-pytorch/autoparallel 462. On eight
-CPU devices, in a child process.
+jax-ml/jax 21562 and openxla/xla 15207 (one program), pytorch/pytorch 167106, meta-pytorch/autoparallel 462,
+openxla/shardy 1449. On eight CPU devices, in a child process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 def test_every_thread_is_there(found: dict[str, dict[str, Any]]) -> None:
-    names = {"full_rematerialization", "batched_product", "batched_product_backward", "norm_gradient", "shard_to_shard"}
-    assert set(found) == names
+    products = {"batched_product", "batched_product_backward"}
+    assert set(found) == products | {"full_rematerialization", "norm_gradient", "shard_to_shard", "slow_axis"}
     assert not [one["raised"] for one in found.values() if "raised" in one]
 
 
@@ -54,6 +54,22 @@ def test_who_asks_and_where(found: dict[str, dict[str, Any]]) -> None:
     assert first["remedy"]["annotations"] == names
     (one,) = found["shard_to_shard"]["movements"]
     assert one["asks"] == "the result output" and one["received_bytes"] == 128  # of a device's part, and no more
+
+
+def test_a_movement_over_the_slow_axis_comes_first(found: dict[str, dict[str, Any]]) -> None:
+    """shardy 1449: what crosses nodes costs more than four times its bytes inside, and what is named for it removes it.
+
+    What JAX then compiles sums inside nodes alone.
+    """
+    one = found["slow_axis"]
+    across, inside = one["movements"]
+    assert (across["value"], inside["value"]) == ("output.0", "output.1") and "dcn" in across["dims"][0]
+    assert across["received_bytes"] * 3 < inside["received_bytes"] and across["exposed_seconds"] > inside["seconds"]
+    assert one["flat"][-1]["value"] == "output.0"  # where all links are alike it is the last
+    assert across["remedy"]["annotations"] == {"x": "f32[1024, 512]", "w": "f32[512, 256]"}
+    assert one["before"]["kinds"] == {"all-reduce": 2} and one["after"]["kinds"] == {"all-reduce": 1}
+    assert one["before"]["of"] == ["f32[1024,1024]", "f32[1024,256]"] and one["after"]["of"] == ["f32[1024,1024]"]
+    assert [m["value"] for m in one["then"]] == ["output.1"] and one["after"]["sums"] == one["before"]["sums"]
 
 
 def test_the_product_of_the_thread_in_torch() -> None:

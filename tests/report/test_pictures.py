@@ -12,6 +12,7 @@ from shardplan.core.ops import AllReduce, Slice, ToPartial
 from shardplan.core.step import Step
 from shardplan.report.contents import frames
 from shardplan.report.picture import text_picture
+from shardplan.report.placement_picture import text_placement
 from shardplan.report.svg import svg_picture
 
 MESH = sp.Mesh(data=2, tensor=3)
@@ -79,6 +80,14 @@ def test_the_grid_numbers_what_a_device_holds():
         "",
         "  device 3 (1, 0)  device 4 (1, 1)  device 5 (1, 2)",
     ]
+
+
+def test_what_devices_hold_stays_within_eighty_columns():
+    """And one device is named as in a picture of a placement."""
+    lines = text_picture(parse("f32[4@x, 8]", sp.Mesh(x=4))).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[1].endswith("device 2 (2)") and lines[7] == "  device 3 (3)"
+    placed = sp.Placement(sp.Mesh(x=4), sp.Topology.load("nominal", devices=4), ((4,),))
+    assert "  3 (3) |" in text_placement(placed)
 
 
 def test_received_elements_partial_and_root_are_marked():

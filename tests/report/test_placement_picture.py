@@ -73,12 +73,12 @@ def test_text():
         "tensor     1    2  stays inside\n"
         "\n"
         "+ node 0 (alpha) -- 6 GB out, up to 750 MB a NIC +\n"
-        "| 0:0,0  1:0,1  2:1,0  3:1,1                     |\n"
+        "| 0 (0, 0)  1 (0, 1)  2 (1, 0)  3 (1, 1)         |\n"
         "+------------------------------------------------+\n"
         "+ node 1 (beta) --- 6 GB out, up to 750 MB a NIC +\n"
-        "| 4:2,0  5:2,1  6:3,0  7:3,1                     |\n"
+        "| 4 (2, 0)  5 (2, 1)  6 (3, 0)  7 (3, 1)         |\n"
         "+------------------------------------------------+\n"
-        "a cell is rank:data,tensor"
+        "a cell is rank (data, tensor)"
     )
 
 
@@ -95,7 +95,7 @@ def test_no_placement_shows_what_groups_span():
 def test_large_clusters_are_elided():
     placement = Placement(Mesh(data=64, tensor=8), Topology.load("dgx-a100", nodes=64), ((64, 1), (1, 8)))
     text = text_placement(placement, TRAFFIC)
-    assert "+ nodes 0-63: 64 alike " in text and "| 0-504:0-63,0 " in text and len(text.splitlines()) < 12
+    assert "+ nodes 0-63: 64 alike " in text and "| 0-504 (0-63, 0) " in text and len(text.splitlines()) < 12
     assert "nodes 0-63: 64 alike" in svg_placement(placement)
     ids = list(range(512))
     random.Random(0).shuffle(ids)
@@ -173,7 +173,7 @@ def test_a_host_with_a_slow_part_stands_alone():
 
 def test_one_level_is_one_box():
     text = text_placement(Placement(Mesh(x=4), Topology.load("nominal", devices=4), ((4,),)), {"x": 1e6})
-    assert "+ nominal -----------+\n| 0:0  1:1  2:2  3:3 |" in text and " out" not in text
+    assert "+ nominal -------------------+\n| 0 (0)  1 (1)  2 (2)  3 (3) |" in text and " out" not in text
 
 
 @pytest.mark.parametrize("title", ["", "tensor < data & more"])

@@ -23,7 +23,8 @@ What the commands print is made in `report`. Reading order:
 - `weights`        the commands about weights: refit, reshard, apply, diff, derive
 - `lab_commands`   the commands of the lab: run, sweep, validate
 - `lab`            what they do: programs measured beside their prediction
-- `bar`            a progress bar on the terminal
+- `bar`            a progress bar on the terminal, or a line with the time
+- `colour`         colour on the terminal
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NoReturn
 
 import typer
 
 from shardplan.cli import lab_commands
+from shardplan.cli.bar import begin_waiting
 from shardplan.cli.benching import bench
+from shardplan.cli.colour import CommandStream, wants_colour
 from shardplan.cli.command_group import CommandGroup, command_help
 from shardplan.cli.fusing import fuse
 from shardplan.cli.measurements import calibrate, validate
@@ -54,6 +57,7 @@ from shardplan.cli.statuses import (
     IMPOSSIBLE,
     INTERRUPTED,
     MISTAKE,
+    asks_json,
     complain,
 )
 from shardplan.cli.topologies import topologies
@@ -79,7 +83,25 @@ app = typer.Typer(
 def main() -> NoReturn:
     """Run the command line and exit with its status; a warning is a line on stderr, too."""
     warnings.showwarning = _tell_warning
-    sys.exit(run_command(sys.argv[1:]))
+    arguments = sys.argv[1:]
+    end = _open_streams(arguments)
+    try:
+        status = run_command(arguments)
+    finally:
+        end()
+    sys.exit(status)
+
+
+def _open_streams(arguments: Sequence[str]) -> Callable[[], None]:
+    """Let what is written have colour, and say that a command is at work until it writes; return what ends that."""
+    if _COMPLETION in os.environ:
+        return lambda: None
+    end = begin_waiting(sys.stderr, " ".join(arguments[:1]))
+    for name, answers in (("stdout", True), ("stderr", False)):
+        stream = getattr(sys, name)
+        colour = wants_colour(stream) and not asks_json(arguments)
+        setattr(sys, name, CommandStream(stream, end, colour=colour, answers=answers))
+    return end
 
 
 def _tell_warning(message: Warning | str, *_: object, **__: object) -> None:

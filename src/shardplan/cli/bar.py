@@ -1,10 +1,71 @@
-"""A progress bar with the time left, on standard error, where that is a terminal."""
+"""What tells on standard error that a command is at work, where that is a terminal: a bar, or a line with the time.
+
+A command that knows how much there is to do has a bar. Every other one that has said nothing for two seconds gets the
+line, which is gone with its first word, or when a bar begins.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import Any, TextIO
+
+SILENT = 2.0  # seconds after which a command says that it is at work
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")  # of the processes of a launch the first tells
+
+
+class WaitingLine:
+    """A line with the seconds that a command has taken, from `SILENT` seconds until it is ended."""
+
+    def __init__(self, stream: TextIO, what: str, after: float = SILENT) -> None:
+        """Begin to wait; the line is written to `stream`."""
+        self._stream, self._what, self._after = stream, what, after
+        self._bar: Any = None
+        self._over = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(after, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        # What others write stays where they write it: their first word ends the line.
+        bar: Any = Progress(
+            *columns, console=Console(file=self._stream), transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        bar.add_task(self._what, total=None)
+        bar.tasks[0].start_time -= self._after
+        with self._lock:
+            if not self._over:
+                self._bar = bar
+                bar.start()
+
+    def end(self) -> None:
+        """End it: the line is gone, if it was there; again, and nothing is done."""
+        if self._over:
+            return
+        with self._lock:
+            self._over = True
+            self._timer.cancel()
+            if self._bar is not None:
+                self._bar.stop()
+
+
+_begun: list[WaitingLine] = []
+
+
+def begin_waiting(stream: TextIO, what: str, environ: Mapping[str, str] = os.environ) -> Callable[[], None]:
+    """Begin to wait for a command's first word, and return what ends it; without a terminal nothing is ever written."""
+    if not stream.isatty() or any(environ.get(name, "0") != "0" for name in _RANKS):
+        return lambda: None
+    _begun.append(WaitingLine(stream, what))
+    return _begun[-1].end
 
 
 @contextmanager
@@ -19,6 +80,8 @@ def progress_bar() -> Generator[Callable[[float, float, str], None] | None]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    for one in _begun:
+        one.end()
     columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)

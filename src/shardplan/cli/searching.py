@@ -236,6 +236,7 @@ def _judge_one(
     precision: str | None, top: int, as_json: bool, handing: Handing,
 ) -> None:  # fmt: skip
     """Judge one strategy: whether it fits, what it holds, how long a step takes and what bounds it."""
+    from shardplan.report.fold import fold_lines
     from shardplan.report.plan import fit_text
     from shardplan.report.text import json_text
     from shardplan.simulation.searching.fit import fit as fits
@@ -250,7 +251,7 @@ def _judge_one(
     notes = asked.notes + _precision_notes(str(strategy.precision))
     notes += handing.write(asked, where, judge, one, fit_text(asked.title, told, one, judge, notes))
     object_ = told.to_dict() | one.to_dict() | {"strategy": told.to_dict()["strategy"], "notes": list(notes)}
-    print(json_text(object_) if as_json else fit_text(asked.title, told, one, judge, notes))
+    print(json_text(object_) if as_json else fold_lines(fit_text(asked.title, told, one, judge, notes)))
     if not told.fits:
         raise typer.Exit(IMPOSSIBLE)
 

@@ -20,7 +20,7 @@ import numpy as np
 from shardplan.core import border
 from shardplan.core.digits import digit_groups, digit_numbers
 from shardplan.core.notation import NAME, Scanner
-from shardplan.errors import LayoutError, excerpt
+from shardplan.errors import LayoutError, excerpt, near_text
 
 MOST_DEVICES = border.MOST_ITEMS  # four million, beyond any cluster: a few numbers a device still fit in memory
 Parts = tuple[tuple[str, int], ...]  # names and sizes of the parts of one axis, major first; () where it is not split
@@ -160,7 +160,7 @@ class Mesh:
         """Return what `name` (axis, part or prime sub-axis) denotes; raises `LayoutError` listing the legal names."""
         found = self._spans.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if found is None:
-            raise LayoutError(f"unknown axis {excerpt(name)}: {self.legal()}")
+            raise LayoutError(f"unknown axis {excerpt(name)}: {self.legal(name)}")
         return found
 
     def expand(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -269,9 +269,10 @@ class Mesh:
         scanner.finish("the mesh")
         return mesh
 
-    def legal(self) -> str:
-        """Return the axes as an error message names them."""
-        return f"the mesh has {', '.join(f'{a}={s}' for a, s in zip(self.axes, self.sizes, strict=True)) or 'no axes'}"
+    def legal(self, name: object = None) -> str:
+        """Return the axes as an error message names them, and of a name that is none the nearest."""
+        axes = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.sizes, strict=True)) or "no axes"
+        return f"the mesh has {axes}{near_text(name, self.axes)}"
 
 
 def _fill(mesh: Mesh, table: dict[str, int], devices: Iterable[int] | None, splits: dict[str, dict[str, int]]) -> None:

@@ -255,7 +255,7 @@ def scan_type(scanner: Scanner, mesh: Mesh, tables: Mapping[str, BoxTable]) -> T
                 if axis not in mesh._spans:  # pyright: ignore[reportPrivateUsage]
                     found = re.search(rf"(?<![\w.]){re.escape(axis)}(?![\w.])", scanner.text[before:])
                     scanner.position = before + (found.start() if found else 0)
-                    raise scanner.error(f"unknown axis {axis!r}: {mesh.legal()}")
+                    raise scanner.error(f"unknown axis {axis!r}: {mesh.legal(axis)}")
         else:
             dims.append(())
         if not scanner.take(",") and not scanner.peek("]"):

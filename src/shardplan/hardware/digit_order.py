@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.errors import TopologyError
+from shardplan.errors import TopologyError, near_text
 from shardplan.hardware.level import Level
 
 
@@ -44,7 +44,9 @@ def normal_order(level: Level, sizes: Mapping[str, int], given: Sequence[str]) -
     several = [axis for axis, size in sizes.items() if size > 1]
     for axis in order:
         if axis not in sizes:
-            raise TopologyError(f"{where}: {axis!r} is no axis of the mesh; axes: {', '.join(sizes)}")
+            raise TopologyError(
+                f"{where}: {axis!r} is no axis of the mesh; axes: {', '.join(sizes)}{near_text(axis, sizes)}"
+            )
     for axis in several:
         if axis not in order:
             raise TopologyError(f"{where} lacks {axis!r}, which is split over {sizes[axis]} there")

@@ -316,7 +316,7 @@ def _enumerate(mesh: Mesh, topology: Topology, least: list[list[int]], most: lis
 
 def _row(mesh: Mesh, axis: str) -> int:
     if axis not in mesh.axes:
-        raise TopologyError(f"axis {excerpt(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
+        raise TopologyError(f"unknown axis {excerpt(axis)}: {mesh.legal(axis)}")
     return mesh.axes.index(axis)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shardplan.core import border
 from shardplan.core.mesh import MOST_DEVICES
-from shardplan.errors import TopologyError, excerpt
+from shardplan.errors import TopologyError, excerpt, near_text
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
 from shardplan.hardware.prices.library import libraries
 from shardplan.hardware.topology_file import load, outside_topologies, parse, presets, to_text
@@ -99,7 +99,8 @@ class Topology:
         for j, level in enumerate(self.levels):
             if level.name == name:
                 return j
-        raise TopologyError(f"topology {self.name!r} has no level {excerpt(name)}; levels: {self.describe()}")
+        near = near_text(name, [level.name for level in self.levels])
+        raise TopologyError(f"topology {self.name!r} has no level {excerpt(name)}; levels: {self.describe()}{near}")
 
     def describe(self) -> str:
         """Return the levels in one line, such as `node=4 x gpu=8`."""

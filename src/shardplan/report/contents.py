@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,12 @@ class Frame:
     how: str  # a key of `LEGEND`, for what lies in a box but was not kept
     held: tuple[HeldBox, ...]  # ascending by device id
     more: int = 0  # on the last frame of a step: further values of it that are not drawn
+
+
+def device_text(number: str, coordinates: Iterable[str]) -> str:
+    """Return a device as every picture of text names it: its id and where it is in the mesh, `5 (1, 2)`."""
+    place = ", ".join(coordinates)
+    return f"{number} ({place})" if place else number
 
 
 def frames(subject: Program | TensorType, most_devices: int = 64) -> list[Frame]:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
-from shardplan.report.contents import LEGEND, Frame, HeldBox, box_text, cuts, frames
+from shardplan.report.contents import LEGEND, Frame, HeldBox, box_text, cuts, device_text, frames
+from shardplan.report.fold import WIDTH
 
-WIDTH = 110  # characters of a line
 MOST_ELEMENTS = 64  # drawn one by one
 MOST_BLOCKS = 16  # blocks along a dim
 MOST_PANELS = 16  # devices drawn as grids
@@ -95,11 +95,7 @@ def _heading(frame: Frame) -> str:
 
 
 def _name(held: HeldBox) -> str:
-    return (
-        f"device {held.device} ({', '.join(map(str, held.coordinates))})"
-        if held.coordinates
-        else f"device {held.device}"
-    )
+    return f"device {device_text(str(held.device), map(str, held.coordinates))}"
 
 
 def _panels(frame: Frame, raster: _Raster, marks: dict[str, list[str]]) -> list[str]:

@@ -25,6 +25,7 @@ from shardplan.launches.hostfile import host_level
 from shardplan.launches.launch import Launch, sharing
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
+from shardplan.report.contents import device_text
 from shardplan.report.fold import WIDTH
 
 MOST_BOXES = 6  # hosts drawn
@@ -235,7 +236,11 @@ def pod_name(box: HostBox, drawn: Scene) -> str:
 
 def span_text(least: Sequence[int], greatest: Sequence[int]) -> str:
     """Return the numbers between which those of a device of alike hosts are: `0-63,1`."""
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(least, greatest, strict=True))
+    return ",".join(map(_span, least, greatest))
+
+
+def _span(least: int, greatest: int) -> str:
+    return f"{least}" if least == greatest else f"{least}-{greatest}"
 
 
 def box_name(box: HostBox, drawn: Scene) -> str:
@@ -269,20 +274,20 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
     data       2    1  spans 2 nodes, 2 groups leave each over 8 NICs
     tensor     1    2  stays inside
     <BLANKLINE>
-    + node 0 ------+
-    | 0:0,0  1:0,1 |
-    +--------------+
-    + node 1 ------+
-    | 2:1,0  3:1,1 |
-    +--------------+
-    a cell is rank:data,tensor
+    + node 0 ------------+
+    | 0 (0, 0)  1 (0, 1) |
+    +--------------------+
+    + node 1 ------------+
+    | 2 (1, 0)  3 (1, 1) |
+    +--------------------+
+    a cell is rank (data, tensor)
     """
     drawn = scene(subject, traffic)
     mesh = drawn.launch.mesh
     lines = [*textwrap.wrap(heading(drawn), WIDTH), "", *_matrix(drawn), ""]
     labels = [
         [
-            f"{span_text((a.rank,), (b.rank,))}:{span_text(a.coordinates, b.coordinates)}"
+            device_text(span_text((a.rank,), (b.rank,)), map(_span, a.coordinates, b.coordinates))
             for a, b in zip(box.least[:MOST_CELLS], box.greatest, strict=False)
         ]
         for box in drawn.boxes
@@ -315,8 +320,8 @@ def text_placement(subject: Placement | Launch, traffic: Traffic | Sequence[Dema
             lines.append(f"| {more:<{wide}} |")
         lines.append("+" + "-" * (wide + 2) + "+")
     folded = any(len(box.units) > 1 for box in drawn.boxes)
-    of = ", each from the least of alike hosts to the greatest" if folded else ""
-    lines += textwrap.wrap(f"a cell is rank:{','.join(mesh.axes)}{of}", WIDTH)
+    of = ", least-greatest of alike hosts" if folded else ""
+    lines += textwrap.wrap(f"a cell is {device_text('rank', mesh.axes)}{of}", WIDTH)
     return "\n".join(lines)
 
 

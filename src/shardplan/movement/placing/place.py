@@ -69,7 +69,7 @@ def outermost(inside: Mapping[str, str] | None, mesh: Mesh, topology: Topology) 
     pairs = {} if inside is None else border.table("inside", inside, "an axis to a level", TopologyError)
     for axis, name in pairs.items():
         if axis not in mesh.axes:
-            raise TopologyError(f"inside: axis {excerpt(axis)} is not in mesh {mesh}; axes: {', '.join(mesh.axes)}")
+            raise TopologyError(f"inside: unknown axis {excerpt(axis)}: {mesh.legal(axis)}")
         j = min(topology.index(name) + 1, len(topology.levels) - 1)
         room = topology.strides[j - 1] if j else topology.size
         if room % mesh.shape[axis]:
