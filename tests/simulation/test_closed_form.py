@@ -31,6 +31,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
     tensor, pipeline, context, data = (draw(st.sampled_from(s)) for s in ((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 3)))
     microbatch, many = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 4, 8)))
     interleaved = pipeline > 1 and many % pipeline == 0 and draw(st.booleans())
+    recompute = draw(st.sampled_from(("none", "selective", "full")))
     return Strategy(
         data=data,
         tensor=tensor,
@@ -40,7 +41,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
         global_batch=data * microbatch * many,
         schedule="interleaved" if interleaved else "1f1b",
         interleave=2 if interleaved else 1,
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        recompute=recompute,
+        recompute_layers=None if recompute == "none" else draw(st.sampled_from((None, 1, 3, 9))),
         zero=draw(st.integers(0, 3)),
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         precision=draw(st.sampled_from((None, "bf16"))),

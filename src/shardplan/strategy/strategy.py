@@ -184,9 +184,7 @@ class Strategy:
         if self.recompute_layers is not None:
             n = border.whole_number("strategy: recompute_layers", self.recompute_layers, 1)
             if self.recompute == "none":
-                raise LayoutError(
-                    f"strategy: recompute_layers={n} with recompute='none'; legal are the others, or no n"
-                )
+                raise LayoutError(f"strategy: recompute_layers={n} with recompute='none'; legal is None")
         object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
         for name in ("gradient_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:

@@ -324,10 +324,8 @@ class _Partition:
                 mine |= {n: self.state[n] for n in ("step", "lr", "decay", SCALE, SKIPPED) if n in self.state}
             found.append(mine)
         state = {n for n in self.model.replaced if n not in self.model.parameters}
-        return [
-            *found,
-            *({n: t for n, t in mine.items() if model_name(n) not in state} for mine in found * (self.chains - 1)),
-        ]
+        without = [{n: t for n, t in mine.items() if model_name(n) not in state} for mine in found]
+        return [*found, *without * (self.chains - 1)]
 
     def _as_many(self, t: TensorType, like: TensorType) -> TensorType:
         """A type with as many rows as another of its value."""

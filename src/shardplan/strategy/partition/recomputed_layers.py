@@ -8,7 +8,7 @@ state like any other, and are the model's by their name (`model_name`) and rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,11 @@ def behind_name(name: str, parameter: str) -> str:
     'layers.q_behind.m'
     """
     return f"{parameter}{BEHIND}{name.removeprefix(parameter)}"
+
+
+def has_rows_behind(operands: Iterable[str]) -> bool:
+    """Whether a loop that reads these has the layers behind those that are computed again, and keeps what it makes."""
+    return any(BEHIND in name for name in operands)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +132,9 @@ def _check_alone(program: Program, number: int, stacks: Sequence[str]) -> None:
     step = program.steps[number]
     others = {o for k, other in enumerate(program.steps) if k != number for o in other.operands}
     inputs = dict(program.inputs)
-    carried = as_nested(step.op).carried_count  # type: ignore[union-attr]
-    for name in (*stacks, *step.results[carried:]):
+    op = as_nested(step.op)
+    stacked = () if op is None else step.results[op.carried_count :]
+    for name in (*stacks, *stacked):
         if name in others or (name in stacks and name not in inputs):
             raise LayoutError(f"strategy: recompute_layers of layers whose %{name} others read or make; legal is None")
 

@@ -14,7 +14,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.programs import TOTAL, values_of
-from shardplan.strategy.partition.recomputed_layers import BEHIND, model_name
+from shardplan.strategy.partition.recomputed_layers import has_rows_behind, model_name
 from shardplan.strategy.partition.split import KEPT
 from shardplan.strategy.partition.tables import LAYER
 from shardplan.strategy.runtimes import READS_ROWS, Runtime
@@ -68,7 +68,7 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
     scores = [runtime.score * _scores(op.body) for op, _ in layers]
     masks = [runtime.mask * math.prod(op.body.input_types[0].local_shape(0)) for op, _ in layers]
     # What of it is computed again; of layers behind those nothing.
-    hows = ["none" if any(BEHIND in n for n in names) else strategy.recompute for _, names in layers]
+    hows = ["none" if has_rows_behind(names) else strategy.recompute for _, names in layers]
     outputs = [_attention_bytes(op.body) for op, _ in layers]  # which Megatron keeps, and our programs make again
     kept = [
         op.times * (s * (again == "none") + m * (again != "full") + o * (again == "selective"))
