@@ -42,10 +42,11 @@ OTHERS = {
 }
 AGAIN = [  # of every stage some layers are computed again, and others are not
     ("window", replace(TWO, recompute="full", recompute_layers=3)),
-    ("window", Strategy(pipeline=2, data=2, zero=1, global_batch=BATCH, recompute="full", recompute_layers=1)),
+    ("window", Strategy(pipeline=2, data=2, zero=2, global_batch=BATCH, recompute="full", recompute_layers=1)),
     ("soft caps", Strategy(pipeline=2, cuts=(3,), schedule="zb-h1", global_batch=BATCH, recompute="full",
                            recompute_layers=1)),
-    ("balance and z loss", Strategy(data=2, expert=2, global_batch=BATCH, recompute="selective", recompute_layers=1)),
+    ("balance and z loss", Strategy(data=2, expert=2, global_batch=BATCH, microbatch=2, recompute="selective",
+                                    recompute_layers=1)),
     ("packed sequences", Strategy(pipeline=2, tensor=2, cuts=(3,), global_batch=BATCH, recompute="full",
                                   recompute_layers=2)),
 ]  # fmt: skip
