@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.strategy.partition.memory import holdings
 from shardplan.strategy.partition.recomputed_layers import has_rows_behind
 from shardplan.strategy.runtimes import runtime_of
+from strategy.jobs import stepped
 
 LAYERS = 6
 SIZES: dict[str, Any] = {"layers": LAYERS, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "seq": 512,
@@ -80,14 +82,9 @@ def test_memory_and_operations_lie_between_the_two_ends(name: str) -> None:
 def test_the_closed_form_holds_what_the_certificate_says(name: str) -> None:
     model = Model.load("llama", **SIZES)
     form = ClosedForm(model, BOX, Parameters(fragmentation=1.0, context=0.0))
-    plain = [
-        Strategy(**{**DEGREES[name], "cuts": None} | said)
-        for said in (
-            {},
-            *({"recompute": "full", "recompute_layers": n} for n in range(1, MOST[name])),
-            {"recompute": "full"},
-        )
-    ]
+    degrees: dict[str, Any] = DEGREES[name] | {"cuts": None}
+    again: list[dict[str, Any]] = [{"recompute": "full", "recompute_layers": n} for n in range(1, MOST[name])]
+    plain = [Strategy(**degrees, **said) for said in [dict[str, Any](), *again, {"recompute": "full"}]]
     found = form(Configurations.of(plain))
     certified = [max(holdings(job(name, n), runtime_of(s)).peak_bytes) for n, s in enumerate(plain)]
     ratios = np.array(found.peak_bytes) / np.array(certified)
@@ -116,6 +113,25 @@ def test_rows_are_the_models() -> None:
     assert rows[0, "layers.q_behind.m"] == (2, 5)
     loops = [(op.times, has_rows_behind(s.operands)) for s in found.programs[0, "F"].steps if (op := as_nested(s.op))]
     assert loops == [(2, False), (3, True)]
+
+
+MIXTURE: dict[str, Any] = {"layers": 5, "hidden": 8, "heads": 2, "kv_heads": 2, "ffn": 6, "experts": 2, "seq": 4,
+                           "experts_per_token": 1, "dense_layers": 2, "dense_ffn": 6, "vocab": 11}  # fmt: skip
+
+
+@pytest.mark.parametrize(("cuts", "count"), [((3,), 2), ((1,), 1), ((2,), 2)])
+def test_stages_of_fewer_layers_and_of_two_kinds(cuts: tuple[int, ...], count: int) -> None:
+    """A stage may have layers of one of two loops alone, at either end: a step is what it is without."""
+    model = Model.load("moe", **MIXTURE, dtype="f64", optimizer="sgd")
+    rng, types = np.random.default_rng(1), model.program.types
+    given = {n: rng.normal(0, 0.4, types[n].shape) for n in model.parameters}
+    given |= {n: rng.integers(0, 11, (2, 4)).astype(np.int32) for n in ("tokens", "targets")}
+    plain = Strategy(pipeline=2, cuts=cuts, global_batch=2)
+    want, got = (
+        stepped(partition(model, one), given)
+        for one in (plain, replace(plain, recompute="full", recompute_layers=count))
+    )
+    assert want.keys() == got.keys() and all(np.allclose(got[n], x, rtol=1e-12, atol=1e-14) for n, x in want.items())
 
 
 @pytest.mark.parametrize(

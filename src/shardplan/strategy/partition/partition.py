@@ -39,7 +39,7 @@ from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.style_tables import AskedLayouts, read_layouts
 from shardplan.strategy.partition.tables import LAYER, Layouts
-from shardplan.strategy.partition.transfers import SharedParameter, transfers
+from shardplan.strategy.partition.transfers import SharedParameter, list_transfers
 from shardplan.strategy.partition.updates import write_updates
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
@@ -353,7 +353,7 @@ class _Partition:
                 key = n if len(types) == 1 else f"s{s}.{n}"
                 state[key] = rebased_type(t, onto[s])
                 parts[key] = StatePart(s, n, self._rows(s % self.count, n))
-        made = transfers(written, self.mesh, meshes, types, self.boundaries, self._shared(types), self.count,
+        made = list_transfers(written, self.mesh, meshes, types, self.boundaries, self._shared(types), self.count,
                          self.where)  # fmt: skip
         gradients = set(self.micro.gradients.values())
         outputs = {model_name(o): self._batch_dim(o) for o in self.micro.block.outputs

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardplan.core.nested import Nested, as_nested, row, rows
+from shardplan.core.nested import as_nested, row, rows
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import LayoutError
@@ -81,8 +81,8 @@ def split_layers(program: Program, loops: Mapping[int, Sequence[Rows]], first: i
     behind: dict[int, int] = {}
     where: dict[int, tuple[Rows, ...]] = {}
     for number, step in enumerate(program.steps):
-        op, mine = step.op, tuple(loops.get(number, ()))
-        if not isinstance(op, Nested) or not op.carried_count:
+        op, mine = as_nested(step.op), tuple(loops.get(number, ()))
+        if op is None or not op.carried_count:
             where[len(steps)] = mine
             steps.append((number, step, mine, False))
             continue

@@ -27,7 +27,7 @@ class SharedParameter(NamedTuple):
     parameter: str
 
 
-def transfers(
+def list_transfers(
     written: Mapping[tuple[int, str], WrittenProgram],
     first: Mesh,
     meshes: Sequence[Mesh],
