@@ -83,8 +83,9 @@ def test_the_closed_form_holds_what_the_certificate_says(name: str) -> None:
     model = Model.load("llama", **SIZES)
     form = ClosedForm(model, BOX, Parameters(fragmentation=1.0, context=0.0))
     degrees: dict[str, Any] = DEGREES[name] | {"cuts": None}
-    again: list[dict[str, Any]] = [{"recompute": "full", "recompute_layers": n} for n in range(1, MOST[name])]
-    plain = [Strategy(**degrees, **said) for said in [dict[str, Any](), *again, {"recompute": "full"}]]
+    counts = [0, *range(1, MOST[name]), None]
+    again: list[dict[str, Any]] = [{} if n == 0 else {"recompute": "full", "recompute_layers": n} for n in counts]
+    plain = [Strategy(**degrees, **said) for said in again]
     found = form(Configurations.of(plain))
     certified = [max(holdings(job(name, n), runtime_of(s)).peak_bytes) for n, s in enumerate(plain)]
     ratios = np.array(found.peak_bytes) / np.array(certified)

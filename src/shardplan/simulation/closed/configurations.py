@@ -109,7 +109,7 @@ class Configurations:
         """Whether of any some layers are computed again and others not: of each run there are two kinds then."""
         return bool((self.columns["recompute_layers"] != ALL).any())
 
-    def again(self, runs: int) -> Ints:
+    def recompute_codes(self, runs: int) -> Ints:
         """Return what is computed again of the layers in each row of their tables, codes [rows, n].
 
         There is a row a run; where any `splits` two of them, of layers computed again and of those behind.

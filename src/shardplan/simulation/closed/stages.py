@@ -167,7 +167,7 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
     launches = rows.get(f"launches {name}", zero)
     if phase == BACKWARD:
         again = np.zeros(zero.shape, dtype=np.int64)
-        again[:-2] = c.again(len(zero) - 2)  # only layers are computed again
+        again[:-2] = c.recompute_codes(len(zero) - 2)  # only layers are computed again
         full, some, second = (again == CODES["recompute"].index(k) for k in ("full", "selective", "selective_op"))
         needed = rows.get("again needed", zero) + rows.get("again moves needed", zero) * moves
         rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves

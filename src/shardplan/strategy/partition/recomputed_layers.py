@@ -109,7 +109,7 @@ def split_layers(program: Program, loops: Mapping[int, Sequence[Rows]], first: i
             carried = handed if sum(again) else step.operands[: op.carried_count]
             operands = (*carried, *step.operands[op.carried_count : whole], *(name + BEHIND for name in sliced))
             results = (*step.results[: op.carried_count], *(r + BEHIND for r in step.results[op.carried_count :]))
-            one = replace(step, op=_with_rows(_renamed(op), sum(rest)), operands=operands, results=results)
+            one = replace(step, op=_with_rows(_rename_inside(op), sum(rest)), operands=operands, results=results)
             where[len(steps)] = tuple((a + m, b) for m, (a, b) in zip(again, mine, strict=True))
             steps.append((number, one, _rows_of(rest), True))
     if not stacks:
@@ -148,7 +148,7 @@ def _with_rows(op: Any, count: int) -> Any:
     return replace(op, n=count)
 
 
-def _renamed(op: Any) -> Any:
+def _rename_inside(op: Any) -> Any:
     """A loop with other names inside: its steps are others than those of layers that are computed again."""
     inside = {r: r + BEHIND for step in op.body.steps for r in step.results}
     return replace(op, body=rename_values(op.body, inside))
