@@ -108,7 +108,7 @@ def microbatch(
         where = tuple(cuts.stages[number] for number in halves.numbers)
         cuts = StageCuts(where, halves.loops, cuts.starts, halves.rows, halves.behind)
         dims = {name: dims[behind.get(name, name)] for name, _ in program.inputs}
-    program, copies = _copied(program, cuts, model.parameters)
+    program, copies = _with_copies(program, cuts, model.parameters)
     dims |= {copy: dims[name] for copy, name in copies.items()}
     if not model.fields["training"]:
         names = dim_names(program, dims)
@@ -194,7 +194,7 @@ def _step_flops(program: Program, number: int) -> float:
     return op.flops(*program.step_types(step)[0]) if op else 0.0
 
 
-def _copied(program: Program, cuts: StageCuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:
+def _with_copies(program: Program, cuts: StageCuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:
     """A program in which a parameter that is read on several stages is an input for each; and what copies what."""
     readers: dict[str, set[int]] = {}
     for step, stage in zip(program.steps, cuts.stages, strict=True):

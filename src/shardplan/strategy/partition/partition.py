@@ -353,8 +353,8 @@ class _Partition:
                 key = n if len(types) == 1 else f"s{s}.{n}"
                 state[key] = rebased_type(t, onto[s])
                 parts[key] = StatePart(s, n, self._rows(s % self.count, n))
-        made = list_transfers(written, self.mesh, meshes, types, self.boundaries, self._shared(types), self.count,
-                         self.where)  # fmt: skip
+        shared = self._shared_parameters(types)
+        made = list_transfers(written, self.mesh, meshes, types, self.boundaries, shared, self.count, self.where)
         gradients = set(self.micro.gradients.values())
         outputs = {model_name(o): self._batch_dim(o) for o in self.micro.block.outputs
                    if o not in {*self.replaced, *gradients}}  # fmt: skip
@@ -377,7 +377,7 @@ class _Partition:
         dims = self.micro.block.dims[name]
         return next((d for d, names in enumerate(dims) if names == ("batch",)), None)
 
-    def _shared(self, types: list[dict[str, TensorType]]) -> Iterator[SharedParameter]:
+    def _shared_parameters(self, types: list[dict[str, TensorType]]) -> Iterator[SharedParameter]:
         """Yield the parameters that several stages have: copies, and those of the second chain."""
         copies = [(n, of) for n, of in self.micro.copies.items() if of in self.model.gradients]
         for n, of in copies:
