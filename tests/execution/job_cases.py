@@ -56,6 +56,11 @@ CASES: Cases = {
     ),
     "llama 1f1b": ("llama", SGD, {"pipeline": 2, "data": 2, "global_batch": 6}),
     "llama clipped 1f1b": ("llama", SGD | {"clip": 0.01}, {"pipeline": 2, "data": 2, "zero": 2, "global_batch": 6}),
+    "llama first layers again": (
+        "llama",
+        SGD | {"layers": 4},
+        {"pipeline": 2, "tensor": 2, "recompute": "full", "recompute_layers": 1, "global_batch": 4},
+    ),
     "llama context": ("llama", {}, {"context": 2, "data": 2, "zero": 1}),
     "llama ring": ("llama", SGD, {"context": 4, "context_kind": "ring"}),
     "odd zigzag tensor": ("odd", SGD, {"context": 2, "context_kind": "zigzag", "tensor": 2}),

@@ -72,6 +72,26 @@ def test_one_curve_whatever_the_layout(family: str, tmp_path: Path) -> None:
     assert all(np.allclose(whole[n], last[n], rtol=1e-12) for n in state_names(jobs[0]))
 
 
+def test_layers_that_are_computed_again_have_the_models_state(tmp_path: Path) -> None:
+    """To and from a layout whose stacks are in two, in memory and from disk."""
+    jobs, state, batch, losses = case("llama")
+    made = model("llama", **FIELDS)
+    again = sp.partition(made, sp.Strategy(data=2, global_batch=4, recompute="full", recompute_layers=1))
+    with sp.start(jobs[2], state) as live:
+        got = [live.step(batch)]
+        live.reshard(again)
+        got.append(live.step(batch))
+        live.save(tmp_path / "again")
+        whole = live.collect()
+    with sp.start(jobs[1], tmp_path / "again") as live:
+        assert all(np.array_equal(whole[n], x) for n, x in live.collect().items())
+        got.append(live.step(batch))
+        live.save(tmp_path / "plain")
+    with sp.start(again, tmp_path / "plain") as live:
+        got.append(live.step(batch))
+    near(got, losses[:4])
+
+
 def test_every_element_is_written_once() -> None:
     jobs, *_ = case("llama")
     for job in jobs:

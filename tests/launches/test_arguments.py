@@ -22,7 +22,8 @@ def handed(text: str, order: tuple[str, ...] = ("pipeline", "data", "context", "
 @pytest.mark.parametrize(
     "text",
     ["tp=2 pp=2 vpp=2 sp zero=1 precision=bf16", "tp=4 cp=2 context_kind=ring recompute=full precision=bf16",
-     "dp=32 zero=1 shard=8", "fsdp zero=3 tp=2 precision=bf16", "mbs=2 tp=2 recompute=selective"],
+     "dp=32 zero=1 shard=8", "fsdp zero=3 tp=2 precision=bf16", "mbs=2 tp=2 recompute=selective",
+     "tp=2 recompute=full recompute_layers=3 precision=bf16", "pp=2 vpp=2 recompute=full recompute_layers=1"],
 )  # fmt: skip
 def test_megatrons_arguments_come_back(text: str) -> None:
     made = write_megatron(handed(text))
@@ -79,3 +80,28 @@ def test_errors(text: str, message: str) -> None:
     with pytest.raises(ParseError) as caught:
         read_arguments(text, 32, 8)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "want", "others"),
+    [
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", ("full", 3), ()),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", ("full", None), ()),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", ("none", None), ()),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 8", ("full", None), ()),
+        # Units of several layers keep the input of the first alone: nothing that a strategy says.
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", ("full", None),
+         ("recompute-method", "recompute-num-layers")),
+        ("--parallelism.data_parallel_shard_degree 4 --activation_checkpoint.mode full", ("full", None), ()),
+        ("--parallelism.data_parallel_shard_degree 4 --activation_checkpoint.mode selective "
+         "--activation_checkpoint.selective_ac_option op", ("selective_op", None), ()),
+        ("--parallelism.data_parallel_shard_degree 4 --activation_checkpoint.mode selective "
+         "--activation_checkpoint.selective_ac_option 2", ("full", 4), ()),
+        ("--parallelism.pipeline_parallel_degree 2 --activation_checkpoint.mode selective "
+         "--activation_checkpoint.selective_ac_option 3", ("full", 1), ()),
+    ],
+)  # fmt: skip
+def test_layers_that_are_computed_again(text: str, want: tuple[str, int | None], others: tuple[str, ...]) -> None:
+    read = read_arguments(text, 4, 8)
+    again = Strategy(**read.fields)
+    assert ((again.recompute, again.recompute_layers), read.others) == (want, others)

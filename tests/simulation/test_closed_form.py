@@ -32,6 +32,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
     microbatch, many = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 4, 8)))
     zero, rows = draw(st.integers(0, 3)), draw(st.booleans())
     interleaved = pipeline > 1 and many % pipeline == 0 and draw(st.booleans())
+    recompute = draw(st.sampled_from(("none", "selective", "full")))
     return Strategy(
         data=data,
         tensor=tensor,
@@ -41,7 +42,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
         global_batch=data * microbatch * many,
         schedule="interleaved" if interleaved else "1f1b",
         interleave=2 if interleaved else 1,
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
+        recompute=recompute,
+        recompute_layers=None if recompute == "none" else draw(st.sampled_from((None, 1, 3, 9))),
         zero=zero,
         shard=2 if rows and zero and data == 4 else None,
         sequence_parallel=tensor > 1 and draw(st.booleans()),

@@ -115,6 +115,7 @@ def test_a_line_that_is_no_strategy_is_refused(text: str, reason: str) -> None:
     [
         Strategy(data=2, tensor=4, sequence_parallel=True, global_batch=8),
         Strategy(pipeline=2, schedule="gpipe", recompute="full", precision="bf16", global_batch=8),
+        Strategy(tensor=2, recompute="full", recompute_layers=3, global_batch=8),
         Strategy(data=2, zero=2, fsdp=True, offload=True, global_batch=8),
         Strategy(global_batch=8),
     ],

@@ -28,6 +28,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "gathers bound it": ("gpt", SIZES, {"data": 8, "tensor": 8, "zero": 3, "global_batch": 16}, 0.05),
     "beside gradients": ("gpt", SIZES, {"tensor": 8, "microbatch": 4, "global_batch": 16}, 0.05),
     "to the layer's end": ("gpt", SIZES, {"recompute": "full", "global_batch": 8}, 0.03),
+    "one layer to its end": ("gpt", SIZES, {"recompute": "full", "recompute_layers": 1, "global_batch": 8}, 0.03),
+    "some of two stages": (
+        "llama",
+        LLAMA | {"layers": 8},
+        {"tensor": 8, "pipeline": 2, "recompute": "full", "recompute_layers": 2, "global_batch": 16},
+        0.05,
+    ),
     "a mixture to the layer's end": (
         "moe",
         EXPERTS | {"kv_heads": 32},

@@ -82,6 +82,7 @@ SAID: dict[str, list[Any]] = {
     "data": [1, 2, 3], "tensor": [1, 2, 3, 8], "pipeline": [1, 2], "context": [1, 2, 4], "expert": [1, 2],
     "microbatch": [1, 2], "schedule": ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "dualpipev"],
     "interleave": [None, 1, 2], "recompute": ["none", "full", "selective", ("einsum",), ()],
+    "recompute_layers": [None, 1, 2],
     "sequence_parallel": [False, True], "zero": [0, 1, 2, 3], "fsdp": [False, True],
     "context_kind": ["ulysses", "gather", "ring", "zigzag"], "precision": [None, "bf16", "fp8"],
     "gradient_dtype": [None, "f16", "f64"], "reduce_dtype": [None, "f16", "f64"], "offload": [False, True],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,17 @@ OTHERS = {
     "soft caps": Strategy(context=2, context_kind="zigzag", data=2, global_batch=BATCH),
     "window": Strategy(context=2, context_kind="ring", data=2, global_batch=BATCH),
 }
-CASES = [*((name, TWO) for name in (*FEATURES, "a bound")), *OTHERS.items()]
+AGAIN = [  # of every stage some layers are computed again, and others are not
+    ("window", replace(TWO, recompute="full", recompute_layers=3)),
+    ("window", Strategy(pipeline=2, data=2, zero=2, global_batch=BATCH, recompute="full", recompute_layers=1)),
+    ("soft caps", Strategy(pipeline=2, cuts=(3,), schedule="zb-h1", global_batch=BATCH, recompute="full",
+                           recompute_layers=1)),
+    ("balance and z loss", Strategy(data=2, expert=2, global_batch=BATCH, microbatch=2, recompute="selective",
+                                    recompute_layers=1)),
+    ("packed sequences", Strategy(pipeline=2, tensor=2, cuts=(3,), global_batch=BATCH, recompute="full",
+                                  recompute_layers=2)),
+]  # fmt: skip
+CASES = [*((name, TWO) for name in (*FEATURES, "a bound")), *OTHERS.items(), *AGAIN]
 
 
 @pytest.mark.parametrize(("name", "strategy"), CASES, ids=lambda x: x if isinstance(x, str) else repr(x))

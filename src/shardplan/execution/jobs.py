@@ -33,6 +33,7 @@ from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
 from shardplan.strategy.partition.job_order import Action, order
 from shardplan.strategy.partition.programs import NEXT, TOTAL
+from shardplan.strategy.partition.recomputed_layers import BEHIND, COPY, model_name
 from shardplan.strategy.schedules.action import RECEIVES, SENDS, value_pass
 
 Values = dict[str, Shards]  # by name
@@ -126,7 +127,7 @@ def returned_state(job: Job) -> Iterator[str]:
     seen: set[tuple[str, int]] = set()
     for key, (stage, name, rows) in job.parts.items():
         chain = chain_of(job, stage)
-        wanted = name.startswith(TOTAL) or (name in job.model.replaced and not chain)
+        wanted = name.startswith(TOTAL) or (model_name(name) in job.model.replaced and COPY not in name and not chain)
         if wanted and (rows or (name, chain) not in seen):
             seen.add((name, chain))
             yield key
@@ -137,8 +138,9 @@ def microbatch_results(job: Job, chain: int = 0) -> Iterator[tuple[str, int, Ten
     for name in job.results:
         for stage in range(job.stages):
             program = job.programs[stage, "F"]
-            if name in program.outputs and chain_of(job, stage) == chain:
-                yield name, stage, program.types[name]
+            for own in (name, name + BEHIND):
+                if own in program.outputs and chain_of(job, stage) == chain:
+                    yield own, stage, program.types[own]
 
 
 @lru_cache(maxsize=64)
@@ -197,7 +199,7 @@ class JobRun:
         job = self.job
         for key, t in job.state.items():
             stage, name, rows = job.parts[key]
-            of = name.partition(".copy")[0]
+            of = model_name(name)
             if name.startswith(TOTAL):
                 self.values[stage, name] = self.zeros(t)
             elif name not in job.batch and of in self.arrays:
@@ -232,7 +234,7 @@ class JobRun:
             for (name, _, _), array in zip(
                 ends, self.gather_arrays(shards, [t for *_, t in ends], place + k), strict=True
             ):
-                rows.setdefault(name, []).append(array)
+                rows.setdefault(model_name(name), []).append(array)
             for name, pieces in rows.items():
                 found[name].append(np.concatenate(pieces) if len(pieces) > 1 else pieces[0])
         for name, dim in job.results.items():
@@ -247,14 +249,15 @@ class JobRun:
         job, out = self.job, dict[str, np.ndarray]()
         keys = list(returned_state(job))
         shards = [self.values.get(job.parts[key][:2], []) for key in keys]
-        stacks: dict[tuple[str, int], list[np.ndarray]] = {}
+        stacks: dict[tuple[str, int], dict[int, np.ndarray]] = {}
         for key, array in zip(keys, self.gather_arrays(shards, [job.state[key] for key in keys], place), strict=True):
-            stage, name, _ = job.parts[key]
-            stacks.setdefault((name, chain_of(job, stage)), []).append(array)
-        for (name, chain), found_rows in stacks.items():
-            of, copy, _ = name.partition(".copy")
+            stage, name, some = job.parts[key]
+            stacks.setdefault((name.replace(BEHIND, ""), chain_of(job, stage)), {})[(some or (0,))[0]] = array
+        for (name, chain), parts_of in stacks.items():
+            of, found_rows = model_name(name), [parts_of[first] for first in sorted(parts_of)]
             array = np.concatenate(found_rows) if len(found_rows) > 1 else found_rows[0]
-            out[of] = out[of] + array if copy or chain else array  # a copy's gradient is a part of its parameter's
+            # A copy's gradient is a part of its parameter's.
+            out[of] = out[of] + array if COPY in name or chain else array
         return out
 
     def perform_action(self, place: int, stage: int, kind: str, microbatch: int) -> None:
@@ -297,7 +300,7 @@ class JobRun:
                     own[name] = shards
                 if name.startswith(NEXT):
                     self.values[stage, name.removeprefix(NEXT)] = shards
-                if name in job.results:
+                if model_name(name) in job.results:
                     self.results[name, microbatch, stage] = shards
         if kind not in job.updates:
             self.send(place, value_pass(kind), (stage,), microbatch)

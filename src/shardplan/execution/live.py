@@ -33,6 +33,7 @@ from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.partition import partition
 from shardplan.strategy.partition.programs import TOTAL
+from shardplan.strategy.partition.recomputed_layers import COPY, model_name
 from shardplan.strategy.strategy import Strategy
 
 Box = tuple[tuple[int, int], ...]
@@ -64,7 +65,7 @@ def state_keys(job: Job) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
     """Yield of a job's state each key, the input that it is (of a copy its parameter), and which rows of that."""
     names = set(state_names(job))
     for key, (_, name, some) in job.parts.items():
-        if (of := name.partition(".copy")[0]) in names:
+        if (of := model_name(name)) in names:
             yield key, of, some
 
 
@@ -343,7 +344,7 @@ class Live:
         seen: dict[tuple[int, int] | None, str] = {}
         for key, of, some in state_keys(self.job):
             stage, own, _ = self.job.parts[key]
-            if of == name and own == name and not chain_of(self.job, stage):
+            if of == name and COPY not in own and not chain_of(self.job, stage):
                 seen.setdefault(some, key)
         return sorted(((key, some) for some, key in seen.items()), key=lambda x: x[1] or (0, 0))
 

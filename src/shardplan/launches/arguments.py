@@ -142,9 +142,32 @@ def _megatron(said: _Said, found: dict[str, Any], devices: int, layers: int | No
     found.setdefault("schedule", "interleaved" if found.get("interleave", 1) > 1 else "1f1b")
     if "use-megatron-fsdp" in said.values and found.get("zero") == SHARDING["optim_grads_params"]:
         found["fsdp"] = True
+    looked = _block(said, found, layers)
     if (copies := said.number("num-distributed-optimizer-instances")) is not None and copies > 1:
         found["shard"] = -copies  # a number of groups: `_replicas` knows how many each has
-    return {"num-layers-per-virtual-pipeline-stage", "num-distributed-optimizer-instances", MAPPING_OPTION[2:], layout}
+    looked |= {"num-layers-per-virtual-pipeline-stage", "num-distributed-optimizer-instances", layout}
+    return {*looked, MAPPING_OPTION[2:]}
+
+
+def _block(said: _Said, found: dict[str, Any], layers: int | None) -> set[str]:
+    """Full recomputation by units of one layer, or of the first layers of a stage; of others nothing was looked at."""
+    names = {"recompute-method", "recompute-num-layers"}
+    method, count = (said.values.get("recompute-method") or "").lower(), said.number("recompute-num-layers")
+    if found.get("recompute") != "full" or (method, count or 1) == ("uniform", 1):
+        return names if found.get("recompute") == "full" else set()
+    if method != "block" or count is None or count < 0:
+        return set()
+    _of_first_layers(found, count, layers)
+    return names
+
+
+def _of_first_layers(found: dict[str, Any], count: int, layers: int | None) -> None:
+    """Say that the first layers of a stage alone are computed again: none of them, some, or all."""
+    stages = found.get("pipeline", 1) * found.get("interleave", 1)
+    if not count:
+        found["recompute"] = "none"
+    elif layers is None or count <= layers - stages:  # more no stage can have beside one that is kept
+        found["recompute_layers"] = count
 
 
 def _read_layout(text: str, ranks: int) -> dict[str, Any]:
@@ -200,6 +223,7 @@ def _titan(said: _Said, found: dict[str, Any], devices: int, layers: int | None)
     balancer = f"{TITAN}context_parallel_load_balancer"
     if found.get("context", 1) > 1:
         found["context_kind"] = "zigzag" if said.values.get(balancer) == "headtail" else "gather"
+    looked = _checkpoints(said, found, layers)
     local = said.number("training.local_batch_size")
     if local is not None:
         if found.get("pipeline", 1) == 1:
@@ -209,7 +233,25 @@ def _titan(said: _Said, found: dict[str, Any], devices: int, layers: int | None)
         found.setdefault("global_batch", local * found["data"])
     if found.get("global_batch") == -1:
         found["global_batch"] = (local or 1) * found["data"]
-    return {*names, balancer, f"{TITAN}fsdp_reshard_after_forward", "training.local_batch_size"}
+    return {*names, *looked, balancer, f"{TITAN}fsdp_reshard_after_forward", "training.local_batch_size"}
+
+
+def _checkpoints(said: _Said, found: dict[str, Any], layers: int | None) -> set[str]:
+    """Checkpoints of all layers, of ops, or (before torchtitan 0.3) of every so many-th layer: as many, the first."""
+    mode, option = (f"activation_checkpoint.{word}" for word in ("mode", "selective_ac_option"))
+    how, every = ((said.values.get(name) or "").lower() for name in (mode, option))
+    stages = found.get("pipeline", 1) * found.get("interleave", 1)
+    if how in ("full", "none"):
+        found["recompute"] = how
+        return {mode}
+    if how == "selective" and every in ("op", "0", "1"):
+        found["recompute"] = "selective_op" if every == "op" else "full"
+        return {mode, option}
+    if how == "selective" and every.isdigit() and layers is not None and layers % stages == 0:
+        found["recompute"] = "full"
+        _of_first_layers(found, layers // stages // int(every), layers)
+        return {mode, option}
+    return set()
 
 
 def _replicas(said: _Said, found: dict[str, Any], devices: int, layers: int | None) -> set[str]:

@@ -154,7 +154,8 @@ def _words(s: Strategy) -> Iterator[str]:
     again = {"full": "layers computed again", "selective": "attention computed again",
              "selective_op": "every second product computed again"}  # fmt: skip
     if s.recompute != "none":
-        yield again.get(str(s.recompute), f"{', '.join(s.recompute)} computed again")
+        of = "" if s.recompute_layers is None else f" in the first {s.recompute_layers} layers of a stage"
+        yield again.get(str(s.recompute), f"{', '.join(s.recompute)} computed again") + of
 
 
 def _brief(one: JudgedPlan) -> str:

@@ -56,12 +56,16 @@ def check_options(model: Model, strategy: Strategy, *, serves: bool = False, tab
         raise LayoutError(f"strategy: {one.name}={value!r} of {model.name}: {one.why}; legal is {one.legal}")
 
 
+def stage_count(s: Strategy) -> int:
+    """Return how many stages layers are cut into."""
+    if isinstance(s.schedule, Schedule):
+        return s.schedule.stages // s.schedule.copies
+    return s.pipeline * (s.interleave or 1) // GENERATORS[str(s.schedule)].copies
+
+
 def check_stages(limits: ModelLimits, s: Strategy) -> None:
     """Raise `LayoutError` for more stages than there are layers."""
-    if isinstance(s.schedule, Schedule):
-        stages = s.schedule.stages // s.schedule.copies
-    else:
-        stages = s.pipeline * (s.interleave or 1) // GENERATORS[str(s.schedule)].copies
+    stages = stage_count(s)
     if stages > limits.layers:
         most = limits.layers
         raise LayoutError(f"{stages} stages of a model of {most} layers; legal are {up_to(most)}")
@@ -109,6 +113,10 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
         yield IdleOption("attention", "no attention", "None", None)
     if s.recompute in ("selective", "selective_op") and not limits.scores:
         yield IdleOption("recompute", "no attention in a layer", "'none', 'full' or names of ops", "none")
+    most = limits.layers - stage_count(s)  # that a stage can have, and one more not
+    if s.recompute_layers is not None and limits.training and s.recompute_layers > most:
+        legal = f"{up_to(most)}, or None" if most > 0 else "None"
+        yield IdleOption("recompute_layers", "no stage has more layers", legal, None)
     if s.reduce_dtype is not None and limits.training and s.data * s.context == 1:
         yield IdleOption("reduce_dtype", "one replica has all gradients", "data or context of 2 and more", None)
     for name, plain in (("recompute", "none"), ("gradient_dtype", None), ("reduce_dtype", None), ("offload", False),

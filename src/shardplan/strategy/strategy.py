@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from shardplan.core import border
@@ -15,6 +14,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ScheduleError
 from shardplan.hardware.units import limit_of
 from shardplan.strategy.model import Model
+from shardplan.strategy.model_state import is_state_of, state_names
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine, join_lines
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
@@ -55,6 +55,8 @@ class Strategy:
         recompute: `none`; `full`: of a layer only its input is kept; `selective`: attention is computed again
             (Megatron's, arXiv 2205.05198); `selective_op`: of a layer attention and every second product are kept
             (torchtitan's); or a tuple of names of ops whose results are computed again.
+        recompute_layers: Of each stage so many layers, the first, are computed again, and of the others all is kept; by
+            default all are (Megatron's method `block`). A row of a loop is a layer.
         sequence_parallel: Whether the tensor axis takes the sequence where it has nothing else to take.
         zero: 1: state of the optimizer is dealt out to all that have alike parameters, `data` and `context`; 2:
             gradients too, 3: parameters too.
@@ -106,6 +108,7 @@ class Strategy:
     schedule: str | Schedule | os.PathLike[str] = "1f1b"
     interleave: int | None = None
     recompute: str | tuple[str, ...] = "none"
+    recompute_layers: int | None = None
     sequence_parallel: bool = False
     zero: int = 0
     fsdp: bool = False
@@ -178,6 +181,10 @@ class Strategy:
             border.choice("strategy: recompute", self.recompute, RECOMPUTE)
         else:
             border.names("strategy: recompute", self.recompute)
+        if self.recompute_layers is not None:
+            n = border.whole_number("strategy: recompute_layers", self.recompute_layers, 1)
+            if self.recompute == "none":
+                raise LayoutError(f"strategy: recompute_layers={n} with recompute='none'; legal is None")
         object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
         for name in ("gradient_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
@@ -307,7 +314,7 @@ class Strategy:
         stored: list[TableLine] = []
         for name, dims in model.dims.items():
             places = [("batch", tuple(batch)), ("sequence", tuple(sequence))]
-            if name not in model.parameters and not _state_of(model, name):
+            if name not in model.parameters and not is_state_of(model, name):
                 cuts = [(dim, a) for dim, a in places if a and dim in dims]
                 if name in model.replaced:
                     cuts += [(dim, a) for dim, a in _cuts(_sizes(model, name), axes) if dim not in dict(cuts)]
@@ -323,8 +330,8 @@ class Strategy:
                 stored.append(TableLine((name,), free))
             if name not in model.gradients:
                 continue
-            if zero >= 1 and free and any(_state_of(model, other, name) for other in model.dims):
-                stored.append(TableLine(_state_names(model, name), free))
+            if zero >= 1 and free and any(is_state_of(model, other, name) for other in model.dims):
+                stored.append(TableLine(state_names(model, name), free))
             stored.append(TableLine((f"gradient.{name}",), *((free, left) if zero >= 2 else ((), sums))))
         lines = [TableLine((name,), cuts) for name, cuts in held.items() if cuts]
         return Layouts(tuple(self._serve(axes)), join_lines(stored), join_lines(lines))
@@ -386,15 +393,3 @@ def _held_cuts(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tup
 
 def _axis_dim_pairs(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
     return ((a, dim) for dim, axes in cuts for a in axes)
-
-
-def _state_of(model: Model, name: str, parameter: str | None = None) -> bool:
-    """Say whether an input is what an optimizer keeps of a parameter, or of one of them."""
-    of = name.rpartition(".")[0]
-    return of in model.parameters and name not in model.parameters and parameter in (None, of)
-
-
-def _state_names(model: Model, parameter: str) -> tuple[str, ...]:
-    """What an optimizer keeps of a parameter: by a pattern, where that names nothing else."""
-    pattern, names = f"{parameter}.*", tuple(n for n in model.dims if _state_of(model, n, parameter))
-    return (pattern,) if names == tuple(n for n in model.dims if fnmatchcase(n, pattern)) else names

@@ -11,7 +11,7 @@ from shardplan.strategy.strategy import Strategy
 
 # Fields that a line can say; the others hold what has a file or a table of its own.
 WHOLE = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero", "shard",
-         "offload_layers", "loss_chunks")  # fmt: skip
+         "offload_layers", "loss_chunks", "recompute_layers")  # fmt: skip
 WORDS = ("schedule", "recompute", "context_kind", "precision", "gradient_dtype", "reduce_dtype", "attention", "bucket",
          "loss")  # fmt: skip
 FLAGS = ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap")

@@ -55,6 +55,9 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
     if s.recompute == "selective_op" or not isinstance(s.recompute, str):
         lines.append(f"recompute={s.recompute}; it runs as recompute=selective, attention alone")
         s = replace(s, recompute="selective")
+    if s.recompute_layers is not None and s.recompute != "full":
+        lines.append(f"recompute_layers={s.recompute_layers} with recompute=selective; it runs in all layers")
+        s = replace(s, recompute_layers=None)
     if mapping_of(plan) is None:
         lines.append(f"the order {', '.join(plan.order)} of axes; shardplan audit --fix megatron writes a rankfile")
     if s.expert > 1 and s.tensor > 1:
@@ -98,7 +101,9 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
     if mapping_of(plan) == "tp-cp-ep-pp-dp":
         yield "--use-tp-pp-dp-mapping"
     if s.recompute == "full":
-        yield from ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1")
+        method = "uniform" if s.recompute_layers is None else "block"
+        yield f"--recompute-granularity full --recompute-method {method}"
+        yield f"--recompute-num-layers {s.recompute_layers or 1}"
     elif s.recompute == "selective":
         yield "--recompute-granularity selective"
     yield from {"bf16": ["--bf16"], "fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}.get(

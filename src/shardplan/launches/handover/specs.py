@@ -95,7 +95,7 @@ def write_jax(plan: HandedPlan) -> WrittenFiles:
     if s.pipeline > 1:
         lines.append(f"pipeline={s.pipeline}: each stage is a program on its own part of the mesh")
     if s.recompute != "none":
-        lines.append(f"recompute={s.recompute} is jax.checkpoint around a layer, its policy the user's")
+        lines.append(f"recompute={s.recompute} is jax.checkpoint around {_layers(s)}, its policy the user's")
     if s.zero in (1, 2) and not s.fsdp:
         lines.append(f"zero={s.zero}: lay the optimizer's state by STATE; gradients follow where XLA finds it cheaper")
     held = {name: cut.held for name, cut in cuts.items()}
@@ -125,6 +125,11 @@ def write_jax(plan: HandedPlan) -> WrittenFiles:
     return WrittenFiles("jax", {"specs.py": text}, tuple(lines), s)
 
 
+def _layers(s: Strategy) -> str:
+    """Which layers are computed again."""
+    return "a layer" if s.recompute_layers is None else f"each of the first {s.recompute_layers} layers"
+
+
 def _spec_text(spec: Spec) -> str:
     words = ("None" if not a else f'"{a[0]}"' if len(a) == 1 else f"({', '.join(f'{x!r}' for x in a)})" for a in spec)
     return f"P({', '.join(words)})".replace("'", '"')
@@ -150,7 +155,7 @@ def write_torch(plan: HandedPlan) -> WrittenFiles:
     if s.sequence_parallel and s.tensor > 1:
         lines.append("sequence_parallel: norms and residuals are whole over tensor, which costs memory and no bytes")
     if s.recompute != "none":
-        lines.append(f"recompute={s.recompute}: torch.utils.checkpoint around a layer is the module's own")
+        lines.append(f"recompute={s.recompute}: torch.utils.checkpoint around {_layers(s)} is the module's own")
     kinds = {name.removesuffix(".weight").replace("{layer}", "*"): kind
              for name, cut in cuts.items() if (kind := _kind(name, cut.held))}  # fmt: skip
     group = s.shard or s.data

@@ -78,6 +78,9 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
     if not isinstance(s.recompute, str) or s.recompute == "selective":
         lines.append(f"recompute={s.recompute}; it runs as recompute=selective_op, every second product")
         s = replace(s, recompute="selective_op")
+    if s.recompute_layers is not None:
+        lines.append(f"recompute_layers={s.recompute_layers}; it runs as recompute={s.recompute} of all layers")
+        s = replace(s, recompute_layers=None)
     if s.expert > 1 and s.tensor * s.context > 1:
         lines.append("experts over devices of data first; they are over the innermost of data, context and tensor")
     if plan.order != ORDER and len([n for n in ORDER if getattr(s, n) > 1]) > 1:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.work import LocalMove
 
@@ -56,8 +56,7 @@ def step_causes(form: ClosedForm, c: Configurations) -> Mapping[str, Floats]:
     for name, options in (("stage messages", {"waiting": False}), ("gathers", {"waiting": False, "bare": True})):
         now = form.work_seconds(c, every, **options)
         found[name], left = left - now, now
-    plain = Configurations({**c.columns, "recompute": np.full(len(c), CODES["recompute"].index("none"))})
-    once = form.work_seconds(plain, every, waiting=False, bare=True)
+    once = form.work_seconds(c.without_recompute(), every, waiting=False, bare=True)
     return {
         "compute": once,
         "recompute": left - once,

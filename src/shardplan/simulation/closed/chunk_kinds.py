@@ -101,6 +101,20 @@ def pipeline_kinds(
     return PipelineKinds(counts, of_chunk, combinations, held, whole, late, alive, at_work[kept], rank[kept])
 
 
+def _split_counts(counts: Floats, first: Ints) -> Floats:
+    """The layers of each run among the first ones of a chunk, and those behind: [2 runs + 2, kinds, n].
+
+    A layer of a run may stand for several that are alike by turns, as in the loops of jobs.
+    """
+    rows: list[Floats] = []
+    left = np.broadcast_to(first * 1.0, counts.shape[1:])
+    for run in counts[:-2]:
+        some = np.minimum(run, left)
+        rows += [some, run - some]
+        left = left - some
+    return np.stack([*rows, *counts[-2:]])
+
+
 def _undominated(moments: Floats, at_work: Ints) -> Ints:
     """Return the places of moments, each once, to which no other with the same kind at work is above in all."""
     _, places = np.unique(np.column_stack([moments, at_work]), axis=0, return_index=True)
@@ -160,6 +174,8 @@ class ChunkKinds:
         taken = {name: x[..., which] for name, x in tables.items()}
         taken["whole"] = taken["whole"] * times
         taken["late"] = taken["late"] * times
+        if c.splits:
+            taken["counts"] = _split_counts(taken["counts"], col["recompute_layers"])
         return ChunkKinds(**taken, pipelines=tuple(found), which=which, layers=sum(runs))
 
     def sums(self, rows: Floats) -> Floats:

@@ -15,6 +15,7 @@ from shardplan.strategy.strategy import LOSS, RECOMPUTE, Strategy
 
 Ints = np.ndarray
 Floats = np.ndarray
+ALL = 2**31  # layers that are computed again where a strategy does not say how many
 MOST = 2**62  # of a code that 64 bits hold
 # Blocks of axes, outermost on the hardware first: who of a strategy's devices lie next to each other. `together` is no
 # order: of every collective the one of all orders in which it costs least, so that no order is below it.
@@ -34,12 +35,12 @@ CODES: Mapping[str, tuple[Any, ...]] = {
 }
 NUMBERS = (
     "data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero",
-    "offload_layers", "loss_chunks", "shard",
+    "offload_layers", "loss_chunks", "shard", "recompute_layers",
 )  # fmt: skip
 FLAGS = ("sequence_parallel", "fsdp", "tensor_overlap")
 # What a column holds where a strategy has no such field, or says nothing.
 DEFAULTS: Mapping[str, int] = {**dict.fromkeys(NUMBERS, 1), **dict.fromkeys(FLAGS, 0), **dict.fromkeys(CODES, 0),
-                               "zero": 0, "offload_layers": 0, "shard": 0}  # fmt: skip
+                               "zero": 0, "offload_layers": 0, "shard": 0, "recompute_layers": ALL}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +70,8 @@ class Configurations:
                     raise LayoutError(f"many strategies at once: {name}={getattr(s, name)!r}; legal is {plain!r}")
         columns: dict[str, Ints] = {}
         for name in (*NUMBERS, *FLAGS):
-            said = [getattr(s, name, DEFAULTS[name]) or 0 for s in rows]  # no `shard` is 0: all replicas
+            said = [getattr(s, name, DEFAULTS[name]) for s in rows]
+            said = [DEFAULTS[name] if x is None else x for x in said]  # no `shard` is 0: all replicas
             columns[name] = np.asarray(said, dtype=bool if name in FLAGS else np.int64)
         for name, legal in CODES.items():
             columns[name] = np.asarray(
@@ -103,6 +105,25 @@ class Configurations:
         c = self.columns
         return c["data"] * c["tensor"] * c["pipeline"] * c["context"]
 
+    def without_recompute(self) -> Configurations:
+        """Return them with nothing that is computed again."""
+        plain = {name: np.full(len(self), DEFAULTS[name]) for name in ("recompute", "recompute_layers")}
+        return Configurations({**self.columns, **plain})
+
+    @property
+    def splits(self) -> bool:
+        """Whether of any some layers are computed again and others not: of each run there are two kinds then."""
+        return bool((self.columns["recompute_layers"] != ALL).any())
+
+    def recompute_codes(self, runs: int) -> Ints:
+        """Return what is computed again of the layers in each row of their tables, codes [rows, n].
+
+        There is a row a run; where any `splits` two of them, of layers computed again and of those behind.
+        """
+        code = self.columns["recompute"]
+        rows = (code, np.zeros_like(code) if self.splits else code)
+        return np.stack([rows[k % 2] for k in range(runs)]) if self.splits else np.repeat(code[None], runs, axis=0)
+
     def order(self, k: int) -> tuple[str, ...]:
         """Return how the axes of one lie on the hardware, outermost first."""
         return CODES["order"][int(self.columns["order"][k])]
@@ -134,6 +155,7 @@ class Configurations:
         said: dict[str, Any] = {name: self.columns[name][k].item() for name in (*NUMBERS, *FLAGS)}
         said |= {name: legal[int(self.columns[name][k])] for name, legal in CODES.items() if name != "order"}
         said["shard"] = said["shard"] or None
+        said["recompute_layers"] = None if said["recompute_layers"] == ALL else said["recompute_layers"]
         plain = {name: DEFAULTS[name] for name in ("offload_layers", "tensor_overlap")} | {"attention": None}
         fields = Strategy.__dataclass_fields__
         for name in [name for name, value in plain.items() if name not in fields and said[name] == value]:

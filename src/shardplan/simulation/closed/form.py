@@ -152,8 +152,8 @@ class ClosedForm:
         `events` of the busiest rank alone, which no order of passes is below. Bytes are of state dealt out to all
         replicas, of layers the inputs that wait, and a layer at work.
         """
-        plain = {"recompute": np.zeros(len(c), dtype=np.int64), "zero": np.full(len(c), 2)}
-        bare = Configurations({**c.columns, **plain, "fsdp": np.zeros(len(c), dtype=bool)})
+        bare = Configurations({**c.without_recompute().columns, "zero": np.full(len(c), 2),
+                               "fsdp": np.zeros(len(c), dtype=bool)})  # fmt: skip
         out = np.zeros((2, len(c)))
         for reading, where, one, cost in self.classes(bare):
             kinds = ChunkKinds.of(reading.layers, one)
@@ -344,7 +344,8 @@ class ClosedForm:
         whole = CODES["loss"][int(c.columns["loss"][0])] == "whole"
         rotates = context in ("ring", "zigzag")
         asked = KernelsAsked(device, dtype, attention, whole, context == "ring", copies, rotates)
-        return layer_costs(reading, asked, self.collectives(), sizes, strides).at(back)
+        found = layer_costs(reading, asked, self.collectives(), sizes, strides).at(back)
+        return found.split() if c.splits else found
 
     def collectives(self) -> CollectivePrices:
         """Return what collectives are priced by."""

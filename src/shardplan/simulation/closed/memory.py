@@ -150,7 +150,7 @@ def saved(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
     """Return what a layer of each run keeps of a microbatch, and what it has at work while it runs back: [runs, n]."""
     col, rows = c.columns, cost.rows
     zero: Floats = np.zeros_like(rows["saved"])
-    unfused, again = col["attention"] == UNFUSED, col["recompute"]
+    unfused, again = col["attention"] == UNFUSED, c.recompute_codes(len(rows["saved"]) - 2)
     scores = rows.get("scores", zero)[:-2] * MEGATRON_2021.score * unfused
     masks = MEGATRON_2021.mask * cost.carried / 2 * unfused
     narrow = np.isin(col["precision"], [CODES["precision"].index(name) for name in NARROW])

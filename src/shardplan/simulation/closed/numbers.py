@@ -197,6 +197,11 @@ class LayerCost:
     carried: Floats  # bytes that go from layer to layer, [n]
     degrees: Mapping[str, Floats]
 
+    def split(self) -> LayerCost:
+        """Return it with two rows a run: of layers that are computed again, and of those behind them."""
+        twice = {name: np.concatenate([np.repeat(x[:-2], 2, axis=0), x[-2:]]) for name, x in self.rows.items()}
+        return LayerCost(twice, self.carried, self.degrees)
+
     def at(self, back: np.ndarray) -> LayerCost:
         """Return it for configurations of which `back` says whose cost each has."""
         return LayerCost(

@@ -167,11 +167,9 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
     busy = rows.get(f"compute {name}", zero)
     launches = rows.get(f"launches {name}", zero)
     if phase == BACKWARD:
-        layers = np.ones((len(zero), 1))
-        layers[-2:] = 0  # only layers are computed again
-        full, some, second = (
-            col["recompute"] == CODES["recompute"].index(k) for k in ("full", "selective", "selective_op")
-        )
+        again = np.zeros(zero.shape, dtype=np.int64)
+        again[:-2] = c.recompute_codes(len(zero) - 2)  # only layers are computed again
+        full, some, second = (again == CODES["recompute"].index(k) for k in ("full", "selective", "selective_op"))
         needed = rows.get("again needed", zero) + rows.get("again moves needed", zero) * moves
         rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
         # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
@@ -179,8 +177,8 @@ def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, de
         attention = rows.get("attention", zero)
         # Of what is needed attention and what was moved are kept, and every second product.
         every_second = np.maximum(0.0, rows.get("again needed", zero) - attention) / 2
-        busy = busy + layers * (full * whole + some * attention + second * every_second)
-        launches = launches + layers * full * rows.get("again launches", zero)
+        busy = busy + full * whole + some * attention + second * every_second
+        launches = launches + full * rows.get("again launches", zero)
         parts = col["loss"] == CODES["loss"].index("chunked")
         busy = busy + parts * rows.get("again of a loss", zero)
         # What a microbatch finds is cast, and where it is the replica's own, added to what there is.

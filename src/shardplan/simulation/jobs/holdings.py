@@ -12,6 +12,7 @@ from shardplan.core.nested import as_nested
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import Holdings, rank_actions, rank_updates, stage_holdings
 from shardplan.strategy.partition.programs import TOTAL
+from shardplan.strategy.partition.recomputed_layers import model_name
 
 
 class HeldPeak(NamedTuple):
@@ -46,7 +47,7 @@ def attributed(job: Job, found: Holdings, rank: int | None = None) -> HeldPeak:
     tensors: dict[str, int] = {}
     for s in mine:
         for name, n in stages[s].state.items():
-            plain = name.partition(".copy")[0] in job.model.parameters
+            plain = model_name(name) in job.model.parameters
             owner = "gradients" if name.startswith(TOTAL) else "parameters" if plain else "optimizer"
             parts[owner] += n
             tensors[job.key(s, name)] = n

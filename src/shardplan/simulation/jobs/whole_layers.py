@@ -13,12 +13,15 @@ from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
 from shardplan.simulation.jobs.framework_ops import is_movement
 from shardplan.simulation.jobs.timing import Node, TimedLoop, TimedOp
+from shardplan.strategy.partition.recomputed_layers import has_rows_behind
 
 
 def with_whole_layers(
     nodes: Sequence[Node], program: Program, forward: Sequence[Node], source: Program
 ) -> tuple[Node, ...]:
     """Return the ops of a backward program whose layers run all that they computed, each before what it is for.
+
+    Layers behind those that are computed again run nothing of it.
 
     Args:
         nodes: Its ops.
@@ -31,7 +34,8 @@ def with_whole_layers(
     for node in nodes:
         if isinstance(node, TimedLoop) and runs and runs[-1][0].times == node.times:
             loop, body = runs.pop()
-            node = replace(node, late=(*_left_out(node, _body(program, node), loop, body), *node.late))
+            if not has_rows_behind(source.steps[loop.number].operands):
+                node = replace(node, late=(*_left_out(node, _body(program, node), loop, body), *node.late))
         found.append(node)
     return tuple(found)
 

@@ -50,11 +50,7 @@ class Loop:
     block: LineBlock
     first: int
     end: int
-
-    @property
-    def enters(self) -> bool:
-        """Whether it runs first, on what the loop is given, and not on what another stage carried so far."""
-        return self.end == self.op.times if self.op.backwards else self.first == 0
+    sources: tuple[tuple[int, str] | None, ...] = ()  # of what is carried, where another stage made it so far
 
 
 @dataclass(frozen=True, slots=True, eq=False)

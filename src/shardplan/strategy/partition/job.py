@@ -30,6 +30,7 @@ from shardplan.strategy.partition.programs import (
     UPDATES,
     saved_of_state,
 )
+from shardplan.strategy.partition.recomputed_layers import model_name
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.shares import AxisShare, axis_shares
 from shardplan.strategy.partition.tables import Layouts
@@ -39,7 +40,7 @@ from shardplan.strategy.strategy import Strategy
 
 
 class StatePart(NamedTuple):
-    """Of a value on a stage: the model's name of it, and which of its rows are there, None for all."""
+    """Of a value on a stage: its name there (`model_name` is the model's), and which of its rows, None for all."""
 
     stage: int
     name: str
@@ -149,7 +150,7 @@ class Job:
         tensor=2: 0.500 of operations, 0.500 of bytes held, 0.601 of bytes touched; even is 0.500; whole: no parameter
         """
         parameters = self.model.parameters.keys()
-        named = ((part.name.removeprefix(TOTAL), self.state[key]) for key, part in self.parts.items())
+        named = ((model_name(part.name.removeprefix(TOTAL)), self.state[key]) for key, part in self.parts.items())
         state = [(name, t) for name, t in named if name in parameters or name.rpartition(".")[0] in parameters]
         return axis_shares(self.model, self.settled, state)
 

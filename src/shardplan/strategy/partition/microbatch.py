@@ -9,8 +9,8 @@ of its own on each: its copies have gradients of their own, which the optimizer'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardplan.core.dim_names import dim_names
 from shardplan.core.gradients import Keep, Origin
@@ -28,10 +28,10 @@ from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.loss import with_loss
 from shardplan.strategy.partition.opening import Refused, in_rounds, opened
+from shardplan.strategy.partition.recomputed_layers import COPY, Rows, SplitLayers, split_layers
 from shardplan.strategy.training import SCALE, rename_values, training_program
 
 WEIGHT = "weight"  # the input that says what every sequence counts
-Rows = tuple[int, int]  # of the layers of a loop, those of a stage
 Recompute = str | tuple[str, ...]
 
 
@@ -40,12 +40,15 @@ class StageCuts:
     """Of the steps of a forward program the stage of each, None where all that read it make it; of loops the rows.
 
     `starts` are the first layers of the stages. A step is on the stage where the loop before it ends, and what adds to
-    the cotangents of a loop, with it, before it.
+    the cotangents of a loop, with it, before it. Where loops were split (`recomputed_layers`), `stacks` has what their
+    rows are in the model's stacks, and `behind` by loop the one that follows it in every stage.
     """
 
     stages: tuple[int | None, ...]
     rows: Mapping[int, tuple[Rows, ...]]
     starts: tuple[int, ...]
+    stacks: Mapping[int, tuple[Rows, ...]] = field(default_factory=dict[int, tuple[Rows, ...]])
+    behind: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Microbatch:
     """The lines of a microbatch, of which the first `count` are forward.
 
     `gradients` has the value that is an input's gradient, `copies` the parameter that an input copies, `dims` the names
-    of every input's dims.
+    of every input's dims; `behind` has the stack of which an input has the rows that are not computed again.
     """
 
     block: LineBlock
@@ -63,6 +66,7 @@ class Microbatch:
     gradients: Mapping[str, str]
     copies: Mapping[str, str]
     dims: Mapping[str, tuple[str, ...]]
+    behind: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def microbatch(
@@ -72,6 +76,7 @@ def microbatch(
     recompute: Recompute,
     refused: Refused,
     *,
+    again: int | None = None,
     even: bool = True,
     rounds: bool = False,
     starts: Sequence[int] | None = None,
@@ -79,7 +84,8 @@ def microbatch(
 ) -> Microbatch:
     """Return the program of one of `count` microbatches, cut into stages, which begin with the layers `starts`.
 
-    Where they are not `even`, an input `weight` says what every sequence counts in a loss over all of them. With
+    Of a stage the first `again` layers are computed again, by default all. Where microbatches are not `even`, an input
+    `weight` says what every sequence counts in a loss over all of them. With
     `rounds` ops are in rounds where they can be; with `loss_chunks` the loss is in one pass, over so many parts.
     """
     program = model.forward or model.program
@@ -94,7 +100,15 @@ def microbatch(
         dims[WEIGHT] = ("batch",)
     program, inside = opened(program, dims, refused)
     cuts = cut(program, stages, starts)
-    program, copies = _copied(program, cuts, model.parameters)
+    kept, behind = frozenset[int](), dict[str, str]()
+    if again is not None:
+        halves = split_layers(program, cuts.rows, again)
+        inside = {*inside, *_like(halves, program, inside)}
+        program, kept, behind = halves.program, halves.kept, dict(halves.inputs)
+        where = tuple(cuts.stages[number] for number in halves.numbers)
+        cuts = StageCuts(where, halves.loops, cuts.starts, halves.rows, halves.behind)
+        dims = {name: dims[behind.get(name, name)] for name, _ in program.inputs}
+    program, copies = _with_copies(program, cuts, model.parameters)
     dims |= {copy: dims[name] for copy, name in copies.items()}
     if not model.fields["training"]:
         names = dim_names(program, dims)
@@ -102,15 +116,16 @@ def microbatch(
     if count > 1 and even and COUNT not in dims:
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
-    wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
+    wanted = [name for name in model.gradients if name in dims]
+    wanted += [name for name, of in (*copies.items(), *behind.items()) if of in model.gradients]
     scale = {SCALE: model.fields.get(SCALE, 0.0)}
-    made = training_program(program, wanted, settings=scale, keep=_keep(program, recompute, inside))
+    made = training_program(program, wanted, settings=scale, keep=_keep(program, recompute, inside, kept))
     dims |= {name: () for name, _ in made.program.inputs if name not in dims}
     names = {g: f"new.{g}" for g in made.gradients.values()}  # `gradient.w` is what they are added to
     found = {w: names[g] for w, g in made.gradients.items()}
     whole = rename_values(made.program, names)
     block = flow(whole, dim_names(whole, dims, made.origins))
-    return Microbatch(block, len(program.steps), cuts, made.origins, found, copies, dims)
+    return Microbatch(block, len(program.steps), cuts, made.origins, found, copies, dims, behind)
 
 
 def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> StageCuts:
@@ -150,6 +165,14 @@ def cut(program: Program, stages: int, starts: Sequence[int] | None = None) -> S
     return StageCuts(tuple(where), rows, tuple(starts))
 
 
+def _like(halves: SplitLayers, program: Program, inside: set[Step]) -> Iterator[Step]:
+    """Yield the steps of loops that are kept which stand for some of the program's."""
+    for k in halves.kept:
+        pairs = zip(*(dict(_loops(p))[n].body.steps for p, n in ((program, halves.numbers[k]), (halves.program, k))),
+                    strict=True)  # fmt: skip
+        yield from (new for old, new in pairs if old in inside)
+
+
 def _loops(program: Program) -> list[tuple[int, Nested]]:
     return [(k, op) for k, step in enumerate(program.steps) if (op := as_nested(step.op)) is not None]
 
@@ -171,7 +194,7 @@ def _step_flops(program: Program, number: int) -> float:
     return op.flops(*program.step_types(step)[0]) if op else 0.0
 
 
-def _copied(program: Program, cuts: StageCuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:
+def _with_copies(program: Program, cuts: StageCuts, parameters: Mapping[str, object]) -> tuple[Program, dict[str, str]]:
     """A program in which a parameter that is read on several stages is an input for each; and what copies what."""
     readers: dict[str, set[int]] = {}
     for step, stage in zip(program.steps, cuts.stages, strict=True):
@@ -180,7 +203,7 @@ def _copied(program: Program, cuts: StageCuts, parameters: Mapping[str, object])
         for o in step.operands:
             if o in parameters:
                 readers.setdefault(o, set()).add(stage)
-    copies = {(o, s): f"{o}.copy{s}" for o, found in readers.items() for s in sorted(found)[1:]}
+    copies = {(o, s): f"{o}{COPY}{s}" for o, found in readers.items() for s in sorted(found)[1:]}
     if not copies:
         return program, {}
     types = program.types
@@ -209,19 +232,20 @@ def _scaled(program: Program, count: int) -> Program:
     return Program(inner.inputs, (*inner.steps, step), outputs)
 
 
-def _keep(program: Program, recompute: Recompute, inside: set[Step]) -> Keep:
+def _keep(program: Program, recompute: Recompute, inside: set[Step], kept: Collection[int]) -> Keep:
     """Which results are kept for the backward pass: of opened ops those that are smaller than what they are made of.
 
     Of steps in bodies `full` keeps none, `selective` all but attention's, `selective_op` attention and every second
-    product (the first, the third), names all but those of ops of these names. Of a loss in parts nothing large is
-    kept, nor the head as it is gathered for it.
+    product (the first, the third), names all but those of ops of these names; but loops that are `kept`. Of a loss in
+    parts nothing large is kept, nor the head as it is gathered for it.
     """
-    bodies = [op.body for _, op in _layers(program)]
+    every = [op.body for _, op in _layers(program)]
+    bodies = [op.body for k, op in _layers(program) if k not in kept]
     parts = [(k, op.body) for k, op in _loops(program) if not op.carried_count]
     steps = {step for body in bodies for step in body.steps}
     small = {
         step
-        for one in (program, *bodies, *(body for _, body in parts))
+        for one in (program, *every, *(body for _, body in parts))
         for step in one.steps
         if step in inside and _size(one, step.results) < _size(one, step.operands)
     }

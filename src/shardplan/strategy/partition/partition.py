@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
-from shardplan.core.mesh import Mesh
 from shardplan.core.nested import row, rows
 from shardplan.core.program import Program
 from shardplan.core.rebase import rebased_type
@@ -23,7 +22,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.partition.fitting import fitted
 from shardplan.strategy.partition.flow import Key, Line, Loop
-from shardplan.strategy.partition.job import Job, Programs, StatePart, Transfer
+from shardplan.strategy.partition.job import Job, Programs, StatePart
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
 from shardplan.strategy.partition.opening import refuses
 from shardplan.strategy.partition.order import check_predicted, ordered
@@ -31,6 +30,7 @@ from shardplan.strategy.partition.prefetch import early
 from shardplan.strategy.partition.prices import prices_on
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
 from shardplan.strategy.partition.programs import CLIPPED_UPDATES, RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
+from shardplan.strategy.partition.recomputed_layers import behind_name, model_name
 from shardplan.strategy.partition.refusals import check_bucket, check_kept
 from shardplan.strategy.partition.row_plans import RowPlans
 from shardplan.strategy.partition.serve_remedies import warn_of_replication
@@ -39,7 +39,8 @@ from shardplan.strategy.partition.split import Halves, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.style_tables import AskedLayouts, read_layouts
 from shardplan.strategy.partition.tables import LAYER, Layouts
-from shardplan.strategy.partition.updates import clip_transfers, write_updates
+from shardplan.strategy.partition.transfers import SharedParameter, list_transfers
+from shardplan.strategy.partition.updates import write_updates
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
 from shardplan.strategy.strategy import AXES, BATCH, Strategy
@@ -116,6 +117,7 @@ class _Partition:
             strategy.microbatches,
             strategy.recompute,
             self._refused,
+            again=strategy.recompute_layers,
             even=even,
             starts=self.starts,
             rounds=strategy.rotates,
@@ -130,7 +132,7 @@ class _Partition:
     def _check_layouts(self) -> None:
         """Refuse tables that say what there is not; dims that the strategy's own serve are legal in any model."""
         dims = {name: [d for d in mine if d != LAYER] for name, mine in self.model.dims.items()}
-        gradients = {f"{TOTAL}{name}": dims[name] for name in self.micro.gradients if name in self.model.parameters}
+        gradients = {f"{TOTAL}{name}": dims[name] for name in map(self._of, self.micro.gradients)}
         lines = [line for block in self.micro.block.every() for line in block.lines if isinstance(line, Line)]
         served = {name: None for line in lines for names in line.names.values() for name in names}
         own = {dim: None for _, groups in self.strategy.layouts(self.model).serve for group in groups for dim in group}
@@ -145,8 +147,8 @@ class _Partition:
                 raise LayoutError(f"{what}; legal are {', '.join(AXES)}")
 
     def _of(self, name: str) -> str:
-        """The model's name of an input: a copy's parameter."""
-        return self.micro.copies.get(name, name)
+        """The model's name of an input: a copy's parameter, or the stack that it has rows of."""
+        return self.micro.copies.get(name, self.micro.behind.get(name, name))
 
     def _held(self, name: str) -> Layout:
         return self.layouts.held_layout(self._of(name), self.micro.dims[name], self.mesh)
@@ -171,6 +173,10 @@ class _Partition:
             t, of = types[self._of(name)], f"{TOTAL}{self._of(name)}"
             t = TensorType(self.strategy.total_dtype or t.dtype, t.shape, (), t.mesh)
             out[TOTAL + name] = self.layouts.stored_type(of, self.micro.dims[name], t, self.mesh, self.held[name])
+        for behind, name in self.micro.behind.items():
+            out[behind] = out[name]
+            kept = [n for n in model.replaced if n.rpartition(".")[0] == name and n not in model.parameters]
+            out |= {behind_name(n, name): out[n] for n in kept}
         return out | {copy: out[name] for copy, name in self.micro.copies.items()}
 
     def settled(self) -> tuple[Settled, dict[Key, tuple[str, TensorType]]]:
@@ -260,9 +266,9 @@ class _Partition:
             written = early(written, self.held, asked=self.strategy.prefetch is True)
         types = self._types(written)
         if self.training and self.model.fields["optimizer"]:
+            owned = {*self.model.gradients, *self.micro.behind}
             gradients = {
-                stage.number: {n: self._copies(n) for n in types[stage.number] if n in self.model.gradients}
-                for stage in self.stages
+                stage.number: {n: self._copies(n) for n in types[stage.number] if n in owned} for stage in self.stages
             }
             written |= write_updates(writers, gradients, types, once)
         for (stage, kind), one in [*written.items()] if self.chains > 1 else ():
@@ -273,7 +279,7 @@ class _Partition:
 
     def _better(self, settled: Settled) -> tuple[int, ...]:
         """The cut by what layers weigh as they are settled."""
-        kept = [name for name in self.model.replaced if name not in self.model.parameters]
+        kept = [n for n in self.state if model_name(n) in self.model.replaced.keys() - self.model.parameters.keys()]
 
         def size(name: str, of_row: bool) -> int:
             mine = [name, TOTAL + name, *(n for n in kept if n.rpartition(".")[0] == name)]
@@ -311,13 +317,15 @@ class _Partition:
                 t, total = mine[name], TOTAL + name
                 mine[total] = self._as_many(self.state[total], t)
                 for state, u in self.state.items():
-                    if state.rpartition(".")[0] == name and state in model.replaced and state not in model.parameters:
+                    of = model_name(state)
+                    if state.rpartition(".")[0] == name and of in model.replaced and of not in model.parameters:
                         mine[state] = self._as_many(u, t)
             if self.training:
                 mine |= {n: self.state[n] for n in ("step", "lr", "decay", SCALE, SKIPPED) if n in self.state}
             found.append(mine)
         state = {n for n in self.model.replaced if n not in self.model.parameters}
-        return [*found, *({n: t for n, t in mine.items() if n not in state} for mine in found * (self.chains - 1))]
+        without = [{n: t for n, t in mine.items() if model_name(n) not in state} for mine in found]
+        return [*found, *without * (self.chains - 1)]
 
     def _as_many(self, t: TensorType, like: TensorType) -> TensorType:
         """A type with as many rows as another of its value."""
@@ -345,55 +353,35 @@ class _Partition:
                 key = n if len(types) == 1 else f"s{s}.{n}"
                 state[key] = rebased_type(t, onto[s])
                 parts[key] = StatePart(s, n, self._rows(s % self.count, n))
-        transfers = tuple(self._transfers(written, meshes, types))
+        shared = self._shared_parameters(types)
+        made = list_transfers(written, self.mesh, meshes, types, self.boundaries, shared, self.count, self.where)
         gradients = set(self.micro.gradients.values())
-        outputs = {o: self._batch_dim(o) for o in self.micro.block.outputs if o not in {*self.replaced, *gradients}}
+        outputs = {model_name(o): self._batch_dim(o) for o in self.micro.block.outputs
+                   if o not in {*self.replaced, *gradients}}  # fmt: skip
         batch = tuple(n for n, dims in self.micro.dims.items() if "batch" in dims and n not in self.model.replaced)
         movements: Mapping[tuple[int, str], tuple[Movement, ...]] = {k: one.movements for k, one in written.items()}
         return Job(self.model, self.strategy, self.layouts, self.schedule, programs, MappingProxyType(state),
-                   MappingProxyType(parts), transfers, batch, MappingProxyType(outputs), MappingProxyType(movements),
+                   MappingProxyType(parts), tuple(made), batch, MappingProxyType(outputs), MappingProxyType(movements),
                    settled)  # fmt: skip
 
     def _rows(self, stage: int, name: str) -> tuple[int, int] | None:
         """Which rows of a stack a stage has; of what is kept of a parameter those of the parameter."""
         plain = name.removeprefix(TOTAL)
-        for of in (plain, plain.rpartition(".")[0]) if self.count > 1 else ():
+        for of in (plain, plain.rpartition(".")[0]) if self.count > 1 or self.micro.behind else ():
             for line in self.stages[stage].forward:
                 if isinstance(line, Loop) and of in line.operands[len(line.operands) - line.op.cut :]:
-                    return line.first, line.end
+                    return self.micro.cuts.stacks.get(line.number, self.micro.cuts.rows[line.number])[stage]
         return None
 
     def _batch_dim(self, name: str) -> int | None:
         dims = self.micro.block.dims[name]
         return next((d for d, names in enumerate(dims) if names == ("batch",)), None)
 
-    def _transfers(
-        self,
-        written: Mapping[tuple[int, str], WrittenProgram],
-        meshes: list[Mesh],
-        types: list[dict[str, TensorType]],
-    ) -> Iterator[Transfer]:
-        """Yield what goes between stages: of passes, and around the optimizer of parameters with copies."""
-        ways = [(b, chain * self.count) for chain in range(self.chains) for b in self.boundaries]
-        for b, first in ways:
-            (s, value), (t, local) = (b.source[0] + first, b.source[1]), (b.target[0] + first, b.target[1])
-            sent = written[s, b.kind].sent[value]
-            source, target = (
-                rebased_type(written[s, b.kind].program.types[sent], {self.mesh: meshes[k]}) for k in (s, t)
-            )
-            yield Transfer(b.kind, (s, sent), (t, RECEIVED + local), (source, target), self.where)
+    def _shared_parameters(self, types: list[dict[str, TensorType]]) -> Iterator[SharedParameter]:
+        """Yield the parameters that several stages have: copies, and those of the second chain."""
         copies = [(n, of) for n, of in self.micro.copies.items() if of in self.model.gradients]
-        places = [(next(s for s, mine in enumerate(types) if n in mine), n, n, of) for n, of in copies]
-        second = range(self.count, len(types))
-        places += [(s, n, n + TWIN, self._of(n)) for s in second for n in types[s] if n in self.micro.gradients]
-        for away, copy, called, name in places:
-            home = away % self.count
-            home = home if name in types[home] else next(s for s, mine in enumerate(types) if name in mine)
-            for kind, s, t, n, m in (
-                ("total", away, home, TOTAL + copy, TOTAL + called),
-                ("OPT", home, away, name, copy),
-            ):
-                u = types[home][TOTAL + name] if kind == "total" else types[home][name]
-                source, target = (rebased_type(u, {self.mesh: meshes[k]}) for k in (s, t))
-                yield Transfer(kind, (s, n), (t, m), (source, target), self.where)
-        yield from clip_transfers(written, self.mesh, meshes, self.where)
+        for n, of in copies:
+            yield SharedParameter(next(s for s, mine in enumerate(types) if n in mine), n, n, of)
+        for s in range(self.count, len(types)):
+            for n in [n for n in types[s] if n in self.micro.gradients]:
+                yield SharedParameter(s, n, n + TWIN, self.micro.copies.get(n, n))

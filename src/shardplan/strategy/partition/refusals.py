@@ -11,6 +11,7 @@ from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.strategy.partition.microbatch import Microbatch
 from shardplan.strategy.partition.programs import WrittenProgram
+from shardplan.strategy.partition.recomputed_layers import model_name
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.strategy import Strategy
 
@@ -27,7 +28,7 @@ def check_kept(
         and any(t != made for t in settled.kept.get(source, ()))
     ]
     sources = (settled.sources[key].name for key in moved)
-    names = {micro.copies.get(name, name) for name in sources}
+    names = {model_name(name) for name in sources}
     dims = {dim for path, name in moved for of in blocks[path].dims[name] for dim in of}
     for said in border.names("keep", strategy.keep):
         if said not in dims and not any(fnmatchcase(name, said) for name in names):

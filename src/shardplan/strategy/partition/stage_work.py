@@ -14,6 +14,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.programs import TOTAL, values_of
+from shardplan.strategy.partition.recomputed_layers import has_rows_behind, model_name
 from shardplan.strategy.partition.split import KEPT
 from shardplan.strategy.partition.tables import LAYER
 from shardplan.strategy.runtimes import READS_ROWS, Runtime
@@ -66,13 +67,15 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
     layers = [(op, names) for op, names in loops if op.carried_count]
     scores = [runtime.score * _scores(op.body) for op, _ in layers]
     masks = [runtime.mask * math.prod(op.body.input_types[0].local_shape(0)) for op, _ in layers]
-    again = strategy.recompute
+    # What of it is computed again; of layers behind those nothing.
+    hows = ["none" if has_rows_behind(names) else strategy.recompute for _, names in layers]
     outputs = [_attention_bytes(op.body) for op, _ in layers]  # which Megatron keeps, and our programs make again
     kept = [
         op.times * (s * (again == "none") + m * (again != "full") + o * (again == "selective"))
-        for (op, _), s, m, o in zip(layers, scores, masks, outputs, strict=True)
+        for (op, _), s, m, o, again in zip(layers, scores, masks, outputs, hows, strict=True)
     ]
-    more = max((s * (again != "none") + m * (again == "full") for s, m in zip(scores, masks, strict=True)), default=0)
+    busy = (s * (a != "none") + m * (a == "full") for s, m, a in zip(scores, masks, hows, strict=True))
+    more = max(busy, default=0)
     apart = runtime.apart and strategy.zero > 0 and gradient != weight
     state = sum(weight * _held_elements(job, n) * held[n].layers for n in mine) if apart else 0
     found: dict[str, int] = {}
@@ -150,7 +153,7 @@ def _of_parameters(op: Nested, parameters: frozenset[str], cotangents: set[str])
 
 def _plain(name: str) -> str:
     """Return the name of a parameter, of which this is a copy, or what the forward pass gathered of it."""
-    return name.removeprefix("saved.").partition(".copy")[0]
+    return model_name(name.removeprefix("saved."))
 
 
 def _widths(held: Mapping[str, HeldStack], parameters: Iterable[str]) -> tuple[int, int]:

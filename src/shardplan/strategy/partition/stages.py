@@ -39,9 +39,10 @@ class PipelineStage:
     received: tuple[str, ...] = ()
 
     def shape(self) -> tuple[object, ...]:
-        """Return what its programs hang on: lines, and how many rows of a loop."""
+        """Return what its programs hang on: lines, and of a loop how many rows it has, and what enters and leaves."""
         lines = (*self.forward, *self.backward)
-        return (*((x.number, x.end - x.first if isinstance(x, Loop) else 0) for x in lines), self.saved, self.received)
+        loops = ((x.number, x.end - x.first, x.operands, x.results) for x in lines if isinstance(x, Loop))
+        return (tuple(x.number for x in lines), *loops, self.saved, self.received)
 
 
 def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Boundary]]:
@@ -52,6 +53,7 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
     stages = [PipelineStage(s) for s in range(count)]
     light: Lines = []
     made: dict[str, int] = {}
+    chains = _Chains(micro, count)
     for line in micro.block.lines:
         forward = line.number < micro.count
         where = _where(micro, line, made)
@@ -60,8 +62,9 @@ def staged(micro: Microbatch, count: int) -> tuple[list[PipelineStage], list[Bou
             continue
         for s in where:
             lines = stages[s].forward if forward else stages[s].backward
-            lines.append(_piece(micro, line, s) if isinstance(line, Loop) else line)
-        made.update(dict.fromkeys(line.results, max(where) if forward else min(where)))
+            piece = chains.piece(line, s) if isinstance(line, Loop) else line
+            lines.append(piece)
+            made |= {r: (max if forward else min)(s, made.get(r, s)) for r in piece.results}
     inputs = {name for name, _ in micro.block.inputs}
     boundaries: list[Boundary] = []
     for stage in stages:
@@ -103,19 +106,57 @@ def _where(micro: Microbatch, line: Line | Loop, made: dict[str, int]) -> list[i
     return [max((made[o] for o in line.operands if o in made), default=0)]
 
 
-def _piece(micro: Microbatch, loop: Loop, stage: int) -> Loop:
-    """The rows of a loop that are a stage's; what it carries on from another stage has a name of its own.
+class _Chains:
+    """The loops of a model over its stages, in which what is carried goes from stage to stage.
 
-    What the loop began with may be read beside it: by the loop itself, as an invariant, and behind it.
+    Of layers that were split each stage runs those that are computed again and then the rest, and backward the other
+    way: one chain of two loops.
     """
-    origin = micro.origins[loop.number] if loop.number >= micro.count else None
-    rows = micro.cuts.rows[loop.number if origin is None or origin.forward is None else origin.forward]
-    first, end = rows[stage]
-    piece = replace(loop, first=first, end=end)
-    if piece.enters:
-        return piece
-    carried = tuple(f"carried.{r}" for r in loop.results[: loop.op.carried_count])
-    return replace(piece, operands=(*carried, *loop.operands[loop.op.carried_count :]))
+
+    def __init__(self, micro: Microbatch, count: int) -> None:
+        self.micro, self.count = micro, count
+        every = [line for line in micro.block.lines if isinstance(line, Loop)]
+        self.loops = {(line.number < micro.count, self._number(line)): line for line in every}
+
+    def _number(self, loop: Loop) -> int:
+        """The number of a loop, or of the one of which it makes the gradients."""
+        origin = self.micro.origins[loop.number] if loop.number >= self.micro.count else None
+        return loop.number if origin is None or origin.forward is None else origin.forward
+
+    def piece(self, loop: Loop, stage: int) -> Loop:
+        """Return the rows of a loop that are a stage's; what comes from another stage has a name of its own.
+
+        What the loop began with may be read beside it: by the loop itself, as an invariant, and behind it.
+        """
+        cuts, forward, number = self.micro.cuts, loop.number < self.micro.count, self._number(loop)
+        front = next((a for a, b in cuts.behind.items() if b == number), number)
+        both = [n for n in (front, cuts.behind.get(front)) if n is not None and (forward, n) in self.loops]
+        order = 1 if forward else -1
+        stops = [(s, n) for s in range(self.count) for n in both if cuts.rows[n][s][0] < cuts.rows[n][s][1]][::order]
+        head, tail = (self.loops[forward, n] for n in (both[::order][0], both[::order][-1]))
+        # All but sums of a loop's own: of two loops the second begins with what the first has carried.
+        pairs = enumerate(zip(tail.operands[: loop.op.carried_count], head.results, strict=False))
+        handed = range(loop.op.carried_count) if head is tail else [k for k, (a, b) in pairs if a == b]
+        operands, results = list(loop.operands), list(loop.results)
+        sources: list[tuple[int, str] | None] = []
+        for k in range(loop.op.carried_count):
+            mine = stops if k in handed else [stop for stop in stops if stop[1] == number]
+            at = mine.index((stage, number))
+            before = mine[at - 1] if at else None
+            sources.append(None)
+            if before is None:
+                operands[k] = head.operands[k] if k in handed else loop.operands[k]
+            elif before[0] == stage:
+                operands[k] = self.loops[forward, before[1]].results[k]
+            else:
+                operands[k] = f"carried.{loop.results[k]}"
+                sources[k] = before[0], self.loops[forward, before[1]].results[k]
+            if k in handed and at == len(mine) - 1:
+                results[k] = tail.results[k]
+        first, end = cuts.rows[number][stage]
+        return replace(
+            loop, first=first, end=end, operands=tuple(operands), results=tuple(results), sources=tuple(sources)
+        )
 
 
 def _with_light(lines: Lines, light: Sequence[Line | Loop], inputs: set[str], outputs: Iterable[str]) -> Lines:
@@ -137,9 +178,9 @@ def _boundaries(
     found: dict[str, Boundary] = {}
     for line in lines:
         for k, o in enumerate(line.operands):
-            if isinstance(line, Loop) and k < line.op.carried_count and not line.enters:
-                before = stage.number - 1 if kind == "F" else stage.number + 1
-                found.setdefault(o, Boundary(kind, (before, line.results[k]), (stage.number, o)))
+            source = line.sources[k] if isinstance(line, Loop) and k < line.op.carried_count else None
+            if source is not None:
+                found.setdefault(o, Boundary(kind, source, (stage.number, o)))
             elif o not in have and o not in found:
                 found[o] = Boundary(kind, (made[o], o), (stage.number, o))
         have = have | set(line.results)

@@ -62,12 +62,13 @@ def weighed(
                 saved = sum(_saved(settled, v) for v in (*kept, *sliced)) / line.op.times
                 found = found._replace(saved=saved, state=sum(state(name, True) for name in sliced))
             rows[number] = rows[number].and_(found)
-    layers = [rows[line.number] for line in micro.block.lines if isinstance(line, Loop) and line.number in rows
-              and line.number not in parts for _ in range(line.op.times)]  # fmt: skip
-    behind = [(rows[line.number], line.op.times) for line in micro.block.lines if isinstance(line, Loop)
-              and line.number in parts & rows.keys()]  # fmt: skip
-    for weight, times in behind:
-        ends[-1] = ends[-1].and_(weight, times)
+    times = {line.number: line.op.times for line in micro.block.lines if isinstance(line, Loop)}
+    for first, second in micro.cuts.behind.items():  # of each stage some, wherever it is cut: a layer weighs their mean
+        both = Weight().and_(rows[first], times[first]).and_(rows[second], times[second])
+        rows[first] = rows[second] = Weight(*(x / (times[first] + times[second]) for x in both))
+    layers = [rows[k] for k, n in times.items() if k in rows and k not in parts for _ in range(n)]
+    for k in sorted(parts & rows.keys()):
+        ends[-1] = ends[-1].and_(rows[k], times[k])
     layers[0], layers[-1] = layers[0].and_(ends[0]), layers[-1].and_(ends[-1] if len(ends) > 1 else Weight())
     return layers
 
