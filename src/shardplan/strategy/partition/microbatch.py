@@ -102,7 +102,8 @@ def microbatch(
     if count > 1 and even and COUNT not in dims:
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
-    wanted = [*model.gradients, *(copy for copy, name in copies.items() if name in model.gradients)]
+    wanted = {name: model.parameters[name] for name in model.gradients}
+    wanted |= {copy: wanted[name] for copy, name in copies.items() if name in wanted}
     scale = {SCALE: model.fields.get(SCALE, 0.0)}
     made = training_program(program, wanted, settings=scale, keep=_keep(program, recompute, inside))
     dims |= {name: () for name, _ in made.program.inputs if name not in dims}
