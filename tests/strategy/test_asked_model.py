@@ -105,9 +105,9 @@ def test_a_config_is_the_preset_that_was_made_of_it(name: str, tmp_path: Path) -
     found = asked.load()
     assert found.parameter_count == preset.parameter_count
     scaled = {"deepseek-v3": {"rope_scaling": "yarn factor=40 original_max_position_embeddings=163840"}}.get(name, {})
+    scaled |= {"dropout": 0.1, "embed_dropout": 0.1} if name == "gpt2-xl" else {}
     assert dict(found.fields) == {**preset.fields, **scaled}
-    said = {"deepseek-v3": ["num_nextn_predict_layers=1"],
-            "gpt2-xl": ["attn_pdrop=0.1", "embd_pdrop=0.1", "resid_pdrop=0.1"]}  # fmt: skip
+    said = {"deepseek-v3": ["num_nextn_predict_layers=1"], "gpt2-xl": ["attn_pdrop=0.1"]}
     assert asked.notes == tuple(f"left out: {text}" for text in said.get(name, []))
 
 
@@ -199,12 +199,15 @@ def test_a_model_is_loaded_from_a_config_of_which_everything_counts(tmp_path: Pa
         found = Model.load(name, seq=512, precision="bf16", optimizer="sgd")
         assert found.program == Model.load("llama3-8b", seq=512, precision="bf16", optimizer="sgd").program
     path.write_text(json.dumps(CONFIGS["gpt2-xl"] | {"embd_pdrop": 0.0}))
-    left = "no builder computes attn_pdrop=0.1, resid_pdrop=0.1; legal is a config without, or ignore="
+    left = "no builder computes attn_pdrop=0.1; legal is a config without, or ignore="
     with pytest.raises(ShardplanError, match=left):
         Model.load(str(path))
-    with pytest.raises(ShardplanError, match=r"ignore='embd_pdrop' of .*; legal are attn_pdrop, resid_pdrop"):
+    with pytest.raises(ShardplanError, match=r"ignore='embd_pdrop' of .*; legal are attn_pdrop"):
         Model.load(str(path), ignore=["embd_pdrop"])
-    assert Model.load(str(path), ignore=["attn_pdrop", "resid_pdrop"]).fields["layers"] == 48
+    found = Model.load(str(path), ignore=["attn_pdrop"])
+    assert (found.fields["dropout"], found.fields["embed_dropout"], found.dims["seeds"]) == (0.1, 0.0, ("batch",))
+    phi = read_config(model_config(OTHERS["Phi-3-mini-4k"][0] | {"resid_pdrop": 0.2, "embd_pdrop": 0.3}))
+    assert phi.fields["dropout"] == 0.2 and [*phi.left_out] == ["embd_pdrop"]
     with pytest.raises(ShardplanError, match=r"ignore=.* of gpt2, which is no config"):
         Model.load("gpt2", ignore=["attn_pdrop"])
 

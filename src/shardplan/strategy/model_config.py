@@ -68,7 +68,10 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "router_scale": ("routed_scaling_factor",),
     "attention_cap": ("attn_logit_softcapping",),
     "logit_cap": ("final_logit_softcapping",),
+    "dropout": ("resid_pdrop",),
+    "embed_dropout": ("embd_pdrop",),
 }
+DROPPED = {"resid_pdrop": ("gpt2", "phi3"), "embd_pdrop": ("gpt2",)}  # by key the types whose models drop what it says
 OF_EXPERTS = (*(key for name in ("experts", "experts_per_token", "dense_layers") for key in KEYS[name]),
               "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts")  # fmt: skip
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -289,6 +292,8 @@ def _rotary_bases(config: Mapping[str, Any], most: int) -> Read:
 def _concerns(family: str, kind: str, keys: tuple[str, ...]) -> bool:
     """Whether a model of this type has what these keys say."""
     if family != "moe" and {*keys} & {*OF_EXPERTS} and "intermediate_size" not in keys:
+        return False
+    if kind not in DROPPED.get(keys[0], (kind,)):
         return False
     if kind != "deepseek_v3" and {*keys} & {*OF_LATENTS, *OF_GROUPS}:
         return False
