@@ -68,10 +68,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "router_scale": ("routed_scaling_factor",),
     "attention_cap": ("attn_logit_softcapping",),
     "logit_cap": ("final_logit_softcapping",),
-    "dropout": ("resid_pdrop",),
-    "embed_dropout": ("embd_pdrop",),
 }
-DROPPED = {"resid_pdrop": ("gpt2", "phi3"), "embd_pdrop": ("gpt2",)}  # by key the types whose models drop what it says
+# What a model drops: by field its key, and the types that do as it says.
+DROPPED = {"dropout": ("resid_pdrop", ("gpt2", "phi3")), "embed_dropout": ("embd_pdrop", ("gpt2",))}
 OF_EXPERTS = (*(key for name in ("experts", "experts_per_token", "dense_layers") for key in KEYS[name]),
               "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts")  # fmt: skip
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -172,6 +171,9 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
         ):
             fields |= more
             taken |= keys
+    dropped = {name: key for name, (key, kinds) in DROPPED.items() if kind in kinds and config.get(key)}
+    fields |= {name: config[key] for name, key in dropped.items()}
+    taken |= {*dropped.values()}
     left_out = {kind: lacking} if lacking else {}
     left_out |= {key: f"{key}={said}" for key, said in _otherwise(config, taken)}
     return ReadConfig(f"{kind} of {what}", family, fields, left_out)
@@ -292,8 +294,6 @@ def _rotary_bases(config: Mapping[str, Any], most: int) -> Read:
 def _concerns(family: str, kind: str, keys: tuple[str, ...]) -> bool:
     """Whether a model of this type has what these keys say."""
     if family != "moe" and {*keys} & {*OF_EXPERTS} and "intermediate_size" not in keys:
-        return False
-    if kind not in DROPPED.get(keys[0], (kind,)):
         return False
     if kind != "deepseek_v3" and {*keys} & {*OF_LATENTS, *OF_GROUPS}:
         return False
