@@ -100,15 +100,31 @@ OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
 def test_a_config_is_the_preset_that_was_made_of_it(name: str, tmp_path: Path) -> None:
     """Every field is that of the preset but the sequence, which no config says."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    more = {"positions": 1024} if name == "gpt2-xl" else {}
+    more = {"gpt2-xl": {"positions": 1024}, "deepseek-v3": {"mtp_layers": 1}}.get(name, {})
     asked, preset = parse_model(f"{tmp_path},seq=512"), Model.load(name, seq=512, **more)
     found = asked.load()
     assert found.parameter_count == preset.parameter_count
     scaled = {"deepseek-v3": {"rope_scaling": "yarn factor=40 original_max_position_embeddings=163840"}}.get(name, {})
     scaled |= {"dropout": 0.1, "embed_dropout": 0.1} if name == "gpt2-xl" else {}
     assert dict(found.fields) == {**preset.fields, **scaled}
-    said = {"deepseek-v3": ["num_nextn_predict_layers=1"], "gpt2-xl": ["attn_pdrop=0.1"]}
+    said = {"gpt2-xl": ["attn_pdrop=0.1"]}
     assert asked.notes == tuple(f"left out: {text}" for text in said.get(name, []))
+
+
+def test_modules_that_predict_further_are_read_and_train(tmp_path: Path) -> None:
+    """A forward pass has no use for them: no parameter, and no tensor of theirs."""
+    path = tmp_path / "config.json"
+    small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "n_routed_experts": 8,
+             "first_k_dense_replace": 1, "intermediate_size": 12, "moe_intermediate_size": 8, "q_lora_rank": 8,
+             "kv_lora_rank": 8, "vocab_size": 32, "num_nextn_predict_layers": 2, "n_group": 1,
+             "topk_group": 1}  # fmt: skip
+    path.write_text(json.dumps(CONFIGS["deepseek-v3"] | small))
+    trained, forward = (Model.load(str(path), seq=4, training=training) for training in (True, False))
+    files = {file for p in trained.parameters.values() for _, file in p.names()}
+    assert (
+        trained.fields["mtp_layers"] == 2 and {"model.layers.2.eh_proj.weight", "model.layers.3.hnorm.weight"} <= files
+    )
+    assert not [n for n in forward.parameters if n.startswith("mtp")]
 
 
 @pytest.mark.parametrize("name", OTHERS)
