@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.common import RESULTS, ROOT, record, write
 
 NAMES = (
-    "kernels by shape", "compute ops", "programs on nccl", "stream order on nccl",
-    "correct gemm", "correct gemv", "correct embedding", "two processes, cuda_ipc", "two processes, torch_symm",
-    "assembly",
+    "kernels by shape", "compute ops", "programs on nccl", "stream order on nccl", "graph capture on nccl",
+    "abort on nccl", "correct gemm", "correct gemv", "correct embedding", "two processes, cuda_ipc",
+    "two processes, torch_symm", "assembly",
     "times of gemm", "times of embedding", "times of gemv",
 )  # fmt: skip
 SECONDS = {
@@ -31,6 +31,8 @@ SECONDS = {
     "compute": 60,
     "programs": 60,
     "stream": 60,
+    "graph": 40,
+    "abort": 40,
     "correct": 60,
     "two": 60,
     "assembly": 30,

@@ -12,7 +12,7 @@ import torch
 from benchmarks.fused_text import findings
 from benchmarks.gpu_kernels import time_kernels
 from benchmarks.gpu_timing import time_embedding, time_gemm, time_gemv
-from benchmarks.gpu_torch import compute_ops, programs_on_nccl, stream_order
+from benchmarks.gpu_torch import abort, compute_ops, graph_capture, programs_on_nccl, stream_order
 
 from shardplan import fused
 from shardplan.errors import ShardplanError
@@ -258,6 +258,8 @@ CASES: dict[str, Any] = {
     "compute ops": compute_ops,
     "programs on nccl": programs_on_nccl,
     "stream order on nccl": stream_order,
+    "graph capture on nccl": graph_capture,
+    "abort on nccl": abort,
     "correct gemm": correct_gemm,
     "correct gemv": correct_gemv,
     "correct embedding": correct_embedding,

@@ -1,7 +1,7 @@
 """What the torch executor does on a GPU: every compute op beside the whole, and programs alone on nccl.
 
 nccl refuses two ranks on one GPU, so that its collectives have one rank here: which calls are made, on which stream,
-and what they return, not how fast they are.
+and what they return, not how fast they are; ranks that only receive need a second GPU.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from benchmarks.common import ROOT
+
+import shardplan as sp
+from shardplan.execution.torch.group_state import group_state
+from shardplan.execution.torch.wire import TorchWire
 
 
 def compute_ops(dry: bool) -> dict[str, Any]:
@@ -81,10 +89,6 @@ def programs_on_nccl(dry: bool) -> dict[str, Any]:
 
 def _stream_order(products: int) -> dict[str, Any]:
     """Whether a program whose input is still being computed returns before the device ends, with the right result."""
-    import time
-
-    import shardplan as sp
-
     mesh = sp.Mesh(a=1)
     source, target = (sp.TensorType.parse(t, mesh) for t in ("f32[4096, 4096]{+a}", "f32[4096, 4096]"))
     program = sp.redistribute(source, target).program
@@ -111,19 +115,76 @@ def stream_order(dry: bool) -> dict[str, Any]:
     """One rank under nccl, default initialisation and `cuda:nccl,cpu:gloo`: results, and whether the host waited."""
     if dry:
         return {"good": True, "why": "there are no streams here"}
-    import torch.distributed as dist
-
     found: dict[str, Any] = {}
     for backend in ("nccl", "cuda:nccl,cpu:gloo", None):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        dist.init_process_group(backend, rank=0, world_size=1)
-        try:
-            found[str(backend)] = _stream_order(20)
-        except Exception as error:
-            found[str(backend)] = {"equal": False, "host waited": True, "why": f"{type(error).__name__}: {error}"[:300]}
-        finally:
-            dist.destroy_process_group()
+        with _one_rank(backend):
+            try:
+                found[str(backend)] = _stream_order(20)
+            except Exception as error:
+                found[str(backend)] = {"equal": False, "host waited": True, "why": _said(error)}
     return found | {"good": all(one["equal"] and not one["host waited"] for one in found.values())}
+
+
+@contextmanager
+def _one_rank(backend: str | None) -> Generator[None]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group(backend, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def _summed(given: torch.Tensor) -> torch.Tensor:
+    """The sum over one rank of a tensor [64, 64], by a program."""
+    mesh = sp.Mesh(a=1)
+    source, target = (sp.TensorType.parse(t, mesh) for t in ("f32[64, 64]{+a}", "f32[64, 64]"))
+    (found,) = sp.run(sp.redistribute(source, target).program, [[given]], backend="torch")
+    return torch.as_tensor(found[0] if isinstance(found, list) else found)
+
+
+def graph_capture(dry: bool) -> dict[str, Any]:
+    """A program's run in a CUDA graph: replayed on another input it gives that one's result; dry: called again."""
+    where = "cpu" if dry else "cuda"
+    given = torch.ones(64, 64, device=where)
+    with _one_rank("gloo" if dry else "cuda:nccl,cpu:gloo"):
+        _summed(given)  # communicators are made, and kernels loaded
+        try:
+            graph = None if dry else torch.cuda.CUDAGraph()
+            with nullcontext() if graph is None else torch.cuda.graph(graph):
+                got = _summed(given)
+            given.fill_(3.0)
+            if graph is None:
+                got = _summed(given)
+            else:
+                graph.replay()
+                torch.cuda.synchronize()
+        except Exception as error:
+            return {"good": False, "why": _said(error)}
+        return {"good": bool((got == 3.0).all()), "captured": not dry}
+
+
+def abort(dry: bool) -> dict[str, Any]:
+    """Our end of a failed move's communicators (nccl has one, gloo has none): bounded, and what a next move says."""
+    if dry:
+        return {"good": True, "why": "gloo's groups have no abort"}
+    given = torch.ones(64, 64, device="cuda")
+    with _one_rank("cuda:nccl,cpu:gloo"):
+        _summed(given)
+        state: Any = group_state()
+        began = time.perf_counter()
+        TorchWire.abort(cast(Any, SimpleNamespace(group=state.group, watch=SimpleNamespace(state=state))))
+        seconds = time.perf_counter() - began
+        try:
+            _summed(given)
+            then = "no error: a rank alone calls nobody"
+        except Exception as error:
+            then = _said(error)
+    return {"good": seconds < 10, "seconds": seconds, "next move": then}

@@ -28,7 +28,7 @@ FAILED = re.compile(r"failed ([0-9.]+) s: (.*)")
 
 def killed(victims: list[int], wait: float) -> dict[str, Any]:
     """Kill some ranks after some seconds of refits, and start them again."""
-    job = use_tests("execution.torch_launch").Launch(4, CHILD, "killed", json.dumps({"victim": victims}))
+    job = use_tests("execution.torch_launch").Launch(4, CHILD, "killed", json.dumps({"victims": victims}))
     others = 4 - len(victims)
     try:
         until = time.monotonic() + 120

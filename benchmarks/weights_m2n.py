@@ -1,13 +1,13 @@
 """Bytes and staging of refits beside those of vLLM's `nccl_m2n` weight transfer, on five pairs of models and systems.
 
-`python -m benchmarks.weights_m2n`. The peer is read from its source (vllm-project/vllm 397ade2,
+`python -m benchmarks.weights_m2n [--count 5]`. The peer is read from its source (vllm-project/vllm 397ade2,
 distributed/weight_transfer/m2n_layout.py; m2n_staging.py of d060bf6): a tensor of the checkpoint goes straight into the
 server's parameter of the same name where its loader is a plain copy, or that of a column- or row-parallel layer, and
 its one cut is even over tensor parallelism; all else, `qkv_proj`, `gate_up_proj`, experts and padded vocabularies, is
 delivered whole to every rank, in a buffer as large, and cut there. With pipeline parallelism every tensor is. So a
 server's rank receives the bytes of its direct parameters and of every other tensor whole, and stages at least the
-largest of these. Ours receives its own elements once, in what staging it is given: 256 MB here, of which the plan says
-what it takes. Both sides are bf16. `peer over ours` counts bytes that reach all ranks.
+largest of these. Ours receives its own elements once, in what staging it is given: 256 MB here. Both sides are bf16.
+`peer over ours` counts bytes that reach all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 from benchmarks.common import arguments, record, table, write
 from benchmarks.weights_plans import DEEPSEEK, QWEN32, QWEN235
 
@@ -27,10 +26,7 @@ LLAMA8 = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 32,
     "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": False,
 }  # fmt: skip
-MIXTRAL = {
-    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 32,
-    "intermediate_size": 14336, "num_local_experts": 8, "vocab_size": 32000, "tie_word_embeddings": False,
-}  # fmt: skip
+MIXTRAL = LLAMA8 | {"num_local_experts": 8, "vocab_size": 32000}
 # A name, the model, its config, the trainer's table and degrees, the server's degrees.
 PAIRS: tuple[tuple[str, str, dict[str, Any], str, dict[str, Any], dict[str, int]], ...] = (
     ("llama3-8b, FSDP2 8 to TP4", "llama", LLAMA8, "fsdp2", {"data": 8}, {"tensor": 4}),
@@ -46,11 +42,10 @@ PAIRS: tuple[tuple[str, str, dict[str, Any], str, dict[str, Any], dict[str, int]
 
 
 def direct_bytes(server: sp.Weights, whole: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Bytes that a rank gets of each tensor of a checkpoint that goes straight into a parameter, by name."""
+    """Bytes that the first rank gets of each tensor of a checkpoint that goes straight into a parameter, by name."""
     out: dict[str, int] = {}
     if server.degrees.get("pipeline", 1) > 1:
         return out
-    place = 0
     for family in server.families:
         form = family.entry.form
         cuts = [c for d in form.dims for c in cuts_of(d)]
@@ -58,20 +53,21 @@ def direct_bytes(server: sp.Weights, whole: dict[str, tuple[int, ...]]) -> dict[
         even = len(cuts) <= 1 and all(c.rule in ("", "even") and "tensor" in c.axes for c in cuts)
         if not plain or not even:
             continue
-        for name in family.device_names(place):
-            local = family.local_shape(place)
+        for name in family.device_names(0):
+            local = family.local_shape(0)
             ranks = server.degrees["tensor"] if cuts else 1
             if name in whole and math.prod(local) * ranks == math.prod(whole[name]):
                 out[name] = math.prod(local) * 2
     return out
 
 
-def judge(pair: tuple[str, str, dict[str, Any], str, dict[str, Any], dict[str, int]]) -> dict[str, Any]:
+def judge(
+    name: str, model: str, config: dict[str, Any], trainer: str, a: dict[str, Any], b: dict[str, int]
+) -> dict[str, Any]:
     """One pair: bytes that reach the server's ranks, and what a rank stages."""
-    name, model, config, trainer, a, b = pair
     source = sp.Weights.load(f"{trainer}-{model}", config, dtype="bf16", **a)
     first = max(source.devices) + 1
-    count = int(np.prod(list(b.values())))
+    count = math.prod(b.values())
     server = sp.Weights.load(f"vllm-{model}", config, dtype="bf16", devices=range(first, first + count), **b)
     plan = sp.refit(source, server, None, STAGING)
     disk = sp.Weights.load(f"hf-{model}", config, dtype="bf16")
@@ -90,8 +86,8 @@ def judge(pair: tuple[str, str, dict[str, Any], str, dict[str, Any], dict[str, i
 
 def main() -> None:
     """Judge every pair, and write the result."""
-    given = arguments("weights_m2n", "Refits beside nccl_m2n: bytes and staging.", len(PAIRS)).parse_args()
-    rows = [judge(pair) for pair in PAIRS]
+    given = arguments("weights_m2n", "Refits beside nccl_m2n: bytes and staging.", len(PAIRS), of="pairs").parse_args()
+    rows = [judge(*pair) for pair in PAIRS[: given.count]]
     columns = [k for k in rows[0] if k != "more"]
     print(table(columns, [[r[c] for c in columns] for r in rows]))
     found = {"ours never more": not any(r["more"] for r in rows), "rows": rows}

@@ -161,5 +161,17 @@ def test_who_comes_after_one_that_raised_is_told_too(monkeypatch: pytest.MonkeyP
         )
 
 
+@pytest.mark.parametrize("lost", ["key_value_set", "wait_at_barrier", "key_value_dir_get"])
+def test_who_raises_is_not_told_that_the_store_is_lost(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """It has an error of its own to raise, which this one would take the place of."""
+
+    def fail(self: Client, *_: object) -> None:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+
+    monkeypatch.setattr(agree, "LEAST_SECONDS", 0.05)
+    monkeypatch.setattr(Client, lost, fail)
+    meeting(Store(), 0, 7).refuse("ValueError: no")
+
+
 def meeting(store: Store, process: int, number: int) -> Meeting:
     return Meeting(store.client(process), process, [0, 1, 2, 3], number, "a program of 2 steps")

@@ -8,6 +8,7 @@ import numpy as np
 
 from movement.weights_frameworks import checkpoint, hugging_face, megatron, served
 from shardplan.interop import safetensors
+from shardplan.interop.checkpoint.sources import open_checkpoint
 
 CONFIG: dict[str, Any] = {
     "kind": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -46,4 +47,14 @@ def read(folder: Path) -> list[dict[str, np.ndarray]]:
     return out
 
 
-__all__ = ["CONFIG", "hugging_face", "megatron", "plain", "read", "served", "whole"]
+def same_tensors(folder: Path, want: dict[str, np.ndarray]) -> None:
+    """Assert that a folder of torch.distributed.checkpoint has some tensors and no others, each of the same bytes."""
+    with open_checkpoint(folder) as held:
+        assert set(held.first_tensors) == set(want)
+        for name, array in want.items():
+            out = bytearray(array.nbytes)
+            held.first_tensors[name].read_into(memoryview(out), 0)
+            assert bytes(out) == array.tobytes(), name
+
+
+__all__ = ["CONFIG", "hugging_face", "megatron", "plain", "read", "same_tensors", "served", "whole"]

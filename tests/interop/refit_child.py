@@ -223,9 +223,8 @@ def run_joined(rank: int, store: Any) -> None:
     model.check(4)
 
 
-def run_killed(rank: int, store: Any, victim: int | list[int]) -> None:
-    """Call until a rank (or several) is lost; then meet it again, started anew, and refit once more."""
-    victims = [victim] if isinstance(victim, int) else victim
+def run_killed(rank: int, store: Any, victims: list[int]) -> None:
+    """Call until one of these ranks is lost; then meet all again, started anew, and refit once more."""
     plan = refit(*sides(False, "f32", "bf16"), memory_limit=4000)
     model = Model(plan, rank)
     sync = Refit(plan, model.source or model.target, rank=rank, store=store, timeout=8)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interop.checkpoint_cases import CONFIG, plain, read, served, whole
+from interop.checkpoint_cases import CONFIG, plain, read, same_tensors, served, whole
 from interop.test_checkpoint_pickled import same_as_torch
 from movement import weights_frameworks as frameworks
 from movement.weights_more import torch_dist
@@ -116,13 +116,7 @@ def test_a_torch_dist_folder_of_a_trainer_is_read_and_written(tmp_path: Path) ->
     reshard(tmp_path / "dist", tmp_path / "hf", from_=side, to=HF, ignore=["optimizer.*"], memory_limit=LEAST)
     same(read(tmp_path / "hf"), [whole()])
     reshard(tmp_path / "hf", tmp_path / "again", from_=HF, to=side, form="distributed", memory_limit=LEAST)
-    want = torch_dist(CONFIG, whole(), tensor=2, divisible=4)[0]
-    with open_checkpoint(tmp_path / "again") as held:
-        assert set(held.first_tensors) == set(want)
-        for name, array in want.items():
-            out = bytearray(array.nbytes)
-            held.first_tensors[name].read_into(memoryview(out), 0)
-            assert bytes(out) == array.tobytes(), name
+    same_tensors(tmp_path / "again", torch_dist(CONFIG, whole(), tensor=2, divisible=4)[0])
     assert diff(tmp_path / "dist", tmp_path / "again", weights=side, ignore=["optimizer.*"]).equal
 
 

@@ -13,15 +13,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from interop.checkpoint_cases import CONFIG, plain, read, whole
+from interop.checkpoint_cases import CONFIG, plain, read, same_tensors, whole
 from movement.weights_cases import TABLES, made
 from movement.weights_more import lora, lora_torch_dist
+from shardplan.cli import run_command
 from shardplan.errors import LayoutError, ParseError
 from shardplan.interop import safetensors
 from shardplan.interop.checkpoint import diff, reshard
 from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights
 from shardplan.interop.checkpoint.manifest import MANIFEST
-from shardplan.interop.checkpoint.sources import OpenCheckpoint, open_checkpoint
+from shardplan.interop.checkpoint.sources import OpenCheckpoint
 from shardplan.interop.checkpoint.storage_detection import find_weights, model_and_switches
 from shardplan.movement.weights.weights import Weights
 
@@ -241,33 +242,6 @@ def test_megatrons_newest_folder_is_the_one_that_is_read(tmp_path: Path) -> None
         reshard(tmp_path / "there", tmp_path / "none", to="hf")
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_an_adapter_goes_to_megatron_bridge_and_back_to_peft_and_vllm(tmp_path: Path, tensor: int) -> None:
-    sizes = {k: v for k, v in CONFIG.items() if k != "kind"} | {"model_type": "llama"}
-    named = lora({**CONFIG, "head_dim": 8, "lora_rank": 4}, np.random.default_rng(0))
-    folder = tmp_path / "peft"
-    folder.mkdir()
-    safetensors.write(folder / "adapter_model.safetensors", named, {"format": "pt"})
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    config = tmp_path / "config.json"
-    reshard(folder, tmp_path / "bridge", to=f"megatron,tp={tensor}", config=config)
-    want = lora_torch_dist({**CONFIG, "head_dim": 8}, named, tensor)[0]
-    with open_checkpoint(tmp_path / "bridge") as opened:
-        assert set(opened.first_tensors) == set(want)
-        for name, array in want.items():
-            out = bytearray(array.nbytes)
-            opened.first_tensors[name].read_into(memoryview(out), 0)
-            assert bytes(out) == array.tobytes(), name
-    for word in ("peft", "vllm,tp=1"):
-        again = tmp_path / word.partition(",")[0]
-        reshard(tmp_path / "bridge", again.with_suffix(".out"), to=word, config=config)
-        assert (again.with_suffix(".out") / "adapter_model.safetensors").is_file()
-        (found,) = read(again.with_suffix(".out"))
-        assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in named.items()}
-    assert (tmp_path / "bridge" / "adapter_config.json").is_file()
-
-
 def adapter(folder: Path, fused: bool) -> dict[str, np.ndarray]:
     """An adapter of peft on disk, with a config beside its folder; its A are alike as in a fused one, or not."""
     (folder.parent / "config.json").write_text(
@@ -280,17 +254,27 @@ def adapter(folder: Path, fused: bool) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
+def test_an_adapter_goes_to_megatron_bridge_and_back_to_peft_and_vllm(tmp_path: Path, tensor: int) -> None:
+    folder, config = tmp_path / "peft", tmp_path / "config.json"
+    named = adapter(folder, False)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    reshard(folder, tmp_path / "bridge", to=f"megatron,tp={tensor}", config=config)
+    same_tensors(tmp_path / "bridge", lora_torch_dist({**CONFIG, "head_dim": 8}, named, tensor)[0])
+    for word in ("peft", "vllm,tp=1"):
+        again = tmp_path / word.partition(",")[0]
+        reshard(tmp_path / "bridge", again.with_suffix(".out"), to=word, config=config)
+        assert (again.with_suffix(".out") / "adapter_model.safetensors").is_file()
+        (found,) = read(again.with_suffix(".out"))
+        assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in named.items()}
+    assert (tmp_path / "bridge" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_a_fused_adapter_of_megatron_bridge_is_found_and_has_one_a(tmp_path: Path, tensor: int) -> None:
     """One A for q, k and v, and one for gate and up: peft has it three times, and twice."""
     named, config = adapter(tmp_path / "peft", True), tmp_path / "config.json"
     reshard(tmp_path / "peft", tmp_path / "bridge", to=f"megatron,tp={tensor},fused", config=config)
-    want = lora_torch_dist({**CONFIG, "head_dim": 8, "fused_lora": True}, named, tensor)[0]
-    with open_checkpoint(tmp_path / "bridge") as opened:
-        assert set(opened.first_tensors) == set(want)
-        for name, array in want.items():
-            out = bytearray(array.nbytes)
-            opened.first_tensors[name].read_into(memoryview(out), 0)
-            assert bytes(out) == array.tobytes(), name
+    same_tensors(tmp_path / "bridge", lora_torch_dist({**CONFIG, "head_dim": 8, "fused_lora": True}, named, tensor)[0])
     (tmp_path / "bridge" / MANIFEST).unlink()  # as if Megatron-Bridge had written it
     reshard(tmp_path / "bridge", tmp_path / "again", to="peft", config=config)
     (found,) = read(tmp_path / "again")
@@ -303,3 +287,16 @@ def test_an_adapter_of_several_a_is_refused_as_a_fused_one(tmp_path: Path) -> No
     with pytest.raises(LayoutError, match=r"copies of qA differ in peft-llama: .*\.k_proj\.lora_A.*\.q_proj\.lora_A"):
         reshard(tmp_path / "peft", tmp_path / "out", to="megatron,fused", config=tmp_path / "config.json")
     assert not list(tmp_path.glob("out/release/*"))
+
+
+def test_a_fused_adapter_is_written_and_refused_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for fused, status in ((True, 0), (False, 2)):
+        folder = tmp_path / str(fused)
+        folder.mkdir()
+        named, config = adapter(folder / "peft", fused), folder / "config.json"
+        given = ["convert", folder / "peft", folder / "out", "--to", "megatron,fused", "--config", config]
+        assert run_command([str(x) for x in given]) == status
+        if fused:
+            want = lora_torch_dist({**CONFIG, "head_dim": 8, "fused_lora": True}, named)[0]
+            same_tensors(folder / "out", want)
+    assert "copies of qA differ in peft-llama" in capsys.readouterr().err

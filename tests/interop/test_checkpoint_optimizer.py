@@ -199,6 +199,9 @@ def test_torchtitan_asks_for_settings_of_each_parameter(tmp_path: Path) -> None:
         ([{"step": 3}, {"step": 4, **NARROW}], r"counts of 3.0 and 4.0 steps"),
         ([{"bias_correction": False}], r"bias_correction = False, which the destination's Adam cannot do"),
         ([{"lr": print}], r"common.pt has a print; legal are numbers"),
+        ([{"step": "three"}], r"common.pt has 'three' steps; legal is a count"),
+        ([{"step": (3, 3)}], r"common.pt has .* steps; legal is a count"),
+        ([{"step": float("nan")}], r"common.pt has .* steps; legal is a count"),
     ],
 )
 def test_groups_that_do_not_go_along_are_refused(tmp_path: Path, groups: list[dict[str, Any]], said: str) -> None:
@@ -207,6 +210,30 @@ def test_groups_that_do_not_go_along_are_refused(tmp_path: Path, groups: list[di
     with pytest.raises(ShardplanError, match=said):
         reshard(tmp_path / "dist", tmp_path / "back", to="fsdp2")
     assert not list(tmp_path.glob("back/*"))
+
+
+def test_what_is_ignored_or_said_is_not_read_of_the_common_file(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "dcp", "nested")
+    megatrons(tmp_path / "odd", model, optimizer, common_of({"lr": print}, NARROW))
+    reshard(tmp_path / "odd", tmp_path / "states", to="fsdp2", ignore=["*param_groups*"])
+    other, again = resumed(tmp_path / "states", groups=False)
+    assert {float(again.state[p]["step"]) for p in other.parameters()} == {3.0}
+    megatrons(tmp_path / "two", model, optimizer, common_of({"step": 3}, {"step": 4, **NARROW}))
+    reshard(tmp_path / "two", tmp_path / "hf", to="hf", ignore=["optim*"])
+    reshard(tmp_path / "two", tmp_path / "said", to="fsdp2", ignore=["*param_groups*"], overrides={"optimizer_step": 4})
+    other, again = resumed(tmp_path / "said", groups=False)
+    assert {float(again.state[p]["step"]) for p in other.parameters()} == {4.0}
+
+
+def test_groups_of_torch_without_names_are_none(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path / "dcp", "nested")
+    weights, moments = state_dict.get_state_dict(model, optimizer)
+    for group in moments["param_groups"]:
+        group["params"] = 5
+    dcp.save(weights | {"optimizer": moments}, checkpoint_id=tmp_path / "numbers", no_dist=True)
+    (tmp_path / "numbers" / "config.json").write_text(json.dumps(SIZES))
+    reshard(tmp_path / "numbers", tmp_path / "megatron", to="megatron")
+    assert "optimizer" not in torch.load(tmp_path / "megatron" / "release" / "common.pt", weights_only=True)
 
 
 def test_groups_that_megatron_has_not_are_refused_or_said(tmp_path: Path) -> None:

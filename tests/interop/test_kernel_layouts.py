@@ -86,11 +86,12 @@ def test_mxfp8_has_the_elements_and_scales_of_its_definition() -> None:
 def test_square_blocks_each_have_their_largest_at_448() -> None:
     x = np.random.default_rng(2).standard_normal((2, 10, 13)).astype(np.float32)
     x[1, :4, 4:8] = 0
+    x[0, :4, 4:8] = [[0, 0, 0, 1e-44]] * 4  # whose scale would be 0
     found = BlockFp8(4).of("w", torch.from_numpy(x))
     assert found[""].shape == x.shape and found["_scale_inv"].shape == (2, 3, 4)
     for e, a, b in np.ndindex(2, 3, 4):
         block = x[e, 4 * a : 4 * a + 4, 4 * b : 4 * b + 4]
-        scale = np.abs(block).max() / np.float32(448) if block.any() else np.float32(1)
+        scale = np.abs(block).max() / np.float32(448) or np.float32(1)
         assert found["_scale_inv"][e, a, b].item() == scale
         want = (block / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         assert np.array_equal(found[""][e, 4 * a : 4 * a + 4, 4 * b : 4 * b + 4].float().numpy(), want)
@@ -147,7 +148,8 @@ def test_what_was_made_is_filled_in_place() -> None:
 @pytest.mark.parametrize(
     ("layouts", "said"),
     [
-        ({"w": FlashInferExperts(), "x*": TransposedMxfp8()}, "which no parameter is"),
+        ({"w": FlashInferExperts(), "x*": TransposedMxfp8()}, r"which no parameter is .* legal are \['odd', 'flat'\]"),
+        ({"*": BlockFp8(), "w": FlashInferExperts()}, r"finish= has 'w', which no parameter is that no pattern before"),
         ({"odd": FlashInferExperts()}, "24 rows in blocks of 32; legal is a multiple of 32"),
         ({"flat": FlashInferExperts()}, "legal is a stack of experts, three dims"),
         ({"odd": TransposedMxfp8()}, "legal is a last dim in whole blocks of 32"),
@@ -157,3 +159,18 @@ def test_what_no_kernel_takes_is_refused(layouts: dict[str, Any], said: str) -> 
     named = {"w": torch.zeros(1, 32, 32), "odd": torch.zeros(1, 24, 8), "flat": torch.zeros(32, 32)}
     with pytest.raises(LayoutError, match=said):
         FinishedLayouts(layouts)(named)
+
+
+def test_a_parameter_keeps_the_shape_that_was_made() -> None:
+    """One of a single row would fill all rows."""
+    finish = FinishedLayouts({"w": BlockFp8(4)})
+    finish({"w": torch.ones(2, 4, 4)})
+    with pytest.raises(LayoutError, match=r"^w of shape \[1, 4, 4\]; legal is that of the first call, \[2, 4, 4\]$"):
+        finish({"w": torch.ones(1, 4, 4)})
+
+
+@pytest.mark.parametrize("make", [BlockFp8, FlashInferExperts])
+@pytest.mark.parametrize("size", [0, -128, 1.5])
+def test_sizes_that_are_none(make: Any, size: Any) -> None:
+    with pytest.raises(LayoutError, match=r"is .*; legal is a whole number of at least 1"):
+        make(size)

@@ -71,7 +71,7 @@ def test_a_transfer_engine_takes_plain_dicts_and_some_names() -> None:
 
 @pytest.mark.parametrize("victim", [1, 2, 0, 3])
 def test_a_killed_rank_is_named_and_the_next_full_refit_is_right(victim: int) -> None:
-    job = Launch(4, CHILD, "killed", json.dumps({"victim": victim}))
+    job = Launch(4, CHILD, "killed", json.dumps({"victims": [victim]}))
     try:
         until = time.monotonic() + 60
         while job.said(".out").count("ready") < 4:

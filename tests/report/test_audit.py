@@ -11,7 +11,7 @@ from shardplan.hardware import Topology
 from shardplan.launches.audit import audit
 from shardplan.launches.launch import count_units, plural
 from shardplan.report.audit import audit_object, audit_text
-from shardplan.report.fold import WIDTH
+from shardplan.report.fold import WIDTH, fold_lines
 
 SMALL = Topology.load("gcp-a100x16", nodes=2)
 
@@ -169,3 +169,12 @@ def test_all_of_it_hidden_on_the_best():
     found = audit(range(32), Mesh(tensor=2, data=16), SMALL, "tensor=100MB behind 10ms")
     assert (found.ratio, found.best_seconds) == (math.inf, 0) and audit_object(found)["ratio"] is None
     assert ", all of it hidden on the best matrix" in audit_text(found) and found.fix is not None
+
+
+def test_why_there_is_no_fix_is_no_command():
+    """Ranks dealt out in turn, which torchrun cannot say: prose, without a backslash at its end."""
+    ids = [8 * (k % 2) + k // 2 for k in range(16)]
+    found = audit(ids, Mesh(a=2, data=2, tensor=4), Topology.load("dgx-h100", nodes=2), {("tensor",): 1e9})
+    said = fold_lines(audit_text(found, "torchrun")).partition("\ntorchrun:\n")[2]
+    assert " ".join(said.split()) == found.fixes["torchrun"].strip() and "\n" in said
+    assert found.fixes["torchrun"].startswith("not expressible: torchrun gives a host ranks in a row")

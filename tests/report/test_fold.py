@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import shlex
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,3 +71,16 @@ def test_a_shell_reads_the_same_words(words: list[str], width: int) -> None:
 
 def test_a_comment_goes_in_front() -> None:
     assert fold_python("  call(one, two)  # why so", 20) == "  # why so\n  call(one, two)"
+
+
+@pytest.mark.parametrize("fold", [fold_python, fold_shell])
+def test_a_long_comment_stays_one(fold: Callable[[str, int], str]) -> None:
+    text = "  # " + "word " * 20 + "end"
+    folded = fold(text, 40).split("\n")
+    assert len(folded) > 1 and all(line.startswith("  # word") and len(line) <= 40 for line in folded)
+    assert " ".join(line[4:] for line in folded) == text[4:]
+
+
+def test_a_long_comment_behind_code_goes_in_front() -> None:
+    assert fold_python("call(one, two)  # why it is so", 14) == "# why it is so\ncall(one, two)"
+    assert fold_python("call(one, two)  # why it is so", 10).startswith("# why it\n# is so\ncall(one,\n")

@@ -94,6 +94,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         "num_key_value_heads": 16, "rope_theta": 1000000.0, "shared_expert_intermediate_size": 5632,
         "sliding_window": 32768, "use_sliding_window": False}, 14_315_784_192, ()),
 }  # fmt: skip
+GEMMA = CONFIGS["llama3-8b"] | {"model_type": "gemma3_text", "sliding_window": 9}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -145,11 +146,15 @@ def test_other_models_have_the_parameters_that_were_published(name: str) -> None
         ({"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 30}, 9, "f" * 30 + "ww"),
         ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 16}, 9, "wf"),
         ({"sliding_window": 9, "layer_types": ["full_attention"] * 32}, None, None),
+        ({"sliding_window": 9, "sliding_window_pattern": 3}, 9, "wwf"),
+        ({"sliding_window": 9, "sliding_window_pattern": 10**12}, 9, "w" * 32 + "f"),
+        ({"sliding_window": None, "rope_local_base_freq": 1e4}, None, None),
     ],
 )
 def test_layers_have_the_windows_that_a_config_says(said: dict[str, Any], window: int | None, windows: str) -> None:
     found = read_config(model_config(OTHERS["Mistral-7B-v0.1"][0] | said))
     assert (found.fields.get("window"), found.fields.get("windows")) == (window, windows)
+    assert "window_theta" not in found.fields
     assert not found.notes
 
 
@@ -160,6 +165,9 @@ def test_layers_have_the_windows_that_a_config_says(said: dict[str, Any], window
         ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "layer_types=[sliding_attention]"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
          "partial_rotary_factor=0.75"),
+        ({"layer_types": 3}, "layer_types=3"),
+        ({"layer_types": [["full_attention"]] * 32}, "layer_types=[['full_attention']]"),
+        ({"rope_parameters": [1]}, "rope_scaling=[1]"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"mlp_bias": True}, "mlp_bias=True"),
     ],
@@ -201,6 +209,11 @@ def test_every_size_of_a_config_counts(name: str) -> None:
         ({}, "config.json: model_type='None'; legal are gpt2, llama"),
         ({"model_type": "llama", "num_hidden_layers": 2}, "config.json lacks hidden_size or n_embd; legal is"),
         ({**CONFIGS["mixtral-8x7b"], "num_local_experts": None}, "config.json lacks num_local_experts or num_experts"),
+        ({**GEMMA, "query_pre_attn_scalar": "x"}, "query_pre_attn_scalar is 'x'; legal is a finite number"),
+        ({**GEMMA, "hidden_size": "x"}, "hidden_size is 'x'; legal is a whole number"),
+        ({**GEMMA, "num_hidden_layers": 10**10}, "the number of layers is 10000000000; legal is a whole number from 1"),
+        ({**GEMMA, "sliding_window_pattern": "x"}, "sliding_window_pattern is 'x'; legal is a whole number"),
+        ({**GEMMA, "use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers is 'x'; legal is a whole"),
     ],
 )
 def test_what_no_builder_writes_is_refused(config: dict[str, Any], reason: str) -> None:

@@ -126,7 +126,7 @@ def _leaf_changes(launch: Launch, placed: Launch) -> str:
     fabric = Fabric(launch.topology)
     for j, level in enumerate(launch.topology.levels):
         for axis in launch.mesh.axes if level.rails else ():
-            here, there = (Laid(one.groups((axis,)), fabric).strays(j).sum() for one in (launch, placed))
+            here, there = (Laid(one.groups((axis,)), fabric).stray_parts(j).sum() for one in (launch, placed))
             if here > there * (1 + SAME):
                 return (
                     f"groups over `{axis}` have other NICs in other nodes: what they send goes from leaf to leaf of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardplan.launches.audit import WORTH, Audit
 from shardplan.launches.causes import uplink_word
 from shardplan.launches.launch import article, count_units
 from shardplan.launches.verdict import Stray
-from shardplan.report.fold import WIDTH, fold_python, fold_shell
+from shardplan.report.fold import WIDTH, fold_lines, fold_python, fold_shell
 from shardplan.report.place import traffic_lines
 from shardplan.report.text import library_object
 
@@ -84,9 +85,15 @@ def audit_text(found: Audit, framework: str = "all", notes: Sequence[str] = ()) 
         lines.append(f"best     {best.describe()}")
         for name, text in found.fixes.items():
             if framework in ("all", name):
-                fold = fold_python if name in PYTHON else fold_shell
-                lines += ["", f"{name}:", *(f"  {line}" for line in _short(fold(text, WIDTH - 2)))]
+                lines += ["", f"{name}:", *_short(_fold_fix(name, text))]
     return "\n".join(lines)
+
+
+def _fold_fix(name: str, text: str) -> str:
+    """A fix in indented lines that can be copied, or why there is none, which is prose."""
+    prose = text.startswith("not expressible")
+    fold = fold_lines if prose else fold_python if name in PYTHON else fold_shell
+    return fold(textwrap.indent(text, "  "))
 
 
 def _short(text: str) -> list[str]:
@@ -94,7 +101,7 @@ def _short(text: str) -> list[str]:
     lines = text.rstrip("\n").split("\n")
     if len(lines) <= MOST_LINES:
         return lines
-    return [*lines[: MOST_LINES - 1], f"... {len(lines) - MOST_LINES + 1} more lines (--json has all)"]
+    return [*lines[: MOST_LINES - 1], f"  ... {len(lines) - MOST_LINES + 1} more lines (--json has all)"]
 
 
 def _stray(stray: Stray) -> str:

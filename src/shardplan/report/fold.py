@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from io import StringIO
 
 WIDTH = 80  # characters of a line
-_STEP = re.compile(r"(?P<indent>\s*)(?P<call>%\S.* = .*\)):\s+(?P<types>\w+\[.*?)(?:\s{2,}(?P<note># .*))?")
+_STEP = re.compile(r"(?P<indent>\s*)(?P<call>%\S[^=]* = .*\)):\s+(?P<types>\w+\[.*?)(?:\s{2,}(?P<note># .*))?")
 _LABEL = re.compile(r"\s*(?:\S+(?: \S+)*\s{2,})+?(?=\S)")
 _COMMAND = re.compile(r"`(shardplan [^`]+)`")
 _SHELL_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\S)+""")
@@ -28,7 +28,7 @@ def fold_lines(text: str) -> str:
 def fold_python(text: str, width: int = WIDTH) -> str:
     """Return Python code in lines of at most `width` characters where brackets let it; it says the same.
 
-    A comment behind code that is too long goes in front of it.
+    A comment behind code that is too long goes in front of it; a long one goes on in another.
 
     >>> print(fold_python("a = f(one, (two, three))  # why", 20))
     # why
@@ -40,6 +40,8 @@ def fold_python(text: str, width: int = WIDTH) -> str:
 
 def fold_shell(text: str, width: int = WIDTH) -> str:
     r"""Return a shell's commands in lines of at most `width` characters, each but the last with a backslash behind.
+
+    A long comment goes on in another.
 
     >>> print(fold_shell("srun --ntasks=8 --nodes=2 'a b'", 20))
     srun --ntasks=8 \
@@ -73,9 +75,9 @@ def _fold_prose(line: str) -> Iterator[str]:
         yield from _wrap(line[len(label) :], label, " " * len(label))
 
 
-def _wrap(text: str, first: str, then: str) -> list[str]:
+def _wrap(text: str, first: str, then: str, width: int = WIDTH) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -95,9 +97,17 @@ def _fold_step(step: re.Match[str]) -> Iterator[str]:
     yield from lines
 
 
+def _fold_comment(line: str, width: int) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    return _wrap(line.lstrip(), indent, f"{indent}# ", width)
+
+
 def _fold_command(line: str, width: int) -> Iterator[str]:
     if len(line) <= width:
         yield line
+        return
+    if line.lstrip().startswith("#"):
+        yield from _fold_comment(line, width)
         return
     indent = line[: len(line) - len(line.lstrip())]
     now, *words = _SHELL_WORD.findall(line)
@@ -120,9 +130,10 @@ def _fold_code(line: str, width: int) -> Iterator[str]:
     try:
         depth = 0
         for token in tokenize.generate_tokens(StringIO(code).readline):
-            if token.type == tokenize.COMMENT and token.start[1]:
-                yield indent + token.string
-                yield from _fold_code(indent + code[: token.start[1]].rstrip(), width)
+            if token.type == tokenize.COMMENT:
+                yield from _fold_comment(indent + token.string, width)
+                if before := code[: token.start[1]].rstrip():
+                    yield from _fold_code(indent + before, width)
                 return
             depth += (token.string in "([{") - (token.string in ")]}") if token.type == tokenize.OP else 0
             if depth and token.string == ",":

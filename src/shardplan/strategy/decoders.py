@@ -23,6 +23,7 @@ from shardplan.core.ops import (
     Softmax,
     TopK,
 )
+from shardplan.core.ops.placing import widened
 from shardplan.core.ops.ring_rounds import MASKED
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.errors import ShardplanError
@@ -280,7 +281,7 @@ def _biased_experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
 
 def _routing_loss(s: Scope, c: DecoderSizes, scores: str) -> str:
     """What a layer's router adds to the loss: for choices that are not even, and for scores that are large."""
-    x = s.cast_wide(scores)
+    x = widened(s.draft, scores)
     _, chosen = s.draft.write_step(TopK(c.experts_per_token), scores)
     tokens = c.batch * c.seq
     top = s(ReduceDims((2,), "max", keep=True), x)

@@ -14,6 +14,7 @@ from shardplan.core import border
 from shardplan.core.ops.rotary import RotaryScaling
 from shardplan.errors import ParseError, ShardplanError, excerpt, line, near_text
 from shardplan.movement.weights.configs import PLAIN, model_config
+from shardplan.strategy.sizes import period_of
 
 USUAL_SEQ = 4096  # tokens of a sequence, where a config allows as many: it says how long one may be, not how long it is
 # By `model_type` the family that writes it, what of it no config says, and what the builder lacks.
@@ -128,7 +129,7 @@ class ReadConfig(NamedTuple):
 def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadConfig:
     """Return the model of a config that `movement.weights.configs.model_config` read.
 
-    Raises `ShardplanError` for a type that no builder writes, and where a size is missing.
+    Raises `ShardplanError` for a type that no builder writes, and where a size is missing or is none.
 
     >>> tiny = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
     ...         "vocab_size": 32, "intermediate_size": 16, "max_position_embeddings": 64, "rope_theta": 1e6}
@@ -169,12 +170,14 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
             _biases(config, fields),
             _router(config, kind),
             _activation(config, kind),
-            _gemma(config, kind, fields["hidden"]),
-            _windows(config, kind, fields["layers"]),
+            _gemma(config, kind, what),
+            _windows(config, kind, fields["layers"], what),
             _rotary_bases(config, most),
         ):
             fields |= more
             taken |= keys
+        if not fields.get("window"):
+            fields.pop("window_theta", None)  # of no layer
     more = {name: key for name, (key, kinds) in BESIDE.items() if kind in kinds and config.get(key)}
     fields |= {name: config[key] for name, key in more.items()}
     taken |= {*more.values()}
@@ -251,34 +254,39 @@ def _activation(config: Mapping[str, Any], kind: str) -> Read:
     return ({"activation": found}, {"hidden_act", "hidden_activation"}) if found else ({}, set())
 
 
-def _gemma(config: Mapping[str, Any], kind: str, hidden: int) -> Read:
+def _gemma(config: Mapping[str, Any], kind: str, what: str) -> Read:
     """Gemma's embeddings are scaled, and its scores by a number of their own."""
     if not kind.startswith("gemma"):
         return {}, set()
-    said = config.get("query_pre_attn_scalar")
-    return {"embed_scale": hidden**0.5} | ({"score_scale": said**-0.5} if said else {}), {"query_pre_attn_scalar"}
+    key, hidden = "query_pre_attn_scalar", _size(config, "hidden_size", what)
+    said = border.number(f"{what}: {key}", config.get(key) or 0, ShardplanError)
+    return {"embed_scale": hidden**0.5} | ({"score_scale": said**-0.5} if said else {}), {key}
 
 
-def _windows(config: Mapping[str, Any], kind: str, layers: int) -> Read:
+def _windows(config: Mapping[str, Any], kind: str, layers: int, what: str) -> Read:
     """The window of attention, and which layers have it."""
     keys = {"sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"}
     window, said = config.get("sliding_window"), config.get("layer_types")
     none = not window or config.get("use_sliding_window") is False
-    if said is not None and ({*said} - {*KINDS} or len(said) < layers or (none and "sliding_attention" in said)):
+    listed = isinstance(said, list) and not {*map(str, said)} - {*KINDS}
+    layers = border.whole_number(f"{what}: the number of layers", layers, 1, border.MOST_ITEMS, ShardplanError)
+    if said is not None and (not listed or len(said) < layers or (none and "sliding_attention" in said)):
         return {}, set()
     if none:
         return {}, {"sliding_window"}
     if said is not None:
         letters = "".join(KINDS[one] for one in said[:layers])
     elif "use_sliding_window" in config:  # Qwen's: of the layers from one on
-        letters = "".join("fw"[k >= config.get("max_window_layers", 0)] for k in range(layers))
+        full = config.get("max_window_layers") or 0
+        full = min(border.whole_number(f"{what}: max_window_layers", full, kind=ShardplanError), layers)
+        letters = "f" * full + "w" * (layers - full)
     else:
-        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern")
+        key = next((k for k in ("sliding_window_pattern", "_sliding_window_pattern") if config.get(k)), "")
+        pattern = min(_size(config, key, what), layers + 1) if key else 0
         letters = f"{'w' * (pattern - 1)}f" if pattern else WINDOWS.get(kind, "w")
     if "w" not in letters:
         return {}, keys
-    period = next(p for p in range(1, len(letters) + 1) if all(x == letters[k % p] for k, x in enumerate(letters)))
-    return {"window": window, "windows": letters[:period]}, keys
+    return {"window": window, "windows": letters[: period_of(letters)]}, keys
 
 
 def _rotary_bases(config: Mapping[str, Any], most: int) -> Read:
@@ -323,7 +331,8 @@ def _size(config: Mapping[str, Any], key: str, what: str) -> int:
 def _otherwise(config: Mapping[str, Any], taken: set[str]) -> list[tuple[str, str]]:
     """What a config says that no builder does: keys and values."""
     found: list[tuple[str, str]] = []
-    part = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1)
+    said = config.get("rope_parameters")
+    part = said.get("partial_rotary_factor", 1) if isinstance(said, Mapping) else 1
     if part != 1 and "partial_rotary_factor" not in config:
         found.append(("partial_rotary_factor", str(part)))
     for key, value in sorted(config.items()):

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.core.draft import Draft
-from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Einsum, Elementwise, Iota, ReduceDims, Repeat, TargetCount
+from shardplan.core.ops.placing import widened
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.parameter import Parameter, Within
@@ -59,19 +59,13 @@ class Scope:
 
     def mean(self, losses: str) -> str:
         """Write the mean over all dims, in f32 or wider, as the result `loss`."""
-        if numpy_dtype(self.draft.types[losses].dtype).itemsize < 4:
-            losses = self.draft(Cast("f32"), losses)
+        losses = widened(self.draft, losses)
         self.results["loss"] = self.draft(ReduceDims(tuple(range(self.draft.types[losses].ndim)), "mean"), losses)
         return self.results["loss"]
 
-    def cast_wide(self, value: str) -> str:
-        """Write a value in f32 or wider."""
-        narrow = numpy_dtype(self.draft.types[value].dtype).itemsize < 4
-        return self.draft(Cast("f32"), value) if narrow else value
-
     def sum_all(self, value: str) -> str:
         """Write the sum over all dims, in f32 or wider."""
-        value = self.cast_wide(value)
+        value = widened(self.draft, value)
         return self.draft(ReduceDims(tuple(range(self.draft.types[value].ndim))), value)
 
     def counted_mean(self, losses: str, targets: str, each: str | None = None, beside: str | None = None) -> str:

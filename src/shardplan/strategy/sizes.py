@@ -29,6 +29,21 @@ def _divides(part: str, n: int, whole: str, total: int) -> None:
         raise ShardplanError(f"Model.load: {part}={n} does not divide {whole}={total}; legal is one that does")
 
 
+def period_of(letters: str) -> int:
+    """Return after how many letters a text first repeats, to its end; its length where it never does.
+
+    >>> period_of("wwfwwfw"), period_of("fww")
+    (3, 3)
+    """
+    kept = [0]  # of each start of the text how much of it ends as it begins (Knuth, Morris and Pratt)
+    for c in letters[1:]:
+        k = kept[-1]
+        while k and letters[k] != c:
+            k = kept[k - 1]
+        kept.append(k + (letters[k] == c))
+    return len(letters) - kept[-1]
+
+
 _EXPERTS = (
     "experts", "experts_per_token", "dense_layers", "dense_ffn", "shared_ffn", "shared_gate", "router", "router_groups",
     "router_groups_kept", "router_scale", "router_norm", "capacity_factor",
@@ -230,10 +245,9 @@ class DecoderSizes:
 
     def layer_runs(self, first: int, last: int) -> list[tuple[range, int]]:
         """Return layers in runs whose bodies are alike, and how many layers a body of each has: `windows` repeat."""
-        kinds = [self.windows[k % len(self.windows)] for k in range(first, last)]
-        period = next(
-            p for p in range(1, last - first + 1) if all(a == b for a, b in zip(kinds, kinds[p:], strict=False))
-        )
+        letters = len(self.windows)  # what has such a period shows its least one within two of them
+        kinds = "".join(self.windows[k % letters] for k in range(first, min(last, first + 2 * letters)))
+        period = period_of(kinds)
         whole = (last - first) // period * period
         if period > 1 and whole < 2 * period:  # nothing repeats: runs of layers of one kind
             ends = [k for k in range(first + 1, last) if kinds[k - first] != kinds[k - first - 1]]

@@ -13,6 +13,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.gradients import Keep, Origin, gradients, keep_computed
 from shardplan.core.ops import Adafactor, AdamW, Cast, Elementwise, ReduceDims, Sgd
 from shardplan.core.ops.composed import Composed
+from shardplan.core.ops.placing import cast_to, widened
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -177,7 +178,7 @@ def training_program(
         out = draft.write_step(rule.made(settings, p), first, scaled[w], *mine, *now)
         if taken:
             pairs = zip(out, (first, *mine), strict=True)
-            out = tuple(draft(Elementwise(TAKEN), a, b, cast_like(draft, factor, a)) for a, b in pairs)
+            out = tuple(draft(Elementwise(TAKEN), a, b, cast_to(draft, factor, draft.types[a].dtype)) for a, b in pairs)
         replaced |= {w: draft(Cast(t.dtype), out[0])} if master else {}
         replaced |= zip((first, *mine), out, strict=True)
     names_of = {v: f"next.{name}" for name, v in replaced.items()}
@@ -206,15 +207,13 @@ def multiply(draft: Draft, gradient: str, factor: str) -> str:
     """Write a gradient times a factor, in the wider dtype of both."""
     kinds = [draft.types[name].dtype for name in (gradient, factor)]
     kind = max(kinds, key=lambda kind: numpy_dtype(kind).itemsize)
-    one, other = (draft(Cast(kind), n) if draft.types[n].dtype != kind else n for n in (gradient, factor))
-    return draft(Elementwise("a * b"), one, other)
+    return draft(Elementwise("a * b"), cast_to(draft, gradient, kind), cast_to(draft, factor, kind))
 
 
 def sum_squares(draft: Draft, name: str) -> str:
     """Write the sum of the squares of a value, in f32 or wider."""
-    t = draft.types[name]
-    wide = name if numpy_dtype(t.dtype).itemsize >= 4 else draft(Cast("f32"), name)
-    return draft(ReduceDims(tuple(range(t.ndim))), draft(Elementwise("a * a"), wide))
+    dims = tuple(range(draft.types[name].ndim))
+    return draft(ReduceDims(dims), draft(Elementwise("a * a"), widened(draft, name)))
 
 
 def _add_up(draft: Draft, names: Sequence[str]) -> str:
@@ -222,12 +221,6 @@ def _add_up(draft: Draft, names: Sequence[str]) -> str:
     for name in others:
         total = draft(Elementwise("a + b"), total, name)
     return total
-
-
-def cast_like(draft: Draft, name: str, other: str) -> str:
-    """Write a value in the dtype of another."""
-    kind = draft.types[other].dtype
-    return name if draft.types[name].dtype == kind else draft(Cast(kind), name)
 
 
 def _rename_step(step: Step, names: Mapping[str, str]) -> Step:

@@ -123,10 +123,16 @@ class Meeting:
         )
 
     def refuse(self, why: str) -> None:
-        """Come without a program, and go as soon as all have come, or after `LEAST_SECONDS`; `why` is a line."""
+        """Come without a program, and go as soon as all have come, or after `LEAST_SECONDS`; `why` is a line.
+
+        It raises nothing: who calls it is about to raise what goes before.
+        """
+        import jax  # pyright: ignore[reportMissingImports]
+
         self.said = RAISED + why
-        self.post([])
-        with contextlib.suppress(TimedOut):  # the others are late: they find what this process said
+        # Where the others are late, they find what this process said; where the store is lost, nobody hears anything.
+        with contextlib.suppress(TimedOut, jax.errors.JaxRuntimeError):
+            self.post([])
             self.collect(LEAST_SECONDS)
 
     def post(self, words: Words) -> None:

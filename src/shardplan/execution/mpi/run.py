@@ -16,7 +16,6 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,7 +141,7 @@ def run_program(
         _values(program, inputs, rank)
         return [[] for _ in program.outputs]
     ranks, digest = program.devices, digest_of(program)
-    with refusing(partial(agreed_programs().refuse, ranks, rank, digest)):
+    with refusing(functools.partial(agreed_programs().refuse, ranks, rank, digest)):
         values, bound = _values(program, inputs, rank), executable(program, rank)
         check_own_ids(program, values, rank)
     watch = MpiWatch(ranks, rank, program_name(digest), bound.texts, timeout, letters())
@@ -192,7 +191,7 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
         return None
     digest, ranks = bytes.fromhex(offered.digest), offered.devices
     watch = MpiWatch(ranks, rank, offered.name, [], timeout, letters())
-    with refusing(partial(agreed_programs().refuse, ranks, rank, digest)):
+    with refusing(functools.partial(agreed_programs().refuse, ranks, rank, digest)):
         if offered.problem is not None:
             raise offered.problem
         mine = [executable(program, rank) for program in offered.programs(True) if rank in program.devices]

@@ -75,7 +75,24 @@ class Laid:
         """Number the members of one group on one leaf of level j, one of rails, in the order of `device`."""
         return _number_pairs(self.group, self.fabric.rail(j, self.device))
 
-    def strays(self, j: int) -> Floats:
+    def times_left(self, j: int) -> Ints:
+        """How often its group's walk leaves the unit that each member is in at level j, one above nodes.
+
+        In the order of `device`.
+        """
+        found = self.walk.times[j]
+        assert found is not None
+        keys, times = (np.append(x, 0) for x in found)
+        key = self.group * self.fabric.wires[j].units + self.levels[j].unit
+        at = np.searchsorted(found[0], key)
+        return np.where(keys[at] == key, times[at], 0)
+
+    @cached_property
+    def strays(self) -> dict[int, Floats]:
+        """What `stray_parts` finds, by level of rails."""
+        return {j: self.stray_parts(j) for j, wires in enumerate(self.fabric.wires) if wires.level.rails}
+
+    def stray_parts(self, j: int) -> Floats:
         """Return what part of what its node sends on a walk each member sends from leaf to leaf of one unit of level j.
 
         Members of a node share what it sends, each on its rail, and those stray whose rail some node of the unit lacks.
@@ -88,13 +105,7 @@ class Laid:
         on = _number_pairs(leaf, node.run)
         first = np.unique(on, return_index=True)[1]
         there = np.bincount(leaf[first])[leaf]  # nodes that have a member on this leaf
-        walk = self.walk.times[j]
-        left = np.zeros(len(self.device))
-        if walk is not None:
-            key = self.group * self.fabric.wires[j].units + unit.unit
-            at = np.minimum(np.searchsorted(walk[0], key), max(0, len(walk[0]) - 1))
-            left = np.where(walk[0][at] == key, walk[1][at], 0) if len(walk[0]) else left
-        return np.where(there < nodes, (nodes - left) / nodes / node.inside, 0.0)
+        return np.where(there < nodes, (nodes - self.times_left(j)) / nodes / node.inside, 0.0)
 
     @cached_property
     def nodes(self) -> Ints:
@@ -125,10 +136,9 @@ class Laid:
     def walk_bytes(self, volume: Floats) -> Floats:
         """Return the bytes that cross each level on a walk whose edges carry `volume`, [G]: [L]."""
         moved = self.walk.sum_edges(volume)
-        for j, wires in enumerate(self.fabric.wires):
-            if wires.level.rails:
-                stray = float(volume[self.group] @ self.strays(j))
-                moved[j : j + 2] += stray, -stray
+        for j, parts in self.strays.items():
+            stray = float(volume[self.group] @ parts)
+            moved[j : j + 2] += stray, -stray
         return moved
 
 
@@ -263,16 +273,15 @@ def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
     load: list[Floats | None] = []
     for j, (wires, (unit, run, _, inside)) in enumerate(zip(fabric.wires, laid.levels, strict=True)):
         volume = far if j < fabric.far else near
-        if not bool((inside < k).any()) and not (wires.level.rails and bool(laid.strays(j).any())):
+        strays = laid.strays.get(j)
+        if not bool((inside < k).any()) and (strays is None or not bool(strays.any())):
             load.append(None)
         elif wires.level.link == "switch":
             out = np.where(inside < k, volume[group] / inside, 0.0)
-            walk = laid.walk.times[j]
-            if walk is not None:
-                at = np.searchsorted(walk[0], group * wires.units + unit)
-                out[inside < k] *= walk[1][at[inside < k]]
-            if wires.level.rails:
-                out += volume[group] * laid.strays(j)
+            if j < fabric.far - 1:
+                out *= laid.times_left(j)
+            if strays is not None:
+                out += volume[group] * strays
             load.append(fabric.port_load(j, (device, out), (device, out)))
         else:
             heads = np.flatnonzero(np.diff(run, prepend=-1))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardplan.errors import ParseError, line, optional
+from shardplan.errors import ParseError, line
 from shardplan.interop.checkpoint.conversion_sides import CONFIG, AskedConfig
+from shardplan.interop.checkpoint.distributed import blob
 from shardplan.interop.checkpoint.manifest import MANIFEST
+from shardplan.interop.checkpoint.parameter_groups import COMMON
 from shardplan.interop.checkpoint.sources import TRACKER
 from shardplan.movement.weights.state import STEPS
 from shardplan.plans.plan_file import write_atomic
@@ -95,19 +97,16 @@ def write_beside(folder: Path, files: dict[str, Path], config: AskedConfig, dtyp
         write_atomic(to, config_bytes(config, dtype) if name == CONFIG else path.read_bytes())
 
 
-def write_megatron(folder: Path, common: bytes = b"") -> None:
+def write_megatron(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write what Megatron-Core asks for beside the tensors of a torch_dist folder, and what says where that is.
 
     As megatron-core 0.16.1 names them, whose loader opens such a folder (`benchmarks/weights_words.py`):
     dist_checkpointing/core.py (metadata.json), strategies/common.py (common.pt); Megatron-LM
-    training/checkpointing.py: `release` has no iteration, and a checkpoint_version below 3 is reordered. `common` is
-    the text of common.pt, where an optimizer's settings are in it.
+    training/checkpointing.py: `release` has no iteration, and a checkpoint_version below 3 is reordered. `settings` are
+    what common.pt says beside that, of an optimizer.
     """
-    torch = optional("torch", "torch")
     said: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     said |= {"common_backend": "torch", "common_backend_version": 1}
-    out = io.BytesIO()
-    torch.save({"checkpoint_version": 3.0, "iteration": 0}, out)
-    write_atomic(folder / RELEASE / "common.pt", common or out.getvalue())
+    write_atomic(folder / RELEASE / COMMON, blob({"checkpoint_version": 3.0, "iteration": 0, **settings}))
     write_atomic(folder / RELEASE / "metadata.json", json.dumps(said).encode())
     write_atomic(folder / TRACKER, RELEASE.encode())

@@ -13,7 +13,7 @@ from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.manifest import CheckpointManifest
 from shardplan.interop.checkpoint.optimizer_names import pass_states
 from shardplan.interop.checkpoint.parameter_groups import said_steps
-from shardplan.interop.checkpoint.sources import newest_folder, open_checkpoint
+from shardplan.interop.checkpoint.sources import matches, newest_folder, open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import (
     UnknownModel,
     find_weights,
@@ -124,11 +124,13 @@ def source_weights(
     `dtype` is that of all parameters; else it is read of each. `any_model` takes whole tensors of a model that no table
     knows. Raises `LayoutError` and `ParseError`.
     """
-    sizes = {**_said_sizes(place), **config.sizes()}
+    sizes = dict(config.sizes())
     with naming(option):
         request = None if text is None else SideRequest.parse(text)
     if request is None and (said := recorded_weights(place)) is not None:
         return said
+    if STEPS not in sizes and not matches("optimizer.state.", ignored):
+        sizes |= _said_sizes(place)
     with open_checkpoint(place, 2, ignored) as held:  # of files a device each has its own names
         if request is None or (request.is_word and len(held.places) == 1):
             try:

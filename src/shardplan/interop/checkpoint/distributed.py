@@ -27,11 +27,20 @@ from shardplan.interop.checkpoint.folders import ADMITTED, SavedPlace, saved_ten
 from shardplan.interop.checkpoint.pickle_reader import PickledCall, read_pickle
 
 # zipfile has no error of its own for much of what can be wrong with an archive
-_UNSAID = OSError, ValueError, RuntimeError, EOFError, OverflowError, struct.error, zlib.error, zipfile.BadZipFile
+ARCHIVE_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 _LOCAL_HEADER = 30  # bytes of a zip archive's local header, without the name and what is extra
 _MOST_PICKLE = 2**20  # bytes of what torch.save says of one tensor
 _MOST_PAIRS = 10**8  # of chunks of a tensor that are compared with each other
-_REBUILD = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")  # arguments 1 to 3 are alike
+REBUILD = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")  # arguments 1 to 3 are alike
 _WRAPPED = ("torch._utils", "_rebuild_parameter"), ("torch._utils", "_rebuild_parameter_with_state")
 _KINDS = (
     "Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat",
@@ -39,7 +48,7 @@ _KINDS = (
 )  # fmt: skip
 _OF_ARCHIVES = frozenset(
     [
-        *_REBUILD, *_WRAPPED, ("collections", "OrderedDict"), ("torch.storage", "UntypedStorage"),
+        *REBUILD, *_WRAPPED, ("collections", "OrderedDict"), ("torch.storage", "UntypedStorage"),
         *(("torch", f"{kind}Storage") for kind in _KINDS), *(name for name in ADMITTED if name[0] == "torch"),
     ]
 )  # fmt: skip
@@ -244,7 +253,7 @@ class _Part(io.RawIOBase):
         super().close()
 
 
-def open_part(path: Path, begin: int, length: int) -> io.RawIOBase:
+def open_part(path: Path, begin: int, length: int) -> _Part:
     """Open a part of a file as a file of its own."""
     return _Part(path, begin, length)
 
@@ -264,7 +273,7 @@ def _data_begin(path: Path, offset: int, length: int, sizes: tuple[int, ...], nb
             return offset + data[0].header_offset + _LOCAL_HEADER + extra
     except ParseError:
         raise
-    except _UNSAID as error:
+    except ARCHIVE_ERRORS as error:
         raise ParseError(f"{where}: {excerpt(error)}; legal is a tensor as torch.save writes it") from None
 
 
@@ -280,7 +289,7 @@ def _contiguous(archive: zipfile.ZipFile, sizes: tuple[int, ...], where: str) ->
         raise ParseError(f"{where}: {line(error)}") from None
     while isinstance(said, PickledCall) and (said.of.module, said.of.name) in _WRAPPED and said.arguments:
         said = said.arguments[0]
-    rebuilt = isinstance(said, PickledCall) and (said.of.module, said.of.name) in _REBUILD
+    rebuilt = isinstance(said, PickledCall) and (said.of.module, said.of.name) in REBUILD
     none: tuple[Any, Any, Any] = (None, None, None)
     start, shape, strides = said.arguments[1:4] if rebuilt and len(said.arguments) > 3 else none
     if type(start) is not int or not _are_whole(shape) or not _are_whole(strides) or len(shape) != len(strides):

@@ -22,6 +22,7 @@ from shardplan.movement.weights.state import (
     buckets_error,
     part_masters,
     states_of,
+    step_tensor,
 )
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, make_weights
@@ -36,6 +37,7 @@ _FORMS = dict.fromkeys(("megatron-dist", "megatron-stacked"), _MEGATRON) | dict.
     ("fsdp2", "torchtitan", "hf", "hf5", "fsdp2-peft"), _TORCH
 )
 _SHARED = "optimizer."  # what stands before the name of a count of steps that all parameters share
+SHARED_STEPS = f"{_SHARED}{step_tensor('')}"  # how the names of such counts begin
 _MASTERS = {"param": MASTER, "fp32_param": MASTER}
 
 
@@ -100,7 +102,7 @@ def pass_states(source: Weights, target: Weights, head: str) -> Weights:
         )
     form, megatron = _FORMS[head], _FORMS[head] == _MEGATRON
     states: list[ParameterState] = []
-    steps = any(t.startswith(f"{STEP}__") for f in source.families for t in f.tensors)
+    steps = any(t.startswith(step_tensor("")) for f in source.families for t in f.tensors)
     if not megatron and not steps and any(_MOMENT in s for s in held.values()):
         raise LayoutError(
             f"{source.table.name} has optimizer states and no count of steps, which Megatron has in common.pt; legal "

@@ -9,24 +9,23 @@ torchtitan asks for. Megatron has all in `common.pt`, with the count of steps an
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardplan.errors import LayoutError, optional
+from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.distributed import file_of
 from shardplan.interop.checkpoint.filling import names_of
 from shardplan.interop.checkpoint.folders import METADATA, saved_tensors
-from shardplan.interop.checkpoint.optimizer_names import UNDER, state_names
+from shardplan.interop.checkpoint.optimizer_names import SHARED_STEPS, UNDER, state_names
 from shardplan.interop.checkpoint.saved_objects import SavedObject
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, matches
 from shardplan.movement.weights.refit import RefitPlan
-from shardplan.movement.weights.state import MASTER, STEP, is_state
+from shardplan.movement.weights.state import MASTER, STEP, STEPS, is_state
 
 COMMON = "common.pt"
 Settings = dict[str, Any]
@@ -40,6 +39,7 @@ _OF_TORCH: Settings = {
     "decoupled_weight_decay": True,
 }  # fmt: skip
 _OF_FUSED: Settings = {"bias_correction": True}
+_MOST_STEPS = 2**53  # the whole numbers that a float holds
 _SCHEDULES = ("opt_param_scheduler", "grad_scaler")  # of common.pt: what no parameter group holds
 _LEAVE = "legal is --ignore '*param_groups*', which leaves the groups out"
 
@@ -54,10 +54,14 @@ class ParameterGroups:
 
 
 def said_steps(folder: Path) -> float | None:
-    """Return the count of steps that Megatron's `common.pt` in a folder says, None where there is none."""
+    """Return the count of steps that Megatron's `common.pt` in a folder says, None where there is none.
+
+    Nothing else of the file is looked at. Raises `LayoutError` for several counts, and `ParseError`.
+    """
     if not (folder / COMMON).is_file():
         return None
-    return _read_common(folder)[1]
+    saved = SavedObject(folder / COMMON)
+    return _one_count(saved, _optimizers(saved))
 
 
 def source_groups(held: OpenCheckpoint, ignored: Sequence[str] = ()) -> ParameterGroups | None:
@@ -83,25 +87,43 @@ def source_groups(held: OpenCheckpoint, ignored: Sequence[str] = ()) -> Paramete
 def _read_common(folder: Path) -> tuple[list[Settings], float | None, tuple[str, ...], bool]:
     """Read the groups, the steps, what no group can hold, and whether norms of q and k decay."""
     saved = SavedObject(folder / COMMON)
-    top = saved.rows(saved.value)
-    every = saved.rows(top.get("optimizer"))
-    groups: list[Settings] = []
-    counts: set[float] = set()
-    for each in [saved.rows(v) for k, v in every.items() if type(k) is int] or [every]:  # chained, or one
-        inner = saved.rows(each["optimizer"]) if "optimizer" in each else each
-        found = inner.get("param_groups")
-        for group in found if isinstance(found, list) else []:
-            groups.append({k: saved.plain_value(v) for k, v in saved.rows(group).items() if k != "params"})
-            if groups[-1].get(STEP) is not None:
-                counts.add(float(groups[-1][STEP]))
-        common = saved.rows(inner.get("state")).get("common_step")
-        counts |= set() if common is None else {float(saved.plain_value(common))}
-    if len(counts) > 1:
-        raise LayoutError(f"{COMMON} has counts of {' and '.join(map(str, sorted(counts)))} steps; legal is one")
-    names = {*top, *every}
+    top, optimizers = saved.rows(saved.value), _optimizers(saved)
+    groups = [
+        {k: saved.plain_value(v) for k, v in group.items() if k != "params"}
+        for each in optimizers
+        for group in _raw_groups(saved, each)
+    ]
+    names = {*top, *saved.rows(top.get("optimizer"))}
     left = tuple(f"{name} of {COMMON}" for name in _SCHEDULES if name in names)
     normed = saved.rows(top.get("args")).get("apply_wd_to_qk_layernorm") is True
-    return groups, next(iter(counts), None), left, normed
+    return groups, _one_count(saved, optimizers), left, normed
+
+
+def _optimizers(saved: SavedObject) -> list[dict[Any, Any]]:
+    """The optimizers of `common.pt`, chained or one, each what it says of its groups and its state."""
+    every = saved.rows(saved.rows(saved.value).get("optimizer"))
+    chained = [saved.rows(v) for k, v in every.items() if type(k) is int] or [every]
+    return [saved.rows(each["optimizer"]) if "optimizer" in each else each for each in chained]
+
+
+def _raw_groups(saved: SavedObject, optimizer: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    found = optimizer.get("param_groups")
+    return [saved.rows(group) for group in found] if isinstance(found, list) else []
+
+
+def _one_count(saved: SavedObject, optimizers: Sequence[Mapping[Any, Any]]) -> float | None:
+    """The count of steps of all groups and states; raises `LayoutError` where they differ, and `ParseError`."""
+    said = [group.get(STEP) for each in optimizers for group in _raw_groups(saved, each)]
+    said += [saved.rows(each.get("state")).get("common_step") for each in optimizers]
+    counts: set[float] = set()
+    for number in (saved.plain_value(value) for value in said if value is not None):
+        if type(number) not in (int, float) or not 0 <= number < _MOST_STEPS:
+            raise ParseError(f"{saved.where} has {excerpt(number)} steps; legal is a count")
+        counts.add(float(number))
+    if len(counts) > 1:
+        texts = " and ".join(map(str, sorted(counts)))
+        raise LayoutError(f"{COMMON} has counts of {texts} steps; legal is one, or --set {STEPS}=1000, that of the run")
+    return next(iter(counts), None)
 
 
 def _by_decay(groups: list[Settings], shapes: Mapping[str, tuple[int, ...]], normed: bool) -> dict[str, Settings]:
@@ -157,15 +179,16 @@ def _torch_groups(held: OpenCheckpoint, ignored: Sequence[str]) -> ParameterGrou
             alone.setdefault(name, {})[key] = saved.plain_value(saved.value)
     for group in groups.values():
         own = {k: v for k, v in group.items() if k != "params"}
-        alone |= {name: own for name in group.get("params") or () if isinstance(name, str)}
+        named = group.get("params")
+        alone |= {name: own for name in (named if isinstance(named, list | tuple) else ()) if isinstance(name, str)}
     known = held.first_tensors
     settings = {u + name: own for name, own in alone.items() for u in UNDER if u + name in known}
     return ParameterGroups(settings) if settings else None
 
 
-def _sources_by_name(plan: RefitPlan) -> Iterator[tuple[str, tuple[int, ...], list[str]]]:
-    """Yield every model's parameter of the target, once, with its shape and the source's names that it is made of."""
-    names: dict[str, tuple[tuple[int, ...], dict[str, None]]] = {}
+def _sources_by_name(plan: RefitPlan) -> dict[str, dict[str, None]]:
+    """Return the source's names, in order, that every model's parameter of the target is made of."""
+    names: dict[str, dict[str, None]] = {}
     for rank in plan.target.devices:
         own = plan.target.parameters(rank)
         states = state_names([name for name, _, _ in own])
@@ -173,18 +196,17 @@ def _sources_by_name(plan: RefitPlan) -> Iterator[tuple[str, tuple[int, ...], li
         mine = r.target == rank
         columns = [np.asarray(c)[mine] for c in (r.target_parameter, r.source, r.source_parameter)]
         for t, s, k in np.unique(np.stack(columns), axis=1).T.tolist():
-            name, shape, _ = own[t]
-            if name not in states and not name.startswith("optimizer.step__"):
-                names.setdefault(name, (shape, {}))[1][names_of(plan.source, s)[k]] = None
-    for name, (shape, made) in names.items():
-        yield name, shape, list(made)
+            name, _, _ = own[t]
+            if name not in states and not name.startswith(SHARED_STEPS):
+                names.setdefault(name, {})[names_of(plan.source, s)[k]] = None
+    return names
 
 
 def carried_groups(found: ParameterGroups, plan: RefitPlan) -> ParameterGroups:
     """Return the settings by the target's names; raises `LayoutError` where what is joined has several."""
     states = {n: s.parameter for n, s in _states_of_source(plan).items()}
     out: dict[str, Settings] = {}
-    for name, _, made in _sources_by_name(plan):
+    for name, made in _sources_by_name(plan).items():
         first: str | None = None
         for source in (states.get(s, s) for s in made):
             own = found.settings.get(source)
@@ -217,7 +239,7 @@ def source_steps(held: OpenCheckpoint) -> float | None:
     counts: dict[float, str] = {}
     states = state_names(held.first_tensors)
     for name, tensor in held.first_tensors.items():
-        if (name in states and states[name].state == STEP) or name.startswith("optimizer.step__"):
+        if (name in states and states[name].state == STEP) or name.startswith(SHARED_STEPS):
             raw = bytearray(int(np.prod(tensor.shape, dtype=np.int64)) * tensor.dtype.itemsize)
             tensor.read_into(memoryview(raw), 0)
             for step in np.unique(np.frombuffer(raw, tensor.dtype)).tolist():
@@ -228,12 +250,12 @@ def source_steps(held: OpenCheckpoint) -> float | None:
     return next(iter(counts), None)
 
 
-def megatron_settings(found: ParameterGroups, plan: RefitPlan, steps: float | None) -> tuple[bytes, tuple[str, ...]]:
-    """Return the text of `common.pt` with these groups, and what a run of Megatron will not keep of them.
+def megatron_settings(found: ParameterGroups, plan: RefitPlan, steps: float | None) -> tuple[Settings, tuple[str, ...]]:
+    """Return what `common.pt` says of these groups, and what a run of Megatron will not keep of them.
 
     Raises `LayoutError` for settings that its two groups cannot hold.
     """
-    shapes = {name: shape for name, shape, _ in _sources_by_name(plan)}
+    shapes = {name: shape for rank in plan.target.devices for name, shape, _ in plan.target.parameters(rank)}
     of: dict[bool, str] = {}
     left = list(found.left)
     for name, own in found.settings.items():
@@ -258,13 +280,10 @@ def megatron_settings(found: ParameterGroups, plan: RefitPlan, steps: float | No
         said = {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
         count = {} if steps is None else {STEP: int(steps)}
         groups.append({**_OF_TORCH, **_OF_FUSED, **own, **said, "default_config": True, **count})
-    torch: Any = optional("torch", "torch")
-    out = io.BytesIO()
-    state = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    torch.save({"checkpoint_version": 3.0, "iteration": 0, "optimizer": state}, out)
     if any("experts." in name for name in found.settings):
         left.append("groups of experts for runs with expert parallelism (is_expert_parallel)")
-    return out.getvalue(), tuple(left)
+    state = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    return {"optimizer": state}, tuple(left)
 
 
 def _check_adam(own: Settings, name: str, *illegal: tuple[str, Any]) -> None:

@@ -145,20 +145,20 @@ def reshard(
         if not isinstance(from_, Weights):
             raise LayoutError(f"to = {to!r} of a source with a file of layouts; legal is from_ with its table")
         to, own_form = target_weights(to, from_, asked, dtype)
-        from_ = fused_alike(from_, to)
         form = own_form if form == "auto" else form
     if isinstance(from_, str):
         from_ = source_weights(place, from_, asked, from_dtype, tuple(ignore))
-    sides = sides_of(place, (from_, source_layouts), (to, layouts))
+    source_side, target_side = sides_of(place, (from_, source_layouts), (to, layouts))
+    source_side = fused_alike(source_side, target_side)
     limit = limit_of("memory limit", memory_limit)
     assert limit is not None
     share = launched_share(os.environ) if process is None else ProcessShare(*process)
     ignored = tuple(ignore)
-    with open_checkpoint(place, len(sides[0].devices), ignored) as held:
-        own = held.side(sides[0])
+    with open_checkpoint(place, len(source_side.devices), ignored) as held:
+        own = held.side(source_side)
         held.check(own, ignored)
         limits = limit, limit_of("largest file", largest_file) or LARGEST_FILE
-        job = job_of(refit(own, sides[1], drop=drop, differ=differ), held, into, form, limits, share)
+        job = job_of(refit(own, target_side, drop=drop, differ=differ), held, into, form, limits, share)
         if changed_since is not None:
             job, files = delta_job(job, Path(changed_since)), {}
         settings = written_settings(job, ignored)

@@ -6,21 +6,17 @@ the caller. A tensor of one element is its number.
 
 from __future__ import annotations
 
-import struct
 import zipfile
-import zlib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from shardplan.errors import ParseError, excerpt, line
-from shardplan.interop.checkpoint.distributed import open_part
+from shardplan.interop.checkpoint.distributed import ARCHIVE_ERRORS, REBUILD, open_part
 from shardplan.interop.checkpoint.pickle_reader import PickledCall, PickledName, PickledRows, read_pickle
 
 _MOST = 2**26  # bytes of a pickle: settings of a run
-_UNSAID = OSError, ValueError, RuntimeError, EOFError, OverflowError, struct.error, zlib.error, zipfile.BadZipFile
-_REBUILD = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
 _NUMBERS = {
     "FloatStorage": "<f4", "DoubleStorage": "<f8", "LongStorage": "<i8", "IntStorage": "<i4",
 }  # fmt: skip
@@ -35,7 +31,7 @@ class SavedObject:
         self._numbers: dict[str, bytes] = {}
         try:
             size = path.stat().st_size - begin if length is None else length
-            with open_part(path, begin, size) as part, zipfile.ZipFile(cast(Any, part)) as archive:
+            with open_part(path, begin, size) as part, zipfile.ZipFile(part) as archive:
                 entries = {i.filename.partition("/")[2]: i for i in archive.infolist()}
                 said = entries.get("data.pkl")
                 if said is None or said.file_size > _MOST:
@@ -46,7 +42,7 @@ class SavedObject:
                         self._numbers[name.removeprefix("data/")] = archive.read(entry)
         except ParseError as error:
             raise ParseError(f"{self.where}: {line(error)}") from None
-        except _UNSAID as error:
+        except ARCHIVE_ERRORS as error:
             raise ParseError(f"{self.where}: {excerpt(error)}; legal is what torch.save writes") from None
 
     def rows(self, value: Any) -> dict[Any, Any]:
@@ -65,7 +61,7 @@ class SavedObject:
             return value
         if isinstance(value, list | tuple) and all(x is None or isinstance(x, bool | int | float | str) for x in value):
             return value
-        if isinstance(value, PickledCall) and value.of.module == "torch._utils" and value.of.name in _REBUILD:
+        if isinstance(value, PickledCall) and (value.of.module, value.of.name) in REBUILD:
             storage: Any = value.arguments[0] if value.arguments else ()
             told = storage if isinstance(storage, tuple) and len(storage) > 2 else (None, None, None)
             kind = told[1].name if isinstance(told[1], PickledName) else ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ _FILE = "__settings_0.distcp"
 
 @dataclass(frozen=True, slots=True)
 class WrittenSettings:
-    """What is to be written: objects by name, the text of `common.pt`, and what the destination does not keep."""
+    """What is to be written: objects by name, what `common.pt` says, and what the destination does not keep."""
 
     objects: tuple[tuple[str, Any], ...] = ()
-    common: bytes = b""
+    common: Mapping[str, Any] = field(default_factory=dict[str, Any])
     left: tuple[str, ...] = ()
 
     def write_objects(self, folder: Path) -> list[tuple[str, str, int, int]]:
@@ -56,8 +57,8 @@ def written_settings(job: CheckpointJob, ignored: tuple[str, ...] = ()) -> Writt
     if job.form == "megatron":
         steps = source_steps(job.held)
         common, left = megatron_settings(found, job.plan, found.steps if steps is None else steps)
-        return WrittenSettings((), common, left)
+        return WrittenSettings(common=common, left=left)
     if job.form != "distributed":
-        return WrittenSettings((), b"", (*found.left, "parameter groups, which files of safetensors do not have"))
+        return WrittenSettings(left=(*found.left, "parameter groups, which files of safetensors do not have"))
     flat = framework_head(job.plan.target.table.name) == "torchtitan"
-    return WrittenSettings(tuple(torch_settings(found, flat)), b"", found.left)
+    return WrittenSettings(tuple(torch_settings(found, flat)), left=found.left)

@@ -21,6 +21,7 @@ from shardplan.errors import LayoutError, ParseError, excerpt, line
 from shardplan.interop.checkpoint.boxes import whole_of
 from shardplan.interop.checkpoint.folders import METADATA
 from shardplan.interop.checkpoint.gather import StoredTensor
+from shardplan.interop.checkpoint.optimizer_names import SHARED_STEPS
 from shardplan.interop.safetensors import Checkpoint, TensorEntry
 from shardplan.interop.safetensors_header import NUMPY
 from shardplan.movement.weights.binding import check_named
@@ -110,7 +111,7 @@ class OpenCheckpoint:
         """
         if (steps := dict(weights.config).get(STEPS)) and len(self.places) == 1:
             whole = whole_of(weights).parameters(whole_of(weights).devices[0])
-            added = {n: ConstantTensor(s, float(steps)) for n, s, _ in whole if n.startswith("optimizer.step__")}
+            added = {n: ConstantTensor(s, float(steps)) for n, s, _ in whole if n.startswith(SHARED_STEPS)}
             self.places = ({**added, **self.first_tensors},)
         return whole_of(weights) if self.form == DISTRIBUTED else weights
 

@@ -71,9 +71,9 @@ def _plan_bound_move(ends: Ends, rank: int, limit: int | None, topology: Any) ->
             moving = BoxMove(ends.source, ends.target, rank, room)
         else:
             where, within = where_of("topology", topology), limit_of("memory limit", room)
-            keep = within is not None and not ends.copies
             # The program of `plan_kept`, whose certificate nobody asks for here.
-            moving = executable(best_program(*ends.types, where, within, False, keep).program, rank)
+            chosen = best_program(*ends.types, where, within, portable=False, keep=not ends.copies)
+            moving = executable(chosen.program, rank)
     except Infeasible as error:
         if error.least_bytes is None:
             raise

@@ -233,9 +233,8 @@ class _Every:
         values = {name: self.mail[number, k] for name, number in zip(one.taken, taken, strict=True)}
         earlier = self._all(r) if kind in compiled.job.updates else self.done.get((stage, k), ())
         values |= dict.fromkeys(one.earlier, earlier)
-        if (
-            compiled.settings.rendezvous and kind not in compiled.job.updates
-        ):  # behind the last action both ends have met
+        met = kind in compiled.job.updates  # behind the last action both ends have met
+        if compiled.settings.rendezvous and not met:
             self._meet(r, taken, k, self.places.get((stage, value_pass(kind), k), ENDS))
         free = self.free[r]
         run = _TaskRun(free, values, self, r, stage, one.one)

@@ -126,7 +126,7 @@ class Job:
     @property
     def updates(self) -> Mapping[str, str]:
         """The kinds of action behind all microbatches, in order, each with that of the messages that it takes."""
-        return CLIPPED_UPDATES if any(kind == "NORM" for _, kind in self.programs) else UPDATES
+        return CLIPPED_UPDATES if (0, "CLIP") in self.programs.which else UPDATES
 
     @property
     def order(self) -> np.ndarray | None:

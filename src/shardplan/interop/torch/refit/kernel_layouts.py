@@ -1,9 +1,9 @@
 """What kernels keep in place of the weights that an engine loads: layouts for `finish=`, in tensors of their own.
 
-A layout is called with the model after every refit. It takes the parameters that its patterns name, as they were
-loaded, and writes what a kernel reads into `tensors`, by name: allocated at the first call, and filled in place at all
-later ones, so that a captured graph keeps its addresses. The loaded parameters stay as they are: the next refit needs
-them. Two ship: FlashInfer's rows of experts, and MXFP8 with scales transposed.
+`FinishedLayouts` is called with the model after every refit. It takes the parameters that its patterns name, as they
+were loaded, and writes what a kernel reads into `tensors`, by name: allocated at the first call, and filled in place at
+all later ones, so that a captured graph keeps its addresses. The loaded parameters stay as they are: the next refit
+needs them. Three layouts ship: FlashInfer's rows of experts, MXFP8 with scales transposed, and f8 in square blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+from shardplan.core import border
 from shardplan.errors import LayoutError, excerpt, optional
 
 MX_BLOCK = 32  # elements with one scale: OCP Microscaling Formats 1.0
@@ -44,20 +45,28 @@ class FinishedLayouts:
         self.tensors: dict[str, Any] = {}
 
     def __call__(self, model: Any) -> None:
-        """Make, or fill again, what the kernels read; raises `LayoutError` where a pattern matches nothing."""
+        """Make, or fill again, what the kernels read.
+
+        Raises `LayoutError`, before anything is written, where a pattern has no parameter that none before it has; and
+        for a parameter whose shape is no longer that of the first call.
+        """
         named = model if isinstance(model, Mapping) else dict(model.named_parameters())
-        missing = {*self.layouts}
-        for name, tensor in named.items():
-            pattern = next((p for p in self.layouts if fnmatchcase(name, p)), None)
-            if pattern is None:
-                continue
-            missing.discard(pattern)
-            for added, found in self.layouts[pattern].of(name, tensor.detach()).items():
+        chosen = {name: p for name in named if (p := next((p for p in self.layouts if fnmatchcase(name, p)), None))}
+        if missing := {*self.layouts} - {*chosen.values()}:
+            raise LayoutError(
+                f"finish= has {excerpt(min(missing))}, which no parameter is that no pattern before it has; legal are "
+                f"{[name for name in named if name not in chosen][:3]}"
+            )
+        for name, pattern in chosen.items():
+            for added, found in self.layouts[pattern].of(name, named[name].detach()).items():
                 known = self.tensors.setdefault(name + added, found)
+                if known.shape != found.shape:
+                    raise LayoutError(
+                        f"{name}{added} of shape {list(found.shape)}; legal is that of the first call, "
+                        f"{list(known.shape)}"
+                    )
                 if known is not found:
                     known.copy_(found)
-        if missing:
-            raise LayoutError(f"finish= has {excerpt(min(missing))}, which no parameter is; legal are {[*named][:3]}")
 
 
 class FlashInferExperts:
@@ -71,8 +80,8 @@ class FlashInferExperts:
     """
 
     def __init__(self, tile: int = 128, gated: bool = True) -> None:
-        """Take the rows of an epilogue's tile, and whether there are gate and up."""
-        self.block = 32 if tile % 128 == 0 else 16
+        """Take the rows of an epilogue's tile, at least 1, and whether there are gate and up."""
+        self.block = 32 if border.whole_number("tile", tile, 1) % 128 == 0 else 16
         self.gated = gated
 
     def rows(self, count: int) -> Any:
@@ -132,8 +141,8 @@ class BlockFp8:
     """
 
     def __init__(self, block: int = 128) -> None:
-        """Take the size of a block along both dims."""
-        self.block = block
+        """Take the size of a block along both dims, at least 1."""
+        self.block = border.whole_number("block", block, 1)
 
     def of(self, name: str, tensor: Any) -> dict[str, Any]:
         """Return elements, and under `_scale_inv` the scales."""
@@ -145,6 +154,7 @@ class BlockFp8:
         wide = torch.nn.functional.pad(tensor.float(), (0, -k % size, 0, -n % size))
         blocks = wide.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # .., n, size, k, size
         largest = blocks.abs().amax((-1, -3))
-        scales = torch.where(largest > 0, largest / _E4M3_MOST, torch.ones_like(largest))
+        scales = largest / _E4M3_MOST
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales))  # f32 has no scale for the least of its own
         elements = (blocks / scales[..., :, None, :, None]).flatten(-4, -3).flatten(-2)[..., :n, :k]
         return {"": elements.to(torch.float8_e4m3fn).contiguous(), "_scale_inv": scales}

@@ -83,6 +83,8 @@ class RefitMeeting:
         try:
             self.number = max(self.number, self._heard(self.rank)[0]) + 1
             meet(agreement, self, self.timeout)
+            if agreement.verdict is None:  # who comes later waits for this rank
+                self.store.set(f"words/{self.rank}", json.dumps([self.number - 1, said]))
         except (RuntimeError, dist.DistError) as error:
             raise BackendError(
                 f"{self.name}, rank {self.rank}: the store of the refit failed: {line(str(error).splitlines()[0])}"
@@ -90,7 +92,6 @@ class RefitMeeting:
         if isinstance(agreement.verdict, Refusal):
             raise unlike_error(agreement.verdict.offers, what)
         if agreement.verdict is None:
-            self.store.set(f"words/{self.rank}", json.dumps([self.number - 1, said]))  # who comes later waits for it
             among = f" of {len(self.ranks)} ranks"
             raise late_error(f"{self.name} did not start", agreement.waits_for, among, self.timeout)
 
