@@ -309,6 +309,9 @@ def test_load_errors(tmp_path):
         match=r"'dgx-a10' is no preset .* file; did you mean 'dgx-a100' or 'dgx-h100' or .* lists all \d+$",
     ):
         Topology.load("dgx-a10")
+    for said in ("dgx-h100,nodes=32", "dgx-h100 x 32", "dgx-h100:32", "dgx-h100x32"):
+        with pytest.raises(TopologyError, match=r"is said apart; legal is 'dgx-h100' with nodes=32 \(on"):
+            Topology.load(said)
     with pytest.raises(TopologyError, match=r"topology file '.*none.toml' cannot be read: No such file or directory"):
         Topology.load(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")

@@ -47,7 +47,7 @@ def drawn(
     seed: int, schedules: Sequence[str] = SEARCHED, head_counts: Sequence[int] = (16, 32, 64, 33)
 ) -> Iterator[tuple[str, dict[str, Any], sp.Strategy]]:
     """Yield kinds of models, their fields, and strategies that are legal for them, without an end."""
-    rng = random.Random(seed)
+    rng, rows = random.Random(seed), random.Random(seed + 2)
     while True:
         kind = rng.choice(["gpt", "llama", "moe"])
         heads = rng.choice(head_counts)
@@ -77,6 +77,8 @@ def drawn(
             s["zero"] = 0
         elif rng.random() < 1 / 3:
             s |= {"fsdp": True, "zero": rng.choice([2, 3]), "recompute": rng.choice(["none", "full", "selective_op"])}
+        if s["zero"] and data > 2:
+            s["shard"] = rows.choice([None, None, data // 2])
         if s["schedule"] in ("interleaved", "looped-bfs"):
             s["interleave"] = rng.choice([1, 2])
         if kind == "moe":

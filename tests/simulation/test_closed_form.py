@@ -28,8 +28,9 @@ def form(parameters: Parameters | None = None, topology: Topology = BOX, model: 
 
 @st.composite
 def strategies(draw: st.DrawFn) -> Strategy:
-    tensor, pipeline, context, data = (draw(st.sampled_from(s)) for s in ((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 3)))
+    tensor, pipeline, context, data = (draw(st.sampled_from(s)) for s in ((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 3, 4)))
     microbatch, many = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 4, 8)))
+    zero, rows = draw(st.integers(0, 3)), draw(st.booleans())
     interleaved = pipeline > 1 and many % pipeline == 0 and draw(st.booleans())
     return Strategy(
         data=data,
@@ -41,7 +42,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
         schedule="interleaved" if interleaved else "1f1b",
         interleave=2 if interleaved else 1,
         recompute=draw(st.sampled_from(("none", "selective", "full"))),
-        zero=draw(st.integers(0, 3)),
+        zero=zero,
+        shard=2 if rows and zero and data == 4 else None,
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         precision=draw(st.sampled_from((None, "bf16"))),
         attention=draw(st.sampled_from((None, "unfused", "cudnn"))),
@@ -67,7 +69,8 @@ def test_columns_are_the_strategies(several: list[Strategy]) -> None:
     assert columns.devices.tolist() == [s.devices for s in several]
     found = form().degrees(columns)
     for k, one in enumerate(several):
-        assert {a: int(d[k]) for a, d in found.items() if d[k] > 1} == one.axes(LLAMA)
+        rows = {"replica": one.data // one.shard} if one.shard else {}  # over which no layer moves anything
+        assert {a: int(d[k]) for a, d in found.items() if d[k] > 1} | rows == one.axes(LLAMA)
 
 
 @given(strategies(), st.sampled_from(("product", "stream", "network", "attention")), st.floats(1.05, 1.3))
@@ -97,11 +100,30 @@ def test_chunks_have_all_layers_once() -> None:
     assert layers_of((78,), 12)[0].tolist() == [7.0] * 11 + [1.0]  # as DeepSpeed cut them, arXiv 2211.05100
 
 
+@pytest.mark.parametrize("said", [{"zero": 1}, {"zero": 2}, {"fsdp": True}, {"fsdp": True, "zero": 2}])
+def test_rows_of_replicas_are_between_one_and_all(said: dict[str, Any]) -> None:
+    """State dealt out to fewer weighs more, and gathers that stay in a node take less beside a smaller last sum."""
+    rows = [Strategy(data=32, global_batch=32, shard=shard, **said) for shard in (2, 4, 8, 16, None)]
+    out = form()(Configurations.of(rows))
+    assert sorted(out.peak_bytes, reverse=True) == list(out.peak_bytes) and len({*out.peak_bytes}) == len(rows)
+    whole = form()(Configurations.of([Strategy(data=32, global_batch=32, shard=32, **said)]))
+    assert whole.seconds[0] == out.seconds[-1] and whole.peak_bytes[0] == out.peak_bytes[-1]
+
+
+def test_experts_are_dealt_over_a_row_of_replicas() -> None:
+    """Layers of two rows do what those of one row do alone, wherever a row's experts lie."""
+    model = Model.load("moe", layers=4, hidden=512, heads=8, kv_heads=4, ffn=512, seq=512, vocab=4096, experts=8,
+                       experts_per_token=2, precision="bf16")  # fmt: skip
+    two, one = (Strategy(data=2 * n, shard=2, tensor=2, expert=4, fsdp=True, global_batch=8 * n) for n in (2, 1))
+    busy = [form(model=model).stages(Configurations.of([s])) for s in (two, one)]
+    assert busy[0].forward == pytest.approx(busy[1].forward) and busy[0].backward == pytest.approx(busy[1].backward)
+
+
 def test_what_no_column_has_is_refused() -> None:
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"pipeline": 2, "cuts": (1,), "global_batch": 2}, r"cuts=\(1,\); legal is None"),
         ({"recompute": ("einsum",)}, r"recompute=\('einsum',\); legal are none, full, selective"),
-        ({"data": 2, "shard": 1, "zero": 1}, "shard=1; legal is None"),
+        ({"data": 2, "fsdp": True, "bucket": 1, "global_batch": 2}, "bucket=1; legal is None"),
     )
     for said, text in cases:
         with pytest.raises(LayoutError, match=text):

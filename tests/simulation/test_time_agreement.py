@@ -16,6 +16,13 @@ LLAMA = SIZES | {"kv_heads": 8, "ffn": 12288, "vocab": 128256}
 EXPERTS = SIZES | {"kv_heads": 8, "ffn": 2048, "experts": 8, "experts_per_token": 2}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
     "gradients hidden": ("llama", LLAMA, {"data": 8, "global_batch": 16}, 0.03),
+    "gradients as parameters are": (
+        "llama",
+        LLAMA,
+        {"data": 8, "zero": 1, "precision": None, "global_batch": 16},
+        0.01,
+    ),
+    "one microbatch of them": ("llama", LLAMA, {"data": 8, "zero": 1, "precision": None, "global_batch": 8}, 0.01),
     "updates dealt out": ("llama", LLAMA, {"data": 8, "zero": 1, "global_batch": 16}, 0.03),
     "halved": ("llama", LLAMA, {"data": 8, "zero": 1, "schedule": "zb-h1", "global_batch": 16}, 0.05),
     "gathers bound it": ("gpt", SIZES, {"data": 8, "tensor": 8, "zero": 3, "global_batch": 16}, 0.05),
@@ -33,6 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         {"data": 8, "zero": 3, "recompute": "full", "schedule": "zb-h1", "global_batch": 16},
         0.05,
     ),
+    "rows of replicas": ("llama", LLAMA, {"data": 16, "shard": 4, "fsdp": True, "global_batch": 32}, 0.05),
+    "rows of replicas, zero 1": ("llama", LLAMA, {"data": 16, "shard": 4, "zero": 1, "global_batch": 32}, 0.04),
     "a ring between nodes": (
         "llama",
         LLAMA | {"seq": 8192},
@@ -75,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_closed_and_events_are_near_ops(name: str) -> None:
     kind, fields, said, within = CASES[name]
-    model, strategy = sp.Model.load(kind, **fields), sp.Strategy(precision="bf16", **said)
+    model, strategy = sp.Model.load(kind, **fields), sp.Strategy(**{"precision": "bf16", **said})
     where = sp.Topology.load("dgx-h100", node=max(1, strategy.devices // 8), gpu=min(8, strategy.devices))
     job = sp.partition(model, replace(strategy, cuts=even_cuts(model, strategy)), where)
     ops = simulate_job(job, delivered(where), launch=of_machine(where).launch).seconds

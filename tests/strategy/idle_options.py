@@ -92,7 +92,7 @@ SAID: dict[str, list[Any]] = {
 }  # fmt: skip
 # What no program knows, and what no formula does; each alone is refused where it is not known.
 PREDICTED = ("attention", "tensor_overlap", "offload_layers")
-PARTITIONED = ("shard", "bucket", "offload", "keep", "prefetch")
+PARTITIONED = ("bucket", "offload", "keep", "prefetch")
 # By field what says in other words what is so by default; and of a forward pass how it would train.
 SPELLED: dict[str, Callable[[sp.Model, sp.Strategy], bool]] = {
     "shard": lambda m, s: s.shard == s.data,

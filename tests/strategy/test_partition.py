@@ -36,6 +36,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "zero 3": {"data": 2, "zero": 3},
     "fsdp": {"data": 2, "context": 2, "fsdp": True},
     "part": {"data": 4, "shard": 2, "fsdp": True},
+    "part, kept": {"data": 4, "shard": 2, "fsdp": True, "zero": 2, "recompute": "full", "global_batch": 8},
     "ulysses": {"context": 2},
     "gathered keys": {"context": 2, "context_kind": "gather"},
     "ring": {"context": 2, "context_kind": "ring"},

@@ -229,6 +229,15 @@ def test_a_value_with_many_users_goes_from_one_to_the_next(rng: random.Random) -
         assert_least(random_case(rng, repeat=rng.random() < 0.5))
 
 
+def test_what_hangs_together_too_much_has_axes_in_the_order_of_the_mesh() -> None:
+    """What both passes keep of replicas in rows: all orders of two axes in all dims would be a table of too many."""
+    model = Model.load("llama3-8b", layers=2, seq=4096, precision="bf16")
+    kept = Strategy(data=16, shard=8, fsdp=True, zero=2, recompute="full", global_batch=16)
+    job = partition(model, kept)
+    dims = {dim for p in job.programs.shared for t in p.types.values() for dim in t.layout.dims}
+    assert ("replica", "data") in dims and ("data", "replica") not in dims
+
+
 def test_a_body_in_a_body_runs_as_often_as_both_say() -> None:
     program = Program.parse("""program
   mesh one=1

@@ -20,6 +20,7 @@ from shardplan.hardware.toml_fields import basic_string, check_keys, parse_quant
 from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate, parse_seconds
 
 _PRESETS = Path(__file__).parent / "presets"
+_COUNTED = re.compile(r"(?P<name>[\w-]+?)(?:\s*[,:x*]\s*|\s+)(?:nodes?\s*=\s*)?(?P<nodes>\d+)")  # what people write
 _TOP = ("version", "name", "library", "device", "levels")
 _DEVICE = ("flops", "memory", "memory_bandwidth", "launch", "kernels", "processors")
 _KERNELS = ("product", "attention", "stream", "half", "queries")
@@ -51,6 +52,12 @@ def load(source: str | Path) -> Hardware:
     if path.suffix not in (".toml", ".xml"):
         if str(source) not in presets():
             known = (*presets(), *outside_topologies())
+            if (counted := _COUNTED.fullmatch(str(source))) and counted["name"] in known:
+                name, nodes = counted["name"], counted["nodes"]
+                raise TopologyError(
+                    f"topology {excerpt(str(source))}: how many nodes there are is said apart; legal is {name!r} with "
+                    f"nodes={nodes} (on the command line --nodes {nodes})"
+                )
             raise TopologyError(
                 f"topology {excerpt(str(source))} is no preset and no path to a .toml or .xml file"
                 f"{near_text(source, known, 3)}; `shardplan topologies` lists all {len(known)}"

@@ -30,8 +30,8 @@ def row_of_plan(plan: HandedPlan, seconds: float, id: str) -> StepRow:
     fields = model.fields
     if any(name not in fields for name in SHAPE[:8]):
         raise ShardplanError(f"a row of {plan.title}: legal are decoders by their sizes, as presets have")
-    if not isinstance(s.recompute, str) or not isinstance(s.schedule, str) or s.cuts is not None or s.shard is not None:
-        raise ShardplanError("a row has no recompute by names of ops, schedule of one's own, cuts or shard")
+    if not isinstance(s.recompute, str) or not isinstance(s.schedule, str) or s.cuts is not None:
+        raise ShardplanError("a row has no recompute by names of ops, schedule of one's own, or cuts")
     family = "moe" if fields.get("experts") else "llama" if fields["gated_mlp"] else "gpt"
     shape: dict[str, Any] = {name: fields.get(name) or 0 for name in SHAPE}
     shape |= {name: fields.get(name) or None for name in MORE} | {"gated_mlp": bool(fields["gated_mlp"])}

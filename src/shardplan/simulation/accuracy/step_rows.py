@@ -74,6 +74,7 @@ class RowStrategy(_Struct, frozen=True):
     gradient_dtype: str | None = None
     tensor_overlap: bool = False
     offload_layers: int = 0
+    shard: int | None = None  # replicas in a row that state is dealt out to; by default all
     context_kind: str | None = None  # where it is not said, see `subject.context_kind_of`
 
 

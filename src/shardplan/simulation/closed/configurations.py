@@ -34,12 +34,12 @@ CODES: Mapping[str, tuple[Any, ...]] = {
 }
 NUMBERS = (
     "data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero",
-    "offload_layers", "loss_chunks",
+    "offload_layers", "loss_chunks", "shard",
 )  # fmt: skip
 FLAGS = ("sequence_parallel", "fsdp", "tensor_overlap")
 # What a column holds where a strategy has no such field, or says nothing.
 DEFAULTS: Mapping[str, int] = {**dict.fromkeys(NUMBERS, 1), **dict.fromkeys(FLAGS, 0), **dict.fromkeys(CODES, 0),
-                               "zero": 0, "offload_layers": 0}  # fmt: skip
+                               "zero": 0, "offload_layers": 0, "shard": 0}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +63,13 @@ class Configurations:
         """Return strategies as columns; raises `LayoutError` for one that says what no column has."""
         rows = list(strategies)
         for s in rows:
-            for name, plain in (("cuts", None), ("shard", None), ("keep", ()), ("bucket", None), ("prefetch", None),
+            for name, plain in (("cuts", None), ("keep", ()), ("bucket", None), ("prefetch", None),
                                 ("offload", False)):  # fmt: skip
                 if getattr(s, name) != plain:
                     raise LayoutError(f"many strategies at once: {name}={getattr(s, name)!r}; legal is {plain!r}")
         columns: dict[str, Ints] = {}
         for name in (*NUMBERS, *FLAGS):
-            said = [getattr(s, name, DEFAULTS[name]) for s in rows]
+            said = [getattr(s, name, DEFAULTS[name]) or 0 for s in rows]  # no `shard` is 0: all replicas
             columns[name] = np.asarray(said, dtype=bool if name in FLAGS else np.int64)
         for name, legal in CODES.items():
             columns[name] = np.asarray(
@@ -90,6 +90,12 @@ class Configurations:
         """The microbatches of a step, int64 [n]."""
         c = self.columns
         return -(-c["global_batch"] // (c["data"] * c["microbatch"]))
+
+    @property
+    def sharing(self) -> Ints:
+        """The replicas in a row that state is dealt out to, int64 [n]: `shard`, or all."""
+        c = self.columns
+        return np.where(c["shard"] > 0, c["shard"], c["data"])
 
     @property
     def devices(self) -> Ints:
@@ -127,6 +133,7 @@ class Configurations:
         """Return one of them; how its axes lie on the hardware is no part of it."""
         said: dict[str, Any] = {name: self.columns[name][k].item() for name in (*NUMBERS, *FLAGS)}
         said |= {name: legal[int(self.columns[name][k])] for name, legal in CODES.items() if name != "order"}
+        said["shard"] = said["shard"] or None
         plain = {name: DEFAULTS[name] for name in ("offload_layers", "tensor_overlap")} | {"attention": None}
         fields = Strategy.__dataclass_fields__
         for name in [name for name, value in plain.items() if name not in fields and said[name] == value]:

@@ -268,7 +268,7 @@ class ClosedForm:
         return Configurations({**c.columns, **said})
 
     def degrees(self, c: Configurations) -> dict[str, Ints]:
-        """Return the sizes of the axes of a stage, as `Strategy.axes` has them: arrays [n] by axis."""
+        """Return the sizes of a stage's axes, as `Strategy.axes` has them, but for `replica`: arrays [n] by axis."""
         col = c.columns
         heads = {n for p in self.model.parameters.values() for dim, n in p.dims if dim == "kv_heads"}
         tensor, group = col["tensor"].copy(), np.ones(len(c), dtype=np.int64)
@@ -279,7 +279,7 @@ class ClosedForm:
         experts = any("experts" in dims for dims in self.model.dims.values())
         left = col["expert"].copy() if experts else group * 0 + 1
         found: dict[str, Ints] = {}
-        for axis, n in (("data", col["data"]), ("context", col["context"]), ("tensor", tensor), ("group", group)):
+        for axis, n in (("data", c.sharing), ("context", col["context"]), ("tensor", tensor), ("group", group)):
             part = np.gcd(left, n)
             left = left // part
             found |= {axis: n // part, SHARING[axis]: part}
@@ -290,7 +290,7 @@ class ClosedForm:
         if key not in self._readings:
             base = self._base(s.precision)
             plain = Strategy(
-                data=s.data,
+                data=s.shard or s.data,
                 tensor=s.tensor,
                 context=s.context,
                 expert=s.expert,

@@ -175,7 +175,7 @@ def _static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[tuple
     """They by what they are and of what: bytes of a chunk, [kinds, n]."""
     col = c.columns
     weights, gradients, _, state = element_bytes(c)
-    replicas = (col["data"] * col["context"]).astype(float)
+    replicas = (c.sharing * col["context"]).astype(float)
     few = replicas / cost.degrees.get("expert", 1.0) / cost.degrees.get("expert_context", 1.0)
     zero = np.where(col["fsdp"], 3, col["zero"])
     # Gradients of a microbatch have a place of their own where they are not added up in the product.

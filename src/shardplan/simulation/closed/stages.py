@@ -127,10 +127,10 @@ def _halved_codes() -> tuple[int, ...]:
 
 
 def copies(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
-    """Return how many devices have a parameter alike, and how many an expert's, [n] each."""
+    """Return to how many devices a parameter may be dealt out, and to how many an expert's, [n] each."""
     alike = apart = np.ones(len(c))
-    for axis in ("context", "data"):
-        size = c.columns[axis].astype(float)
+    for axis, sizes in (("context", c.columns["context"]), ("data", c.sharing)):
+        size = sizes.astype(float)
         alike, apart = alike * size, apart * size / cost.degrees.get(SHARING[axis], 1.0)
     return alike, apart
 
@@ -138,11 +138,12 @@ def copies(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
 def gradient_seconds(c: Configurations, cost: LayerCost, p: Parameters, device: DeviceSpec) -> Floats:
     """Return the seconds in which the gradients of a microbatch are cast, or added to what there is, [runs + 2, n].
 
-    What is reduced in every microbatch is cast alone; what has no copies is added where it is made.
+    What is reduced in every microbatch is cast alone; what has no copies is added where it is made. The gradient of the
+    only microbatch stays as it was made, where it has its dtype.
     """
     rows, size, several = cost.rows, element_bytes(c), c.microbatches > 1
     zero: Floats = np.zeros((1, len(c)))
-    own = size.parameter + size.gradient * (1 + several)
+    own = (size.parameter + size.gradient * (1 + several)) * (several | (size.parameter != size.gradient))
     cast = (size.parameter + size.summed) * (size.parameter != size.summed)
     reduced = c.columns["fsdp"] | (c.columns["zero"] >= 2)
     nbytes = zero
@@ -204,10 +205,11 @@ class Dealt:
     cost: LayerCost
     collectives: CollectivePrices
     p: Parameters
-    replicas: Floats  # over which gradients are summed
+    replicas: Floats  # over which gradients are summed, and state is dealt out
     few: Floats  # of experts' parameters
     alike: Group
     apart: Group  # the same, of experts' parameters
+    rows: Group  # of such groups, over which what each has summed is summed once a step (HSDP)
 
     @staticmethod
     def of(c: Configurations, cost: LayerCost, collectives: CollectivePrices, p: Parameters) -> Dealt:
@@ -216,12 +218,13 @@ class Dealt:
         strides = c.strides()
         alike: list[tuple[Floats, Floats]] = []
         apart: list[tuple[Floats, Floats]] = []
-        for axis in ("context", "data"):
-            size, experts = col[axis].astype(float), cost.degrees.get(SHARING[axis], 1.0)
+        for axis, sizes in (("context", col["context"]), ("data", c.sharing)):
+            size, experts = sizes.astype(float), cost.degrees.get(SHARING[axis], 1.0)
             alike.append((size, strides[axis]))
             apart.append((size / experts, strides[axis] * experts))
         replicas, few = copies(c, cost)
-        return Dealt(c, cost, collectives, p, replicas, few, alike, apart)
+        rows = [((col["data"] // c.sharing).astype(float), strides["data"] * c.sharing)]
+        return Dealt(c, cost, collectives, p, replicas, few, alike, apart, rows)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
         """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have.
@@ -275,6 +278,21 @@ class Dealt:
         seconds[-1] += seconds[-2] * (self.cost.rows["copies"].any(axis=0) & several_chunks(self.c))
         return seconds * (col["fsdp"] | (col["zero"] >= 2))
 
+    def _row_seconds(self, apart: np.ndarray) -> Floats:
+        """Return the seconds in which rows of replicas sum what each has found in a step, [runs + 2, n].
+
+        Each replica sums its part where gradients are dealt out by then, which `apart` says, bool [n].
+        """
+        found: Floats = np.zeros((1, len(self.c)))
+        if (self.c.columns["shard"] == 0).all():
+            return found
+        size, layered = element_bytes(self.c), self.c.columns["fsdp"] | (self.c.columns["zero"] >= 2)
+        width, lines = np.where(layered, size.gradient, size.summed), self.collectives.lines(True, True, self.rows)
+        for kind, count in (("parameters", self.replicas), ("experts", self.few)):
+            if kind in self.cost.rows:
+                found = found + lines.seconds(self.cost.rows[kind] / np.where(apart, count, 1.0) * width)
+        return found
+
     def _on_ranks(self, kinds: ChunkKinds, values: Floats) -> Floats:
         """Sums over the chunks that a rank computes, [combinations, n] of [kinds, n]."""
         return np.einsum("pkn,kn->pn", kinds.ranks, values)
@@ -315,6 +333,7 @@ class Dealt:
         dealt, layered = col["zero"] > 0, col["fsdp"] | (col["zero"] == 3)
         whole, part = (self._collective(True, x, rows, size.summed) for x in (True, False))
         reduces = np.where(dealt & early, part, whole) * ~(layered | (col["zero"] == 2))
+        reduces = reduces + self._row_seconds(layered | (col["zero"] == 2) | (dealt & early))
         gathers = self._collective(False, True, rows, size.parameter) * (dealt & ~layered)
         nothing, free = np.zeros_like(forward), np.zeros(kinds.counts.shape[1:])
         chunks = col["interleave"]

@@ -178,7 +178,7 @@ def _issued_by(issued: str, params: Parameters) -> tuple[Parameters, Parameters]
 def whole_sequences(c: Configurations) -> Configurations:
     """Return what runs a step of one token: no axis cuts its sequence, and ranks of `context` do as replicas do."""
     col, times = c.columns, c.columns["context"]
-    replicas = {"data": col["data"] * times, "global_batch": col["global_batch"] * times}
+    replicas = {"data": col["data"] * times, "shard": col["shard"] * times, "global_batch": col["global_batch"] * times}
     cut = {"context": np.ones_like(times), "sequence_parallel": np.zeros(len(c), dtype=bool)}
     return Configurations({**col, **replicas, **cut})
 

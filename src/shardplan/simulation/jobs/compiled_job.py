@@ -241,7 +241,8 @@ class _JobCompiler:
         if kind in self.job.updates:
             return as_updates(nodes, program, pricing)
         job = self.job
-        parameters = {n for n, _ in program.inputs if job.key(stage, n) in job.state} - {*job.batch}
+        state = {n for n, _ in program.inputs if job.key(stage, n) in job.state}
+        parameters = {n for n in state - {*job.batch} if not n.startswith(TOTAL)}
         totals = {o for o in program.outputs if o.startswith(NEXT + TOTAL)}
         last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs and job.strategy.loss == "whole"
         found = as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())

@@ -25,7 +25,8 @@ from shardplan.simulation.jobs.timing import COMPUTE, Node, OpCost, Pricing, Tim
 from shardplan.strategy.strategy import SHARING
 
 PARAMETERS = "parameters"
-REPLICAS = tuple(part for axis in ("data", "context") for part in (axis, SHARING[axis]))  # axes that copy parameters
+# Axes that copy parameters.
+REPLICAS = ("replica", *(part for axis in ("data", "context") for part in (axis, SHARING[axis])))
 
 
 def as_frameworks(

@@ -40,6 +40,7 @@ ALIKE = (
     "offload_layers",
     "loss",
     "loss_chunks",
+    "shard",
 )  # what all may have
 BLOCKS = ORDERS[0]
 
@@ -114,12 +115,14 @@ class StrategySpace:
                 table = table[table[:, FRAME.index(name)] == value]
             else:
                 inner &= _INSIDE[:, INNER.index(name)] == value
+        if said.get("shard"):
+            table = table[_may_share(table, said["shard"])]
         if not len(table) or not inner.any():
             why = "".join(f", {name}={value}" for name, value in (fixed or {}).items())
             raise ShardplanError(
                 f"search: no strategy of {devices} devices, {global_batch} sequences{why} is legal: degrees multiply "
                 f"to the devices, tensor up to {limits.heads} heads, pipeline up to {limits.layers} layers; context "
-                f"divides {limits.sequence}, replicas and microbatches the sequences"
+                f"divides {limits.sequence}, replicas and microbatches the sequences, and shard the replicas"
             )
         kinds = np.zeros(len(table), dtype=np.int64)
         for k, block in enumerate(BLOCKS):
@@ -135,6 +138,7 @@ class StrategySpace:
         found &= (zero != 1) | self.limits.kept
         found &= (zero == 0) | (zero == 3) | self.limits.training
         found &= (recompute == 0) | self.limits.training
+        found &= ((fsdp > 0) | (zero > 0)) | (self.said.get("shard", 0) == 0)
         found &= self.asked
         return found & ((recompute != RECOMPUTE.index("selective")) | self.limits.scores)
 
@@ -187,6 +191,12 @@ class StrategySpace:
         frame = int(np.searchsorted(self.starts, pair, side="right")) - 1
         order = _ORDERS[self.kinds[frame], pair - self.starts[frame]]
         return self.columns(np.array([frame]), int(order), inside)
+
+
+def _may_share(table: Ints, shard: int) -> np.ndarray:
+    """Which frames have replicas that rows of `shard` deal out, and experts in such a row: bool [frames]."""
+    data, expert, context, tensor = (table[:, FRAME.index(name)] for name in ("data", "expert", "context", "tensor"))
+    return (data % shard == 0) & (shard * context * tensor % expert == 0)
 
 
 def _fixed_columns(fields: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:

@@ -18,7 +18,7 @@ from shardplan.core.nested import rows
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
 from shardplan.strategy.partition.choices import Choice, LaidLine, Served, options, parts_of_served
-from shardplan.strategy.partition.elimination import Table, TooWide, least
+from shardplan.strategy.partition.elimination import Least, Table, TooWide, least
 from shardplan.strategy.partition.flow import Key, Line, Path
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.problem import Maker, Option, SettleProblem, Types, Use, ValueSource, at_most, onto
@@ -87,11 +87,7 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
                 totals.append(fresh[axis])
                 continue
             laid.add(axis)
-            found = found_along(axis, problem, serve, now, prices, laid)
-            try:
-                best = least(list(tables(problem, found, prices, laid)))
-            except TooWide:
-                raise LayoutError(f"serve, {axis}: too many options hang together; legal are fewer dims") from None
+            found, best = _best_along(axis, problem, serve, now, prices, laid)
             if math.isinf(best.total):
                 raise LayoutError(f"the axis {axis}: no movement leads from what lines make to what others take")
             widest = max(widest, best.widest)
@@ -119,6 +115,34 @@ def settle(problem: SettleProblem, serve: Groups, order: Sequence[str], prices: 
         serve,
         prices,
     )
+
+
+def _best_along(
+    axis: str, problem: SettleProblem, serve: Groups, now: Mapping[Maker, Option], prices: Prices, axes: set[str]
+) -> tuple[dict[Maker, list[Option]], Least]:
+    """Return what every choice may do with an axis, and what is best; where too much hangs together, in mesh order.
+
+    What both passes keep ties their choices to each other: then a dim has its axes in the order of the mesh alone.
+    """
+    found = found_along(axis, problem, serve, now, prices, axes)
+    try:
+        return found, least(list(tables(problem, found, prices, axes)))
+    except TooWide:
+        place = {a: k for k, a in enumerate(problem.mesh.axes)}
+        found = {m: _ordered(mine, place) for m, mine in found.items()}
+    try:
+        return found, least(list(tables(problem, found, prices, axes)))
+    except TooWide:
+        raise LayoutError(f"serve, {axis}: too many options hang together; legal are fewer dims") from None
+
+
+def _ordered(options: list[Option], place: Mapping[str, int]) -> list[Option]:
+    """The options whose types have the axes of each dim in order; all, where none has."""
+
+    def is_ordered(t: TensorType) -> bool:
+        return all([*map(place.__getitem__, dim)] == sorted(map(place.__getitem__, dim)) for dim in t.layout.dims)
+
+    return [o for o in options if all(map(is_ordered, (*o.wanted, *o.made)))] or options
 
 
 def _made(source: ValueSource, now: Mapping[Maker, Option]) -> TensorType:
