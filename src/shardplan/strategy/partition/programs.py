@@ -211,7 +211,7 @@ class Writers:
             lie = {n: types[n].with_layout(drop_summed(layout, types[n], types[name].shape)) for n in kept}
             first, *others = [writer.want(n, t, by) for n, t in lie.items()]
             op = rule.made(model.fields, model.parameters[name])
-            made = dict(zip(kept, _written(writer, op, [first, update.total, *others, *now]), strict=True))
+            made = dict(zip(kept, _write_update(writer, op, [first, update.total, *others, *now]), strict=True))
             if scaled:  # a step whose gradients are not all finite changes nothing
                 pairs = zip(made.items(), (first, *others), strict=True)
                 made = {n: writer.op(Elementwise(TAKEN), [v, old, _cast(writer, factor, v)]) for (n, v), old in pairs}
@@ -352,7 +352,7 @@ def _cast(writer: Writer, name: str, like: str) -> str:
     return name if writer.types[name].dtype == kind else writer.op(Cast(kind), [name])
 
 
-def _written(writer: Writer, op: Composed, operands: Sequence[str]) -> Sequence[str]:
+def _write_update(writer: Writer, op: Composed, operands: Sequence[str]) -> Sequence[str]:
     """Write an update, and return its results: as one op, or where it reduces what is cut as its steps."""
     types = [writer.types[o] for o in operands]
     try:
