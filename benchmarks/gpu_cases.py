@@ -9,14 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.fused_text import findings
+from benchmarks.fused_text import Variant, findings
 from benchmarks.gpu_kernels import time_kernels
 from benchmarks.gpu_timing import time_embedding, time_gemm, time_gemv
 from benchmarks.gpu_torch import abort, compute_ops, graph_capture, programs_on_nccl, stream_order
 
 from shardplan import fused
 from shardplan.errors import ShardplanError
-from shardplan.fused.triton import KernelOptions, TileMemory, embedding_bag_all_to_all, gemm_all_to_all, gemv_all_reduce
+from shardplan.fused.triton import (
+    KernelOptions,
+    ProductTile,
+    TileMemory,
+    embedding_bag_all_to_all,
+    gemm_all_to_all,
+    gemv_all_reduce,
+)
 from shardplan.fused.triton.compile_ahead import source_hash
 from shardplan.fused.triton.embedding_kernel import embedding_kernel
 from shardplan.fused.triton.gemm import gemm_prepared
@@ -62,7 +69,7 @@ def _gemm_operands(
 def correct_gemm(dry: bool) -> dict[str, Any]:
     """Virtual ranks, uneven and empty splits, with bias and an activation; aligned and unaligned columns."""
     rows = []
-    block, high, depth = ((16, 16, 16), 12, 20) if dry else ((128, 128, 64), 300, 200)
+    tile, high, depth = (ProductTile((16, 16, 16)), 12, 20) if dry else (ProductTile((128, 128, 64)), 300, 200)
     for ranks, dtype in _worlds(dry):
         memory = TileMemory.virtual(ranks, 1 << (21 if dry else 26), device(dry))
         errors: list[float] = []
@@ -73,7 +80,7 @@ def correct_gemm(dry: bool) -> dict[str, Any]:
                 a, b, bias = _gemm_operands(rng, counts, dtype, depth, columns, device(dry))
                 z = [torch.relu(x.float() @ y.float() + c.float()) for x, y, c in zip(a, b, bias, strict=True)]
                 parts = [torch.split(x, counts[s].tolist()) for s, x in enumerate(z)]
-                got = gemm_all_to_all(memory, torch.cat(a), b, bias, counts.tolist(), 0, "relu", block, KernelOptions())
+                got = gemm_all_to_all(memory, torch.cat(a), b, bias, counts.tolist(), 0, "relu", tile, KernelOptions())
                 errors += [_error(x, torch.cat([p[d] for p in parts])) for d, x in enumerate(got)]
         rows.append(_row(ranks, dtype, errors))
     return {"rows": rows, "source": source_hash(gemm_kernel)}
@@ -175,7 +182,7 @@ def _rank(rank: int, ranks: int, kind: str, dry: bool, port: int, queue: Any) ->
     try:
         heap = fused.bind_group(nbytes=1 << 22, backend=kind, kernels="triton")
         memory = TileMemory.of(heap)
-        where, block = device(dry), (16, 16, 16) if dry else (64, 64, 32)
+        where, tile = device(dry), ProductTile((16, 16, 16) if dry else (64, 64, 32), described=True)
         high = 8 if dry else 200
         counts = np.array([[high, high - 3], [0, high]])
         rng, errors = np.random.default_rng(0), list[float]()
@@ -184,7 +191,7 @@ def _rank(rank: int, ranks: int, kind: str, dry: bool, port: int, queue: Any) ->
             a, b, _ = _gemm_operands(rng, counts, torch.float32, 32, 16, where)
             z = [x @ y for x, y in zip(a, b, strict=True)]
             (got,) = gemm_all_to_all(
-                memory, a[rank], b[rank : rank + 1], None, counts.tolist(), 0, "none", block, options
+                memory, a[rank], b[rank : rank + 1], None, counts.tolist(), 0, "none", tile, options
             )
             parts = [torch.split(x, counts[s].tolist())[rank] for s, x in enumerate(z)]
             errors.append(_error(got, torch.cat(parts)))
@@ -194,7 +201,7 @@ def _rank(rank: int, ranks: int, kind: str, dry: bool, port: int, queue: Any) ->
         if rank == 1:
             try:
                 late = replace(options, seconds=1.0)
-                gemm_all_to_all(memory, a[1], b[1:2], None, counts.tolist(), 0, "none", block, late)
+                gemm_all_to_all(memory, a[1], b[1:2], None, counts.tolist(), 0, "none", tile, late)
                 heap.check()
             except ShardplanError as error:
                 said = f"{type(error).__name__}: {error}"
@@ -241,15 +248,16 @@ def assembly(dry: bool) -> dict[str, Any]:
     """What `fused_text` asserts of kernels compiled ahead of time, of what a real launch ran."""
     memory = TileMemory.virtual(2, 1 << 22, device(dry))
     dtype = torch.float32 if dry else torch.bfloat16
-    side, block = (16, (16, 16, 16)) if dry else (256, (128, 128, 64))
+    side, tile = (16, ProductTile((16, 16, 16))) if dry else (256, ProductTile((128, 256, 64), described=True))
     a, b = (torch.ones(s, dtype=dtype, device=device(dry)) for s in ((4 * side, side), (2, side, side)))
     counts = [[side, side]] * 2
-    made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, None, counts, 0, "none", block, None)
+    made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, None, counts, 0, "none", tile, None)
     launched = made.launch(gemm_kernel, call, *arguments, **constants)
     made.finish()
     if dry:
         return {"good": True, "why": "the interpreter compiles nothing"}
-    said = {name: findings(name, made.asm) for name, made in zip(("gemm", "read"), launched, strict=True)}
+    each = zip(("gemm", "read"), launched, (Variant(tile), Variant()), strict=True)
+    said = {name: findings(name, made.asm, variant) for name, made, variant in each}
     return {"findings": said, "good": all(good for each in said.values() for good in each.values())}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardplan.fused.triton import KernelOptions, TileMemory
+from shardplan.fused.triton import KernelOptions, ProductTile, TileMemory
 from shardplan.fused.triton.embedding import embedding_prepared
 from shardplan.fused.triton.embedding_kernel import embedding_kernel
 from shardplan.fused.triton.gemm import gemm_prepared
@@ -140,13 +140,13 @@ def time_gemm(dry: bool) -> dict[str, Any]:
 def _gemm(dry: bool, ranks: int, order: str) -> dict[str, Any]:
     where, dtype = ("cpu", torch.float32) if dry else ("cuda", torch.bfloat16)
     m, n, k = (32, 16, 16) if dry else (16384 // ranks, 4096, 2048)
-    block = (16, 16, 16) if dry else (128, 256, 64)
+    tile = ProductTile((16, 16, 16) if dry else (128, 256, 64), 8, 3 if dry else 4, described=True)
     nbytes = m * n * dtype.itemsize
     memory = TileMemory.virtual(ranks, 2 * nbytes + (1 << 22), where)
     a, b = (torch.randn(s, device=where).to(dtype) for s in ((ranks * m, k), (ranks, k, n)))
-    options = KernelOptions(programs=_programs(dry, ranks), order=order, warps=8)
+    options = KernelOptions(programs=_programs(dry, ranks), order=order)
     counts = [[m // ranks] * ranks] * ranks
-    made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, None, counts, 0, "none", block, options)
+    made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, None, counts, 0, "none", tile, options)
 
     own = OwnMemory(memory, made.local_start, nbytes)
     out = torch.empty((ranks, ranks, m // ranks, n), dtype=dtype, device=where)
@@ -182,18 +182,18 @@ def _stamped(
     memory: TileMemory, made: Any, call: Any, arguments: Any, constants: Any, seconds: dict[str, float]
 ) -> dict[str, Any]:
     """Overlap with an emulated link, of tiles' own stamps."""
-    a, columns = arguments[0], arguments[5]
+    out, columns = call.out, arguments[5]
     down, across = (
         n // each for n, each in ((call.given.counts[0][0], constants["block_m"]), (columns, constants["block_n"]))
     )
-    stamps = torch.zeros((memory.here, memory.ranks, down * across), dtype=torch.int64, device=a.device)
+    stamps = torch.zeros((memory.here, memory.ranks, down * across), dtype=torch.int64, device=out.device)
     given = (*arguments[:3], stamps, *arguments[4:])
     for _ in range(3):
         made.launch(gemm_kernel, call, *given, **(constants | {"stamped": down * across}))
         made.finish()
     at = stamps.view(-1).tolist()
     first, last = min(at), (max(at) - min(at)) / 1e9
-    size = constants["block_m"] * constants["block_n"] * a.dtype.itemsize
+    size = constants["block_m"] * constants["block_n"] * out.dtype.itemsize
     tiles = [
         (rank, (t - first) / 1e9, size)
         for rank, rows in enumerate(stamps.tolist()) for to, row in enumerate(rows) if to != rank for t in row

@@ -1,8 +1,10 @@
 """`benchmarks.gpu --dry`: the code that a GPU will run, in Triton's interpreter, on tiny shapes."""
 
 import json
+import os
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,6 +20,32 @@ ONE = "assembly"
 
 def limit(name: str) -> float:
     return SECONDS[name.partition(" ")[0].rstrip(",")]
+
+
+@needs_triton
+def test_a_dry_tuning_writes_what_is_read(tmp_path: Path) -> None:
+    """A row for each dtype, described and not, behind the tiles of the table, and what was timed is chosen."""
+    from shardplan.fused.triton import product_tiles
+
+    out = tmp_path / "tiles.toml"
+    command = [sys.executable, "-m", "benchmarks.fused_tuning", "--dry", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = tomllib.loads(out.read_text())
+    assert found["tile"] == product_tiles.product_table()["tile"]
+    assert [(row["bytes"], row["described"]) for row in found["timed"]] == [
+        (2, True),
+        (2, False),
+        (4, True),
+        (4, False),
+    ]
+    assert [row["shape"] for row in found["timed"]] == [[8, 16, 32]] * 4
+    found["timed"][0]["warps"] = 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product_tiles, "product_table", lambda: found)
+        choose = product_tiles.choose_tile.__wrapped__
+        assert choose("cpu", 2, True, 2, 8, 8, 16, 32).warps == 2
+        assert choose("cpu", 2, False, 2, 8, 8, 16, 32).warps == choose("cpu", 2, True, 2, 8, 9, 16, 32).warps == 4
 
 
 @needs_triton

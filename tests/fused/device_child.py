@@ -70,8 +70,9 @@ def cases(ranks: int, rank: int, epoch: int) -> dict[str, Operands]:
     factor, vector, thin = random(9, 2 + rank), random(2 + rank), random(2 + rank, 3)
     tables = [random(5, 4) for _ in range(held[rank])]
     lengths = torch.randint(0, 3, (held[rank] * sum(batches),))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    ids = torch.randint(0, 5, (int(offsets[-1]),))
+    kind = torch.int32 if epoch == 1 else torch.int64  # which kernels of Triton read as they are
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(kind)
+    ids = torch.randint(0, 5, (int(offsets[-1]),), dtype=kind)
     scale = torch.rand(len(ids), requires_grad=True)
 
     def bags(mode: str) -> Operands:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fused.forked import DIED, run, segments
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardplan.fused.kernels import native as natives
 from shardplan.fused.kernels.activation import ACTIVATIONS, activation_gradient, apply_activation
@@ -137,6 +138,39 @@ def test_gradients_of_bags_are_those_of_autograd(mode: str, weighted: bool) -> N
     assert (each is None) == (weights is None)
     for x, y in zip([*found, *([] if each is None else [each])], wanted, strict=True):
         torch.testing.assert_close(x, y)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a result of any operation."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.numbers = max(self.numbers, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gradients_of_bags_copy_no_row_for_an_id(dtype: torch.dtype) -> None:
+    """Of 1,000 ids of two tables of 7 rows: nothing is larger than two numbers an id."""
+    ids, offsets = torch.arange(1000).remainder(7).to(dtype), torch.arange(0, 1001, 125).to(dtype)
+    tables, g = [torch.zeros(7, 32) for _ in range(2)], torch.randn(4, 2, 32)
+    call = BagCall(tables, ids, offsets, torch.full((1000,), 2.0), "sum", 4, "test", as_given=True)
+    assert call.indices.dtype == call.offsets.dtype == dtype
+    with Largest() as seen:
+        found, _ = call.gradients(g, False)
+    assert seen.numbers <= 2 * 1000
+    for t, each in enumerate(found):
+        wanted = torch.zeros(7, 32).index_add_(
+            0, ids[500 * t : 500 * t + 500].long(), 2 * g[:, t].repeat_interleave(125, 0)
+        )
+        torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-3)
+    call.indices = torch.where(ids == 6, 7, torch.where(ids == 0, -1, ids))  # no rows: what kernels of GPUs leave out
+    for t, each in enumerate(call.gradients(g, False)[0]):
+        assert not each[[0, 6]].any()
+        torch.testing.assert_close(each[1:6], found[t][1:6], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -161,6 +161,8 @@ def test_shapes_of_operators_lie_apart_and_fill_the_result(ranks: int, data: st.
     for cuts in (*forms, *(each.reverse() for each in forms)):
         shape = cuts.shape()
         assert cuts.reverse().reverse() == cuts
+        own = [[b - a for a, b in box] for rank in range(ranks) for box in cuts.own_boxes(rank)]
+        assert cuts.largest_block() == tuple(map(max, zip(*own, strict=True)))
         for rank in range(ranks):
             assert sum(b - a for (a, b), _ in cuts.own_boxes(rank)) in (
                 cuts.count_rows(rank),

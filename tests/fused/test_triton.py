@@ -98,15 +98,95 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_text_of_both_targets(text: dict[str, Any], said: dict[str, Any]) -> None:
-    assert len(text["rows"]) == 2 * len({row["kernel"] for row in text["rows"]}) == 14  # each for both targets
-    assert [row for row in text["rows"] if not all(row[key] for key in row if key != "resources")] == []
-    of_nvidia = {row["kernel"]: row["resources"] for row in text["rows"] if row["target"] == "sm_90"}
-    assert {name: each["spilled"] for name, each in of_nvidia.items()} == dict.fromkeys(of_nvidia, 0)
-    most = {"gemm": 232, "gather": 216, "embedding": 80, "gemv": 232, "move": 64, "read": 64}
-    assert [name for name, each in of_nvidia.items() if each["registers"] > most[name]] == []
+    kernels = {"gemm", "gather", "grouped", "embedding", "gemv", "move", "read"}
+    for target in ("sm_90", "gfx942"):
+        assert {row["kernel"] for row in text["rows"] if row["target"] == target} == kernels
+    assert len(text["rows"]) == 35
+    assert [
+        row for row in text["rows"] if not all(row[key] for key in row if key not in ("resources", "variant"))
+    ] == []
     assert {row["kernel"] for row in text["rows"] if "wait" in row} == {"gather", "gemv", "read"}
     hashes = {row["source"] for row in text["rows"] if row["kernel"] == "gemm"}
     assert hashes == {said["values:2"][0]["source"]}, "the interpreter ran what was compiled"
+
+
+def test_what_fits_on_a_processor(text: dict[str, Any]) -> None:
+    """By registers and shared memory: nothing is spilled, and programs are as many as fit, of products one."""
+    from shardplan.fused.triton.serving import FIT
+
+    fit: dict[str, int] = {}
+    for row in text["rows"]:
+        name, has = row["kernel"], row["resources"]
+        assert has["spilled"] == 0 and has["registers"] <= 256, row
+        kind = {"gather": "gemm", "grouped": "gemm", "read": "move"}.get(name, name)
+        fit[kind] = min(fit.get(kind, 99), has["fit"])
+    assert fit == FIT
+
+
+def nesting(ttir: str, what: str) -> list[int]:
+    """In how many loops each line stands that a pattern is found in."""
+    loops: list[bool] = []
+    found: list[int] = []
+    for line in ttir.splitlines():
+        if re.search(what, line):
+            found.append(sum(loops))
+        for _ in range(line.count("}") - line.count("{") if line.lstrip().startswith("}") else 0):
+            loops.pop()
+        if line.rstrip().endswith("{"):
+            if line.lstrip().startswith("}"):
+                loops[-1:] = [loops[-1]]
+            else:
+                loops.append("scf.for" in line or "scf.while" in line)
+    return found
+
+
+def test_a_thin_product_reads_its_matrix_once(text: dict[str, Any]) -> None:
+    """In the loops over rows of the schedule, tiles and depth, and in none over columns."""
+    from benchmarks.fused_text import Variant, kernel, text_of
+
+    wide = Variant(None, 2, (("wide", 16), ("lanes", 16)))
+    ttir = text_of("gemv", "sm_90", kernel("gemv"), True, wide)["ttir"]
+    assert nesting(ttir, r"tt\.load .*tensor<16x256x!tt\.ptr<bf16>>") == [3]
+    assert nesting(ttir, r"tt\.dot ") == [3]
+
+
+def test_tiles_are_chosen_by_what_is_left_to_the_busiest_processor() -> None:
+    """The same for all rows of a class; of operands that descriptors do not fit another one; a timed shape first."""
+    from shardplan.fused.triton import product_tiles
+    from shardplan.fused.triton.product_tiles import choose_tile, product_table
+
+    large = choose_tile("cuda", 2, True, 132, 8, 8192, 4096, 2048)
+    assert large.block == (128, 256, 64) and large.described
+    assert choose_tile("cuda", 2, False, 132, 8, 8192, 4096, 2048)[::3] == ((128, 128, 64), False)
+    assert choose_tile("cuda", 2, True, 132, 8, 16, 64, 2048).block == (64, 64, 64)  # one tile a processor, no larger
+    assert choose_tile("hip", 2, True, 304, 8, 8192, 4096, 2048)[::3] == ((128, 128, 64), False)
+    assert choose_tile("cuda", 4, True, 132, 8, 8192, 4096, 2048).block == (128, 128, 16)
+    timed = {"target": "cuda", "bytes": 2, "described": True, "blocks": 8, "shape": [8192, 4096, 2048],
+             "block": [64, 128, 64], "warps": 4, "stages": 4}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(product_tiles, "product_table", lambda: product_table() | {"timed": [timed]})
+        assert choose_tile.__wrapped__("cuda", 2, True, 132, 8, 8192, 4000, 2048).block == (64, 128, 64)
+        assert choose_tile.__wrapped__("cuda", 2, True, 132, 4, 8192, 4096, 2048).block == (128, 256, 64)
+
+
+def test_what_a_descriptor_cannot_say_has_none() -> None:
+    """Rows of other than 16 bytes, and steps that read behind a product of several; else both operands have one."""
+    import torch
+
+    from shardplan.fused.triton import ProductTile
+
+    tile = ProductTile((16, 16, 32), described=True)
+    for depth, columns, products, described in (
+        (32, 16, 1, True), (40, 16, 1, True), (40, 16, 2, False), (64, 16, 2, True), (33, 16, 1, False),
+        (32, 9, 1, False),
+    ):  # fmt: skip
+        a, b = torch.ones(8, depth).bfloat16(), torch.ones(products, depth, columns).bfloat16()
+        says, (x, y) = tile.operands(a, b, products)
+        assert says == {"described": described}
+        if described:
+            assert (x.shape, x.block_shape) == ([8, depth], [16, 32])
+            assert (y.shape, y.strides, y.block_shape) == ([products * depth, columns], [columns, 1], [32, 16])
+    assert ProductTile((16, 16, 32)).operands(torch.ones(8, 32), torch.ones(1, 32, 16), 1)[0] == {"described": False}
 
 
 def test_text_of_altered_kernels_fails(text: dict[str, Any]) -> None:

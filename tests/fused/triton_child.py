@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from shardplan.fused.operators.call_context import starts, tile_sizes
 from shardplan.fused.triton import (
     FusedKernel,
     KernelOptions,
+    ProductTile,
     TileMemory,
     embedding_bag_all_to_all,
     gemm_all_to_all,
@@ -43,7 +43,7 @@ from shardplan.fused.triton.gemm import gemm_prepared
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 
 EPOCHS = 3
-BLOCK = (16, 16, 32)
+TILE = ProductTile((16, 16, 32), described=True)
 ACTS: Any = {"none": lambda z: z, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu,
              "relu": torch.relu}  # fmt: skip
 
@@ -95,7 +95,7 @@ def gemms(memory: TileMemory, found: Found) -> None:
             parts = [torch.split(x, w, dim=scatter) for x, w in zip(z, cut, strict=True)]
             mine = (torch.cat([a[r] for r in here]), *(torch.stack([x[r] for r in here]) for x in (b, bias)))
             got = gemm_all_to_all(
-                memory, *mine, counts.tolist(), scatter, activation, BLOCK, replace(options, seconds=20)
+                memory, *mine, counts.tolist(), scatter, activation, TILE, replace(options, seconds=20)
             )
             for r, each in zip(here, got, strict=True):
                 wanted = torch.cat([parts[s][r] for s in range(n)])
@@ -194,7 +194,7 @@ def _silent(rank: int, exchange: Exchange, op: str) -> Any:
 
         def call() -> torch.Tensor:
             if op == "gemm":
-                return gemm_all_to_all(memory, a, b, None, counts, block=(8, 16, 16), options=options)[0]
+                return gemm_all_to_all(memory, a, b, None, counts, tile=ProductTile((8, 16, 16)), options=options)[0]
             return gemv_all_reduce(memory, [a], [b[0, :, :1]], 1, (16, 16), 0, options)[0]
 
         for _ in range(2):
@@ -230,13 +230,13 @@ def _leave_out_a_signal(made: FusedKernel) -> None:
 ALTERED = {
     "right": ("words", "", ""),
     "wait": ("read_kernel", "source, epoch + 1, epoch, polls", "source, epoch - 1000, epoch, polls"),
-    "mask": ("gemm_kernel", "k[None, :] < depth", "k[None, :] < depth - 1"),
+    "mask": ("gemm_kernel", "inside_k = k < depth", "inside_k = k < depth - 1"),
     "slot": ("words", "epoch & tl.load(spot + 2)", "1 - epoch & tl.load(spot + 2)"),
 }
 
 
 def wrong(rank: int, exchange: Exchange) -> Any:
-    """Whether a product by an altered kernel is wrong (by one that is not: right); rank 1 begins late."""
+    """Whether a product by an altered kernel is wrong (by another one: right); without a wait rank 1 begins late."""
     found: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as made:
         sys.path.insert(0, made)
@@ -246,12 +246,15 @@ def wrong(rank: int, exchange: Exchange) -> Any:
                 memory = TileMemory.of(heap)
                 a, b, counts = torch.ones(8 * 2, 9), torch.ones(1, 9, 8), [[8, 8]] * 2
                 options = KernelOptions(programs=1, seconds=10.0)
-                given = gemm_prepared(memory, a, b, None, counts, 0, "none", (16, 16, 16), options)
+                given = gemm_prepared(memory, a, b, None, counts, 0, "none", ProductTile((16, 16, 16)), options)
                 instance, call, (arguments, constants, _) = given
                 instance.reader = find("read") if name != "slot" else instance.reader
-                time.sleep(0.7 * rank)
+                if name == "wait" and rank == 1:
+                    exchange(b"")
                 (got,) = instance.run(find("gemm"), call, *arguments, **constants)
                 close = got.shape == (16, 8) and bool(torch.allclose(got, torch.full((16, 8), 9.0)))
+                if name == "wait" and rank == 0:  # which has not waited
+                    exchange(b"")
                 found[name] = close == (name == "right")
                 heap.barrier()
     return found
@@ -264,9 +267,7 @@ def again(rank: int, exchange: Exchange) -> list[bool]:
         options = KernelOptions(programs=2, seconds=20)
         a, more = torch.ones(4 * n, 8), torch.ones(6 * n, 8)
         b = torch.ones(1, 8, 8)
-        made = [
-            gemm_prepared(memory, x, b, None, [[len(x) // n] * n] * n, 0, "none", BLOCK, options) for x in (a, more)
-        ]
+        made = [gemm_prepared(memory, x, b, None, [[len(x) // n] * n] * n, 0, "none", TILE, options) for x in (a, more)]
         right: list[bool] = []
         for epoch in range(3):
             for x, (instance, call, (arguments, constants, _)) in zip((a, more), made, strict=True):

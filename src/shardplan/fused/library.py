@@ -19,7 +19,7 @@ from shardplan.fused.calls.groups import bind, bound
 from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.library_operands import product_operands, refuse_tangents
-from shardplan.fused.library_spec import ORDER, OperatorSpec, call_context, register_custom, register_operator
+from shardplan.fused.library_spec import ORDER, OperatorSpec, register_operator
 from shardplan.fused.operators import embedding, gemm, gemv, grouped, tensor_parallel
 from shardplan.fused.operators.call_context import CallContext, tile_sizes
 
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     import torch
 else:
     torch = optional("torch", "torch")
-
-_ANCHOR = ", Tensor? anchor=None"
-# An operator with a list of tensors has no defaults: torch 2.13 compares their structure with what was passed.
-_BAG = (
-    "(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, str group, str mode, "
-    "int[] table_counts, SymInt[] batch_splits) -> Tensor"
-)
-_BAG_BACKWARD = (
-    "(Tensor g, Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, str group, str mode, "
-    "int[] table_counts, SymInt[] batch_splits) -> Tensor[]"
-)
 
 
 def bind_group(group: Any = None, nbytes: int = 64 << 20, backend: str = "shm", kernels: str = "auto") -> SymmetricHeap:
@@ -257,6 +246,33 @@ def _fake_grouped(heap: SymmetricHeap, a: Any, b: Any, counts: Any, group: str, 
     return a.new_empty(capacity, b.shape[2]), counts.new_empty(heap.ranks, b.shape[0])
 
 
+def _bag_arguments(
+    tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
+) -> tuple[Any, ...]:
+    return tables, ids, offsets, scale, mode, sum(splits), counts, splits
+
+
+def _fake_bags(
+    heap: SymmetricHeap,
+    tables: Any,
+    ids: Any,
+    offsets: Any,
+    scale: Any,
+    group: str,
+    mode: str,
+    counts: Any,
+    splits: Any,
+) -> Any:
+    if not tables:
+        raise TypingError(f"{embedding.NAME}: rank {heap.rank} has no tables; legal for tracing are some")
+    return tables[0].new_empty(splits[heap.rank], sum(counts), tables[0].shape[1])
+
+
+def _back_of_bags(asked: CallContext, g: Any, *given: Any) -> Any:
+    found, each = embedding.backward(asked, g, *_bag_arguments(*given))
+    return found, None if each is None or given[3] is None else each.to(given[3].dtype)
+
+
 SPECS = (
     OperatorSpec(
         gemm.NAME,
@@ -306,65 +322,20 @@ SPECS = (
             asked, g, a, b, counts, capacity
         ),
         results="(Tensor, Tensor)",
-        constants=1,
+        constants=("counts",),
+    ),
+    OperatorSpec(
+        embedding.NAME,
+        ("weights[]", "indices", "offsets", "per_sample_weights?"),
+        "str group, str mode, int[] table_counts, SymInt[] batch_splits",
+        forward=lambda asked, *given: embedding.forward(asked, *_bag_arguments(*given)),
+        fake=_fake_bags,
+        backward=_back_of_bags,
+        write=lambda asked, out, *given: embedding.forward(asked, *_bag_arguments(*given), out=out),
+        constants=("indices", "offsets"),
     ),
 )
 
 
-def _bags() -> None:
-    def run(
-        tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
-    ) -> Any:
-        return embedding.forward(call_context(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits)
-
-    def fake(
-        tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any, anchor: Any
-    ) -> Any:
-        heap = bound(group)
-        if not tables:
-            raise TypingError(f"{embedding.NAME}: rank {heap.rank} has no tables; legal for tracing are some")
-        return tables[0].new_empty(splits[heap.rank], sum(counts), tables[0].shape[1])
-
-    def back(
-        g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
-    ) -> Any:
-        given = (tables, ids, offsets, scale, mode, sum(splits), counts, splits)
-        found, each = embedding.backward(call_context(group), g, *given)
-        scaled = g.new_empty(0) if scale is None or each is None else each.to(scale.dtype)
-        return [*found, scaled, torch.zeros((), device="cpu")]
-
-    def fake_back(g: Any, tables: Any, ids: Any, offsets: Any, scale: Any, *rest: Any) -> Any:
-        scaled = g.new_empty(0) if scale is None else torch.empty_like(scale)
-        return [*map(torch.empty_like, tables), scaled, torch.empty((), device="cpu")]
-
-    def write(
-        out: Any, tables: Any, ids: Any, offsets: Any, scale: Any, group: str, mode: str, counts: Any, splits: Any
-    ) -> None:
-        embedding.forward(call_context(group), tables, ids, offsets, scale, mode, sum(splits), counts, splits, out)
-
-    register_custom(
-        f"{embedding.NAME}_out",
-        _BAG.replace("(", "(Tensor(a!) out, ", 1).replace("-> Tensor", "-> ()"),
-        write,
-        lambda *_: None,
-    )
-    op = register_custom(embedding.NAME, _BAG.replace(") ->", f"{_ANCHOR.removesuffix('=None')}) ->"), run, fake)
-    op_back = register_custom(f"{embedding.NAME}_backward", _BAG_BACKWARD, back, fake_back)
-
-    def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        tables, ids, offsets, scale, *ctx.rest, anchor = inputs
-        ctx.anchor = anchor is not None
-        ctx.save_for_backward(*tables, ids, offsets, scale)
-
-    def gradient(ctx: Any, g: Any) -> Any:
-        *tables, ids, offsets, scale = ctx.saved_tensors
-        *found, each, anchored = op_back(g, tables, ids, offsets, scale, *ctx.rest)
-        given = (None if scale is None else each, *[None] * len(ctx.rest), anchored if ctx.anchor else None)
-        return found, None, None, *given
-
-    op.register_autograd(gradient, setup_context=setup)
-
-
 for _spec in SPECS:
     register_operator(_spec)
-_bags()

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.kernels.native import Kinds, native
-from shardplan.fused.kernels.vectors import dtype_name
+from shardplan.fused.kernels.vectors import dtype_name, sum_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +34,13 @@ class BagCall:
         mode: str,
         batch: int,
         asking: str,
+        as_given: bool = False,
     ) -> None:
-        """Raises `TypingError` where operands do not fit."""
+        """Take ids and offsets as int64, as kernels of CPUs do, or as they are; raises `TypingError` where none fit."""
         torch = optional("torch", "torch")
         self.tables, self.batch, self.mode = [t.contiguous() for t in tables], batch, mode
-        self.indices, self.offsets = indices.to(torch.int64).contiguous(), offsets.to(torch.int64).contiguous()
+        ids = (indices, offsets) if as_given else (indices.to(torch.int64), offsets.to(torch.int64))
+        self.indices, self.offsets = (x.contiguous() for x in ids)
         self.weights = None if weights is None else weights.float().contiguous()
         if mode not in MODES:
             raise TypingError(f"{asking}: mode {excerpt(mode)}; legal are {', '.join(MODES)}")
@@ -91,7 +93,10 @@ class BagCall:
             out[:, t].copy_(sums / self.lengths(t, begin, end)[:, None] if self.mode == "mean" else sums)
 
     def gradients(self, g: torch.Tensor, of_weights: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return the gradients of tables and, where asked for, of weights, given that of the bags, [B, T, D]."""
+        """Return the gradients of tables and, where asked for, of weights, given that of the bags, [B, T, D].
+
+        The ids of all tables are sorted once, and rows summed in that order: none is copied for each of its ids.
+        """
         torch = optional("torch", "torch")
         sizes, n, width = [len(t) for t in self.tables], self.indices.numel(), g.shape[2]
         if not sizes:
@@ -99,16 +104,23 @@ class BagCall:
         bag = torch.repeat_interleave(
             torch.arange(self.count, device=g.device), self.offsets.diff(), output_size=n
         )  # which its size, known here, keeps from waiting for the device
-        came = g.transpose(0, 1).reshape(self.count, width).float()
+        came = g.transpose(0, 1).reshape(self.count, width).to(sum_dtype(g))
         if self.mode == "mean":
-            came = came / self.offsets.diff().clamp(min=1).float()[:, None]
-        begin = torch.tensor([0, *np.cumsum(sizes[:-1])], pin_memory=g.is_cuda).to(g.device, non_blocking=True)
-        rows, ids = came[bag], self.indices + begin[bag // max(1, self.batch)]
-        each = (rows * torch.cat(self.tables)[ids].float()).sum(1) if of_weights else None
-        if self.weights is not None:
-            rows = rows * self.weights[:, None]
-        whole = torch.zeros((sum(sizes), width), device=g.device).index_add_(0, ids, rows)
-        return [x.to(t.dtype, copy=True) for x, t in zip(whole.split(sizes), self.tables, strict=True)], each
+            came = came / self.offsets.diff().clamp(min=1).to(came.dtype)[:, None]
+        begins = torch.tensor([[0, *np.cumsum(sizes[:-1])], sizes], pin_memory=g.is_cuda)
+        begin, size = begins.to(g.device, non_blocking=True)[:, bag // max(1, self.batch)]
+        each = None
+        if of_weights:
+            rows = torch.cat(self.tables)[(self.indices + begin).clamp(0, sum(sizes) - 1)]
+            each = (came[bag] * rows.to(came.dtype)).sum(1)
+        # What is no row, of which kernels of GPUs only make a note, is added to one behind all.
+        ids = torch.where((self.indices >= 0) & (self.indices < size), self.indices + begin, sum(sizes))
+        if sum(sizes) < (1 << 31) - 1:  # tables may be longer together than int32 reaches
+            ids = ids.to(self.indices.dtype)
+        none, scale = ids.new_empty(0), None if self.weights is None else self.weights.to(came.dtype)
+        add_sorted = torch.ops.aten._embedding_bag_dense_backward  # what torch's own embedding_bag has
+        whole = add_sorted(came, ids, bag.to(ids.dtype), none, none, sum(sizes) + 1, False, 0, scale, -1)
+        return [x.to(t.dtype, copy=True) for x, t in zip(whole[:-1].split(sizes), self.tables, strict=True)], each
 
 
 class BagKernel:

@@ -116,7 +116,7 @@ class BagOperands:
         given = splits(f"{NAME}: batch_splits", batch_splits, heap.ranks, batch)
         counts = splits(f"{NAME}: table_counts", table_counts, heap.ranks, None)
         asked.check_operands(NAME, *tables, numbers=(indices, offsets, weights))
-        self.call = BagCall(tables, indices, offsets, weights, mode, batch, NAME)
+        self.call = BagCall(tables, indices, offsets, weights, mode, batch, NAME, asked.kernels is not None)
         if asked.kernels is None:
             try:
                 self.call.check(NAME)

@@ -113,6 +113,16 @@ class BlockCuts:
             return sum(self.counts[rank])
         return sum(self.counts[0]) if self.form == "beside" else self.counts[0][rank]
 
+    def largest_block(self) -> tuple[int, int]:
+        """Return the most rows, and the most columns, that a block has.
+
+        >>> BlockCuts("rows", ((1, 2), (3, 0)), 4).largest_block(), BlockCuts("stack", ((3, 2), (4, 1))).largest_block()
+        ((3, 4), (3, 4))
+        """
+        if self.form in ("rows", "whole"):
+            return max(map(max, self.counts)), self.columns
+        return max(self.counts[0]), max(self.counts[1])
+
     def own_boxes(self, rank: int) -> tuple[TileBox, ...]:
         """Return the box of each destination's block in what a rank has.
 

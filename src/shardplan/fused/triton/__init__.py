@@ -7,6 +7,7 @@ Reading order:
 - `rows`      a proved protocol of tiles as the integers that a kernel reads
 - `launches`  `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
 - `options`   `KernelOptions`: programs, order, slices, seconds
+- `product_tiles`  `ProductTile`, and which of a table a product has
 - `record`    what failed in a kernel, seen by the host without a wait
 - `blocks`    `BlockKernel`: blocks from every rank to every rank, of which kernels know a matrix of counts
 - `gemm`, `gemv`, `embedding`, `tensor_parallel`   the operators, with their kernels in modules of their own
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardplan.fused.triton.launches import FusedKernel
     from shardplan.fused.triton.memory import TileMemory
     from shardplan.fused.triton.options import KernelOptions
+    from shardplan.fused.triton.product_tiles import ProductTile
     from shardplan.fused.triton.words import PUT, READ, WIDE, enter, peer, place, put, signal, turn, wait
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "WIDE",
     "FusedKernel",
     "KernelOptions",
+    "ProductTile",
     "TileMemory",
     "compile_kernel",
     "source_hash",
@@ -61,6 +64,7 @@ _WHERE = {
     "launches": ("FusedKernel",),
     "memory": ("TileMemory",),
     "options": ("KernelOptions",),
+    "product_tiles": ("ProductTile",),
     "embedding": ("embedding_bag_all_to_all",),
     "gemm": ("gemm_all_to_all",),
     "gemv": ("gemv_all_reduce",),

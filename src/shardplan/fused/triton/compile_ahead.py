@@ -26,7 +26,8 @@ def compile_kernel(
 ) -> dict[str, str]:
     """Return the text of a kernel for a target, by stage: `ttir`, `ttgir`, and `ptx` or `amdgcn`.
 
-    `types` are Triton's words for types of the kernel's own arguments, such as `*bf16`; those named in `aligned` are
+    Under `shared` it has the bytes of shared memory. `types` are Triton's words for types of the kernel's own
+    arguments, such as `*bf16`; those named in `aligned` are
     divisible by 16. Pointers that a launch gives first always are. Raises `TypingError` where the target is
     unknown, or Triton's interpreter has taken the kernel (TRITON_INTERPRET).
     """
@@ -42,8 +43,9 @@ def compile_kernel(
     pointers = [name for name, kind in first.items() if kind[0] == "*"]
     hints = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
     made = source(kernel, signature=signature, constexprs=dict(constants), attrs=hints)
-    asm = triton.compile(made, target=gpu(*TARGETS[target]), options=options).asm
-    return {stage: text for stage, text in asm.items() if isinstance(text, str)}
+    built = triton.compile(made, target=gpu(*TARGETS[target]), options=options)
+    text = {stage: text for stage, text in built.asm.items() if isinstance(text, str)}
+    return text | {"shared": str(built.metadata.shared)}
 
 
 def source_hash(kernel: Any) -> str:

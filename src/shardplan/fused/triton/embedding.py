@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "embedding_bag_all_to_all"
+NUMBERS = 2048  # of a tile of bags: more of f32 take all registers
 
 
 def embedding_bag_all_to_all(
@@ -38,9 +39,9 @@ def embedding_bag_all_to_all(
     """Return the results of the ranks here: bags of all tables for each rank's part of the batch, [B_r, T, dim].
 
     `tables` [R, dim] are those of all ranks here, `held[s]` of rank s; `batches[d]` bags are for rank d. Bag k of table
-    t is `indices[offsets[t * B + k] : offsets[t * B + k + 1]]`, both int32 or int64; `weights` f32 [n]. `rows` bags at
-    once; `tiles` is left to the kernel. `dtype` is that of all tables, needed where no rank here has any. With `out`
-    the result is there until the next call that writes it. Collective; raises `TypingError` where operands do not
+    t is `indices[offsets[t * B + k] : offsets[t * B + k + 1]]`, both int32 or int64; `weights` f32 [n]. At most `rows`
+    bags at once; `tiles` is left to the kernel. `dtype` is that of all tables, needed where no rank here has any. With
+    `out` the result is there until the next call that writes it. Collective; raises `TypingError` where operands do not
     fit. An index that is no row of its table is one of the next call or of `SymmetricHeap.check`, as is `FusedTimeout`.
     """
     made, call, arguments, constants, _ = embedding_prepared(
@@ -80,7 +81,8 @@ def embedding_prepared(
     call = made.call(cuts, dtype, ahead=max(1, dim))
     made.record.lengths = [t.shape[0] for t in tables]
     scale = call.cuts if weights is None else weights
-    wide = 1 << max(4, (min(dim, 256) - 1).bit_length())
+    wide = 1 << max(4, (min(dim, 512) - 1).bit_length())  # ids are read once for so many columns
+    rows = min(rows, max(4, NUMBERS // wide))
     aligned = dim % 16 == 0 and not any(t.data_ptr() % 16 for t in tables)
     constants = {"block_b": rows, "block_d": wide, "weighted": weights is not None, "mean": mode == "mean"}
     constants |= {"aligned": aligned} | options.launch(memory, embedding_kernel)

@@ -41,7 +41,7 @@ def gather_kernel(
     """
     rank, p, epoch = begin_blocks(table, spot, rank0, programs)
     here = (rank - rank0).to(tl.int64)
-    b += here * depth * columns
+    b_row = here * depth
     out += here * height * columns
     rows += here * height * depth
     done = here * 0
@@ -57,10 +57,13 @@ def gather_kernel(
         units = tl.cdiv(high, block_m) * across
         done += units
         while (unit < units) & (ok != 0):
-            i = (unit // across) * block_m + tl.arange(0, block_m)
-            j = (unit % across) * block_n + tl.arange(0, block_n)
+            i0, j0 = (unit // across) * block_m, (unit % across) * block_n
+            i, j = i0 + tl.arange(0, block_m), j0 + tl.arange(0, block_n)
             inside_i, inside_j = i < high, j < columns
-            z = product(came, b, i, j, inside_i, inside_j, depth, columns, block_k, upcast)
+            z = product(
+                came, b, done * 0, b_row, 0, i0, j0, high, columns, depth, columns, block_m, block_n, block_k, upcast,
+                False,
+            )  # fmt: skip
             where = out + (there + i)[:, None] * columns + j[None, :]
             put(where, z.to(out.dtype.element_ty), inside_i[:, None] & inside_j[None, :])
             unit += programs

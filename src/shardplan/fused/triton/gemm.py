@@ -13,6 +13,7 @@ from shardplan.fused.triton.blocks import block_kernel
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.options import KernelOptions
+from shardplan.fused.triton.product_tiles import MIDDLE, ProductTile
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ def gemm_all_to_all(
     cuts: BlockCuts | Sequence[Sequence[int]],
     scatter: int = 0,
     activation: str = "none",
-    block: tuple[int, int, int] = (128, 128, 64),
+    tile: ProductTile = MIDDLE,
     options: KernelOptions | None = None,
     parts: Sequence[int] | None = None,
     varying: bool = False,
@@ -39,12 +40,12 @@ def gemm_all_to_all(
 
     `a` are the rows [M, K] of all ranks here, one rank's after the other's; `b` [here, K, N], `bias` [here, N]. Of
     `scatter` 0 counts `cuts[s][d]` rows of rank s go to rank d, in order; of 1 `cuts[s][0]` are the rows of rank s, and
-    columns go by `parts`, or by the tiling rule. `block` is a tile: rows, columns, and the step along K.
+    columns go by `parts`, or by the tiling rule. `tile` is a `ProductTile`.
     With `varying`, for counts that data decides, they are not remembered. With `out` the result is there until the next
     call that writes it. Collective; raises `TypingError` where operands do not fit; a wait that ends before its signal
     is a `FusedTimeout` of the next call, or of `SymmetricHeap.check`.
     """
-    given = (cuts, scatter, activation, block, options, parts, varying, out)
+    given = (cuts, scatter, activation, tile, options, parts, varying, out)
     made, call, (arguments, constants, _) = gemm_prepared(memory, a, b, bias, *given)
     return made.run(gemm_kernel, call, *arguments, **constants)
 
@@ -57,7 +58,7 @@ def gemm_prepared(
     cuts: BlockCuts | Sequence[Sequence[int]],
     scatter: int,
     activation: str,
-    block: tuple[int, int, int],
+    tile: ProductTile,
     options: KernelOptions | None,
     parts: Sequence[int] | None = None,
     varying: bool = False,
@@ -74,13 +75,21 @@ def gemm_prepared(
     made = block_kernel(memory, NAME, options.programs, str(a.dtype), options.seconds, out)
     call = made.call(cuts, a.dtype, varying)
     interpreted = is_interpreted(gemm_kernel)
+    described, operands = tile.operands(a, b, memory.here)
     constants = {
-        "block_m": block[0], "block_n": block[1], "block_k": block[2], "biased": bias is not None,
+        **tile.names, **described, "biased": bias is not None,
         "activation": ACTIVATIONS.index(activation), "aligned": call.aligned and columns % 16 == depth % 16 == 0,
         "upcast": interpreted and a.dtype == torch.bfloat16, "stamped": 0,
-        "remote_first": options.order == "remote_first", **options.launch(memory, gemm_kernel),
+        "remote_first": options.order == "remote_first", **options.launch(memory, gemm_kernel, tile=tile),
     }  # fmt: skip
-    arguments = (a, b, a if bias is None else bias, call.cuts, depth, columns, call.out)  # nothing is stored in cuts
+    arguments = (
+        *operands,
+        a if bias is None else bias,
+        call.cuts,
+        depth,
+        columns,
+        call.out,
+    )  # nothing is stored in cuts
     here = range(memory.rank0, memory.rank0 + memory.here)
     return made, call, (arguments, constants, [(rank, cuts.result(rank)) for rank in here])
 

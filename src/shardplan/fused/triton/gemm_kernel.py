@@ -38,18 +38,51 @@ def activate(z, activation: tl.constexpr):
 
 @triton.jit
 def product(
-    a, b, i, j, inside_i, inside_j, depth, columns, block_k: tl.constexpr, upcast: tl.constexpr
-):  # fmt: skip
-    """Return rows i of a [rows, depth] times columns j of b [depth, columns]: f32 [len(i), len(j)]."""
-    z = tl.zeros((i.shape[0], j.shape[0]), tl.float32)
-    a_at, b_at = a + i[:, None] * depth, b + j[None, :]
-    for k0 in range(0, depth, block_k):
-        k = k0 + tl.arange(0, block_k)
-        x = tl.load(a_at + k[None, :], mask=inside_i[:, None] & (k[None, :] < depth), other=0.0)
-        y = tl.load(b_at + k[:, None].to(tl.int64) * columns, mask=inside_j[None, :] & (k[:, None] < depth), other=0.0)
-        if upcast:
-            x, y = x.to(tl.float32), y.to(tl.float32)
-        z = tl.dot(x, y, z, input_precision="ieee")
+    a,
+    b,
+    a_row,
+    b_row,
+    b_column,
+    i0,
+    j0,
+    high,
+    wide,
+    depth,
+    columns,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    upcast: tl.constexpr,
+    described: tl.constexpr,
+):
+    """Return a tile of a product, f32 [block_m, block_n], from its row i0 and column j0 on, of `high` times `wide`.
+
+    a [.., depth] has its first row at `a_row`; b [.., columns] at `b_row` and `b_column`. `described` ones are
+    descriptors of tiles that the hardware fetches: of rows and columns beyond the product's it has what lies there,
+    which nobody stores, and 0 beyond a's depth, so that b's depth must be a multiple of `block_k` or its end.
+    """
+    z = tl.zeros((block_m, block_n), tl.float32)
+    if described:
+        i, j, k = (a_row + i0).to(tl.int32), (b_column + j0).to(tl.int32), b_row.to(tl.int32)
+        for k0 in range(0, depth, block_k):
+            x, y = a.load([i, k0]), b.load([k + k0, j])
+            if upcast:
+                x, y = x.to(tl.float32), y.to(tl.float32)
+            z = tl.dot(x, y, z, input_precision="ieee")
+    else:
+        i, j = i0 + tl.arange(0, block_m), j0 + tl.arange(0, block_n)
+        inside_i, inside_j = i < high, j < wide
+        a_at = a + a_row * depth + i[:, None] * depth
+        b_at = b + b_row * columns + b_column + j[None, :]
+        for k0 in range(0, depth, block_k):
+            k = k0 + tl.arange(0, block_k)
+            inside_k = k < depth
+            x = tl.load(a_at + k[None, :], mask=inside_i[:, None] & inside_k[None, :], other=0.0)
+            rows = k[:, None].to(tl.int64) * columns
+            y = tl.load(b_at + rows, mask=inside_j[None, :] & inside_k[:, None], other=0.0)
+            if upcast:
+                x, y = x.to(tl.float32), y.to(tl.float32)
+            z = tl.dot(x, y, z, input_precision="ieee")
     return z
 
 
@@ -82,17 +115,19 @@ def gemm_kernel(
     upcast: tl.constexpr,
     stamped: tl.constexpr,
     remote_first: tl.constexpr,
+    described: tl.constexpr,
 ):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
 
-    Results are of the dtype of `like`. Of ranks in one launch, a's rows, b and bias lie one after another. Tiles of a
-    block are taken `GROUP` rows at a time, column after column. With `upcast` products are of f32: the interpreter of
-    3.9 takes bf16's bits for integers. Where nothing is sent, the product lies in the own buffer as it is. With
-    `stamped`, a block's most tiles, the time of a tile's stores is kept in `stamps` [ranks here, ranks, stamped].
+    Results are of the dtype of `like`. Of ranks in one launch, a's rows, b and bias lie one after another; a and b are
+    memory, or `described` as for `product`. Tiles of a block are taken `GROUP` rows at a time, column after column.
+    With `upcast` products are of f32: the interpreter of 3.9 takes bf16's bits for integers. Where nothing is sent, the
+    product lies in the own buffer as it is. With `stamped`, a block's most tiles, the time of a tile's stores is kept
+    in `stamps` [ranks here, ranks, stamped].
     """
     rank, p, epoch = begin_blocks(table, spot, rank0, programs)
     first = rows_ahead(cuts, rank, rank0, form, ranks)
-    b += (rank - rank0).to(tl.int64) * depth * columns
+    b_row = (rank - rank0).to(tl.int64) * depth
     bias += (rank - rank0) * columns
     done = first * 0
     ok = 1
@@ -117,7 +152,10 @@ def gemm_kernel(
             j0 = (rest // height) * block_n
             i, j = i0 + tl.arange(0, block_m), j0 + tl.arange(0, block_n)
             inside_m, inside_n = i < high, j < wide
-            z = product(a + (first + m0) * depth, b + n0, i, j, inside_m, inside_n, depth, columns, block_k, upcast)
+            z = product(
+                a, b, first + m0, b_row, n0, i0, j0, high, wide, depth, columns, block_m, block_n, block_k, upcast,
+                described,
+            )  # fmt: skip
             if biased:
                 z += tl.load(bias + n0 + j, mask=inside_n, other=0.0).to(tl.float32)[None, :]
             z = activate(z, activation)

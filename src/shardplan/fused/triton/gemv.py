@@ -89,6 +89,8 @@ def gemv_prepared(
     parts = torch.empty((memory.here, height, wide), dtype=torch.float32, device=memory.device)
     out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
     constants = {"ranks": memory.ranks, "wide": wide, "block_m": block[0], "block_k": block[1]}
+    upcast = is_interpreted(gemv_kernel) and a[0].dtype == torch.bfloat16
+    constants |= {"lanes": 1 if wide == 1 else 16, "upcast": upcast}
     constants |= {"aligned": all(d % 16 == 0 for d in depths)} | options.launch(memory, gemv_kernel, waits=True)
     return made, call, (flat, vectors, parts, out, height), constants, out
 

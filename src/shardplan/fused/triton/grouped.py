@@ -12,6 +12,7 @@ from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.move import move
 from shardplan.fused.triton.move_kernel import move_kernel
 from shardplan.fused.triton.options import KernelOptions
+from shardplan.fused.triton.product_tiles import ProductTile
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def grouped_multiply(
     b: torch.Tensor,
     counts: torch.Tensor,
     capacity: int,
-    block: tuple[int, int, int],
+    tile: ProductTile,
     options: KernelOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the results of `operators.grouped.grouped_multiply`; collective. Raises as `BlockKernel.run`."""
@@ -49,13 +50,16 @@ def grouped_multiply(
     every, depth, columns = gather_counts(memory, NAME, counts, options), a.shape[1], b.shape[2]
     call = made.call_on_device(matrix_of(every, capacity), capacity, columns, a.dtype)
     made.record.lengths, made.record.indexed = [capacity, len(a)], "the rows of a result, or of a"
+    described, operands = tile.operands(a, b, b.shape[0])
     constants = {
         "experts": b.shape[0], "numbers": 1 << (every[:, :, 0].numel() - 1).bit_length(),
-        "block_m": block[0], "block_n": block[1], "block_k": block[2], "aligned": columns % 16 == depth % 16 == 0,
+        **tile.names, **described, "aligned": columns % 16 == depth % 16 == 0,
         "upcast": is_interpreted(grouped_kernel) and a.dtype == torch.bfloat16,
     }  # fmt: skip
-    arguments = (a, b, every, len(a), depth, columns, capacity, call.out)
-    (out,) = made.run(grouped_kernel, call, *arguments, **constants, **options.launch(memory, grouped_kernel))
+    arguments = (*operands, every, len(a), depth, columns, capacity, call.out)
+    (out,) = made.run(
+        grouped_kernel, call, *arguments, **constants, **options.launch(memory, grouped_kernel, tile=tile)
+    )
     return out, every[:, :, memory.rank0].clone()
 
 

@@ -40,6 +40,7 @@ def grouped_kernel(
     block_k: tl.constexpr,
     aligned: tl.constexpr,
     upcast: tl.constexpr,
+    described: tl.constexpr,
 ):
     """Compute the tiles of a program: rows of a [height, depth] by expert and destination, times b of their expert.
 
@@ -74,11 +75,13 @@ def grouped_kernel(
             unit = (p + programs - done % programs) % programs
             done += down * across
             while unit < down * across:
-                i = (unit % down) * block_m + tl.arange(0, block_m)
-                j = (unit // down) * block_n + tl.arange(0, block_n)
+                i0, j0 = (unit % down) * block_m, (unit // down) * block_n
+                i, j = i0 + tl.arange(0, block_m), j0 + tl.arange(0, block_n)
                 inside_i, inside_j = i < rows, j < wide
-                x, y = a + begin * depth, b + e * depth.to(tl.int64) * columns
-                z = product(x, y, i, j, inside_i, inside_j, depth, columns, block_k, upcast)
+                z = product(
+                    a, b, begin, e * depth.to(tl.int64), 0, i0, j0, rows, wide, depth, columns, block_m, block_n,
+                    block_k, upcast, described,
+                )  # fmt: skip
                 target = where + (ahead + i)[:, None] * columns + j[None, :]
                 put(target, z.to(like.dtype.element_ty), inside_i[:, None] & inside_j[None, :])
                 unit += programs

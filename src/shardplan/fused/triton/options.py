@@ -9,6 +9,7 @@ from shardplan.errors import TypingError, excerpt
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.triton.launches import FusedKernel
 from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
+from shardplan.fused.triton.product_tiles import ProductTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,15 @@ class KernelOptions:
         found.seconds = self.seconds
         return found
 
-    def launch(self, memory: TileMemory, kernel: Any, waits: bool = False) -> dict[str, Any]:
-        """Return Triton's own options; where programs wait for each other, all of a GPU must run at once."""
+    def launch(
+        self, memory: TileMemory, kernel: Any, waits: bool = False, tile: ProductTile | None = None
+    ) -> dict[str, Any]:
+        """Return Triton's own options, a tile's where there is one.
+
+        Where programs wait for each other, all of a GPU must run at once.
+        """
         if is_interpreted(kernel):
             return {}
         more = {"launch_cooperative_grid": True} if memory.here > 1 and waits else {}
-        return {"num_warps": self.warps, "num_stages": self.stages, **more}
+        asks = self if tile is None else tile
+        return {"num_warps": asks.warps, "num_stages": asks.stages, **more}

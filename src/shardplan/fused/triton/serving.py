@@ -20,21 +20,23 @@ from shardplan.fused.triton.grouped import grouped_multiply, move_back
 from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.move import move
 from shardplan.fused.triton.options import KernelOptions
+from shardplan.fused.triton.product_tiles import ProductTile, can_describe, choose_tile, power_of_two
 from shardplan.fused.triton.tensor_parallel import gather_multiply, multiply_scatter
 
 if TYPE_CHECKING:
     import torch
 
-SMALL = (32, 32, 32)  # a tile in the interpreter
-LARGE = (128, 128, 64)
+# Programs on a processor of a GPU: of products one, whose warps have all of it; of the others as many as registers and
+# shared memory let fit of each variant on each target, which tests/fused/test_triton.py counts.
+FIT = {"gemm": 1, "gemv": 2, "embedding": 4, "move": 8}
 
 
 class TritonKernels:
-    """The operators on local tensors, as `operators.asked.LocalKernels` says, on the memory of a heap.
+    """The operators on local tensors, as `call_context.LocalKernels` says, on the memory of a heap.
 
-    On a GPU a rank runs as many programs a processor as fit, whose tiles are the kernel's own: `tiles` that a call asks
-    for are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what fails is
-    raised by the next call, or by `SymmetricHeap.check`.
+    On a GPU a rank runs as many programs a processor as `FIT` says, whose tiles are the kernel's own: `tiles` that a
+    call asks for are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what
+    fails is raised by the next call, or by `SymmetricHeap.check`.
     """
 
     def __init__(self, heap: SymmetricHeap) -> None:
@@ -45,16 +47,21 @@ class TritonKernels:
             legal = "memory of CPUs with it, set before the first import, of GPUs without"
             said = f"symmetric heap {heap.name}: kernels of Triton on {heap.device}, TRITON_INTERPRET is {text}"
             raise BackendError(f"{said}; legal is {legal}")
-        self.programs, self.block, self.vector = 2, SMALL, (16, 64)
+        self.target, self.programs, self.vector = "cpu", 2, (16, 64)
         if heap.device != "cpu":
             torch = optional("torch", "torch")
             self.programs = torch.cuda.get_device_properties(self.memory.device).multi_processor_count
-            self.block, self.vector = LARGE, (16, 256)
+            self.target, self.vector = "cuda" if torch.version.hip is None else "hip", (16, 256)
 
-    def _options(self, asked: CallContext, fit: int = 1, warps: int = 4) -> KernelOptions:
-        """So many programs on each processor of a GPU as registers let fit: `benchmarks.fused_text` counts them."""
-        programs = self.programs * (1 if self.heap.device == "cpu" else fit)
-        return KernelOptions(programs, asked.order, seconds=asked.seconds, warps=warps)
+    def _options(self, asked: CallContext, op: str) -> KernelOptions:
+        """So many programs on each processor of a GPU as `FIT` says."""
+        programs = self.programs * (1 if self.heap.device == "cpu" else FIT[op])
+        return KernelOptions(programs, asked.order, seconds=asked.seconds)
+
+    def _tile(self, a: torch.Tensor, blocks: int, rows: int, columns: int, describable: bool) -> ProductTile:
+        """The tile of a product whose blocks have at most so many rows."""
+        each = (blocks, power_of_two(rows), columns, a.shape[1])
+        return choose_tile(self.target, a.dtype.itemsize, describable, self.programs, *each)
 
     @contextmanager
     def _propagate_errors(self, op: str) -> Generator[None]:
@@ -80,16 +87,18 @@ class TritonKernels:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the result of `gemm_all_to_all`."""
-        given = (cuts, 0, activation, self.block, self._options(asked, warps=8), None, varying, into)
+        operands = (a.contiguous(), b.contiguous()[None])
+        tile = self._tile(a, self.heap.ranks, *cuts.largest_block(), can_describe(*operands, 1))
+        given = (cuts, 0, activation, tile, self._options(asked, "gemm"), None, varying, into)
         with self._propagate_errors("gemm_all_to_all"):
             mine = None if bias is None else bias.contiguous()
-            found = gemm_all_to_all(self.memory, a.contiguous(), b.contiguous()[None], mine, *given)[0]
+            found = gemm_all_to_all(self.memory, *operands, mine, *given)[0]
             return found if out is None else result_or_out("gemm_all_to_all", found, out)
 
     def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
         """Return the result of `gemv_all_reduce`, [M, C]."""
         with self._propagate_errors("gemv_all_reduce"):
-            given = (shots, self.vector, asked.tiles, self._options(asked))
+            given = (shots, self.vector, asked.tiles, self._options(asked, "gemv"))
             return gemv_all_reduce(self.memory, [a.contiguous()], [x], *given)[0]
 
     def bags(
@@ -105,7 +114,7 @@ class TritonKernels:
     ) -> torch.Tensor:
         """Return the result of `embedding_bag_all_to_all`."""
         operands = (call.tables, call.indices, call.offsets, call.weights)
-        given = (held, batches, dim, call.mode, 1, 16, self._options(asked, fit=5), dtype, into)
+        given = (held, batches, dim, call.mode, 1, 16, self._options(asked, "embedding"), dtype, into)
         with self._propagate_errors("embedding_bag_all_to_all"):
             found = embedding_bag_all_to_all(self.memory, *operands, *given)[0]
             return found if out is None else result_or_out("embedding_bag_all_to_all", found, out)
@@ -116,14 +125,16 @@ class TritonKernels:
         """Return the results of `all_gather_gemm`."""
         with self._propagate_errors("all_gather_gemm"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
-            out, rows = gather_multiply(self.memory, *operands, self.block, self._options(asked, warps=8))
+            tile = self._tile(a, self.heap.ranks, cuts.largest_block()[0], b.shape[1], False)
+            out, rows = gather_multiply(self.memory, *operands, tile, self._options(asked, "gemm"))
             return out[0], rows[0]
 
     def multiply_scatter(self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
         """Return the result of `gemm_reduce_scatter`."""
         with self._propagate_errors("gemm_reduce_scatter"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
-            return multiply_scatter(self.memory, *operands, self.block, self._options(asked, warps=8))[0]
+            tile = self._tile(a, self.heap.ranks, *cuts.largest_block(), can_describe(*operands[:2], 1))
+            return multiply_scatter(self.memory, *operands, tile, self._options(asked, "gemm"))[0]
 
     def grouped_multiply(
         self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
@@ -131,16 +142,18 @@ class TritonKernels:
         """Return the results of `grouped_gemm_all_to_all`."""
         with self._propagate_errors("grouped_gemm_all_to_all"):
             operands = (a.contiguous(), b.contiguous(), counts, capacity)
-            return grouped_multiply(self.memory, *operands, self.block, self._options(asked, warps=8))
+            blocks = self.heap.ranks * len(b)
+            tile = self._tile(a, blocks, -(-capacity // blocks), b.shape[2], can_describe(*operands[:2], len(b)))
+            return grouped_multiply(self.memory, *operands, tile, self._options(asked, "gemm"))
 
     def move_grouped_back(
         self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
     ) -> torch.Tensor:
         """Return the rows of g that this rank's experts made, `rows` of them."""
         with self._propagate_errors("grouped_gemm_all_to_all_backward"):
-            return move_back(self.memory, g.contiguous(), counts, most, self._options(asked, fit=8))[:rows]
+            return move_back(self.memory, g.contiguous(), counts, most, self._options(asked, "move"))[:rows]
 
     def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         with self._propagate_errors(op):
-            return move(self.memory, op, cuts, g, self._options(asked, fit=8), varying=varying)
+            return move(self.memory, op, cuts, g, self._options(asked, "move"), varying=varying)

@@ -12,6 +12,7 @@ from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.move_kernel import move_kernel
 from shardplan.fused.triton.options import KernelOptions
+from shardplan.fused.triton.product_tiles import ProductTile
 
 if TYPE_CHECKING:
     import torch
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
 GATHER, SCATTER = "all_gather_gemm", "gemm_reduce_scatter"
 
 
-def _tile(memory: TileMemory, a: torch.Tensor, block: tuple[int, int, int]) -> dict[str, Any]:
+def _constants(a: torch.Tensor, tile: ProductTile) -> dict[str, Any]:
     torch = optional("torch", "torch")
-    names = dict(zip(("block_m", "block_n", "block_k"), block, strict=True))
-    return names | {"upcast": is_interpreted(gemm_kernel) and a.dtype == torch.bfloat16}
+    return tile.names | {"upcast": is_interpreted(gemm_kernel) and a.dtype == torch.bfloat16}
 
 
 def gather_multiply(
@@ -30,7 +30,7 @@ def gather_multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     cuts: BlockCuts,
-    block: tuple[int, int, int] = (128, 128, 64),
+    tile: ProductTile,
     options: KernelOptions | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return for each rank here the rows of all ranks times b [here, K, N], and these rows: [here, M, N], [here, M, K].
@@ -46,10 +46,9 @@ def gather_multiply(
     out = torch.empty((memory.here, height, columns), dtype=a.dtype, device=memory.device)
     rows = call.out.view(memory.here, height, depth)
     aligned = call.aligned and depth % 16 == columns % 16 == 0
-    own = options.launch(memory, gather_kernel)
-    reading = Launched(
-        gather_kernel, (out, rows, height, b, depth, columns), _tile(memory, a, block) | {"aligned": aligned} | own
-    )
+    constants = _constants(a, tile) | {"aligned": aligned} | options.launch(memory, gather_kernel, tile=tile)
+    reading = Launched(gather_kernel, (out, rows, height, b, depth, columns), constants)
+    own = options.launch(memory, move_kernel)
     made.run(move_kernel, call, a, depth, reader=reading, block_m=16, block_n=128, aligned=aligned, **own)
     return out, rows
 
@@ -59,7 +58,7 @@ def multiply_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
     cuts: BlockCuts,
-    block: tuple[int, int, int] = (128, 128, 64),
+    tile: ProductTile,
     options: KernelOptions | None = None,
 ) -> list[torch.Tensor]:
     """Return for each rank here its rows of the sum over ranks of a [M, K] times b [here, K, N], in a's dtype.
@@ -72,10 +71,11 @@ def multiply_scatter(
     made = block_kernel(memory, SCATTER, options.programs, str(a.dtype), options.seconds)
     call = made.call(cuts, torch.float32, adds=True)
     depth, columns = a.shape[1], b.shape[2]
-    constants = _tile(memory, a, block) | {
+    described, operands = tile.operands(a, b, memory.here)
+    constants = _constants(a, tile) | described | {
         "biased": False, "activation": 0, "stamped": 0, "remote_first": True,
         "aligned": call.aligned and columns % 16 == depth % 16 == 0,
     }  # fmt: skip
-    arguments = (a, b, a, call.cuts, depth, columns, call.out)
-    found = made.run(gemm_kernel, call, *arguments, **constants, **options.launch(memory, gemm_kernel))
+    arguments = (*operands, a, call.cuts, depth, columns, call.out)
+    found = made.run(gemm_kernel, call, *arguments, **constants, **options.launch(memory, gemm_kernel, tile=tile))
     return [each.to(a.dtype) for each in found]
