@@ -246,7 +246,7 @@ class Writers:
 
     def _given_update(self, writer: Writer, name: str, types: Types, copies: Sequence[str]) -> Update:
         """Declare what an update reads, and sum the gradient over copies and devices."""
-        kept = self._kept(name, types)
+        kept = self._kept_names(name, types)
         for n in (TOTAL + name, *kept):
             if n not in writer.values:
                 writer.given(n, types[n])
@@ -259,14 +259,14 @@ class Writers:
 
     def _reduced_update(self, writer: Writer, name: str, types: Types, reduced: Types) -> Update:
         """Declare what an update reads of a gradient that is reduced, or has nothing to reduce."""
-        kept = self._kept(name, types)
+        kept = self._kept_names(name, types)
         for n in kept:
             if n not in writer.values:
                 writer.given(n, types[n])
         made, total = REDUCED + name, TOTAL + name
         return Update(name, kept, writer.given(*((made, reduced[made]) if made in reduced else (total, types[total]))))
 
-    def _kept(self, name: str, types: Types) -> list[str]:
+    def _kept_names(self, name: str, types: Types) -> list[str]:
         """What an optimizer updates of a parameter: itself or its copy in f32, and the state."""
         state = OPTIMIZERS[self.model.fields["optimizer"]].state_shapes(self.model.parameters[name])
         master = f"{name}.{MASTER}"
@@ -277,7 +277,7 @@ class Writers:
         wishes: list[Wish] = []
         for name in [n for n, copies in reversed([*parameters.items()]) if not copies]:
             total = types[TOTAL + name]
-            t = total.with_layout(update_layout(self._kept(name, types), types))
+            t = total.with_layout(update_layout(self._kept_names(name, types), types))
             if t != total:
                 writer.given(TOTAL + name, total)
                 wishes.append(Wish(TOTAL + name, total, t))
