@@ -327,6 +327,13 @@ def figures() -> list[str]:
     for ranks in (4, 8):
         said = result(f"operators_{ranks}")["verdicts"]
         out.append(f"{said['equal']:,} {'cases ' * (ranks == 4)}equal, {said['rounding']} to rounding")
+    job = result("live_memory")
+    most, got = (
+        max(row[what] for row in job["ranks"]) for what in ("share of the certificate", "received of the account")
+    )
+    out.append(
+        f"at most {most:.2f} of a certificate of {job['certificate bytes'] / 2**20:.0f} MiB, bytes a step {got:.4f}"
+    )
     live = result("weights_live")["rows"]
     ours, full, broadcast, checkpoint = live
     out += [

@@ -183,8 +183,9 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def _dropout(x: Any, key: Any, rate: float) -> Any:
-    bits = _mixed(np.full((1,) * x.ndim, int(key), np.int32).astype(np.uint32))
-    for d, n in enumerate(x.shape):
+    first = np.asarray(key, np.int32)
+    bits = _mixed(first.astype(np.uint32).reshape([*first.shape, *[1] * (x.ndim - first.ndim)]))
+    for d, n in [*enumerate(x.shape)][first.ndim :]:
         here = np.arange(d, d + n, dtype=np.uint32).reshape([n if j == d else 1 for j in range(x.ndim)])
         bits = _mixed(bits ^ _mixed(here))
     return x * _torch().from_numpy((bits % 2**30 >= int(rate * 2**30)) / (1 - rate))
@@ -263,6 +264,7 @@ GRADIENTS = (
     lettered(Combine(), ("f64 akjb", "i32 aij", "f64 aij"),
              lambda x, ids, w: (_from_slots(x, ids) * w[..., None]).sum(2), 39),
     lettered(Dropout(0.3), ("f64 ijk", "i32"), lambda x, key: _dropout(x, key, 0.3), 28),
+    lettered(Dropout(0.3), ("f64 ijk", "i32 i"), lambda x, key: _dropout(x, key, 0.3), 28),
     case(Pin(Layout((("x",), ()))), ("f64 ij",), lambda a: 1 * a, 18),
 )  # fmt: skip
 

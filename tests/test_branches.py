@@ -76,6 +76,7 @@ FOREIGN = {
     "simulation/searching/space.py": {"attention"},
     "strategy/strategy.py": {"gather"},
     "strategy/sizes.py": {"softmax"},  # the router of a mixture
+    "strategy/model_config.py": {"dropout"},  # a field of builders
     "interop/importers/jax_indexing.py": {"pad", "top_k"},
     "interop/importers/jax_table.py": {"gather", "iota", "reshape", "slice", "split"},
 }

@@ -17,7 +17,7 @@ from shardplan.core.step import Step
 def test_every_compute_op_has_an_example() -> None:
     found = {next(e.assigned(UNEQUAL))[0].name for e in (*EXAMPLES, *GRADIENTS)}
     elsewhere = {"ring_attention", "ring_attention_backward"}  # in test_ring.py
-    assert found | elsewhere | {"sgd", "adamw", "backward", "opaque"} == {
+    assert found | elsewhere | {"sgd", "adamw", "adafactor", "backward", "opaque"} == {
         name for name, op in OPS.items() if issubclass(op, Compute)
     }
 

@@ -9,6 +9,7 @@ from gradient_examples import GRADIENTS
 from shardplan.core.layout import Layout
 from shardplan.core.ops import (
     OPS,
+    Adafactor,
     AdamW,
     Cast,
     Compute,
@@ -52,6 +53,7 @@ def _every_case() -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
     t, number = TensorType("f32", (12, 6), ("x", "y"), MESH), TensorType("i32", (), (), MESH)
     yield Sgd(0.1), (t, t)
     yield AdamW(0.1), (t, t, t, t, number)
+    yield Adafactor(0.1, each=2), (t, t, t, number)
     yield Backward(Softmax(1), (0,)), (rows := TensorType("f32", (12, 6), (("x", "y"),), MESH), rows)
     q, k, v, out, logs = (
         TensorType("f32", (2, 12, 4, *rest), ("x", "y"), MESH) for rest in ((3, 8), (8,), (6,), (3, 6), (3,))
@@ -83,7 +85,9 @@ def program_of_every_op() -> tuple[Program, set[str]]:
                 steps.append(Step(Constant(3, t.dtype, (), Layout(()), MESH), (), (used,)))
             elif t.dtype == "f32":
                 inputs[given] = t
-                small = "sin(a) * sin(a) / 4" if isinstance(op, AdamW) else "sin(a) / 4"  # second moments have roots
+                small = (
+                    "sin(a) * sin(a) / 4" if isinstance(op, Adafactor | AdamW) else "sin(a) / 4"
+                )  # second moments have roots
                 steps.append(Step(Elementwise(small), (given,), (used,)))
             else:  # the lab's integers of a byte are small, as ids are
                 inputs[given] = t if t.dtype == "bool" else _of_dtype("u8", t)

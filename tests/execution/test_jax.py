@@ -54,7 +54,7 @@ def test_every_check_is_read() -> None:
 def test_every_op_alone(seen: dict[str, Any]) -> None:
     assert seen["every_op"]["differences"] == {}
     law = {next(e.assigned(UNEQUAL))[0].name for e in (*GRADIENTS, *EXAMPLES)}  # on JAX by `test_compute_law.py`
-    known = law | {*seen["every_op"]["names"], "backward", "sgd", "adamw"}
+    known = law | {*seen["every_op"]["names"], "backward", "sgd", "adamw", "adafactor"}
     # Rings run on JAX in jobs (`test_jobs.py`); opaque runs nowhere.
     assert known == set(OPS) - {"opaque", "ring_attention", "ring_attention_backward"}
 

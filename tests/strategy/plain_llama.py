@@ -46,13 +46,14 @@ def gated(w: Weights, block: str, x: Tensor) -> Tensor:
 
 
 def layer(w: Weights, number: int, x: Tensor, c: dict[str, Any], routed: list[Tensor]) -> Tensor:
-    """One layer; scores of a router are added to `routed`."""
+    """One layer; scores of a router are added to `routed`. `c["drop"]`, where it is there, masks what is added."""
     block, letters = f"model.layers.{number}", c.get("windows", "w")
     window = c.get("window", 0) if letters[number % len(letters)] == "w" else 0
-    x = x + attention(w, f"{block}.self_attn", normed(x, w[f"{block}.input_layernorm.weight"]), c, window)
+    drop = c.get("drop", lambda y: y)
+    x = x + drop(attention(w, f"{block}.self_attn", normed(x, w[f"{block}.input_layernorm.weight"]), c, window))
     y = normed(x, w[f"{block}.post_attention_layernorm.weight"])
     if not c.get("experts"):
-        return x + gated(w, f"{block}.mlp", y)
+        return x + drop(gated(w, f"{block}.mlp", y))
     scores = y @ w[f"{block}.mlp.gate.weight"].T
     routed.append(scores)
     best, chosen = scores.topk(c["experts_per_token"])

@@ -101,15 +101,31 @@ GEMMA = CONFIGS["llama3-8b"] | {"model_type": "gemma3_text", "sliding_window": 9
 def test_a_config_is_the_preset_that_was_made_of_it(name: str, tmp_path: Path) -> None:
     """Every field is that of the preset but the sequence, which no config says."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    more = {"positions": 1024} if name == "gpt2-xl" else {}
+    more = {"gpt2-xl": {"positions": 1024}, "deepseek-v3": {"mtp_layers": 1}}.get(name, {})
     asked, preset = parse_model(f"{tmp_path},seq=512"), Model.load(name, seq=512, **more)
     found = asked.load()
     assert found.parameter_count == preset.parameter_count
     scaled = {"deepseek-v3": {"rope_scaling": "yarn factor=40 original_max_position_embeddings=163840"}}.get(name, {})
+    scaled |= {"dropout": 0.1, "embed_dropout": 0.1} if name == "gpt2-xl" else {}
     assert dict(found.fields) == {**preset.fields, **scaled}
-    said = {"deepseek-v3": ["num_nextn_predict_layers=1"],
-            "gpt2-xl": ["attn_pdrop=0.1", "embd_pdrop=0.1", "resid_pdrop=0.1"]}  # fmt: skip
+    said = {"gpt2-xl": ["attn_pdrop=0.1"]}
     assert asked.notes == tuple(f"left out: {text}" for text in said.get(name, []))
+
+
+def test_modules_that_predict_further_are_read_and_train(tmp_path: Path) -> None:
+    """A forward pass has no use for them: no parameter, and no tensor of theirs."""
+    path = tmp_path / "config.json"
+    small = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "n_routed_experts": 8,
+             "first_k_dense_replace": 1, "intermediate_size": 12, "moe_intermediate_size": 8, "q_lora_rank": 8,
+             "kv_lora_rank": 8, "vocab_size": 32, "num_nextn_predict_layers": 2, "n_group": 1,
+             "topk_group": 1}  # fmt: skip
+    path.write_text(json.dumps(CONFIGS["deepseek-v3"] | small))
+    trained, forward = (Model.load(str(path), seq=4, training=training) for training in (True, False))
+    files = {file for p in trained.parameters.values() for _, file in p.names()}
+    assert (
+        trained.fields["mtp_layers"] == 2 and {"model.layers.2.eh_proj.weight", "model.layers.3.hnorm.weight"} <= files
+    )
+    assert not [n for n in forward.parameters if n.startswith("mtp")]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -212,12 +228,15 @@ def test_a_model_is_loaded_from_a_config_of_which_everything_counts(tmp_path: Pa
         found = Model.load(name, seq=512, precision="bf16", optimizer="sgd")
         assert found.program == Model.load("llama3-8b", seq=512, precision="bf16", optimizer="sgd").program
     path.write_text(json.dumps(CONFIGS["gpt2-xl"] | {"embd_pdrop": 0.0}))
-    left = "no builder computes attn_pdrop=0.1, resid_pdrop=0.1; legal is a config without, or ignore="
+    left = "no builder computes attn_pdrop=0.1; legal is a config without, or ignore="
     with pytest.raises(ShardplanError, match=left):
         Model.load(str(path))
-    with pytest.raises(ShardplanError, match=r"ignore='embd_pdrop' of .*; legal are attn_pdrop, resid_pdrop"):
+    with pytest.raises(ShardplanError, match=r"ignore='embd_pdrop' of .*; legal are attn_pdrop"):
         Model.load(str(path), ignore=["embd_pdrop"])
-    assert Model.load(str(path), ignore=["attn_pdrop", "resid_pdrop"]).fields["layers"] == 48
+    found = Model.load(str(path), ignore=["attn_pdrop"])
+    assert (found.fields["dropout"], found.fields["embed_dropout"], found.dims["seeds"]) == (0.1, 0.0, ("batch",))
+    phi = read_config(model_config(OTHERS["Phi-3-mini-4k"][0] | {"resid_pdrop": 0.2, "embd_pdrop": 0.3}))
+    assert phi.fields["dropout"] == 0.2 and [*phi.left_out] == ["embd_pdrop"]
     with pytest.raises(ShardplanError, match=r"ignore=.* of gpt2, which is no config"):
         Model.load("gpt2", ignore=["attn_pdrop"])
 

@@ -11,6 +11,7 @@ from shardplan.core.ops import (
     Crop,
     CrossEntropy,
     Dispatch,
+    Dropout,
     Elementwise,
     Expand,
     Gather,
@@ -32,6 +33,7 @@ from shardplan.strategy.scope import ONE, Scope
 from shardplan.strategy.sizes import DecoderSizes
 
 WIDE = {"f64": "f64"}  # by dtype that of losses, else f32
+STRIDE = 0x61C88647  # between the keys of one dropout and the next: seeds that lie close give no key twice
 Layer = Callable[[Scope, str, Given, int], str]  # of a value, what is the same for all layers, a layer's number
 
 
@@ -56,6 +58,8 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
     x = s.elementwise(f"a * {c.embed_scale}", x) if c.embed_scale else x
     if training and (c.balance_loss or c.router_z_loss):
         s.carried["routing"] = s(Constant(0, WIDE.get(s.dtype, "f32"), (), Layout(()), ONE))
+    if training and (c.dropout or c.embed_dropout):
+        s.carried["seeds"] = s.input("seeds", {"batch": c.batch}, "i32")
     x = _gpt(s, c, x, given) if c.family == "gpt" else _llama(s, c, x, given)
     states = x
     if c.family != "gpt":
@@ -67,6 +71,14 @@ def decoder(s: Scope, c: DecoderSizes, training: bool) -> None:
     losses = s(CrossEntropy(), _logits(s, c, x, head), "targets")
     beside = _further(s, c, states, table, head, given) if c.mtp_layers else None
     s.counted_mean(losses, "targets", s.carried.get("routing"), beside)
+
+
+def drop(s: Scope, x: str, rate: float) -> str:
+    """Write a dropout, where there are any: of what was the next one's key, which all layers hand on."""
+    if not rate or "seeds" not in s.carried:
+        return x
+    s.carried["seeds"] = s.elementwise(f"a + {STRIDE}", s.carried["seeds"])
+    return s(Dropout(rate), x, s.carried["seeds"])
 
 
 def _logits(s: Scope, c: DecoderSizes, x: str, head: str) -> str:
@@ -103,7 +115,7 @@ def _further(s: Scope, c: DecoderSizes, x: str, table: str, head: str, given: Gi
 
 def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
     rows = s.parameter("positions", {"position": c.positions, "hidden": c.hidden}, "transformer.wpe.weight")
-    x = s.elementwise("a + b", x, s(Gather(), rows, given["positions"]))
+    x = drop(s, s.elementwise("a + b", x, s(Gather(), rows, given["positions"])), c.embed_dropout)
     hidden, wide, block = {"hidden": c.hidden}, {"ffn": c.ffn}, "transformer.h.{layer}"
 
     def norm(s: Scope, name: str, file: str, x: str) -> str:
@@ -111,16 +123,21 @@ def _gpt(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
                       for end, kind in (("", "weight"), ("_bias", "bias")))  # fmt: skip
         return s(LayerNorm(c.norm_eps), x, gain, bias)
 
+    def add(s: Scope, x: str, y: str, bias: str) -> str:
+        if not c.dropout:
+            return s.elementwise("a + b + c", x, y, bias)
+        return s.elementwise("a + b", x, drop(s, s.elementwise("a + b", y, bias), c.dropout))
+
     def layer(s: Scope, x: str, given: Given, number: int) -> str:
         mixed = gpt_attention(s, c, given, norm(s, "attention_norm", f"{block}.ln_1", x), f"{block}.attn",
                               window=c.has_window(number))  # fmt: skip
-        x = s.elementwise("a + b + c", x, mixed, s.parameter("o_bias", hidden, f"{block}.attn.c_proj.bias"))
+        x = add(s, x, mixed, s.parameter("o_bias", hidden, f"{block}.attn.c_proj.bias"))
         y = norm(s, "mlp_norm", f"{block}.ln_2", x)
         inside = s.einsum("bsh,hf->bsf", y, s.parameter("up", {**hidden, **wide}, f"{block}.mlp.c_fc.weight"))
         inside = s.elementwise("gelu(a + b)", inside, s.parameter("up_bias", wide, f"{block}.mlp.c_fc.bias"))
         down = s.parameter("down", {**wide, **hidden}, f"{block}.mlp.c_proj.weight")
         bias = s.parameter("down_bias", hidden, f"{block}.mlp.c_proj.bias")
-        return s.elementwise("a + b + c", x, s.einsum("bsf,fh->bsh", inside, down), bias)
+        return add(s, x, s.einsum("bsf,fh->bsh", inside, down), bias)
 
     x = _runs(s, c, "layers", range(c.layers), x, layer, given if c.cache else {})
     return norm(s, "norm", "transformer.ln_f", x)
@@ -139,6 +156,7 @@ def _runs(s: Scope, c: DecoderSizes, name: str, numbers: range, x: str, layer: L
 
 
 def _llama(s: Scope, c: DecoderSizes, x: str, given: Given) -> str:
+    x = drop(s, x, c.embed_dropout)
     if c.dense_layers:
         wide = c.dense_ffn or c.ffn
         first = range(c.dense_layers)
@@ -158,10 +176,12 @@ def _layer(s: Scope, c: DecoderSizes, x: str, given: Given, number: int, dense: 
     y = normed(s, "attention_norm", "input", x)
     attention = latent_attention if c.kv_lora_rank else grouped_attention
     y = attention(s, c, given, y, f"{block}.self_attn", window=c.has_window(number))
-    x = s.elementwise("a + b", x, normed(s, "attention_post_norm", "post_attention", y) if c.post_norms else y)
+    y = normed(s, "attention_post_norm", "post_attention", y) if c.post_norms else y
+    x = s.elementwise("a + b", x, drop(s, y, c.dropout))
     y = normed(s, "mlp_norm", "pre_feedforward" if c.post_norms else "post_attention", x)
     y = gated_mlp(s, c, y, ffn, f"{block}.mlp") if ffn else routed_mlp(s, c, y, block)
-    return s.elementwise("a + b", x, normed(s, "mlp_post_norm", "post_feedforward", y) if c.post_norms else y)
+    y = normed(s, "mlp_post_norm", "post_feedforward", y) if c.post_norms else y
+    return s.elementwise("a + b", x, drop(s, y, c.dropout))
 
 
 # The MLP of a layer: gated, and experts that a router chooses for each token, of which some are shared by all.

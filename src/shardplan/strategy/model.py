@@ -96,8 +96,8 @@ class Model:
             name: A preset or a family; or the path of a Hugging Face config.json, or of the folder that has it.
             training: Whether it is a training step, or the forward pass alone: with `cache=` positions of a cache that
                 it reads and writes, as in prefill and, with `seq=1`, decode.
-            optimizer: `sgd`, `adamw` (by default, where it trains), or None for gradients as outputs; its settings
-                (`lr`, `beta1`, `beta2`, `eps`, `decay`), and `clip`, the norm to which all gradients together are
+            optimizer: `sgd`, `adamw` (by default, where it trains), `adafactor`, or None for gradients as outputs; its
+                settings (`lr`, `beta1`, `eps`, `decay`), and `clip`, the norm to which all gradients together are
                 scaled down, are fields, too; `lr="input"` and `decay="input"` are inputs of a step, as schedules want.
                 `loss_scale`, a number or "input", scales the loss for the backward pass, and gradients back in f32.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
@@ -162,7 +162,7 @@ class Model:
             dims: The names of the dims of every input.
             parameters: The inputs that are parameters, and train.
             name: What it is called.
-            optimizer: `sgd`, `adamw`, or None for gradients as outputs.
+            optimizer: `sgd`, `adamw`, `adafactor`, or None for gradients as outputs.
             training: Whether it is a training step, or the program alone.
             settings: Those of the optimizer.
 
@@ -382,7 +382,7 @@ def assemble_model(
     """A model of a forward program."""
     made, names = Training(program, {}, dict(replaced), ()), dict(dims)
     if fields["training"]:
-        recipe, wanted = fields.get("precision"), [key for key, p in parameters.items() if p.trained]
+        recipe, wanted = fields.get("precision"), {key: p for key, p in parameters.items() if p.trained}
         master = recipe is not None and PRECISIONS[recipe].master
         made = training_program(program, wanted, fields["optimizer"], settings, master=master)
         # What an optimizer keeps of a parameter has its dims; the number of the step has none.

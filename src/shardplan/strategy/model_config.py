@@ -70,6 +70,12 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "attention_cap": ("attn_logit_softcapping",),
     "logit_cap": ("final_logit_softcapping",),
 }
+# What is none where a config says 0: by field its key, and the types that do as it says.
+BESIDE = {
+    "dropout": ("resid_pdrop", ("gpt2", "phi3")),
+    "embed_dropout": ("embd_pdrop", ("gpt2",)),
+    "mtp_layers": ("num_nextn_predict_layers", ("deepseek_v3",)),
+}
 OF_EXPERTS = (*(key for name in ("experts", "experts_per_token", "dense_layers") for key in KEYS[name]),
               "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts")  # fmt: skip
 OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -172,6 +178,9 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
             taken |= keys
         if not fields.get("window"):
             fields.pop("window_theta", None)  # of no layer
+    more = {name: key for name, (key, kinds) in BESIDE.items() if kind in kinds and config.get(key)}
+    fields |= {name: config[key] for name, key in more.items()}
+    taken |= {*more.values()}
     left_out = {kind: lacking} if lacking else {}
     left_out |= {key: f"{key}={said}" for key, said in _otherwise(config, taken)}
     return ReadConfig(f"{kind} of {what}", family, fields, left_out)

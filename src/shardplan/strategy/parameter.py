@@ -70,14 +70,30 @@ class Parameter:
         sizes = dict(self.dims)
         if self.part and self.part.factor:
             sizes[self.part.factor] = self.part.size
-        found = ((group or one).split() for group, one in _DIM.findall(self.stored))
-        return tuple(tuple((name, sizes[name]) for name in names) for names in found)
+        return tuple(tuple((name, sizes[name]) for name in names) for names in self.stored_dims)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of one tensor of the checkpoint."""
         own = tuple(math.prod(n for _, n in factors) for factors in self.factors)
         return (self.part.size, *own[1:]) if self.part and not self.part.factor else own
+
+    @property
+    def sides(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """How many first dims number tensors, and our dims that the last two of such a tensor are made of.
+
+        Both are empty where it has one dim, or another part of a dim has all of a side.
+        """
+        ours = [name for name, _ in self.dims]
+        each = 1 if self.rows or ours[:1] == ["layer"] else len(_BRACES.findall(self.file))
+        own = self.stored_dims
+        rows, cols = (tuple(ours.index(n) for n in names if n in ours[each:]) for names in ((), *own)[-2:])
+        return (each, rows, cols) if rows and cols else (each, (), ())
+
+    @property
+    def stored_dims(self) -> tuple[tuple[str, ...], ...]:
+        """The factors of each dim in the checkpoint by their names."""
+        return tuple(tuple((group or one).split()) for group, one in _DIM.findall(self.stored))
 
     def names(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the names in the checkpoint, each with its index along the first dims of our value."""

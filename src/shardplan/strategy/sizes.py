@@ -79,6 +79,8 @@ class DecoderSizes:
     2.2), and `mtp_weight` / D of their losses is added; a config calls them `num_nextn_predict_layers`.
     With `dropless` the slots that `capacity_factor` gives experts are a bound: a job's step in which a choice has none
     raises on every rank, and nothing is dropped.
+    In training `dropout` of what attention and MLP of a layer add is zero, and `embed_dropout` of what goes into the
+    first, drawn from the input `seeds`, `[batch]`: a number for each sequence, other ones in another step.
     Gains of `unit_norms` are what is stored, and 1; with `post_norms` what a layer adds is normed, too.
     """
 
@@ -134,6 +136,8 @@ class DecoderSizes:
     shared_gate: bool = False
     capacity_factor: float = 1.0
     dropless: bool = False
+    dropout: float = 0.0
+    embed_dropout: float = 0.0
     cache: int = 0
     zigzag: int = 1
     model_type: str = ""
@@ -196,8 +200,12 @@ class DecoderSizes:
                 self._refuse(name, "is 0 where the router is no softmax")
         if self.dropless and not self.capacity_factor:
             self._refuse("dropless", "is False with capacity_factor=0, where nothing is dropped")
-        if self.mtp_layers and self.zigzag > 1:
-            self._refuse("zigzag", "is 1 with mtp_layers")
+        for name in ("mtp_layers", "dropout", "embed_dropout") if self.zigzag > 1 else ():
+            if getattr(self, name):
+                self._refuse("zigzag", f"is 1 with {name}")
+        for name in ("dropout", "embed_dropout"):
+            if getattr(self, name) >= 1:
+                self._refuse(name, "is a part below 1")
         if self.segments and self.cache:
             self._refuse("segments", "is False with a cache")
         try:

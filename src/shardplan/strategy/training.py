@@ -1,8 +1,8 @@
-"""A training step: from a program with a loss to one that also updates its parameters; sgd and adamw."""
+"""A training step: from a program with a loss to one that also updates its parameters; sgd, adamw, adafactor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,13 +11,14 @@ from shardplan.core import border
 from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.gradients import Keep, Origin, gradients, keep_computed
-from shardplan.core.op import Op
-from shardplan.core.ops import AdamW, Cast, Elementwise, ReduceDims, Sgd
+from shardplan.core.ops import Adafactor, AdamW, Cast, Elementwise, ReduceDims, Sgd
+from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.placing import cast_to, widened
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
+from shardplan.strategy.parameter import Parameter
 from shardplan.strategy.scope import ONE
 
 
@@ -26,25 +27,34 @@ class Optimizer:
     """An update with its settings, as fields of the op: operands are a parameter, its gradient, its state, the step.
 
     `state` names what it keeps for each parameter, in f32 or wider; `counts` says whether it takes the step's number.
+    One that is `factored` keeps of a matrix ROW and COLUMN instead, which have a dim of 1 for each that is summed up.
     """
 
-    op: type[Op]
+    op: type[Composed]
     settings: Mapping[str, float]
     state: tuple[str, ...] = ()
     counts: bool = False
     inputs: tuple[str, ...] = ()  # settings that may be inputs of a step, as schedules want them
+    factored: bool = False
 
     @property
     def fields(self) -> Mapping[str, float]:
         """What a model may say of it: settings, the norm of clipped gradients, and a scale of the loss; 0 is none."""
         return {**self.settings, CLIP: 0.0, SCALE: 0.0}
 
-    def made(self, said: Mapping[str, Any]) -> Op:
-        """Return the op with what is said of its settings."""
+    def state_shapes(self, p: Parameter) -> dict[str, tuple[int, ...]]:
+        """Return what it keeps of a parameter, with the shapes."""
+        _, rows, cols = p.sides
+        summed = {ROW: cols, COLUMN: rows} if self.factored and rows else dict.fromkeys(self.state, ())
+        return {part: tuple(1 if k in dims else n for k, n in enumerate(p.shape)) for part, dims in summed.items()}
+
+    def made(self, said: Mapping[str, Any], p: Parameter) -> Composed:
+        """Return the op of a parameter's update, with what is said of its settings."""
         make: Any = self.op
+        form = dict(zip(("each", "rows", "cols"), p.sides, strict=True)) if self.factored else {}
         inputs = self.given(said)
         numbers = {n: value if n in inputs else said.get(n, value) for n, value in self.settings.items()}
-        return make(**numbers, **({"inputs": inputs} if inputs else {}))
+        return make(**numbers, **form, **({"inputs": inputs} if inputs else {}))
 
     def given(self, said: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the settings that are inputs of a step."""
@@ -80,12 +90,15 @@ class Precision(NamedTuple):
 
 
 MASTER, CLIP, SCALE, SKIPPED, INPUT = "master", "clip", "loss_scale", "skipped", "input"
+ROW, COLUMN = "row", "column"
 CLIP_EPS = 1e-6  # what torch's clip_grad_norm_ adds to the norm
 PRECISIONS = {"fp32": Precision("f32", "f32"), "bf16": Precision("bf16", "f32"), "fp16": Precision("f16", "f16")}
 _MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
+_FACTORED = {"lr": 1e-2, "beta2_decay": -0.8, "eps1": 0.0, "eps2": 1e-3, "clip_threshold": 1.0, "decay": 0.0}
 _UPDATES = (
     Optimizer(Sgd, {"lr": 1e-2}, inputs=("lr",)),
     Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True, inputs=("lr", "decay")),
+    Optimizer(Adafactor, _FACTORED, ("v",), counts=True, inputs=("lr", "decay"), factored=True),
 )
 OPTIMIZERS = {update.op.name: update for update in _UPDATES}
 
@@ -104,7 +117,7 @@ class Training(NamedTuple):
 
 def training_program(
     program: Program,
-    wanted: Iterable[str],
+    wanted: Mapping[str, Parameter],
     optimizer: str | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
     keep: Keep = keep_computed,
@@ -135,7 +148,6 @@ def training_program(
     if optimizer is None:
         return Training(named, made, {}, found.origins)
     rule = OPTIMIZERS[optimizer]
-    op = rule.made(settings)
     draft, states, steps = Draft(named.types), dict[str, TensorType](), list(named.steps)
     replaced: dict[str, str] = {}
     now: tuple[str, ...] = ()
@@ -159,10 +171,11 @@ def training_program(
     for w in names:
         t = named.types[w]
         kept = "f32" if numpy_dtype(t.dtype).itemsize < 4 else t.dtype
-        first, mine = f"{w}.{MASTER}" if master else w, [f"{w}.{part}" for part in rule.state]
-        for name in (*([first] if master else []), *mine):
-            states[name] = draft.types[name] = TensorType(kept, t.shape, t.layout, t.mesh)
-        out = draft.write_step(op, first, scaled[w], *mine, *now)
+        first, p = f"{w}.{MASTER}" if master else w, wanted[w]
+        mine = {f"{w}.{part}": shape for part, shape in rule.state_shapes(p).items()}
+        for name, shape in (({first: t.shape} if master else {}) | mine).items():
+            states[name] = draft.types[name] = TensorType(kept, shape, t.layout, t.mesh)
+        out = draft.write_step(rule.made(settings, p), first, scaled[w], *mine, *now)
         if taken:
             pairs = zip(out, (first, *mine), strict=True)
             out = tuple(draft(Elementwise(TAKEN), a, b, cast_to(draft, factor, draft.types[a].dtype)) for a, b in pairs)

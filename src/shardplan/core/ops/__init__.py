@@ -17,7 +17,7 @@
 - `overlapped` `Overlapped`: an op that computes between its messages
 - `ring`      attention whose keys and values go round, and its gradient: RingAttention, RingAttentionBackward
 - `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
-- `updates`   updates of parameters: Sgd, AdamW
+- `updates`   updates of parameters: Sgd, AdamW, Adafactor
 - `opaque`    what an import keeps without knowing it: Opaque
 - `bodies`    those with a program in them: Repeat, Together
 - `fused`     a computation and the collective behind it as one: GemmAllToAll, GemvAllReduce, EmbeddingBagAllToAll
@@ -57,7 +57,7 @@ from shardplan.core.ops.reduction import AllReduce, Broadcast, Reduce, ReduceSca
 from shardplan.core.ops.ring import RingAttention, RingAttentionBackward
 from shardplan.core.ops.rotary import Rotary
 from shardplan.core.ops.routing import Combine, Dispatch, Dropout, FromSlots, TopK, ToSlots
-from shardplan.core.ops.updates import AdamW, Sgd
+from shardplan.core.ops.updates import Adafactor, AdamW, Sgd
 from shardplan.core.registry import OPS
 
 OPS.update(
@@ -110,6 +110,7 @@ OPS.update(
         Dropout,
         Sgd,
         AdamW,
+        Adafactor,
         Backward,
         Opaque,
         Repeat,
@@ -122,6 +123,7 @@ OPS.update(
 
 __all__ = [
     "OPS",
+    "Adafactor",
     "AdamW",
     "Attention",
     "ClassSums",

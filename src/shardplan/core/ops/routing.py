@@ -240,7 +240,10 @@ class Combine(Composed):
 
 @dataclass(frozen=True, slots=True)
 class Dropout(Ruled):
-    """Zeros for a part `rate` of the elements, the others by 1 / (1 - rate); drawn from an i32 key and the position."""
+    """Zeros for a part `rate` of the elements, the others by 1 / (1 - rate); drawn from an i32 key and the position.
+
+    A key may have the first dims of what is dropped: then it says instead of the position which of these it is.
+    """
 
     name: ClassVar[str] = "dropout"
     rate: float
@@ -248,10 +251,12 @@ class Dropout(Ruled):
     def rule(self, *operands: TensorType) -> FactorRule:
         """All dims pass."""
         t, key = check_arity(self.name, operands, 2)
-        if not 0 <= self.rate < 1 or key.dtype != "i32" or numpy_dtype(t.dtype).kind not in "fV":
+        keyed = key.dtype == "i32" and key.shape == t.shape[: key.ndim]
+        if not 0 <= self.rate < 1 or not keyed or numpy_dtype(t.dtype).kind not in "fV":
             raise TypingError(f"dropout({self.rate}) of {t} by {key}; legal are 0 <= rate < 1, floats and an i32 key")
-        names = " ".join(factor_names(t.ndim))
-        return rule_of(self.name, f"[{names}] [] -> [{names}]", operands)
+        names = factor_names(t.ndim)
+        whole, first = " ".join(names), " ".join(names[: key.ndim])
+        return rule_of(self.name, f"[{whole}] [{first}] -> [{whole}]", operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Equal positions are drawn alike."""
@@ -260,9 +265,10 @@ class Dropout(Ruled):
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Mix the key with the position, dim by dim."""
         x, key = arrays
-        shape = size.operands[0]
-        bits = _mix_bits(key.reshape((1,) * len(shape)))
-        for d, n in enumerate(shape):
+        shape, first = size.operands
+        bits = _mix_bits(key.reshape((*first, *(1,) * (len(shape) - len(first)))))
+        for d in range(len(first), len(shape)):
+            n = shape[d]
             here = (at.operands[0][d] + xp.arange(n)).reshape(tuple(n if j == d else 1 for j in range(len(shape))))
             bits = _mix_bits(bits ^ _mix_bits(here + d))
         kept = (bits & 0x3FFFFFFF) >= int(self.rate * 2**30)

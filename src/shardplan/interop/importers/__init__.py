@@ -98,7 +98,7 @@ def load(
         names: Names of the dims of inputs, as `{"input_ids": ("batch", "sequence")}`; None for a dim without one.
         opaque: Whether operations that are not known are kept as `opaque`; else they are one error that lists them.
         training: Whether the one scalar result is a loss, of which a training step is made with our gradients.
-        optimizer: `sgd` or `adamw`, or None for gradients as outputs.
+        optimizer: `sgd`, `adamw` or `adafactor`, or None for gradients as outputs.
         settings: Those of the optimizer.
 
     Raises `ShardplanError` for another kind of source, a module that torch does not export, and what has no meaning

@@ -8,6 +8,7 @@ from typing import Any
 from shardplan.core import border
 from shardplan.errors import ShardplanError
 from shardplan.strategy.model import Model
+from shardplan.strategy.training import OPTIMIZERS
 
 OBJECTIVES = ("step", "latency", "tokens")
 
@@ -55,7 +56,7 @@ def forward_model(model: Model, sequence: int, cache: int) -> Model:
     """
     if "cache" not in model.fields:
         raise ShardplanError(f"serving {model.name}: it has no cache of keys and values; legal are decoders")
-    settings = {"training", "optimizer", "precision", "model_type", "lr", "beta1", "beta2", "eps", "decay"}
+    settings = {"training", "optimizer", "precision", "model_type", *(n for o in OPTIMIZERS.values() for n in o.fields)}
     said: dict[str, Any] = {name: value for name, value in model.fields.items() if name not in settings}
     said |= {"training": False, "seq": sequence, "cache": cache, "batch": 2}
     return Model.load(model.name, **said)

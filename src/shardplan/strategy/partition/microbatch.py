@@ -116,8 +116,9 @@ def microbatch(
     if count > 1 and even and COUNT not in dims:
         program = _scaled(program, count)
         cuts = replace(cuts, stages=(*cuts.stages, stages - 1))
-    wanted = [name for name in model.gradients if name in dims]
-    wanted += [name for name, of in (*copies.items(), *behind.items()) if of in model.gradients]
+    wanted = {name: model.parameters[name] for name in model.gradients if name in dims}
+    apart = (*copies.items(), *behind.items())
+    wanted |= {name: model.parameters[of] for name, of in apart if of in model.gradients}
     scale = {SCALE: model.fields.get(SCALE, 0.0)}
     made = training_program(program, wanted, settings=scale, keep=_keep(program, recompute, inside, kept))
     dims |= {name: () for name, _ in made.program.inputs if name not in dims}

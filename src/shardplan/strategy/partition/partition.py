@@ -165,7 +165,8 @@ class _Partition:
         for name, t in model.program.inputs:
             whole = Layout(((),) * t.ndim)
             parameter = name if name in model.parameters else name.rpartition(".")[0]
-            out[name] = self.layouts.stored_type(name, dims[name], t, self.mesh, self.held.get(parameter, whole))
+            held, of = self.held.get(parameter, whole), types.get(parameter, t).shape
+            out[name] = self.layouts.stored_type(name, dims[name], t, self.mesh, held, of)
         for name in {COUNT, WEIGHT} & self.micro.dims.keys():
             t, axes = self.micro.block.types[name], tuple(a for a in self.mesh.axes if a in BATCH)
             out[name] = t.with_layout(Layout((axes,) * t.ndim), self.mesh)
@@ -315,11 +316,11 @@ class _Partition:
                 mine |= dict(one.program.inputs) if one else {}
             for name in [n for n in mine if n in self.micro.gradients]:
                 t, total = mine[name], TOTAL + name
-                mine[total] = self._as_many(self.state[total], t)
+                mine[total] = self._as_many(name, self.state[total], t)
                 for state, u in self.state.items():
                     of = model_name(state)
                     if state.rpartition(".")[0] == name and of in model.replaced and of not in model.parameters:
-                        mine[state] = self._as_many(u, t)
+                        mine[state] = self._as_many(name, u, t)
             if self.training:
                 mine |= {n: self.state[n] for n in ("step", "lr", "decay", SCALE, SKIPPED) if n in self.state}
             found.append(mine)
@@ -327,9 +328,9 @@ class _Partition:
         without = [{n: t for n, t in mine.items() if model_name(n) not in state} for mine in found]
         return [*found, *without * (self.chains - 1)]
 
-    def _as_many(self, t: TensorType, like: TensorType) -> TensorType:
-        """A type with as many rows as another of its value."""
-        return rows(row(t), like.shape[0]) if t.shape != like.shape else t
+    def _as_many(self, name: str, t: TensorType, like: TensorType) -> TensorType:
+        """A type with as many rows as a parameter's has, where that has not all of them."""
+        return rows(row(t), like.shape[0]) if like.shape != self.state[name].shape else t
 
     def _job(
         self,

@@ -12,13 +12,16 @@ from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.nested import as_nested, row, rows
 from shardplan.core.ops import Cast, Elementwise, ToPartial
+from shardplan.core.ops.composed import Composed, decompose_sharded
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
+from shardplan.strategy.partition.tables import drop_summed, update_layout
 from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
 from shardplan.strategy.training import (
     CLIP,
@@ -154,10 +157,9 @@ class Writers:
     def norm(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
         """Write NORM: the sum of the squares of a stage's gradients, and those of them that it reduces, for OPT."""
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
-        rule = OPTIMIZERS[self.model.fields["optimizer"]]
         if self.bucket is not None:
-            self._bucketed(writer, parameters, types, rule.state, self.bucket)
-        updates = [self._given_update(writer, name, types, rule.state, copies) for name, copies in parameters.items()]
+            self._bucketed(writer, parameters, types, self.bucket)
+        updates = [self._given_update(writer, name, types, copies) for name, copies in parameters.items()]
         called = {_squares(writer, updates): NORM}
         called |= {u.total: REDUCED + u.name for u in updates if u.total != TOTAL + u.name}
         read = {o for step in writer.steps for o in step.operands}
@@ -183,7 +185,6 @@ class Writers:
         """
         model = self.model
         rule = OPTIMIZERS[model.fields["optimizer"]]
-        op = rule.made(model.fields)
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         called: dict[str, str] = {}
         now: list[str] = []
@@ -194,11 +195,11 @@ class Writers:
         factor = ""
         if reduced is not None:
             factor = writer.given(FACTOR, reduced[FACTOR])
-            updates = [self._reduced_update(writer, name, types, rule.state, reduced) for name in parameters]
+            updates = [self._reduced_update(writer, name, types, reduced) for name in parameters]
         else:
             if self.bucket is not None:
-                self._bucketed(writer, parameters, types, rule.state, self.bucket)
-            updates = (self._given_update(writer, n, types, rule.state, copies) for n, copies in parameters.items())
+                self._bucketed(writer, parameters, types, self.bucket)
+            updates = (self._given_update(writer, n, types, copies) for n, copies in parameters.items())
             if self.has_factor:
                 updates = [*updates]
                 factor = self._factor(writer, _squares(writer, updates), types)
@@ -206,11 +207,11 @@ class Writers:
         self._count_steps(writer, types, factor if scaled else "", now[0] if rule.counts else "", called)
         for update in _multiplied(writer, updates, factor) if factor else updates:
             name, kept = update.name, update.kept
-            by, layout = f"the update of {name}", types[kept[-1]].layout
-            first = writer.want(kept[0], types[kept[0]].with_layout(layout), by)
-            others = [writer.want(n, types[n].with_layout(layout), by) for n in kept[1:]]
-            writer.op(op, [first, update.total, *others, *now])
-            made = dict(zip(kept, writer.steps[-1].results, strict=True))
+            by, layout = f"the update of {name}", update_layout(kept, types)
+            lie = {n: types[n].with_layout(drop_summed(layout, types[n], types[name].shape)) for n in kept}
+            first, *others = [writer.want(n, t, by) for n, t in lie.items()]
+            op = rule.made(model.fields, model.parameters[name])
+            made = dict(zip(kept, _write_update(writer, op, [first, update.total, *others, *now]), strict=True))
             if scaled:  # a step whose gradients are not all finite changes nothing
                 pairs = zip(made.items(), (first, *others), strict=True)
                 made = {n: writer.op(Elementwise(TAKEN), [v, old, _cast(writer, factor, v)]) for (n, v), old in pairs}
@@ -243,11 +244,9 @@ class Writers:
             done = writer.op(Elementwise("a + b"), ["step", taken])
             called[done] = f"{NEXT}step"
 
-    def _given_update(
-        self, writer: Writer, name: str, types: Types, state: Sequence[str], copies: Sequence[str]
-    ) -> Update:
+    def _given_update(self, writer: Writer, name: str, types: Types, copies: Sequence[str]) -> Update:
         """Declare what an update reads, and sum the gradient over copies and devices."""
-        kept = _kept(name, state, types)
+        kept = self._kept_names(name, types)
         for n in (TOTAL + name, *kept):
             if n not in writer.values:
                 writer.given(n, types[n])
@@ -255,26 +254,30 @@ class Writers:
             writer.given(TOTAL + copy, types[TOTAL + name])
             both = [writer.values[n][types[TOTAL + name]] for n in (TOTAL + name, TOTAL + copy)]
             writer.values[TOTAL + name] = {types[TOTAL + name]: writer.op(Elementwise("a + b"), both)}
-        t = types[TOTAL + name].with_layout(types[kept[-1]].layout)
+        t = types[TOTAL + name].with_layout(update_layout(kept, types))
         return Update(name, kept, writer.summed(TOTAL + name, t, f"the update of {name}"))
 
-    def _reduced_update(self, writer: Writer, name: str, types: Types, state: Sequence[str], reduced: Types) -> Update:
+    def _reduced_update(self, writer: Writer, name: str, types: Types, reduced: Types) -> Update:
         """Declare what an update reads of a gradient that is reduced, or has nothing to reduce."""
-        kept = _kept(name, state, types)
+        kept = self._kept_names(name, types)
         for n in kept:
             if n not in writer.values:
                 writer.given(n, types[n])
         made, total = REDUCED + name, TOTAL + name
         return Update(name, kept, writer.given(*((made, reduced[made]) if made in reduced else (total, types[total]))))
 
-    def _bucketed(
-        self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, state: Sequence[str], most: float
-    ) -> None:
+    def _kept_names(self, name: str, types: Types) -> list[str]:
+        """What an optimizer updates of a parameter: itself or its copy in f32, and the state."""
+        state = OPTIMIZERS[self.model.fields["optimizer"]].state_shapes(self.model.parameters[name])
+        master = f"{name}.{MASTER}"
+        return [master if master in types else name, *(f"{name}.{part}" for part in state)]
+
+    def _bucketed(self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, most: float) -> None:
         """Reduce gradients together, in the order of the backward pass, in buckets; those with copies stay apart."""
         wishes: list[Wish] = []
         for name in [n for n, copies in reversed([*parameters.items()]) if not copies]:
             total = types[TOTAL + name]
-            t = total.with_layout(types[_kept(name, state, types)[-1]].layout)
+            t = total.with_layout(update_layout(self._kept_names(name, types), types))
             if t != total:
                 writer.given(TOTAL + name, total)
                 wishes.append(Wish(TOTAL + name, total, t))
@@ -349,10 +352,16 @@ def _cast(writer: Writer, name: str, like: str) -> str:
     return name if writer.types[name].dtype == kind else writer.op(Cast(kind), [name])
 
 
-def _kept(name: str, state: Sequence[str], types: Types) -> list[str]:
-    """What an optimizer updates of a parameter: itself or its copy in f32, and the state."""
-    master = f"{name}.{MASTER}"
-    return [master if master in types else name, *(f"{name}.{part}" for part in state)]
+def _write_update(writer: Writer, op: Composed, operands: Sequence[str]) -> Sequence[str]:
+    """Write an update, and return its results: as one op, or where it reduces what is cut as its steps."""
+    types = [writer.types[o] for o in operands]
+    try:
+        writer.op(op, operands)
+    except LayoutError:
+        body = decompose_sharded(op, types)
+        inputs = [(str(k), t) for k, t in enumerate(types)]
+        return writer.inline(Program(inputs, body.steps, body.results), operands)
+    return writer.steps[-1].results
 
 
 @lru_cache(maxsize=1024)

@@ -172,9 +172,33 @@ class Layouts:
         """Return how a value of these dims lies where it is an operand."""
         return _layout(_first(self.held, name), dims, None, mesh, Layout(((),) * len(dims)))
 
-    def stored_type(self, name: str, dims: Sequence[str], t: TensorType, mesh: Mesh, held: Layout) -> TensorType:
-        """Return how a value of these dims, of the dtype and shape of `t`, lies between programs."""
-        return t.with_layout(_layout(_first(self.stored, name), dims, t.shape, mesh, held), mesh)
+    def stored_type(
+        self,
+        name: str,
+        dims: Sequence[str],
+        t: TensorType,
+        mesh: Mesh,
+        held: Layout,
+        of: Sequence[int] | None = None,
+    ) -> TensorType:
+        """Return how a value of these dims, of the dtype and shape of `t`, lies between programs.
+
+        What is kept of a parameter of the shape `of` lies as that would, but for dims that it has summed up.
+        """
+        lies = _layout(_first(self.stored, name), dims, of or t.shape, mesh, held)
+        return t.with_layout(drop_summed(lies, t, of or t.shape), mesh)
+
+
+def drop_summed(layout: Layout, t: TensorType, of: Sequence[int]) -> Layout:
+    """Return a layout of the shape `of` without what it says of dims that `t` has summed up to 1."""
+    dims = tuple(axes if n == m else () for axes, n, m in zip(layout.dims, t.shape, of, strict=True))
+    return Layout(dims, layout.partial, layout.reduction)
+
+
+def update_layout(kept: Sequence[str], types: Mapping[str, TensorType]) -> Layout:
+    """Return how the update of a parameter and its state lies: as that, of each dim as what has not summed it up."""
+    lie = [types[n].layout.dims for n in kept[1:] or kept]
+    return Layout(tuple(max(cuts, key=len) for cuts in zip(*lie, strict=True)))
 
 
 def _known(line: str, what: str, said: Iterable[str], legal: Collection[str]) -> None:
