@@ -60,6 +60,7 @@ OTHERS = {
     "scaled": ({"loss_scale": 128.0}, Strategy(data=2, fsdp=True)),
     "bucket": ({}, Strategy(data=2, tensor=2, zero=1, bucket="1 MiB")),
     "grouped heads": ({}, Strategy(tensor=6)),
+    "some layers again": ({}, Strategy(pipeline=2, data=2, recompute="full", recompute_layers=1, global_batch=8)),
     "tied, stages": ({"tied": True}, Strategy(pipeline=3, schedule="zb-h1", global_batch=4)),
 }
 

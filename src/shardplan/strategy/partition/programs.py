@@ -19,6 +19,7 @@ from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import Key, Loop
 from shardplan.strategy.partition.prices import Prices
+from shardplan.strategy.partition.recomputed_layers import model_name
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.tables import drop_summed, update_layout
@@ -210,7 +211,7 @@ class Writers:
             by, layout = f"the update of {name}", update_layout(kept, types)
             lie = {n: types[n].with_layout(drop_summed(layout, types[n], types[name].shape)) for n in kept}
             first, *others = [writer.want(n, t, by) for n, t in lie.items()]
-            op = rule.made(model.fields, model.parameters[name])
+            op = rule.made(model.fields, model.parameters[model_name(name)])
             made = dict(zip(kept, _write_update(writer, op, [first, update.total, *others, *now]), strict=True))
             if scaled:  # a step whose gradients are not all finite changes nothing
                 pairs = zip(made.items(), (first, *others), strict=True)
@@ -268,7 +269,7 @@ class Writers:
 
     def _kept_names(self, name: str, types: Types) -> list[str]:
         """What an optimizer updates of a parameter: itself or its copy in f32, and the state."""
-        state = OPTIMIZERS[self.model.fields["optimizer"]].state_shapes(self.model.parameters[name])
+        state = OPTIMIZERS[self.model.fields["optimizer"]].state_shapes(self.model.parameters[model_name(name)])
         master = f"{name}.{MASTER}"
         return [master if master in types else name, *(f"{name}.{part}" for part in state)]
 
