@@ -26,6 +26,7 @@ from shardplan.simulation.inference.form import whole_sequences
 from shardplan.simulation.inference.forward import forward_bytes, forward_times
 from shardplan.simulation.inference.requests import forward_model
 from shardplan.strategy.partition.job import Job
+from shardplan.strategy.partition.recomputed_layers import model_name
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 64, "heads": 8, "ffn": 96, "vocab": 128, "seq": 16, "dtype": "bf16"}
 MODELS: dict[str, Model] = {
@@ -140,7 +141,7 @@ def test_parameters_and_caches_are_the_jobs(family: str, said: dict[str, Any], p
         mine = {p.name: job.state[key].local_bytes() for key, p in job.parts.items() if p.stage == stage}
         caches = sum(n for name, n in mine.items() if name.endswith("_cache"))
         # What two stages hold is a copy on the second.
-        parameters = sum(n for name, n in mine.items() if name.partition(".copy")[0] in job.model.parameters)
+        parameters = sum(n for name, n in mine.items() if model_name(name) in job.model.parameters)
         assert caches > 0 and held.caches[0, stage] == caches
         assert held.parameters[0, stage] == parameters
     twice = forward_bytes(form, c, 2 * positions, 3 * int(c.columns["microbatch"][0]))

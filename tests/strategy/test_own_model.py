@@ -1,10 +1,11 @@
 """A model of one's own: names that shardplan has never heard, and an op whose class stands here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
 from shardplan import Layouts, Mesh, Model, Program, Strategy, TensorType, partition
 from shardplan.core.draft import Draft
@@ -14,7 +15,8 @@ from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops import Einsum, Elementwise, ReduceDims, Repeat
 from shardplan.core.ops.compute import At, Ruled, Size
 from shardplan.core.rule_text import rule_of
-from strategy.jobs import apart, arrays, by_name, stepped
+from shardplan.errors import LayoutError
+from strategy.jobs import apart, arrays, by_name, stepped, wrong
 
 TABLES = """
 serve
@@ -106,6 +108,27 @@ def test_it_trains_under_tensor_2_and_data_3() -> None:
         )
     moved = [s.op.name for m in job.movements[0, "F"] if m.path for s in m.plan.program.steps]
     assert moved == ["all_reduce"]  # of the product that leaves the wishes
+
+
+def with_names(found: Model, names: dict[str, str]) -> Model:
+    """The same model with other names of parameters, and its people a batch."""
+    plain = found.forward or found.program
+    steps = [replace(step, operands=tuple(names.get(o, o) for o in step.operands)) for step in plain.steps]
+    program = Program([(names.get(n, n), t) for n, t in plain.inputs], steps, plain.outputs)
+    dims = {names.get(n, n): tuple("batch" if d == "people" else d for d in found.dims[n]) for n, _ in plain.inputs}
+    return Model.of(program, dims, [names.get(n, n) for n in found.parameters], name="renamed", optimizer="adamw")
+
+
+@pytest.mark.parametrize("strategy", [Strategy(data=3, microbatch=2, zero=1), Strategy(pipeline=3)])
+def test_a_parameter_may_be_called_like_a_copy_or_what_is_left_behind(strategy: Strategy) -> None:
+    names = {"rounds.into": "rounds.copy.into", "rounds.shift": "rounds.left_behind", "rounds.out": "rounds.copy1"}
+    assert wrong(with_names(own(), names), strategy) == []
+
+
+@pytest.mark.parametrize("name", ["rounds..copy1", "rounds..behind"])
+def test_a_name_with_a_mark_of_stages_is_refused(name: str) -> None:
+    with pytest.raises(LayoutError, match=rf"a value called '{name}'; legal are names without \.\.copy and \.\.behind"):
+        partition(with_names(own(), {"rounds.into": name}), Strategy(data=3, microbatch=2))
 
 
 def test_another_name_of_a_dim_changes_nothing_but_the_name() -> None:

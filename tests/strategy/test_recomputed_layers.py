@@ -109,9 +109,9 @@ def test_rows_are_the_models() -> None:
     """Every stage has the rows of the model's stacks that it computes again, and behind them the others."""
     found = job("a stage of fewer", 2)
     rows = {(p.stage, p.name): p.rows for p in found.parts.values() if p.name.startswith("layers.q")}
-    assert rows[0, "layers.q"] == (0, 2) and rows[0, "layers.q_behind"] == (2, 5)
-    assert rows[1, "layers.q"] == (5, 6) and (1, "layers.q_behind") not in rows
-    assert rows[0, "layers.q_behind.m"] == (2, 5)
+    assert rows[0, "layers.q"] == (0, 2) and rows[0, "layers.q..behind"] == (2, 5)
+    assert rows[1, "layers.q"] == (5, 6) and (1, "layers.q..behind") not in rows
+    assert rows[0, "layers.q..behind.m"] == (2, 5)
     loops = [(op.times, has_rows_behind(s.operands)) for s in found.programs[0, "F"].steps if (op := as_nested(s.op))]
     assert loops == [(2, False), (3, True)]
 

@@ -28,7 +28,7 @@ from shardplan.strategy.partition.balance import balanced
 from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.loss import with_loss
 from shardplan.strategy.partition.opening import Refused, in_rounds, opened
-from shardplan.strategy.partition.recomputed_layers import COPY, Rows, SplitLayers, split_layers
+from shardplan.strategy.partition.recomputed_layers import COPY, Rows, SplitLayers, check_names, split_layers
 from shardplan.strategy.training import SCALE, rename_values, training_program
 
 WEIGHT = "weight"  # the input that says what every sequence counts
@@ -91,6 +91,7 @@ def microbatch(
     program = model.forward or model.program
     program = in_rounds(program) if rounds else program
     dims = {name: model.dims[name] for name, _ in program.inputs}
+    check_names([*dims, *program.outputs])
     program = program if loss_chunks is None else with_loss(program, dims, loss_chunks)
     told = take_count_as_input(program)
     if told is not program:

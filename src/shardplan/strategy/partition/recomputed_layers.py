@@ -2,7 +2,7 @@
 
 A `repeat` keeps the same of all its rows. So one whose layers are not all computed again becomes two, which follow each
 other in every stage: the first has of each stage the rows that are computed again, the second, whose values are called
-`x_behind`, the others. Of a stack of parameters each has an input of its own, with the rows that it reads; they are
+`x..behind`, the others. Of a stack of parameters each has an input of its own, with the rows that it reads; they are
 state like any other, and are the model's by their name (`model_name`) and rows.
 """
 
@@ -15,27 +15,35 @@ from typing import Any
 from shardplan.core.nested import as_nested, row, rows
 from shardplan.core.program import Program
 from shardplan.core.step import Step
-from shardplan.errors import LayoutError
+from shardplan.errors import LayoutError, excerpt
 from shardplan.strategy.training import rename_values
 
 Rows = tuple[int, int]  # of the layers of a loop, those of a stage
-COPY, BEHIND = ".copy", "_behind"  # of a parameter that stages share, and of rows that are kept
+# Of a parameter that stages share, and of rows that are kept: marks that no model's name has (`check_names`).
+COPY, BEHIND = "..copy", "..behind"
 
 
 def model_name(name: str) -> str:
     """Return what the model calls a value of a stage: what it is a copy of, or has rows of.
 
-    >>> model_name("head.copy1"), model_name("gradient.layers.q_behind"), model_name("layers.q_behind.m")
+    >>> model_name("head..copy1"), model_name("gradient.layers.q..behind"), model_name("layers.q..behind.m")
     ('head', 'gradient.layers.q', 'layers.q.m')
     """
     return name.partition(COPY)[0].replace(BEHIND, "")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse a model's name that has a mark of a stage's; raises `LayoutError`."""
+    for name in names:
+        if model_name(name) != name:
+            raise LayoutError(f"partition: a value called {excerpt(name)}; legal are names without {COPY} and {BEHIND}")
 
 
 def behind_name(name: str, parameter: str) -> str:
     """Return what the rows behind those that are computed again are called, of a parameter or of what is kept of it.
 
     >>> behind_name("layers.q.m", "layers.q")
-    'layers.q_behind.m'
+    'layers.q..behind.m'
     """
     return f"{parameter}{BEHIND}{name.removeprefix(parameter)}"
 
