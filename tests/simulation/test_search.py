@@ -344,6 +344,7 @@ def by_plan(ranked: Iterable[RankedPlan]) -> dict[tuple[str, tuple[str, ...], st
         {"schedule": "interleaved"},
         {"recompute": "full", "fsdp": True},
         {"gradient_dtype": "bf16", "sequence_parallel": True},
+        {"shard": 2, "zero": 3},
     ],
     ids=str,
 )
@@ -351,7 +352,7 @@ def test_what_is_fixed_is_so_and_the_rest_is_found(fixed: dict[str, Any]) -> Non
     """The best with something given is the best of all that have it."""
     found = sp.search(GPT, BOX, 16, fixed=fixed, certify=False, prune=False, top=10_000)
     assert all(getattr(one.strategy, name) == value for one in found.ranked for name, value in fixed.items())
-    if "gradient_dtype" not in fixed:
+    if fixed.keys().isdisjoint(("gradient_dtype", "shard")):
         mine = [one for one in every_plan() if all(getattr(one.strategy, k) == v for k, v in fixed.items())]
         assert by_plan(found.ranked) == pytest.approx(by_plan(mine), rel=1e-12)
     assert found.priced == len(found.ranked) + sum(one.strategies for one in found.pruned[:3])
@@ -364,6 +365,10 @@ def test_what_is_fixed_is_so_and_the_rest_is_found(fixed: dict[str, Any]) -> Non
         ({"tensor": 3}, "16 sequences, tensor=3 is legal: degrees multiply to the devices, tensor up to 4 heads"),
         ({"bucket": 1}, "fixed bucket=1; legal are data, tensor, pipeline"),
         ({"context_kind": "rings"}, "fixed context_kind=rings; legal are ulysses, gather"),
+        ({"zero": 1, "data": 1, "context": 1}, "zero=1, data=1, context=1 is legal: .*; zero and fsdp need data or"),
+        ({"shard": 2, "zero": 0, "fsdp": False}, "shard=2, zero=0, fsdp=False is legal: .* and shard the replicas"),
+        ({"shard": 0}, "fixed shard is 0; legal is a whole number of at least 1"),
+        ({"data": "x"}, "fixed data is 'x'; legal is a whole number"),
         ({"schedule": "zb-h1"}, "schedules 'zb-h1' is unknown; legal: 1f1b, interleaved, gpipe"),
     ],
 )

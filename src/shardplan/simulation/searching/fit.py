@@ -163,7 +163,9 @@ def _near(
     """The quickest that are certified to fit, of each number of choices."""
     col = asked.columns
     kept: dict[str, Any] = {
-        name: CODES[name][int(col[name][0])] if name in CODES else int(col[name][0]) for name in ALIKE
+        name: CODES[name][int(col[name][0])] if name in CODES else int(col[name][0])
+        for name in ALIKE
+        if name != "shard" or col[name][0]
     }
     space = StrategySpace.of(
         model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, kept["precision"], fixed=kept

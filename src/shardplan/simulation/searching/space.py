@@ -117,18 +117,20 @@ class StrategySpace:
                 inner &= _INSIDE[:, INNER.index(name)] == value
         if said.get("shard"):
             table = table[_may_share(table, said["shard"])]
-        if not len(table) or not inner.any():
-            why = "".join(f", {name}={value}" for name, value in (fixed or {}).items())
-            raise ShardplanError(
-                f"search: no strategy of {devices} devices, {global_batch} sequences{why} is legal: degrees multiply "
-                f"to the devices, tensor up to {limits.heads} heads, pipeline up to {limits.layers} layers; context "
-                f"divides {limits.sequence}, replicas and microbatches the sequences, and shard the replicas"
-            )
         kinds = np.zeros(len(table), dtype=np.int64)
         for k, block in enumerate(BLOCKS):
             kinds += (table[:, FRAME.index(block)] > 1) * (1 << k) * placements
         starts = np.concatenate([[0], np.cumsum(np.array([len(one) for one in KINDS])[kinds])])
-        return StrategySpace(table, global_batch, kinds, starts, limits, inner, said)
+        space = StrategySpace(table, global_batch, kinds, starts, limits, inner, said)
+        if not space.live(np.arange(len(table))).any():
+            why = "".join(f", {name}={value}" for name, value in (fixed or {}).items())
+            raise ShardplanError(
+                f"search: no strategy of {devices} devices, {global_batch} sequences{why} is legal: degrees multiply "
+                f"to the devices, tensor up to {limits.heads} heads, pipeline up to {limits.layers} layers; context "
+                f"divides {limits.sequence}, replicas and microbatches the sequences, and shard the replicas; zero and "
+                "fsdp need data or context of 2 and more, shard one of them"
+            )
+        return space
 
     def live(self, frames: Ints) -> np.ndarray:
         """Return which of the strategies inside some frames have no option that does nothing: bool [n, inside]."""
@@ -193,6 +195,12 @@ class StrategySpace:
         return self.columns(np.array([frame]), int(order), inside)
 
 
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool):
+        return int(value)
+    return border.whole_number(f"search: fixed {name}", value, int(name == "shard"), kind=ShardplanError)
+
+
 def _may_share(table: Ints, shard: int) -> np.ndarray:
     """Which frames have replicas that rows of `shard` deal out, and experts in such a row: bool [frames]."""
     data, expert, context, tensor = (table[:, FRAME.index(name)] for name in ("data", "expert", "context", "tensor"))
@@ -208,7 +216,7 @@ def _fixed_columns(fields: Mapping[str, Any]) -> tuple[dict[str, int], dict[str,
             raise ShardplanError(f"search: fixed {name}={value}; legal are {', '.join((*varied, *ALIKE))}")
         if name in CODES and value not in CODES[name]:
             raise ShardplanError(f"search: fixed {name}={value}; legal are {', '.join(map(str, CODES[name]))}")
-        code = CODES[name].index(value) if name in CODES else int(value)
+        code = CODES[name].index(value) if name in CODES else _whole(name, value)
         (found if name in varied else alike)[name] = code
     return found, alike
 
