@@ -9,6 +9,8 @@ from tests.simulation.drawn_strategies import drawn_memory
 
 import shardplan as sp
 from shardplan.errors import Infeasible, ScheduleError, ShardplanError
+from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.searching.certifier import Certifier, certified_first
 from shardplan.simulation.searching.fit import fit
@@ -29,6 +31,16 @@ def test_the_closed_form_holds_what_the_job_does() -> None:
     found = list(drawn_memory(0, 20))
     off = [(one.ratio, one.strategy) for one in found if abs(one.ratio - 1) > 0.05]
     assert len(off) <= 1 and all(0.9 <= ratio <= 1.15 for ratio, _ in off), off
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_the_closed_form_holds_what_an_optimizer_keeps(optimizer: str) -> None:
+    model = sp.Model.load("llama", layers=4, hidden=1024, heads=8, kv_heads=8, ffn=4096, seq=512, vocab=8192,
+                          precision="bf16", optimizer=optimizer)  # fmt: skip
+    strategy = sp.Strategy(data=2, zero=1, recompute="full", global_batch=2, precision="bf16")
+    form = ClosedForm(model, sp.Topology.load("dgx-h100", node=1, gpu=2), Parameters(fragmentation=1.0, context=0.0))
+    held = float(max(holdings(sp.partition(model, strategy), runtime_of(strategy)).peak_bytes))
+    assert float(form(Configurations.of([strategy])).peak_bytes[0]) == pytest.approx(held, rel=0.01)
 
 
 def test_state_is_dealt_out_over_data_and_context() -> None:

@@ -1,13 +1,18 @@
-"""What layers keep between steps beside parameters: caches of keys and values, as a strategy's tables store them."""
+"""What is kept between steps beside parameters: caches of keys and values, as tables store them, and moments."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shardplan.core.nested import as_nested
 from shardplan.simulation.closed.work import Extent, HeldParameter, LocalValue
 from shardplan.strategy.model import Model
+from shardplan.strategy.model_state import is_state_of
 from shardplan.strategy.partition.tables import LAYER, Layouts
+from shardplan.strategy.training import MASTER
+
+ADAM = 2  # numbers that it keeps of each of a parameter
 
 
 def kept_values(model: Model, layouts: Layouts, axes: Sequence[str]) -> tuple[HeldParameter, ...]:
@@ -25,3 +30,12 @@ def kept_values(model: Model, layouts: Layouts, axes: Sequence[str]) -> tuple[He
         extents = tuple(Extent(n, cut.get(d, ()), d == "batch") for d, n in zip(dims[1:], t.shape[1:], strict=True))
         found.append(HeldParameter(name, run, LocalValue(t.itemsize, extents), ()))
     return tuple(found)
+
+
+def moments_of(model: Model) -> float:
+    """Return how much a model's optimizer keeps beside copies in f32, over what Adam does; 1 where there is none."""
+    if not model.fields.get("optimizer"):
+        return 1.0
+    state = [n for n in model.dims if is_state_of(model, n) and not n.endswith(f".{MASTER}")]
+    kept = sum(math.prod(model.program.types[n].shape) for n in state)
+    return kept / (ADAM * sum(p.size for name, p in model.parameters.items() if name in model.gradients))

@@ -16,7 +16,7 @@ from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.numbers import LayerCost
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import element_bytes
+from shardplan.simulation.closed.stages import copies, element_bytes
 from shardplan.strategy.runtimes import MEGATRON, MEGATRON_2021, TORCHTITAN
 from shardplan.strategy.strategy import NARROW
 
@@ -110,9 +110,8 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     """Return bytes, [n], that none is below, however it recomputes and deals out state."""
     col, rows, counts = c.columns, cost.rows, kinds.counts
     zero: Floats = np.zeros((len(counts), len(c)))
-    size = element_bytes(c)
-    replicas = (col["data"] * col["context"]).astype(float)
-    few = replicas / cost.degrees.get("expert", 1.0) / cost.degrees.get("expert_context", 1.0)
+    size = element_bytes(c, cost.moments)
+    replicas, few = copies(c, cost)
     shared = [rows[kind] / shares for kind, shares in (("parameters", replicas), ("experts", few)) if kind in rows]
     fixed = kinds.on_ranks(kinds.sums(sum(shared, zero) * (size.parameter + size.gradient + size.state)))
     inputs = np.minimum(rows.get("saved", zero)[:-2], cost.carried)
@@ -174,9 +173,8 @@ def static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> Floats:
 def _static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[tuple[str, str], Floats]:
     """They by what they are and of what: bytes of a chunk, [kinds, n]."""
     col = c.columns
-    weights, gradients, _, state = element_bytes(c)
-    replicas = (c.sharing * col["context"]).astype(float)
-    few = replicas / cost.degrees.get("expert", 1.0) / cost.degrees.get("expert_context", 1.0)
+    weights, gradients, _, state = element_bytes(c, cost.moments)
+    replicas, few = copies(c, cost)
     zero = np.where(col["fsdp"], 3, col["zero"])
     # Gradients of a microbatch have a place of their own where they are not added up in the product.
     apart = (col["attention"] == UNFUSED) & (gradients != weights) & (col["zero"] > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -196,11 +196,12 @@ class LayerCost:
     rows: Mapping[str, Floats]
     carried: Floats  # bytes that go from layer to layer, [n]
     degrees: Mapping[str, Floats]
+    moments: float = 1.0  # as in `Reading`
 
     def split(self) -> LayerCost:
         """Return it with two rows a run: of layers that are computed again, and of those behind them."""
         twice = {name: np.concatenate([np.repeat(x[:-2], 2, axis=0), x[-2:]]) for name, x in self.rows.items()}
-        return LayerCost(twice, self.carried, self.degrees)
+        return replace(self, rows=twice)
 
     def at(self, back: np.ndarray) -> LayerCost:
         """Return it for configurations of which `back` says whose cost each has."""
@@ -208,6 +209,7 @@ class LayerCost:
             {name: x[:, back] for name, x in self.rows.items()},
             self.carried[back],
             {axis: d[back] for axis, d in self.degrees.items()},
+            self.moments,
         )
 
 
@@ -395,4 +397,4 @@ def layer_costs(
     if "saved" not in rows:
         add("saved", -2, 0.0)
     carried = sizes.bytes(reading.carried) + np.zeros(n)
-    return LayerCost(rows, carried, dict(sizes.degrees))
+    return LayerCost(rows, carried, dict(sizes.degrees), reading.moments)

@@ -19,7 +19,7 @@ from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.addends import addends, no_larger
-from shardplan.simulation.closed.caches import kept_values
+from shardplan.simulation.closed.caches import kept_values, moments_of
 from shardplan.simulation.closed.kernel_classes import cast_operands
 from shardplan.simulation.closed.lifetimes import layer_life
 from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
@@ -52,7 +52,7 @@ def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | 
     `names` are those of the model's dims, where they are known already.
     """
     found = _Reader(model, layouts, tuple(axes), names).read()
-    return replace(found, kept=kept_values(model, layouts, axes))
+    return replace(found, kept=kept_values(model, layouts, axes), moments=moments_of(model))
 
 
 class _Reader:

@@ -32,6 +32,7 @@ _RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
     "fp8": (2.0, 4.0, 12.0, "f8"),
     "nvfp4": (2.0, 4.0, 12.0, "f4"),
 }
+_MOMENTS = 8.0  # of the state: two numbers in f32, as Adam has them
 _SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}  # None: not said
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
 _PASSES = 2.0
@@ -53,15 +54,16 @@ class ElementBytes(NamedTuple):
     state: Floats
 
 
-def element_bytes(c: Configurations) -> ElementBytes:
-    """Return the bytes of an element, [n] each."""
+def element_bytes(c: Configurations, moments: float = 1.0) -> ElementBytes:
+    """Return the bytes of an element, [n] each, under an optimizer that keeps so much of what Adam does."""
     table = np.array([_RECIPES[name][:3] for name in CODES["precision"]])[c.columns["precision"]]
     gradient, summed = (
         np.array([_SIZES[name] for name in CODES[field]])[c.columns[field]]
         for field in ("gradient_dtype", "reduce_dtype")
     )
     gradient = np.where(gradient > 0, gradient, table[:, 1])
-    return ElementBytes(table[:, 0], gradient, np.where(summed > 0, summed, gradient), table[:, 2])
+    return ElementBytes(table[:, 0], gradient, np.where(summed > 0, summed, gradient),
+                        table[:, 2] - _MOMENTS * (1 - moments))  # fmt: skip
 
 
 def cast_bytes(c: Configurations) -> Floats:
@@ -207,7 +209,7 @@ class Dealt:
     few: Floats  # of experts' parameters
     alike: Group
     apart: Group  # the same, of experts' parameters
-    rows: Group  # of such groups, over which what each has summed is summed once a step (HSDP)
+    across: Group  # such groups, over which what each has summed is summed once a step (HSDP)
 
     @staticmethod
     def of(c: Configurations, cost: LayerCost, collectives: CollectivePrices, p: Parameters) -> Dealt:
@@ -221,8 +223,8 @@ class Dealt:
             alike.append((size, strides[axis]))
             apart.append((size / experts, strides[axis] * experts))
         replicas, few = copies(c, cost)
-        rows = [((col["data"] // c.sharing).astype(float), strides["data"] * c.sharing)]
-        return Dealt(c, cost, collectives, p, replicas, few, alike, apart, rows)
+        across = [((col["data"] // c.sharing).astype(float), strides["data"] * c.sharing)]
+        return Dealt(c, cost, collectives, p, replicas, few, alike, apart, across)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
         """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have.
@@ -285,7 +287,7 @@ class Dealt:
         if (self.c.columns["shard"] == 0).all():
             return found
         size, layered = element_bytes(self.c), self.c.columns["fsdp"] | (self.c.columns["zero"] >= 2)
-        width, lines = np.where(layered, size.gradient, size.summed), self.collectives.lines(True, True, self.rows)
+        width, lines = np.where(layered, size.gradient, size.summed), self.collectives.lines(True, True, self.across)
         for kind, count in (("parameters", self.replicas), ("experts", self.few)):
             if kind in self.cost.rows:
                 found = found + lines.seconds(self.cost.rows[kind] / np.where(apart, count, 1.0) * width)
@@ -324,7 +326,7 @@ class Dealt:
         `forward` is of the kernels of each part in a microbatch, [runs + 2, n], `backward` of those beside which
         gradients are made: they may hide what moves once.
         """
-        col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c)
+        col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c, self.cost.moments)
         # Software that has fused attention reduces gradients while the last backward pass goes on, and gathers what it
         # has dealt out the update of in the first forward pass; before, both came behind, and gradients whole.
         early = runs_beside(self.c)

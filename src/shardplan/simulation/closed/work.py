@@ -136,3 +136,4 @@ class Reading:
     copies: tuple[HeldParameter, ...] = ()  # parameters that are before the layers, and are read behind them, too
     tables: tuple[HeldParameter, ...] = ()  # parameters of which rows are read: their gradients are made whole
     kept: tuple[HeldParameter, ...] = ()  # what layers keep between steps beside parameters: caches
+    moments: float = 1.0  # what an optimizer keeps of parameters, over what Adam does: two numbers of each
