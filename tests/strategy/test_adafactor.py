@@ -92,6 +92,16 @@ def test_what_is_kept_lies_as_the_update_does(strategy: str) -> None:
         assert [tuple(m) for m in moments(job, rank)] == list(moments_by_dictionaries(job, rank))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [("beta2_decay", 0.1, "0 or less"), ("clip_threshold", 0.5, "1 or more"), ("eps1", -1, "0 or more")],
+)
+def test_settings_are_those_that_torch_takes(name: str, value: float, legal: str) -> None:
+    assert model("llama", optimizer="adafactor", beta2_decay=-0.7).fields["beta2_decay"] == -0.7
+    with pytest.raises(ShardplanError, match=f"{name} is {value}; legal is a finite number of {legal}"):
+        model("llama", optimizer="adafactor", **{name: value})
+
+
 def test_norms_of_what_is_cut_are_reduced_in_the_account() -> None:
     """Of one tensor cut over an axis: one number for the parameter and for its update, and means of its squares."""
     sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "dtype": "f32"}

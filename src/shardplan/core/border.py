@@ -43,15 +43,16 @@ def integer(what: str, value: object, kind: Kind = LayoutError) -> int:
     raise kind(f"{what} is {excerpt(value)}; legal is a whole number below 10**18")
 
 
-def number(what: str, value: object, kind: Kind = LayoutError) -> float:
-    """Return a finite number of 0 or more; raises `kind` for any other value."""
+def number(what: str, value: object, kind: Kind = LayoutError, least: float = 0.0, most: float = math.inf) -> float:
+    """Return a finite number from `least`, or of `most` and less; raises `kind` for any other value."""
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
         try:
-            if 0 <= value < math.inf:
+            if least <= value <= most and math.isfinite(value):
                 return float(value)
         except OverflowError:  # an integer beyond any float
             pass
-    raise kind(f"{what} is {excerpt(value)}; legal is a finite number of 0 or more")
+    legal = f"{least:g} or more" if most == math.inf else f"{most:g} or less"
+    raise kind(f"{what} is {excerpt(value)}; legal is a finite number of {legal}")
 
 
 def flag(what: str, value: object, kind: Kind = LayoutError) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ class Optimizer:
     counts: bool = False
     inputs: tuple[str, ...] = ()  # settings that may be inputs of a step, as schedules want them
     factored: bool = False
+    # Of settings the least and the most; of others 0 is the least.
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     @property
     def fields(self) -> Mapping[str, float]:
@@ -68,7 +71,7 @@ class Optimizer:
         return {
             k: fields[k]
             if k in (*self.inputs, SCALE) and fields[k] == INPUT
-            else border.number(f"{what}: {k}", fields[k], ShardplanError)
+            else border.number(f"{what}: {k}", fields[k], ShardplanError, *self.bounds.get(k, ()))
             for k in self.fields
             if k in fields
         }
@@ -98,7 +101,15 @@ _FACTORED = {"lr": 1e-2, "beta2_decay": -0.8, "eps1": 0.0, "eps2": 1e-3, "clip_t
 _UPDATES = (
     Optimizer(Sgd, {"lr": 1e-2}, inputs=("lr",)),
     Optimizer(AdamW, _MOMENTS, ("m", "v"), counts=True, inputs=("lr", "decay")),
-    Optimizer(Adafactor, _FACTORED, ("v",), counts=True, inputs=("lr", "decay"), factored=True),
+    Optimizer(
+        Adafactor,
+        _FACTORED,
+        ("v",),
+        counts=True,
+        inputs=("lr", "decay"),
+        factored=True,
+        bounds={"beta2_decay": (-math.inf, 0.0), "clip_threshold": (1.0, math.inf)},
+    ),
 )
 OPTIMIZERS = {update.op.name: update for update in _UPDATES}
 
