@@ -198,11 +198,12 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b,layers=4", "qwen3-8b,layers=4", "mixtral-8x7b,layers=2"])
-def test_a_row_of_a_plan_is_predicted_as_the_plan_is(name: str) -> None:
+@pytest.mark.parametrize("degrees", [{"data": 4, "tensor": 2}, {"data": 8, "shard": 2, "fsdp": True}], ids=str)
+def test_a_row_of_a_plan_is_predicted_as_the_plan_is(name: str, degrees: dict[str, Any]) -> None:
     """The model that a row says by its sizes, on the row's cluster, takes what the plan was said to take."""
     where = Topology.load("dgx-h100", nodes=1)
     asked = parse_model(name, 1024)
-    strategy = Strategy(data=4, tensor=2, global_batch=16, precision="bf16")
+    strategy = Strategy(**degrees, global_batch=16, precision="bf16")
     plan = HandedPlan(asked.title, asked.name, {**asked.fields, "precision": "bf16"}, where, strategy)
     row = row_of_plan(plan, 1.0, "measured/1")
     (one,), skipped = forecast([row])
@@ -216,6 +217,11 @@ def test_what_no_row_can_say_is_refused() -> None:
         ("mlp-xs", {}, "legal are decoders by their sizes"),
         ("qwen3-0.6b", {}, "would be a llama of [0-9,]+ parameters, and it has"),  # tied, which no row says
         ("gpt2-xs", {"recompute": ("einsum",)}, "a row has no recompute by names of ops"),
+        (
+            "gpt2-xs",
+            {"recompute": "full", "recompute_layers": 2},
+            "names of ops or layers",
+        ),
     ):
         plan = HandedPlan("mine", model, {}, where, Strategy(data=8, **said))
         with pytest.raises(ShardplanError, match=text):
