@@ -27,6 +27,7 @@ GONE = {
     "simulation.sweep.graph": ("ActionGraph", "levelled"),
     "simulation.sweep.pass_lists": ("PassLists",),
     "simulation.sweep.message_graph": ("graph_of_placed",),
+    "simulation.closed.serving": ("serving", "_passes"),
     "simulation.closed.memory": ("in_flight", "buffers", "LOGIT", "SCORE", "MASKS", "_staying"),
 }
 # Who reads the rate or the latency of a link, outside `hardware`, and for what: nobody makes a price of them.

@@ -15,7 +15,8 @@ from shardplan.core.accounting import storages
 from shardplan.core.nested import Nested
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.read_block import ReadBlock
-from shardplan.simulation.closed.work import LayerLife, LocalValue, State
+from shardplan.simulation.closed.work import LayerLife, LocalValue
+from shardplan.strategy.partition.serving import State
 
 Floats = np.ndarray
 Local = Callable[[str, TensorType, State], LocalValue]

@@ -11,7 +11,8 @@ from shardplan.core.ops.compute import Compute
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.simulation.closed.work import Saved, State
+from shardplan.simulation.closed.work import Saved
+from shardplan.strategy.partition.serving import State
 from shardplan.strategy.partition.tables import TableLine
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from shardplan.core.dim_names import DimNames, Links, dim_names, links
+from shardplan.core.dim_names import DimNames, Links, dim_names
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import Nested, as_nested
 from shardplan.core.ops.compute import Compute, computing
@@ -24,11 +24,9 @@ from shardplan.simulation.closed.kernel_classes import cast_operands
 from shardplan.simulation.closed.lifetimes import layer_life
 from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
 from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values, table_state
-from shardplan.simulation.closed.serving import OperandState, serving
 from shardplan.simulation.closed.work import (
     BACKWARD,
     FORWARD,
-    PARTIAL,
     Extent,
     HeldParameter,
     LayerLife,
@@ -37,11 +35,12 @@ from shardplan.simulation.closed.work import (
     LocalValue,
     Reading,
     Saved,
-    State,
     work_of,
 )
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.flow import line_of
 from shardplan.strategy.partition.opening import refuses
+from shardplan.strategy.partition.serving import PARTIAL, OperandState, State, serving
 from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
 from shardplan.strategy.strategy import expert_dim
 
@@ -157,7 +156,8 @@ class _Reader:
             return
         types = tuple(block.program.types[o] for o in step.operands)
         results = tuple(block.program.types[r] for r in step.results)
-        link, names = links(op, types), block.names.factors[number]
+        line = line_of(number, step, types, block.names.factors[number])
+        link, names = line.links, line.names
         operands = [
             OperandState(
                 block.state.get(o, {}),
@@ -168,7 +168,7 @@ class _Reader:
             for o in step.operands
         ]
         made = [block.held[r][1] if r in block.held else block.parts.get(r) for r in step.results]
-        chosen, passed = serving(self.serve, op, types, link, names, operands, made)
+        chosen, passed = serving(self.serve, line, operands, made)
         written = self.phase == FORWARD and block.run >= 0 and op.decomposition(*types) is not None
         if written and refuses(self.mesh, self.layouts, step, block.program, names):
             most = max((t.local_bytes() for t in types), default=0)

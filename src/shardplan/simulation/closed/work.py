@@ -12,8 +12,6 @@ import numpy as np
 from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 
-PARTIAL = -1  # in place of a dim: an axis over which a value is a sum
-State = Mapping[str, int]  # by axis the dim that it cuts, or PARTIAL; whole over all others
 FORWARD, BACKWARD, UPDATE = range(3)  # phases
 
 

@@ -1,30 +1,30 @@
-"""Which factor of a step every axis carries, and which axes' sums it passes: what a strategy's tables ask, and no more.
+"""Which factor of a line every axis carries, and which axes' sums it passes, where nothing has a price.
 
-A held parameter says which factor its axis carries, and so does one whose gradient is made. Else an axis stays where
-operands have it, in the order of what it serves; where they have it on factors that are alike and not one, as queries
-and keys, or on one that a parameter holds whole, it goes to the first that it serves there. Axes that cut one dim leave
-it together. Sums pass where the op types so: not into a product that the axis could cut, which every device would do
-whole, and none of what the backward pass has too, which is kept as no sum. None is made that is larger than what it is
-made of, as tokens are that are dealt out to slots: then what it is made of is gathered.
+What an axis serves and how an op is typed are asked of `choices`, as `settle` does; where that takes what costs least,
+this takes what comes first. A held parameter says which factor its axis carries, and so does one whose gradient is
+made. Else an axis stays where operands have it, in the order of what it serves; where they have it on factors that are
+alike and not one, as queries and keys, or on one that a parameter holds whole, it goes to the first that it serves
+there. Axes that cut one dim leave it together. Sums pass where the op types so: not into a product that the axis could
+cut, which every device would do whole, and none of what the backward pass has too, which is kept as no sum. None is
+made that is larger than what it is made of, as tokens are that are dealt out to slots: then what it is made of is
+gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from shardplan.core.dim_names import Links
-from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import results_of
-from shardplan.core.ops.compute import Compute
-from shardplan.core.tensor import TensorType
-from shardplan.errors import ShardplanError
-from shardplan.simulation.closed.work import PARTIAL, State
+from shardplan.strategy.partition.choices import Choice, Layer, served
+from shardplan.strategy.partition.flow import Line
 
+PARTIAL = -1  # in place of a dim: an axis over which a value is a sum
+State = Mapping[str, int]  # by axis the dim that it cuts, or PARTIAL; whole over all others
 Groups = Sequence[Sequence[str]]  # of dims, in order of preference
-_TWO = Mesh(sum=2)  # on which it is asked whether a sum passes
+_TWO = Layer(Mesh(sum=2))  # on which it is asked whether a sum passes
 
 
 class OperandState(NamedTuple):
@@ -40,29 +40,21 @@ class OperandState(NamedTuple):
 
 
 def serving(
-    serve: Mapping[str, Groups],
-    op: Compute,
-    types: Sequence[TensorType],
-    link: Links,
-    names: Mapping[str, tuple[str, ...]],
-    operands: Sequence[OperandState],
-    gradients: Sequence[State | None],
+    serve: Mapping[str, Groups], line: Line, operands: Sequence[OperandState], gradients: Sequence[State | None]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return by axis the factor that it carries, and the axes whose sums pass.
 
     Args:
         serve: By axis what it serves.
-        op: The op of the step.
-        types: Of its operands on one device.
-        link: Its factors.
-        names: What they are called.
+        line: The line, its types those of one device.
         operands: Where its operands are.
         gradients: Of every result that is the gradient of a parameter how that is held, else None.
     """
+    link, op = line.links, line.op
     chosen: dict[str, str] = {}
     passed: list[str] = []
     left: set[str] = set()  # factors that an axis was on, and is taken from
-    swelling = _swelling(op, types, link, gradients)
+    swelling = _swelling(line, gradients)
     for axis, groups in serve.items():
         forced, barred = _asked(axis, link, operands, gradients)
         barred |= link.fixed | swelling
@@ -80,59 +72,45 @@ def serving(
             chosen[axis] = forced
             left |= {f for f in there if f != forced}
             continue
-        served = [
-            f
-            for group in groups
-            for f, called in names.items()
-            if any(n in group for n in called) and (link.sizes[f] > 1 or "batch" in called)
-        ]
+        may = [f for factors in served(line, groups) for f in factors]
         stay = [f for f in dict.fromkeys(there) if f not in barred and f not in left]
-        if len({names.get(f, ()) for f in stay}) < len(stay):
+        if len({line.names.get(f, ()) for f in stay}) < len(stay):
             stay = []
         stay = [f for f in stay if (f, True) in at] or stay
-        legal = [f for f in served if f not in barred and f not in left]
+        legal = [f for f in may if f not in barred and f not in left]
         reduced = any(operands[k].kept for k in summed) or (op.kernel_class == "product" and legal)
-        if summed and not there and not reduced and _passes(op, summed, tuple(types)):
+        if summed and not there and not reduced and _passes(line, summed):
             passed.append(axis)
         elif stay:
-            chosen[axis] = min(stay, key=lambda f: served.index(f) if f in served else len(served))
+            chosen[axis] = min(stay, key=lambda f: may.index(f) if f in may else len(may))
         elif (there or summed) and legal:
             chosen[axis] = legal[0]
     return chosen, tuple(passed)
 
 
-def _swelling(
-    op: Compute, types: Sequence[TensorType], link: Links, gradients: Sequence[State | None]
-) -> frozenset[str]:
-    """Factors over which an op would make sums larger than what it reads: it is cheaper to have that whole."""
-    if op.kernel_class != "streamed" or any(one is not None for one in gradients):
+def _swelling(line: Line, gradients: Sequence[State | None]) -> frozenset[str]:
+    """Factors over which a line would make sums larger than what it reads: it is cheaper to have that whole."""
+    if line.op.kernel_class != "streamed" or any(one is not None for one in gradients):
         return frozenset()
+    link = line.links
     made = {f for dims in link.results for fs in dims for f in fs}
     read: dict[str, int] = {}
-    for t, dims in zip(types, link.operands, strict=True):
+    for t, dims in zip(line.types, link.operands, strict=True):
         for f in (f for fs in dims for f in fs):
             read[f] = max(read.get(f, 0), t.local_bytes())
     gone = {f: n for f, n in read.items() if f not in made and link.sizes[f] > 1}
     if not gone:
         return frozenset()
-    results = sum(t.local_bytes() for t in results_of(op, tuple(types)))
+    results = sum(t.local_bytes() for t in results_of(line.op, line.types))
     return frozenset(f for f, n in gone.items() if results > n)
 
 
-@lru_cache(maxsize=1 << 12)
-def _passes(op: Compute, summed: frozenset[int], types: tuple[TensorType, ...]) -> bool:
+def _passes(line: Line, summed: frozenset[int]) -> bool:
     """Whether sums pass, as the op is typed, into nothing larger: later there would be more to reduce."""
-    sharded = [
-        t.with_layout(Layout(((),) * t.ndim, ("sum",), "sum") if k in summed else Layout(((),) * t.ndim), _TWO)
-        for k, t in enumerate(types)
-    ]
-    try:
-        results = results_of(op.on_mesh(_TWO), tuple(sharded))
-    except ShardplanError:
+    laid = _TWO.laid(line, Choice().passing("sum", summed))
+    if laid is None or not all(t.layout.partial for t in laid.results):
         return False
-    if not all(t.layout.partial for t in results):
-        return False
-    return sum(t.local_bytes() for t in results) <= sum(types[k].local_bytes() for k in summed)
+    return sum(t.local_bytes() for t in laid.results) <= sum(line.types[k].local_bytes() for k in summed)
 
 
 def _asked(
