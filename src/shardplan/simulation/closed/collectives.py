@@ -76,7 +76,7 @@ class CollectivePrices:
 
         The same are returned for the same arguments, with what they know: a fit asks for one machine again and again.
         """
-        return _collective_prices(with_network(topology, p), captured)
+        return _collective_prices(topology, p.network, captured)
 
     def lines(self, summed: bool, whole: bool, axes: Group) -> AffineCosts:
         """Return the cost of a collective of groups (see `LocalMove`), of bytes of a group's whole value."""
@@ -141,8 +141,9 @@ class CollectivePrices:
 
 
 @lru_cache(maxsize=64)
-def _collective_prices(topology: Topology, captured: bool) -> CollectivePrices:
-    return CollectivePrices(Fabric(topology, launch=0.0 if captured else None))
+def _collective_prices(topology: Topology, network: float, captured: bool) -> CollectivePrices:
+    delivered = with_network(topology, Parameters(network=network))
+    return CollectivePrices(Fabric(delivered, launch=0.0 if captured else None))
 
 
 def normal_axes(axes: Axes) -> Axes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.dtypes import short_name
 from shardplan.errors import LayoutError, excerpt
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import LOSS, RECOMPUTE, Strategy
@@ -109,6 +110,17 @@ class Configurations:
         """Return them with nothing that is computed again."""
         plain = {name: np.full(len(self), DEFAULTS[name]) for name in ("recompute", "recompute_layers")}
         return Configurations({**self.columns, **plain})
+
+    def with_precision_of(self, fields: Mapping[str, object]) -> Configurations:
+        """Return them with what a model's fields say of precision where they say nothing; gradients as parameters."""
+        own, dtype = fields.get("precision"), short_name(str(fields["dtype"]))
+        if own is None or own not in CODES["precision"] or dtype not in CODES["gradient_dtype"]:
+            return self
+        silent = self.columns["precision"] == 0
+        codes = {"precision": own, "gradient_dtype": dtype}
+        said = {name: np.where(silent & (self.columns[name] == 0), CODES[name].index(value), self.columns[name])
+                for name, value in codes.items()}  # fmt: skip
+        return Configurations({**self.columns, **said})
 
     @property
     def splits(self) -> bool:

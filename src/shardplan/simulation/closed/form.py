@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.dim_names import DimNames, dim_names
-from shardplan.core.dtypes import short_name
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.chunk_kinds import ChunkKinds
@@ -38,6 +37,7 @@ Ints = np.ndarray
 FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
 # Axes of each block, innermost first; experts have the inner part of each.
 INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
+MOST_COSTS = 1024  # of single strategies: what their layers cost is remembered, for others that differ elsewhere
 SPREAD = ("data", "expert")  # axes over which sequences are dealt out
 
 
@@ -85,6 +85,7 @@ class ClosedForm:
     _bases: dict[str | None, Model] = field(default_factory=dict["str | None", Model])
     _names: dict[str | None, DimNames] = field(default_factory=dict["str | None", DimNames])
     captured: bool = False
+    _costs: dict[tuple[object, ...], LayerCost] = field(default_factory=dict["tuple[object, ...]", LayerCost])
 
     def on(self, topology: Topology, parameters: Parameters) -> ClosedForm:
         """Return the closed form of the model on another topology, or with other parameters; what was read stays."""
@@ -234,7 +235,7 @@ class ClosedForm:
 
         A precision that is not said is the model's own, with gradients as parameters are.
         """
-        c = self._with_own_precision(c)
+        c = c.with_precision_of(self.model.fields)
         col = c.columns
         code = np.zeros(len(c), dtype=np.int64)
         degrees = self.degrees(c)
@@ -254,18 +255,6 @@ class ClosedForm:
             mine = {a: d[where] for a, d in degrees.items() if d[where[0]] > 1}
             reading = self._reading(one.strategy(0), tuple(mine))
             yield reading, where, one, self._cost(reading, one, mine)
-
-    def _with_own_precision(self, c: Configurations) -> Configurations:
-        """The configurations with what the model says of precision where they say nothing."""
-        fields = self.model.fields
-        own, dtype = fields.get("precision"), short_name(str(fields["dtype"]))
-        if own is None or own not in CODES["precision"] or dtype not in CODES["gradient_dtype"]:
-            return c
-        silent = c.columns["precision"] == 0
-        codes = {"precision": own, "gradient_dtype": dtype}
-        said = {name: np.where(silent & (c.columns[name] == 0), CODES[name].index(value), c.columns[name])
-                for name, value in codes.items()}  # fmt: skip
-        return Configurations({**c.columns, **said})
 
     def degrees(self, c: Configurations) -> dict[str, Ints]:
         """Return the sizes of a stage's axes, as `Strategy.axes` has them, but for `replica`: arrays [n] by axis."""
@@ -334,18 +323,28 @@ class ClosedForm:
             for a in (part for axis in axes for part in (SHARING[axis], axis)):
                 strides[a] = inside
                 inside = inside * few.get(a, 1.0)
-        sizes = LocalSizes(few, c.columns["microbatch"][places].astype(float), reading.batch, SPREAD)
-        attention = CODES["attention"][int(c.columns["attention"][0])] or "flash2"
-        precision = CODES["precision"][int(c.columns["precision"][0])]
-        dtype = recipe(precision)[3] or str(self._base(precision).fields["dtype"])
-        device = with_kernels(self.topology.device, self.parameters, attention)
-        context = CODES["context_kind"][int(c.columns["context_kind"][0])]
-        copies = int(self.model.fields.get("experts_per_token") or 0)
-        whole = CODES["loss"][int(c.columns["loss"][0])] == "whole"
-        rotates = context in ("ring", "zigzag")
-        asked = KernelsAsked(device, dtype, attention, whole, context == "ring", copies, rotates)
-        found = layer_costs(reading, asked, self.collectives(), sizes, strides).at(back)
+        micro = c.columns["microbatch"][places].astype(float)
+        kernels = tuple(int(c.columns[name][0]) for name in ("attention", "precision", "context_kind", "loss"))
+        key = reading, kernels, *few, *(x.tobytes() for x in (micro, *few.values(), *strides.values()))
+        found = self._costs.get(key) if len(places) == 1 else None
+        if found is None:
+            sizes = LocalSizes(few, micro, reading.batch, SPREAD)
+            found = layer_costs(reading, self._kernels_asked(*kernels), self.collectives(), sizes, strides)
+            if len(places) == 1:
+                if len(self._costs) >= MOST_COSTS:
+                    self._costs.clear()
+                self._costs[key] = found
+        found = found.at(back)
         return found.split() if c.splits else found
+
+    def _kernels_asked(self, attention: int, precision: int, context: int, loss: int) -> KernelsAsked:
+        """What kernels run at, by the codes of what strategies say of them."""
+        kind, recipe_name = CODES["attention"][attention] or "flash2", CODES["precision"][precision]
+        dtype = recipe(recipe_name)[3] or str(self._base(recipe_name).fields["dtype"])
+        device = with_kernels(self.topology.device, self.parameters, kind)
+        around, copies = CODES["context_kind"][context], int(self.model.fields.get("experts_per_token") or 0)
+        whole, rotates = CODES["loss"][loss] == "whole", around in ("ring", "zigzag")
+        return KernelsAsked(device, dtype, kind, whole, around == "ring", copies, rotates)
 
     def collectives(self) -> CollectivePrices:
         """Return what collectives are priced by."""

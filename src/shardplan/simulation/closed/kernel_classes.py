@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,6 +25,7 @@ QUERIES = {"cudnn": 256.0}
 NARROW_BYTES = {"f8": 1 + 1 / 32, "f4": 0.5 + 1 / 16}
 
 
+@lru_cache(maxsize=64)
 def with_kernels(device: DeviceSpec, p: Parameters, attention: str = "flash2") -> DeviceSpec:
     """Return a device at the shares of its rates that kernels reach by parameters, with this class of attention."""
     fused = p.attention * FASTER.get(attention, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -105,8 +106,7 @@ def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list
 
     Raises `TopologyError` where the device states no operations per second for a product.
     """
-    whole = float(np.prod([float(e.size) for e in k.extents]))
-    flops = k.flops * (sizes.volume(k.extents) / whole)
+    flops = k.flops * (sizes.volume(k.extents) / math.prod(e.size for e in k.extents))
     nbytes = sum((sizes.bytes(v) for v in k.values), np.asarray(0.0)) * k.touched
     if k.kind == "product":
         dtype = asked.product_dtype if k.weighs and k.run >= 0 else k.dtype
@@ -366,11 +366,8 @@ def layer_costs(
                 add(f"moves {phase}", run, waited)
                 add("again moves needed", run, waited * (p == FORWARD))
     for h in reading.parameters:
-        kind = (
-            "experts"
-            if h.shared and any(a.startswith("expert") for e in h.value.extents for a in e.axes)
-            else "parameters"
-        )
+        apart = h.shared and any(a.startswith("expert") for e in h.value.extents for a in e.axes)
+        kind = "experts" if apart else "parameters"
         add(kind, h.run, sizes.volume(h.value.extents))
         if not {*h.sums} & {*CONTEXT_AXES}:
             add(whole_over_context(kind), h.run, sizes.volume(h.value.extents))
