@@ -11,16 +11,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError
 from shardplan.simulation.interval import Interval, MemoryCurve
+from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule
 from shardplan.simulation.sweep.sweeping import Swept
 from shardplan.simulation.timeline import Timeline
-from shardplan.strategy.schedules import Action
-from shardplan.strategy.schedules.action_graph import FREE, PASSES, ActionGraph
+from shardplan.strategy.schedules.action_graph import FREE, PASSES
 
 COMM = "comm"
 
@@ -82,57 +84,42 @@ def _counted(what: str, given: Sequence[int] | None, count: int, default: Sequen
     return values
 
 
+class _DrawnLine(NamedTuple):
+    """An interval of every configuration whose messages take time where those of one do; `begin`, `end` are moments."""
+
+    rank: int
+    stream: str
+    begin: int
+    end: int
+    name: str  # empty: what its kind is called
+    kind: str
+    causes: tuple[int, ...]
+
+
 class _Lines:
     """One configuration, swept again whole: the times of all nodes of its graph."""
 
     def __init__(self, swept: Swept, which: int, words: Mapping[str, str], ids: Sequence[int]) -> None:
         one = swept.stages[which : which + 1]
         self.done, self.words, self.ids = swept.compiled, words, ids
-        self.graph: ActionGraph = swept.compiled.graph
-        table = one.table()
-        ends = np.zeros((self.graph.rows, 1))
-        self.graph.run(table, ends)
-        rows = np.arange(self.graph.rows)
+        graph, self.table = swept.compiled.graph, one.table()
+        ends = np.zeros((graph.rows, 1))
+        graph.run(self.table, ends)
         self.before, self.after = float(one.before[0]), float(one.after[0])
-        self.end = (ends[:, 0] + self.before).tolist()
-        self.start = (self.graph.begins(table, ends, rows)[:, 0] + self.before).tolist()
-        self.lag = table[self.graph.lag][:, 0].tolist()
-        self.found: list[Interval] = []
+        self.end = ends[:, 0] + self.before
+        self.start = graph.begins(self.table, ends, np.arange(graph.rows))[:, 0] + self.before
 
     def intervals(self) -> tuple[Interval, ...]:
         """All intervals, causes first."""
-        lists, row_of = self.done.lists, self.graph.row
-        passes = {row: (rank, action) for rank, action, row in self.done.actions}
-        other = dict(zip(row_of.tolist(), row_of[lists.sources()[0]].tolist(), strict=False))  # the end of a message
-        causes: list[tuple[int, ...]] = [()] * self.graph.rows  # of a row: the intervals at whose end it ends
-        owner = dict(zip(row_of.tolist(), lists.rank.tolist(), strict=False))
-        sends = set(row_of[np.flatnonzero(lists.sends)].tolist())
-        first, second, cost = (x.tolist() for x in (self.graph.first, self.graph.second, self.graph.cost))
-        drawn: dict[int, tuple[int, ...]] = {}  # by send
-        begun = [self._once(rank, "before", 0.0, self.before, ()) for rank in range(self.done.ranks)]
-        for row in range(1, self.graph.rows):
-            a, b = first[row], second[row]
-            late = causes[b]
-            if self.lag[row] > 0:
-                late = (self._message(owner[b], self.end[b], self.end[b] + self.lag[row], late, passes.get(b)),)
-            why = (*causes[a], *(c for c in late if c not in causes[a]))
-            if row in passes:
-                rank, action = passes[row]
-                why = why or begun[rank]
-                causes[row] = (
-                    self._add(rank, "compute", self.start[row], self.end[row], str(action), action.kind, why),
-                )
-            elif cost[row] != FREE:  # either end of a placed message, which is drawn once
-                end = row if row in sends else other[row]
-                if end not in drawn:
-                    drawn[end] = (self._message(owner[end], self.start[row], self.end[row], why, None),)
-                causes[row] = drawn[end]
-            else:
-                causes[row] = why
-        for rank, row in enumerate(self.graph.tails.tolist()):
-            if row:
-                self._once(rank, "after", self.end[row], self.end[row] + self.after, causes[row])
-        return _on_lanes(self.found)
+        graph, words, ids = self.done.graph, self.words, self.ids
+        sent = self.end[graph.second] + self.table[graph.lag][:, 0]
+        moments = np.concatenate([[0.0, self.before], self.start, self.end, sent, self.end + self.after]).tolist()
+        drawn = _draw_lines(self.done, (self.table[:, 0] > 0).tobytes(), self.before > 0, self.after > 0)
+        return _on_lanes([
+            Interval(ids[x.rank], x.stream, moments[x.begin], moments[x.end], x.name or words[x.kind], words[x.kind],
+                     causes=x.causes)
+            for x in drawn
+        ])  # fmt: skip
 
     def memory(self, rank: int, kept: Sequence[int], static: int) -> MemoryCurve:
         """What a rank holds."""
@@ -144,28 +131,59 @@ class _Lines:
                 continue
             if action.kind == PASSES[0]:
                 held += nbytes
-                samples.append((self.start[row], held))
+                samples.append((float(self.start[row]), held))
             if alone or action.kind in ("B", "W"):
                 held -= nbytes
-                samples.append((self.end[row], held))
+                samples.append((float(self.end[row]), held))
         return MemoryCurve(self.ids[rank], tuple(samples))
 
-    def _add(self, rank: int, stream: str, start: float, end: float, name: str, kind: str, why: tuple[int, ...]) -> int:
-        self.found.append(
-            Interval(self.ids[rank], stream, start, end, name, self.words[kind], causes=tuple(sorted(why)))
-        )
-        return len(self.found) - 1
 
-    def _once(self, rank: int, kind: str, start: float, end: float, why: tuple[int, ...]) -> tuple[int, ...]:
-        """What comes once a step, if it takes any time."""
-        return (self._add(rank, "compute", start, end, self.words[kind], kind, why),) if end > start else ()
+@lru_cache(maxsize=16)
+def _draw_lines(done: CompiledSchedule, moved: bytes, before: bool, after: bool) -> tuple[_DrawnLine, ...]:
+    """The intervals of a schedule, causes first: `moved` says which codes take time, as bools.
 
-    def _message(
-        self, rank: int, start: float, end: float, why: tuple[int, ...], sent: tuple[int, Action] | None
-    ) -> int:
-        """A message; its lane is found when all are known."""
-        name = self.words["P2P"] if sent is None else f"send({sent[1]})"
-        return self._add(rank, COMM, start, end, name, "P2P", why)
+    Moments are the begin, when what comes first is done, and by row of the graph when it starts, when it ends, when
+    what its second predecessor sends is there, and when what comes last is done behind it.
+    """
+    lists, graph = done.lists, done.graph
+    starts, ends, sent, last = (2 + k * graph.rows for k in range(4))
+    row_of, first, second, cost = (x.tolist() for x in (graph.row, graph.first, graph.second, graph.cost))
+    lags = np.frombuffer(moved, dtype=bool)[graph.lag].tolist()
+    passes = {row: (rank, action) for rank, action, row in done.actions}
+    other = dict(zip(row_of, graph.row[lists.sources()[0]].tolist(), strict=False))  # the end of a message
+    causes: list[tuple[int, ...]] = [()] * graph.rows  # of a row: the intervals at whose end it ends
+    owner = dict(zip(row_of, lists.rank.tolist(), strict=False))
+    sends = set(graph.row[np.flatnonzero(lists.sends)].tolist())
+    drawn: dict[int, tuple[int, ...]] = {}  # by send
+    found: list[_DrawnLine] = []
+
+    def add(rank: int, stream: str, begin: int, end: int, name: str, kind: str, why: tuple[int, ...]) -> tuple[int]:
+        found.append(_DrawnLine(rank, stream, begin, end, name, kind, tuple(sorted(why))))
+        return (len(found) - 1,)
+
+    begun = [add(rank, "compute", 0, 1, "", "before", ()) if before else () for rank in range(done.ranks)]
+    for row in range(1, graph.rows):
+        a, b = first[row], second[row]
+        late = causes[b]
+        if lags[row]:
+            name = f"send({passes[b][1]})" if b in passes else ""
+            late = add(owner[b], COMM, ends + b, sent + row, name, "P2P", late)
+        why = (*causes[a], *(c for c in late if c not in causes[a]))
+        if row in passes:
+            rank, action = passes[row]
+            why = why or begun[rank]
+            causes[row] = add(rank, "compute", starts + row, ends + row, str(action), action.kind, why)
+        elif cost[row] != FREE:  # either end of a placed message, which is drawn once
+            end = row if row in sends else other[row]
+            if end not in drawn:
+                drawn[end] = add(owner[end], COMM, starts + row, ends + row, "", "P2P", why)
+            causes[row] = drawn[end]
+        else:
+            causes[row] = why
+    for rank, row in enumerate(graph.tails.tolist()):
+        if row and after:
+            add(rank, "compute", ends + row, last + row, "", "after", causes[row])
+    return tuple(found)
 
 
 def _on_lanes(found: list[Interval]) -> tuple[Interval, ...]:
