@@ -12,12 +12,12 @@ from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.simulation.closed.collectives import with_network
 from shardplan.simulation.closed.configurations import Configurations
-from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.form import ClosedForm, PricedSteps
 from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.interval import Interval, MemoryCurve
-from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep, timeline_of
+from shardplan.simulation.sweep import StageSeconds, compile_schedule, intervals_of, sweep
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
@@ -73,21 +73,16 @@ def simulate_step(
     plain = "zb-h1" if own is not None and any(a.kind == "W" for row in own.ranks for a in row if a) else "1f1b"
     named = strategy if own is None else replace(strategy, schedule="interleaved" if chunks > 1 else plain)
     columns = Configurations.of([named])
-    out = form(columns)
-    peak = int(out.peak_bytes[0])
     if fidelity == "closed" and own is None:
-        return _closed_form_timeline(
-            float(out.seconds[0]), {k: float(v[0]) for k, v in out.parts.items()}, peak, where.name
-        )
+        return _closed_form_timeline(form(columns), where.name)
     made = form.stages(columns)
     send = np.repeat(made.send[:, None], made.forward.shape[1] - 1, axis=1)
     stages = StageSeconds(made.forward, made.backward - made.weight, made.weight, send, send, np.zeros(1), made.after)
     order = compile_schedule(own) if own else compile_schedule(
         str(strategy.schedule), strategy.pipeline, strategy.microbatches, strategy.interleave
     )  # fmt: skip
-    line = timeline_of(sweep(order, stages))
-    curves = tuple(MemoryCurve(device, ((0.0, peak),)) for device in line.devices[:1])
-    return Timeline(line.intervals, curves, title=f"events, {where.name}")
+    curve = MemoryCurve(0, ((0.0, int(form.peak_bytes(columns)[0])),))
+    return Timeline(intervals_of(sweep(order, stages)), (curve,), title=f"events, {where.name}")
 
 
 def _form_of(model: Model, topology: Topology, params: Parameters) -> ClosedForm:
@@ -105,9 +100,10 @@ def delivered(topology: Topology, params: Parameters | None = None) -> Topology:
     return replace(with_network(topology, p), device=with_kernels(topology.device, p))
 
 
-def _closed_form_timeline(seconds: float, parts: dict[str, float], peak: int, name: str) -> Timeline:
+def _closed_form_timeline(out: PricedSteps, name: str) -> Timeline:
     """One rank: busy, waiting, and what comes once a step."""
-    ends = [("busy", seconds - parts["bubble"] - parts["once"]), ("bubble", parts["bubble"]), ("once", parts["once"])]
+    seconds, bubble, once = (float(x[0]) for x in (out.seconds, out.parts["bubble"], out.parts["once"]))
+    ends = [("busy", seconds - bubble - once), ("bubble", bubble), ("once", once)]
     found: list[Interval] = []
     at = 0.0
     for kind, length in ends:
@@ -115,4 +111,4 @@ def _closed_form_timeline(seconds: float, parts: dict[str, float], peak: int, na
             causes = (len(found) - 1,) if found else ()
             found.append(Interval(0, "compute", at, at + length, kind, kind, len(found), 0, causes))
             at += length
-    return Timeline(tuple(found), (MemoryCurve(0, ((0.0, peak),)),), title=f"closed form, {name}")
+    return Timeline(tuple(found), (MemoryCurve(0, ((0.0, int(out.peak_bytes[0])),)),), title=f"closed form, {name}")

@@ -97,8 +97,8 @@ class ClosedForm:
         n = len(c)
         out = {name: np.zeros(n) for name in ("seconds", "peak", "floor", "least")}
         parts: dict[str, Floats] = {}
-        for reading, where, one, cost in self.classes(c):
-            found = self._steps(reading, one, cost)
+        for where, one, cost, kinds in self._parts(c):
+            found = self._steps(one, cost, kinds)
             for name, values in found.items():
                 (out[name] if name in out else parts.setdefault(name, np.zeros(n)))[where] = values
         return PricedSteps(out["seconds"], out["peak"], out["floor"], out["least"], parts)
@@ -106,8 +106,7 @@ class ClosedForm:
     def seconds(self, c: Configurations) -> Floats:
         """Return the seconds alone, [n]."""
         out = np.zeros(len(c))
-        for reading, where, one, cost in self.classes(c):
-            kinds = ChunkKinds.of(reading.layers, one)
+        for where, one, cost, kinds in self._parts(c):
             stages = self._stages(one, cost, kinds)
             out[where] = _formula(one, kinds, stages)[0] + stages.after
         return out
@@ -117,8 +116,7 @@ class ClosedForm:
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
         made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, column, column)))
-        for reading, where, one, cost in self.classes(c):
-            kinds = ChunkKinds.of(reading.layers, one)
+        for where, one, cost, kinds in self._parts(c):
             found = self._stages(one, cost, kinds, waiting=False)
             of_chunk = kinds.pipelines[0].of_chunk
             for whole, part in zip(made, found, strict=True):
@@ -128,9 +126,16 @@ class ClosedForm:
     def layers(self, c: Configurations) -> tuple[Floats, Floats]:
         """Return the bytes of state, and of what waits for its backward pass, of the layers alone, [n] each."""
         out = np.zeros((2, len(c)))
-        for reading, where, one, cost in self.classes(c):
-            out[:, where] = of_layers(one, cost, ChunkKinds.of(reading.layers, one))
+        for where, one, cost, kinds in self._parts(c):
+            out[:, where] = of_layers(one, cost, kinds)
         return out[0], out[1]
+
+    def peak_bytes(self, c: Configurations) -> Floats:
+        """Return the bytes of the worst device alone, [n]."""
+        out = np.zeros(len(c))
+        for where, one, cost, kinds in self._parts(c):
+            out[where] = memory(one, cost, kinds, self.parameters)
+        return out
 
     def holdings(self, c: Configurations) -> dict[str, Floats]:
         """Return the bytes on each pipeline rank of the first of `c`, by what they are, [ranks]; see `memory`."""
@@ -156,8 +161,7 @@ class ClosedForm:
         bare = Configurations({**c.without_recompute().columns, "zero": np.full(len(c), 2),
                                "fsdp": np.zeros(len(c), dtype=bool)})  # fmt: skip
         out = np.zeros((2, len(c)))
-        for reading, where, one, cost in self.classes(bare):
-            kinds = ChunkKinds.of(reading.layers, one)
+        for where, one, cost, kinds in self._parts(bare):
             step, busiest, _ = _formula(one, kinds, self._stages(one, cost, kinds, waiting=not events, bare=True))
             out[0, where] = one.microbatches * busiest if events else step
             out[1, where] = least_memory(one, cost, kinds, self.parameters)
@@ -180,8 +184,7 @@ class ClosedForm:
             out[where] = one.microbatches * _formula(one, kinds, stages)[2] / one.columns["pipeline"]
         return out
 
-    def _steps(self, reading: Reading, c: Configurations, cost: LayerCost) -> dict[str, Floats]:
-        kinds = ChunkKinds.of(reading.layers, c)
+    def _steps(self, c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[str, Floats]:
         stages = self._stages(c, cost, kinds)
         step, busiest, whole = _formula(c, kinds, stages)
         m = c.microbatches
@@ -256,6 +259,11 @@ class ClosedForm:
             reading = self._reading(one.strategy(0), tuple(mine))
             yield reading, where, one, self._cost(reading, one, mine)
 
+    def _parts(self, c: Configurations) -> Iterator[tuple[Ints, Configurations, LayerCost, ChunkKinds]]:
+        """Yield of each of `classes` what there is but the reading, and its kinds of chunks."""
+        for reading, where, one, cost in self.classes(c):
+            yield where, one, cost, ChunkKinds.of(reading.layers, one)
+
     def degrees(self, c: Configurations) -> dict[str, Ints]:
         """Return the sizes of a stage's axes, as `Strategy.axes` has them, but for `replica`: arrays [n] by axis."""
         col = c.columns
@@ -278,14 +286,8 @@ class ClosedForm:
         key = axes, s.sequence_parallel, s.context_kind if s.context > 1 else "", s.precision
         if key not in self._readings:
             base = self._base(s.precision)
-            plain = Strategy(
-                data=s.shard or s.data,
-                tensor=s.tensor,
-                context=s.context,
-                expert=s.expert,
-                sequence_parallel=s.sequence_parallel,
-                context_kind=s.context_kind,
-            )
+            plain = Strategy(data=s.shard or s.data, tensor=s.tensor, context=s.context, expert=s.expert,
+                             sequence_parallel=s.sequence_parallel, context_kind=s.context_kind)  # fmt: skip
             if s.precision not in self._names:
                 self._names[s.precision] = dim_names(base.program, base.dims, base.origins)
             found = read(base, plain.layouts(base), axes, self._names[s.precision])

@@ -18,7 +18,7 @@ Reading order:
 from shardplan.simulation.sweep.bounds import lower_bound
 from shardplan.simulation.sweep.closed_step import closed_step
 from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, compile_schedule
-from shardplan.simulation.sweep.lines import timeline_of
+from shardplan.simulation.sweep.lines import intervals_of, timeline_of
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
 from shardplan.simulation.sweep.sweeping import Swept, sweep
 
@@ -30,5 +30,6 @@ __all__ = [
     "sweep",
     "lower_bound",
     "closed_step",
+    "intervals_of",
     "timeline_of",
 ]

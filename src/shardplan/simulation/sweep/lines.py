@@ -77,6 +77,11 @@ def timeline_of(
     return Timeline(intervals, memory, title=f"{done.name} schedule".strip())
 
 
+def intervals_of(swept: Swept, which: int = 0) -> tuple[Interval, ...]:
+    """Return the intervals of `timeline_of` alone, of ranks 0, 1, ..., for a timeline that is to have more."""
+    return _Lines(swept, which, NAMES, range(swept.compiled.ranks)).intervals()
+
+
 def _counted(what: str, given: Sequence[int] | None, count: int, default: Sequence[int], of: str) -> list[int]:
     values = [border.whole_number(what, v, kind=ShardplanError) for v in (default if given is None else given)]
     if len(values) != count:
