@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.simulation.closed.pass_overlap import (
-    CHANNELS, PassOrder, PassWork, beside_moves, pass_seconds, settled_seconds,
+    CHANNELS,
+    PassOrder,
+    PassWork,
+    beside_moves,
+    pass_seconds,
+    settled_seconds,
 )  # fmt: skip
 
 SECONDS = st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0])

@@ -25,8 +25,8 @@ class PassWork(NamedTuple):
 
 
 # Processors that a collective's kernel keeps while it runs: a block each for so many channels (NCCL's logs of nodes
-# with switches, "Channel 23/24", NVIDIA/nccl-tests issue 100). No block of a product or of attention fits beside one; what
-# only streams loses nothing. DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) gives messages 20 of 132.
+# with switches, "Channel 23/24", NVIDIA/nccl-tests issue 100). No block of a product or of attention fits beside one;
+# what only streams loses nothing. DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) gives messages 20 of 132.
 CHANNELS = 24
 
 
