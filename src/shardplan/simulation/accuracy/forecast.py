@@ -131,7 +131,7 @@ def deviation(form: ClosedForm, columns: Configurations, machine: MachineFit) ->
     narrow = np.isin(columns.columns["precision"], [CODES["precision"].index(name) for name in NARROW])
     mixture = any("experts" in dims for dims in form.model.dims.values())
     rest = RESIDUAL**2 + NARROW_OPEN**2 * narrow + MIXTURE**2 * mixture
-    return np.sqrt(spread(form, columns, machine, another=machine.is_measured) ** 2 + rest)
+    return np.sqrt(spread(form, columns, machine, another=machine.is_measured or bool(machine.taken)) ** 2 + rest)
 
 
 def spread(form: ClosedForm, columns: Configurations, machine: MachineFit, *, another: bool = False) -> Floats:
