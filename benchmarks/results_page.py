@@ -245,7 +245,7 @@ def locked_sources() -> str:
     """Errors of sources that nothing was fitted to."""
     found = result("source_accuracy")
     now, first, before = (
-        found[k] for k in ("locked sources", "locked sources, first opening", "locked sources before this part")
+        found[k] for k in ("locked sources", "locked sources, first opening", "locked sources, third opening")
     )
     rows = [
         [
@@ -257,7 +257,7 @@ def locked_sources() -> str:
     ]  # fmt: skip
     return markdown(
         ["locked source, seconds a step", "rows", "mean", "median", "covered", "half width", "mean, first time",
-         "mean before", "covered before"], rows,
+         "mean, third time", "covered, third time"], rows,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardplan.hardware.prices import kernels
 from shardplan.simulation.accuracy import forecast
-from shardplan.simulation.closed import chips, kernel_classes, memory, numbers, stages
+from shardplan.simulation.closed import chips, kernel_classes, memory, numbers, pass_overlap, stages
 from shardplan.simulation.closed.machines import machine_fit, shipped
 from shardplan.simulation.closed.parameters import Parameters
 
@@ -35,6 +35,9 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "QUERIES": ("queries of a block of attention", "kernels of cuDNN by shape: benchmarks/kernel_shapes.py"),
         "NARROW_BYTES": ("bytes of an element of narrow products", "published: OCP MX 1.0, NVFP4"),
     },
+    pass_overlap: {
+        "CHANNELS": ("processors that a collective keeps", "published: NCCL's logs, NVIDIA/nccl-tests issue 100"),
+    },
     stages: {
         "_RECIPES": ("bytes of parameter, gradient and state by precision", "counted: software's documentation"),
         "_SIZES": ("bytes of a gradient by dtype", "definition"),
@@ -58,8 +61,10 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     forecast: {
         "OPEN": ("deviations of the logarithms of `half` and `order`", "by hand, with held-out coverage in view"),
         "RESIDUAL": ("spread of the logarithm of seconds that no parameter explains", "residuals of the fits"),
-        "SOURCE": ("deviation of a source from all others", "sources left out, one after another"),
-        "MIXTURE": ("the same, of mixtures of experts", "sources left out, one after another"),
+        "MIXTURE": (
+            "deviation that no parameter explains, of mixtures of experts",
+            "sources left out, one after another",
+        ),
         "NARROW_OPEN": ("the same, of narrow products", "sources left out, one after another"),
         "ASSUMED": ("the same, where a row's source leaves fields open", "sources left out, one after another"),
         "MEMORY_RESIDUAL": ("part by which bytes may be below what was predicted", "residuals of bytes"),

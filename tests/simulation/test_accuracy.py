@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from typer.testing import CliRunner
 
 from shardplan.cli import app
 from shardplan.errors import ParseError, ShardplanError
-from shardplan.simulation.accuracy.forecast import forecast
+from shardplan.simulation.accuracy.forecast import NORMAL_90, forecast
 from shardplan.simulation.accuracy.metrics import coverage, errors, kendall_tau, ranks, regret
 from shardplan.simulation.accuracy.step_fitting import Bench, fit_steps, held_out, usable
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.step_validation import validate_steps
 from shardplan.simulation.accuracy.subject import strategies_of, topology_of_row
+from shardplan.simulation.closed.chips import APART
 from shardplan.simulation.closed.machines import MachineFit, fit_text, machine_fit, parse_fit
 from shardplan.simulation.closed.parameters import Parameters
 
@@ -179,6 +181,25 @@ def test_an_interval_is_wider_where_a_parameter_is_open() -> None:
         assert low < one.seconds_per_step < high
         widths.append(high / low)
     assert widths[0] < widths[1]
+
+
+def test_a_source_that_nobody_fitted_to_is_another_machine_with_the_chip() -> None:
+    """Its variance is above that of a machine like others by what each parameter's difference makes of the seconds."""
+    row = next(row for row in rows() if row.table == "vtrain_single")
+    parameters = machine_fit("dgx-a100-80g").parameters
+
+    def predicted(fit: MachineFit) -> tuple[float, float]:
+        (one,), _ = forecast([row], lambda preset: fit)
+        return one.seconds_per_step, math.log(one.seconds_interval[1] / one.seconds_per_step) / NORMAL_90
+
+    variances = [predicted(MachineFit(parameters, is_measured=known))[1] ** 2 for known in (True, False)]
+    more = 0.0
+    for name, apart in APART.items():
+        ends = [predicted(MachineFit(dataclasses.replace(parameters, **{name: getattr(parameters, name) * factor})))[0]
+                for factor in (math.exp(1e-3), math.exp(-1e-3))]  # fmt: skip
+        more += (math.log(ends[0] / ends[1]) / 2e-3 * apart) ** 2
+    assert more > 1e-3
+    assert variances[0] - variances[1] == pytest.approx(more, rel=0.02)
 
 
 def test_a_file_of_parameters_parses_back() -> None:

@@ -16,6 +16,7 @@ from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm
+from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.numbers import KernelsAsked, LocalSizes, kernel_works, launches_of, seconds_of
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.steps import delivered
@@ -119,3 +120,15 @@ def test_what_ops_reach_is_what_the_closed_form_reaches() -> None:
             for fidelity in ("closed", "events", "ops")
         ]
         assert max(found) <= 1.1 * min(found), (said, found)
+
+
+def test_attention_of_2024_is_slower_than_that_of_today_where_tensor_cores_run_beside() -> None:
+    """As 539 to 335 beside FlashAttention 2 on H100 (arXiv 2407.08608, figure 5); elsewhere all are as fast."""
+    shares = {
+        (name, kind): with_kernels(sp.Topology.load(name).device, Parameters(), kind).kernels.attention
+        for name in ("dgx-h100", "dgx-a100-80g")
+        for kind in ("flash2", "cudnn_2024", "cudnn")
+    }
+    assert shares["dgx-h100", "cudnn_2024"] / shares["dgx-h100", "flash2"] == pytest.approx(539 / 335, rel=2e-3)
+    assert shares["dgx-h100", "cudnn_2024"] < shares["dgx-h100", "cudnn"]
+    assert len({shares["dgx-a100-80g", kind] for kind in ("flash2", "cudnn_2024", "cudnn")}) == 1

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, pass_seconds, settled_seconds
+from shardplan.simulation.closed.pass_overlap import (
+    CHANNELS,
+    PassOrder,
+    PassWork,
+    beside_moves,
+    pass_seconds,
+    settled_seconds,
+)  # fmt: skip
 
 SECONDS = st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0])
 COUNTS = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 1), st.integers(0, 1))
@@ -63,3 +70,23 @@ def test_microbatches_take_what_passes_take_one_after_another(
             done, lag = followed(counts, rows, lag, backward)
             at += done
     assert at + max(0.0, lag) == pytest.approx(seconds)
+
+
+@given(st.sampled_from([0.5, 1.0, 3.0]), SECONDS, SECONDS, st.sampled_from([0.0, 0.4, 1.0]), st.integers(48, 160))
+def test_kernels_beside_a_collective_lose_the_processors_that_it_keeps(
+    kernels: float, gathered: float, reduced: float, part: float, processors: int
+) -> None:
+    """Followed instant by instant: while anything moves, the part that fills the device runs on what is left of it."""
+    column = [np.array([[x]]) for x in (kernels, gathered, reduced)]
+    found = beside_moves(PassWork(*column), np.array([[part]]), processors)
+    at, done, instant = 0.0, 0.0, 1e-4
+    while done < kernels - 1e-9:
+        done += instant * (1 - part * CHANNELS / processors * (at < gathered + reduced - instant / 2))
+        at += instant
+    assert float(found.kernels[0, 0]) == pytest.approx(at, abs=3 * instant)
+    assert [float(x[0, 0]) for x in found[1:]] == [gathered, reduced]
+
+
+def test_nothing_is_lost_where_processors_are_not_known() -> None:
+    row = np.array([[2.0]])
+    assert beside_moves(PassWork(row, row, row), row / 2, 0).kernels.tolist() == [[2.0]]

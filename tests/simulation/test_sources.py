@@ -15,11 +15,11 @@ from shardplan.cli import app
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.calibration import fit_machine, near_bounds
-from shardplan.simulation.accuracy.forecast import OPEN, RESIDUAL, SOURCE, forecast
+from shardplan.simulation.accuracy.forecast import OPEN, RESIDUAL, forecast
 from shardplan.simulation.accuracy.step_fitting import LIMITS
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.subject import context_kind_of, model_of, strategies_of
-from shardplan.simulation.closed.chips import CHIPS, FREE, chip_of, common
+from shardplan.simulation.closed.chips import APART, CHIPS, FREE, chip_of, common
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import (
@@ -265,11 +265,13 @@ def test_a_llama_without_a_gate_has_as_many_parameters() -> None:
 
 
 def test_an_interval_is_no_narrower_than_a_source_is_off() -> None:
-    """Of parameters that are known exactly: rows differ by 5 %, and sources from one another by 10."""
+    """Of parameters that are known exactly: rows differ by 5 %, and sources by what machines with a chip differ in."""
     fit = shipped_fit("dgx-a100-80g")
     names = (*FREE, *OPEN)
-    known = MachineFit(fit.parameters, names, np.zeros((len(names), len(names))))
-    (one,), _ = forecast([vtrain()[0]], lambda preset: known)
-    half = np.log(one.seconds_interval[1] / one.seconds_interval[0]) / 2
-    assert half == pytest.approx(1.645 * np.hypot(RESIDUAL, SOURCE))
-    assert RESIDUAL < SOURCE
+    half: list[float] = []
+    for measured in (False, True):
+        known = MachineFit(fit.parameters, names, np.zeros((len(names), len(names))), is_measured=measured)
+        (one,), _ = forecast([vtrain()[0]], lambda preset, known=known: known)
+        half.append(np.log(one.seconds_interval[1] / one.seconds_interval[0]) / 2)
+    assert half[0] == pytest.approx(1.645 * RESIDUAL)
+    assert half[1] > 1.645 * np.hypot(RESIDUAL, min(APART.values()) / 2)

@@ -202,7 +202,9 @@ def _calibrate_steps(
         rows, machine = rows_on(rows, on), on
     presets = sorted({row.cluster.preset for row in rows})
     if machine not in presets:
-        raise LayoutError(f"--machine {machine}; legal are those of the rows: {', '.join(presets)}")
+        said = "neither --on nor --machine" if machine is None else f"--machine {machine}"
+        legal = f"--on with the topology of all rows, or --machine with one that they name: {', '.join(presets)}"
+        raise LayoutError(f"{said}; legal is {legal}")
     found = calibrated(rows, str(machine), seed)
     if out is not None:
         write_atomic(out, found.text.encode())

@@ -29,7 +29,7 @@ HEADS, RATIO = ("tensor", "expert_tensor"), ("group", "expert_group")
 SHARING = {"data": "expert", "context": "expert_context", "tensor": "expert_tensor", "group": "expert_group"}
 AXES = BATCH + SEQUENCE + HEADS + RATIO  # of a stage, outermost first
 GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
-ATTENTION = ("unfused", "flash1", "flash2", "flash3", "cudnn")
+ATTENTION = ("unfused", "flash1", "flash2", "flash3", "cudnn", "cudnn_2024")
 NARROW = ("fp8", "nvfp4")  # precisions that are predicted, and not partitioned
 RECOMPUTE = ("none", "full", "selective", "selective_op")  # or a tuple of names of ops
 LOSS = ("whole", "fused", "chunked")
@@ -87,7 +87,7 @@ class Strategy:
             fused, and logits are made in `loss_chunks` parts of the sequence, again backward.
         loss_chunks: Parts of a `chunked` loss; they divide the sequence.
         attention: How fast attention is predicted to be, a class of kernels: `unfused` (scores go through memory),
-            `flash1`, `flash2`, `flash3`, `cudnn`; by default `flash2`. The program is the same.
+            `flash1`, `flash2`, `flash3`, `cudnn`, `cudnn_2024`; by default `flash2`. The program is the same.
         tensor_overlap: Whether movements of the tensor axis are cut up and run beside products: predicted, and not
             partitioned.
         offload_layers: Layers whose saved values go to the host: predicted, and not partitioned.

@@ -30,7 +30,7 @@ CODES: Mapping[str, tuple[Any, ...]] = {
     "precision": (None, "fp32", "bf16", "fp16", "fp8", "nvfp4"),
     "gradient_dtype": (None, "f16", "bf16", "f32", "f64"),
     "reduce_dtype": (None, "f16", "bf16", "f32", "f64"),
-    "attention": (None, "unfused", "flash1", "flash2", "flash3", "cudnn"),
+    "attention": (None, "unfused", "flash1", "flash2", "flash3", "cudnn", "cudnn_2024"),
     "loss": LOSS,
     "order": (*ORDERS, TOGETHER),
 }

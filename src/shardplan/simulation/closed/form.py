@@ -22,7 +22,7 @@ from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds
+from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, beside_moves, settled_seconds
 from shardplan.simulation.closed.reading import read
 from shardplan.simulation.closed.stages import Dealt, at_once, is_halved, layer_rows, recipe, weight_rows
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
@@ -210,11 +210,14 @@ class ClosedForm:
             nothing if bare else rows
             for rows in (dealt.gather_seconds(FORWARD), dealt.gather_seconds(BACKWARD), dealt.reduce_seconds(device))
         )
-        taken, first, later, left = settled_seconds(
-            kinds.counts,
+        works = (
             PassWork(forward, gathers, nothing),
             PassWork(back - weight * halved, again, reduces * ~halved),
             PassWork(weight * halved, nothing, reduces * halved),
+        )
+        taken, first, later, left = settled_seconds(
+            kinds.counts,
+            *(beside_moves(w, cost.on_processors(k), device.processors) for k, w in zip((0, 1, 1), works, strict=True)),
             PassOrder(
                 at_once=at_once(c),
                 apart=halved & (c.columns["pipeline"] > 1) & gathers.any(axis=0),
@@ -225,9 +228,7 @@ class ClosedForm:
         send = sent(c, cost, self.collectives())
         if waiting and send.any():
             # Interleaved ones have other chunks meanwhile, and take no less than a message does.
-            for seconds, end in zip(
-                made, (-2, -1), strict=False
-            ):  # the first receives none forward, the last none back
+            for seconds, end in zip(made, (-2, -1), strict=False):  # the first gets none forward, the last none back
                 there = send * (kinds.counts[end] == 0)
                 seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
         after = left + dealt.once(kinds, device, forward, np.where(halved, weight, back))

@@ -198,6 +198,11 @@ class LayerCost:
     degrees: Mapping[str, Floats]
     moments: float = 1.0  # as in `Reading`
 
+    def on_processors(self, phase: int) -> Floats:
+        """Return the part of a phase's kernels that products and attention take, [runs + 2, n]."""
+        whole, some = (self.rows.get(f"{what} {PHASES[phase]}", np.zeros(1)) for what in ("compute", "on processors"))
+        return np.divide(some, whole, out=np.zeros(np.shape(whole)), where=whole > 0)
+
     def split(self) -> LayerCost:
         """Return it with two rows a run: of layers that are computed again, and of those behind them."""
         twice = {name: np.concatenate([np.repeat(x[:-2], 2, axis=0), x[-2:]]) for name, x in self.rows.items()}
@@ -327,6 +332,8 @@ def layer_costs(
         if not k.joined:
             add(f"compute {phase}", k.run, seconds)
             add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
+        if k.kind in ("product", "scores"):
+            add(f"on processors {phase}", k.run, seconds)
         if k.gradient:
             add("gradients", k.run, seconds)
         if k.kind == "scores" and k.phase == FORWARD:
@@ -386,12 +393,8 @@ def layer_costs(
     for life in reading.lives:
         for name, nbytes in life_bytes(life, sizes, n).items():
             add(name, life.run, nbytes)
-    if "copies" not in rows:
-        add("copies", -2, 0.0)
-    for name in ("logits", "logit bytes"):
+    for name in ("copies", "logits", "logit bytes", "saved"):
         if name not in rows:
             add(name, -2, 0.0)
-    if "saved" not in rows:
-        add("saved", -2, 0.0)
     carried = sizes.bytes(reading.carried) + np.zeros(n)
     return LayerCost(rows, carried, dict(sizes.degrees), reading.moments)

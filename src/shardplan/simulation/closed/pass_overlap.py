@@ -24,6 +24,30 @@ class PassWork(NamedTuple):
     reduced: Floats
 
 
+# Processors that a collective's kernel keeps while it runs: a block each for so many channels (NCCL's logs of nodes
+# with switches, "Channel 23/24", NVIDIA/nccl-tests issue 100). No block of a product or of attention fits beside one;
+# what only streams loses nothing. DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) gives messages 20 of 132.
+CHANNELS = 24
+
+
+def beside_moves(work: PassWork, part: Floats, processors: int) -> PassWork:
+    """Return a pass whose kernels have fewer processors for as long as a collective runs beside them.
+
+    Args:
+        work: What each part takes by itself.
+        part: The part of its kernels' seconds that all processors are needed for, [runs + 2, n].
+        processors: Those of a device; 0 where they are not known, and nothing is lost.
+
+    >>> row = np.array([[1.0]])
+    >>> found = beside_moves(PassWork(row, row / 2, row * 0), row, 96)
+    >>> float(found.kernels[0, 0])
+    1.125
+    """
+    lost = CHANNELS / processors * part if processors else np.zeros_like(part)
+    busy = np.minimum(work.gathered + work.reduced, work.kernels / (1 - lost))
+    return work._replace(kernels=work.kernels + lost * busy)
+
+
 def pass_seconds(counts: Floats, work: PassWork, lag: Floats, *, backward: bool) -> tuple[Floats, Floats]:
     """Return the seconds of a pass's kernels in each kind of chunk, and how much later its moves end, [kinds, n] each.
 

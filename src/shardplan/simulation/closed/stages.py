@@ -17,7 +17,7 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.kernel_classes import narrow_bytes, with_kernels
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.pass_overlap import PassWork, pass_seconds
+from shardplan.simulation.closed.pass_overlap import PassWork, beside_moves, pass_seconds
 from shardplan.simulation.closed.work import BACKWARD
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
@@ -343,7 +343,8 @@ class Dealt:
         for work, back in (
             (PassWork(forward, gathers, nothing), False), (PassWork(backward, nothing, reduces), True)
         ):  # fmt: skip
-            seconds, lag = pass_seconds(kinds.counts, work, free, backward=back)
+            slower = beside_moves(work, self.cost.on_processors(int(back)), device.processors)
+            seconds, lag = pass_seconds(kinds.counts, slower, free, backward=back)
             kernels, moved = kinds.sums(work.kernels), kinds.sums(work.gathered + work.reduced)
             waited = seconds + np.maximum(0.0, lag) - kernels
             # One chunk waits; what others of the rank move is on its way while that one, and other ranks, compute.
