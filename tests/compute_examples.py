@@ -169,7 +169,7 @@ def _scale(most: np.ndarray, largest: float = 448.0) -> np.ndarray:
 
 
 def _quantized(x: np.ndarray, most: np.ndarray) -> np.ndarray:
-    return np.clip(x.astype(np.float32) / _scale(most)[:, None], -448, 448).astype(numpy_dtype("f8e4m3"))
+    return np.clip(x.astype(np.float32) * (1 / _scale(most))[:, None], -448, 448).astype(numpy_dtype("f8e4m3"))
 
 
 def layouts(ndim: int) -> list[Layout]:

@@ -15,9 +15,8 @@ FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 def quantized(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """In 8 bits, as torch rounds them, and what to multiply with."""
-    most = FORMATS[kind]
-    scale = x.detach().abs().max().float() / most
-    return (x.float() / scale).clamp(-most, most).to(kind).to(x.dtype), scale.to(x.dtype)
+    whole, most = FORMATS[kind], x.detach().abs().max().float()
+    return (x.float() * (whole / most)).clamp(-whole, whole).to(kind).to(x.dtype), (most / whole).to(x.dtype)
 
 
 class Narrow(torch.autograd.Function):

@@ -1,10 +1,10 @@
 """Products of 8 bits: Quantize, and ScaledEinsum, which accumulates in f32 or wider; scales are of whole tensors.
 
 The recipe is that of current scaling (NVIDIA Transformer Engine, `Float8CurrentScaling` in its format HYBRID; "FP8
-Formats for Deep Learning", arXiv 2209.05433): what goes forward is in e4m3, cotangents are in e5m2. A tensor is divided
-by the largest of its absolute values over the largest number of the format, rounded to nearest even, and so are the
-factors of its products; all of it in f32. The largest value is that of the whole tensor, however it is sharded, so what
-it is rounded to hangs on no layout.
+Formats for Deep Learning", arXiv 2209.05433): what goes forward is in e4m3, cotangents are in e5m2. A tensor is
+multiplied with the largest number of the format over the largest of its absolute values, and rounded to nearest even;
+a product with the inverse of both; all of it in f32. The largest value is that of the whole tensor, however it is
+sharded, so what it is rounded to hangs on no layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _F32 = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Quantize(Ruled):
-    """A float in 8 bits, divided by the scale that its largest absolute values say, which have its dims `dims`.
+    """A float in 8 bits, scaled as its largest absolute values say, which have its dims `dims`.
 
     Its gradient is the cotangent, as if nothing were rounded.
 
@@ -75,12 +75,11 @@ class Quantize(Ruled):
         return False
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
-        """Divide and clip; the caller rounds."""
+        """Multiply and clip; the caller rounds."""
         shape = size.operands[0]
-        scale = _scale_of(xp, arrays[1], self.dtype)
-        scale = scale.reshape(tuple(n if d in self.dims else 1 for d, n in enumerate(shape)))
-        most = xp.full((), _largest(self.dtype), _F32)
-        return (xp.maximum(xp.minimum(xp.astype(arrays[0], _F32) / scale, most), -most),)
+        whole, most = _whole_and_most(xp, arrays[1], self.dtype)
+        scale = (whole / most).reshape(tuple(n if d in self.dims else 1 for d, n in enumerate(shape)))
+        return (xp.maximum(xp.minimum(xp.astype(arrays[0], _F32) * scale, whole), -whole),)
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
@@ -89,7 +88,7 @@ class Quantize(Ruled):
         return [cotangents[0], None]
 
     def flops(self, *operands: TensorType) -> float:
-        """A quotient and two comparisons an element."""
+        """A product and two comparisons an element."""
         return 3.0 * math.prod(operands[0].local_shape(0))
 
 
@@ -146,7 +145,8 @@ class ScaledEinsum(Einsum):
         sides, out = self.sides
         found = xp.einsum(self._product.spec, *(xp.astype(x, up) for x in arrays[:2]))
         for x, most, letters in zip(arrays[:2], arrays[2:], sides[2:], strict=True):
-            scale = xp.einsum(f"{letters}->{''.join(c for c in out if c in letters)}", _scale_of(xp, most, xp.dtype(x)))
+            whole, most = _whole_and_most(xp, most, xp.dtype(x))
+            scale = xp.einsum(f"{letters}->{''.join(c for c in out if c in letters)}", most / whole)
             shape = tuple(n if c in letters else 1 for c, n in zip(out, size.results[0], strict=True))
             found = found * xp.astype(scale, up).reshape(shape)
         return (found,)
@@ -185,12 +185,8 @@ def _check_narrow(op: str, dtype: str) -> None:
         raise TypingError(f"{op}: {dtype}; legal are {FORWARD} and {BACKWARD}")
 
 
-def _largest(dtype: str | np.dtype[np.generic]) -> float:
-    """The largest finite number of a format: 448 of e4m3, 57344 of e5m2."""
-    return float(ml_dtypes.finfo(numpy_dtype(dtype) if isinstance(dtype, str) else dtype).max)
-
-
-def _scale_of(xp: Namespace, most: Tensor, dtype: str | np.dtype[np.generic]) -> Tensor:
-    """What a tensor is divided by, of the largest of its absolute values: 1 where all are 0."""
-    most, whole = xp.astype(most, _F32), xp.full((), _largest(dtype), _F32)
-    return xp.where(most > 0, most, whole) / whole
+def _whole_and_most(xp: Namespace, most: Tensor, dtype: str | np.dtype[np.generic]) -> tuple[Tensor, Tensor]:
+    """The largest finite number of a format (448, 57344) and the largest values, which are it where all are 0."""
+    kind = numpy_dtype(dtype) if isinstance(dtype, str) else dtype
+    whole, most = xp.full((), float(ml_dtypes.finfo(kind).max), _F32), xp.astype(most, _F32)
+    return whole, xp.where(most > 0, most, whole)
