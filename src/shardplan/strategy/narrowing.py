@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from shardplan.core.draft import Draft
 from shardplan.core.nested import as_nested
-from shardplan.core.ops import Einsum, ScaledEinsum
+from shardplan.core.ops import ScaledEinsum
+from shardplan.core.ops.compute import computing
 from shardplan.core.ops.narrow import FORWARD, write_quantized
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -32,8 +33,8 @@ def narrow_products(name: str, program: Program, parameters: Mapping[str, Parame
         if op is not None:
             inside = [n for n, _ in op.body.inputs]
             outer = dict(zip(inside, step.operands, strict=True))
-            body = _narrowed(op.body, {n: parameters[o] for n, o in outer.items() if o in parameters})
-            found |= any(isinstance(s.op, ScaledEinsum) for s in body.steps)
+            body = _narrow_layer(op.body, {n: parameters[o] for n, o in outer.items() if o in parameters})
+            found |= any(t.dtype == FORWARD for t in body.types.values())
             step = step if body is op.body else replace(step, op=replace(op, body=body))
         steps.append(step)
     if not found:
@@ -44,16 +45,17 @@ def narrow_products(name: str, program: Program, parameters: Mapping[str, Parame
     return Program(program.inputs, steps, program.outputs)
 
 
-def _narrowed(body: Program, held: Mapping[str, Parameter]) -> Program:
+def _narrow_layer(body: Program, held: Mapping[str, Parameter]) -> Program:
     """A layer; each value is quantized once for all products that read it alike."""
     draft, steps = Draft(body.types), list[Step]()
     known: dict[tuple[str, frozenset[int]], tuple[str, str, str]] = {}
     for step in body.steps:
-        op = step.op
-        if type(op) is not Einsum or not _is_of_layer(op, step.operands, held):
+        op = computing(step.op)
+        product = op and op.product_sides
+        if product is None or not _is_of_layer(*product, step.operands, held):
             steps.append(step)
             continue
-        sides, out = op.sides
+        sides, out = product
         kept = {*sides[0]} & {*sides[1]} & {*out}
         made: list[tuple[str, str]] = []
         for value, letters in zip(step.operands, sides, strict=True):
@@ -70,12 +72,11 @@ def _narrowed(body: Program, held: Mapping[str, Parameter]) -> Program:
     return Program(body.inputs, steps, body.outputs) if known else body
 
 
-def _is_of_layer(op: Einsum, operands: Sequence[str], held: Mapping[str, Parameter]) -> bool:
+def _is_of_layer(sides: Sequence[str], out: str, operands: Sequence[str], held: Mapping[str, Parameter]) -> bool:
     """Say whether it is a product of a value with a parameter, but for those of routers and gates."""
     mine = [k for k, o in enumerate(operands) if o in held]
-    if len(operands) != 2 or len(mine) != 1:
+    if len(mine) != 1:
         return False
-    sides, out = op.sides
     own, other = sides[mine[0]], sides[1 - mine[0]]
     names = [dim for dim, _ in held[operands[mine[0]]].dims][-len(own) :]
     makes = [dim for c, dim in zip(own, names, strict=True) if c not in other and c in out]

@@ -60,6 +60,11 @@ class Einsum(Ruled):
         left, right = self.spec.split("->")
         return tuple(left.split(",")), right
 
+    @property
+    def product_sides(self) -> tuple[tuple[str, ...], str] | None:
+        """Those of two operands."""
+        return self.sides if self.spec.count(",") == 1 else None
+
     def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
         """Those of the factors of both operands and not of the result, and of those of one of them."""
         sides, result = self.sides
