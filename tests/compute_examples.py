@@ -30,8 +30,10 @@ from shardplan.core.ops import (
     OneHot,
     Pad,
     Pin,
+    Quantize,
     ReduceDims,
     Reshape,
+    ScaledEinsum,
     ScatterAdd,
     TargetCount,
     Write,
@@ -115,6 +117,61 @@ class SomeIgnored(Example):
         return [np.where(x < 2, -100, np.where(x < 5, -99, x)).astype(x.dtype) for x in super().arrays(sizes, rng)]
 
 
+class Negated(Example):
+    """Most of its numbers are below 0."""
+
+    def arrays(self, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
+        """Those of others, less than nothing."""
+        return [-x for x in super().arrays(sizes, rng)]
+
+
+class Lettered(Example):
+    """An op whose operands have many dims: axes are assigned to letters, which carry them in every operand."""
+
+    def assigned(self, sizes: Sizes) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
+        """Every letter, no letter, or partial in one or all of the floats, for x and for y."""
+        given = [(*text.split(), "")[:2] for text in self.operands]
+        floats = [k for k, (dtype, _) in enumerate(given) if dtype[0] == "f"]
+        letters = dict.fromkeys(c for _, names in given for c in names)
+        partial: list[Any] = [{k} for k in floats] + ([set(floats)] if len(floats) > 1 else [])
+        for x, y in itertools.product([*letters, "", *partial], repeat=2):
+            for order in ("xy", "yx") if x == y and isinstance(x, str) and x else ("xy",):
+                at = {"x": x, "y": y}
+                yield (
+                    self.make(sizes, Layout(())),
+                    tuple(
+                        TensorType(
+                            dtype,
+                            [sizes[c] for c in names],
+                            [tuple(a for a in order if at[a] == c) for c in names],
+                            MESH,
+                            {a: "sum" for a in order if isinstance(at[a], set) and k in at[a]},
+                        )
+                        for k, (dtype, names) in enumerate(given)
+                    ),
+                )
+
+
+class Scaled(Lettered):
+    """The last half are largest values: those whose scales are powers of two in e4m3, and 0 and -1, which are none."""
+
+    def arrays(self, sizes: Sizes, rng: np.random.Generator) -> list[np.ndarray]:
+        """7 over 448 is 2 ** -6."""
+        found = super().arrays(sizes, rng)
+        places = [k for k in range(len(found)) if k >= len(found) // 2]
+        for k in places:
+            found[k] = np.where(found[k] < 0, found[k] // 3, 7 * 2.0 ** (found[k] % 4)).astype(found[k].dtype)
+        return found
+
+
+def _scale(most: np.ndarray, largest: float = 448.0) -> np.ndarray:
+    return np.where(most > 0, most.astype(np.float32), np.float32(largest)) / np.float32(largest)
+
+
+def _quantized(x: np.ndarray, most: np.ndarray) -> np.ndarray:
+    return np.clip(x.astype(np.float32) * (1 / _scale(most))[:, None], -448, 448).astype(numpy_dtype("f8e4m3"))
+
+
 def layouts(ndim: int) -> list[Layout]:
     """Every layout of x and y: each unused, on a dim (both in either order), partial, or root."""
     out: list[Layout] = []
@@ -172,6 +229,14 @@ EXAMPLES = (
     plain(ReduceDims((0,)), ("i16 ij",), lambda a: a.sum(axis=0, dtype=a.dtype), 27),
     plain(ReduceDims((1,), "mean", keep=True), ("f64 ip",), lambda a: a.sum(axis=1, keepdims=True) / a.shape[1], 27),
     plain(ReduceDims((0, 1), "max"), ("f32 ij",), lambda a: a.max(), 27),
+    Negated(lambda s, layout: ReduceDims((0,), "absmax"), ("bf16 ij",), lambda s, a: np.abs(a).max(0), 18),
+    Scaled(lambda s, layout: Quantize("f8e4m3", (0,)), ("bf16 ij", "bf16 i"), lambda s, *x: _quantized(*x), 11),
+    Scaled(
+        lambda s, layout: ScaledEinsum("jik,jka,j,j->jai", "f64"),
+        ("f8e4m3 jik", "f8e4m3 jka", "f32 j", "f32 j"),
+        lambda s, a, b, m, n: np.einsum("jik,jka,j,j->jai", *(x.astype("f8") for x in (a, b, _scale(m), _scale(n)))),
+        29,
+    ),
     Example(
         lambda s, layout: Reshape(f"(a={s['a']} b) j -> a b j"),
         ("f64 mj",),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from compute_examples import MESH, UNEQUAL, Example, Sizes
+from compute_examples import UNEQUAL, Example, Lettered, Sizes
 from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -17,7 +17,6 @@ from shardplan.core.ops import (
     Attention,
     ClassSums,
     Combine,
-    Compute,
     Concat,
     Crop,
     CrossEntropy,
@@ -70,33 +69,6 @@ def _embedding(ids: Any, table: Any) -> Any:
 def _index_add(s: Sizes, values: Any, ids: Any) -> Any:
     mine = (ids >= 0) & (ids < s["i"])
     return _torch().zeros(s["i"], values.shape[1], dtype=values.dtype).index_add(0, ids[mine], values[mine])
-
-
-class Lettered(Example):
-    """An op whose operands have many dims: axes are assigned to letters, which carry them in every operand."""
-
-    def assigned(self, sizes: Sizes) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
-        """Every letter, no letter, or partial in one or all of the floats, for x and for y."""
-        given = [(*text.split(), "")[:2] for text in self.operands]
-        floats = [k for k, (dtype, _) in enumerate(given) if dtype[0] == "f"]
-        letters = dict.fromkeys(c for _, names in given for c in names)
-        partial: list[Any] = [{k} for k in floats] + ([set(floats)] if len(floats) > 1 else [])
-        for x, y in itertools.product([*letters, "", *partial], repeat=2):
-            for order in ("xy", "yx") if x == y and isinstance(x, str) and x else ("xy",):
-                at = {"x": x, "y": y}
-                yield (
-                    self.make(sizes, Layout(())),
-                    tuple(
-                        TensorType(
-                            dtype,
-                            [sizes[c] for c in names],
-                            [tuple(a for a in order if at[a] == c) for c in names],
-                            MESH,
-                            {a: "sum" for a in order if isinstance(at[a], set) and k in at[a]},
-                        )
-                        for k, (dtype, names) in enumerate(given)
-                    ),
-                )
 
 
 class Ignoring(Lettered):

@@ -377,8 +377,8 @@ def test_what_cannot_be_fixed_is_refused(fixed: dict[str, Any], reason: str) -> 
         sp.search(GPT, BOX, 16, fixed=fixed)
 
 
-def test_precisions_that_are_predicted_are_searched() -> None:
-    """In fp8 wide products are quicker and narrow ones are not (casts); it holds what the job in bf16 does."""
+def test_narrow_precisions_are_searched() -> None:
+    """In fp8 wide products are quicker and narrow ones are not (casts)."""
     wide = Model.load("gpt", positions=64, **SIZES | {"hidden": 4096, "heads": 32, "ffn": 16384})
     for model, quicker in ((wide, True), (GPT, False)):
         found, plain = (sp.search(model, sp.Topology.load("dgx-h100"), 16, precision=p) for p in ("fp8", "bf16"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.strategy.options import check_options
-from shardplan.strategy.strategy import NARROW
+from shardplan.strategy.strategy import FIELDS
 
 GPT = {"layers": 2, "hidden": 12, "heads": 6, "seq": 4, "vocab": 12}
 LLAMA = {"layers": 2, "hidden": 8, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 4, "vocab": 8}
@@ -77,14 +77,14 @@ def account(name: str, strategy: sp.Strategy) -> object:
     return [(float(out.seconds[0]), float(out.peak_bytes[0]), *stages) for out, stages in found]
 
 
-DEFAULTS = {f.name: f.default for f in fields(sp.Strategy)}
+DEFAULTS = {name: sp.Strategy.__dataclass_fields__[name].default for name in FIELDS}
 SAID: dict[str, list[Any]] = {
     "data": [1, 2, 3], "tensor": [1, 2, 3, 8], "pipeline": [1, 2], "context": [1, 2, 4], "expert": [1, 2],
     "microbatch": [1, 2], "schedule": ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "dualpipev"],
     "interleave": [None, 1, 2], "recompute": ["none", "full", "selective", ("einsum",), ()],
     "recompute_layers": [None, 1, 2],
     "sequence_parallel": [False, True], "zero": [0, 1, 2, 3], "fsdp": [False, True],
-    "context_kind": ["ulysses", "gather", "ring", "zigzag"], "precision": [None, "bf16", "fp8"],
+    "context_kind": ["ulysses", "gather", "ring", "zigzag"], "precision": [None, "bf16", "fp8", "nvfp4"],
     "gradient_dtype": [None, "f16", "f64"], "reduce_dtype": [None, "f16", "f64"], "offload": [False, True],
     "shard": [None, 1, 2], "bucket": [None, 64, 1e6], "prefetch": [None, False, True],
     "keep": [(), ("layers.*",), ("nothing",)], "attention": [None, "unfused", "flash1"],
@@ -133,8 +133,7 @@ def idle_fields(name: str, strategy: sp.Strategy) -> list[str]:
             less = replace(strategy, **{field: DEFAULTS[field], **plain})
         except ShardplanError:
             continue
-        # Narrow products are predicted; programs compute in bf16.
-        predicted = field in PREDICTED or (field == "precision" and strategy.precision in NARROW)
+        predicted = field in PREDICTED or (field == "precision" and strategy.precision == "nvfp4")
         made, unknown = (account, PARTITIONED) if predicted else (job, PREDICTED)
         asked = [made(name, without(one, unknown)) for one in (strategy, less)]
         if any(isinstance(answer, ShardplanError) for answer in asked) or repr(asked[0]) != repr(asked[1]):
@@ -147,7 +146,7 @@ def idle_fields(name: str, strategy: sp.Strategy) -> list[str]:
 
 
 def without(strategy: sp.Strategy, names: tuple[str, ...]) -> sp.Strategy:
-    kind = "bf16" if strategy.precision in NARROW and names == PREDICTED else strategy.precision
+    kind = "fp8" if strategy.precision == "nvfp4" and names == PREDICTED else strategy.precision
     return replace(strategy, precision=kind, **{name: DEFAULTS[name] for name in names})
 
 

@@ -100,7 +100,7 @@ def wrong(found: Model, strategy: Strategy, steps: int = 3, **more: Any) -> list
     for step in range(steps):
         want, got = by_name(big.program, there), stepped(job, here)
         pairs = {"loss": "loss", **big.replaced}
-        out += [f"step {step}: {n} by {e:.1e}" for n, o in pairs.items() if (e := apart(got[n], want[o])) > 1e-9]
+        out += [f"step {step}: {n} by {e:.1e}" for n, o in pairs.items() if not (e := apart(got[n], want[o])) <= 1e-9]
         here, there = (
             {**here, **{n: got[n] for n in big.replaced}},
             {**there, **{n: want[o] for n, o in big.replaced.items()}},

@@ -1,5 +1,8 @@
 """Recipes of precision: what is held, counted exactly; and steps beside the same in plain numpy, rounded as it goes."""
 
+import copy
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 from shardplan import LayoutError, Model, ShardplanError, Strategy, Topology, partition, simulate
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.strategy.partition.memory import moments, saved_bytes, state_bytes
+from shardplan.strategy.strategy_text import parse_strategy, strategy_text
 from strategy.jobs import apart, by_name, stepped
 
 STEP, COUNT = 4, 4  # bytes of the number of the step, and of how many targets count
@@ -156,49 +160,34 @@ def test_what_no_recipe_covers_is_refused() -> None:
         plain.with_precision("bf16").state()
 
 
-@pytest.mark.parametrize(
-    ("said", "text"),
-    [
-        (
-            {"precision": "fp8"},
-            "strategy: precision=fp8 is predicted, and no program has its narrow products yet; legal for a job are "
-            "fp32, bf16, fp16",
-        ),
-        (
-            {"precision": "nvfp4"},
-            "strategy: precision=nvfp4 is predicted, and no program has its narrow products yet; legal for a job are "
-            "fp32, bf16, fp16",
-        ),
-        (
-            {"tensor_overlap": True},
-            "strategy: tensor_overlap=True is predicted, and no program does it yet; legal for a job is "
-            "tensor_overlap=False",
-        ),
-        (
-            {"offload_layers": 2},
-            "strategy: offload_layers=2 is predicted, and no program does it yet; legal for a job is offload_layers=0",
-        ),
-    ],
-)
-def test_what_is_predicted_alone_is_no_job(said: dict[str, Any], text: str) -> None:
-    with pytest.raises(ShardplanError) as caught:
-        partition(Model.load("mlp", layers=2, hidden=8, optimizer="sgd"), Strategy(data=2, **said))
-    assert str(caught.value) == text
-
-
-@pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
-def test_what_no_job_has_is_predicted_at_the_fidelities_that_need_none(precision: str) -> None:
+def test_what_is_predicted_alone_is_no_job() -> None:
+    """At the fidelities that need no job it is predicted."""
     model = Model.load("llama", **SIZES, precision="bf16")
-    strategy, machine = Strategy(tensor=2, data=4, precision=precision), Topology.load("dgx-b200", nodes=1)
+    strategy, machine = Strategy(tensor=2, data=4, precision="nvfp4"), Topology.load("dgx-b200", nodes=1)
     for fidelity in ("closed", "events"):
         assert simulate(model, strategy, machine, fidelity).seconds > 0
-    with pytest.raises(LayoutError, match=f"precision={precision} is predicted, and no program has"):
-        simulate(model, strategy, machine, "ops")
+    for made in (lambda: partition(model, strategy), lambda: simulate(model, strategy, machine, "ops")):
+        with pytest.raises(LayoutError) as caught:
+            made()
+        assert str(caught.value) == (
+            "strategy: precision=nvfp4 is predicted, and no program has its narrow products; legal for a job are fp32, "
+            "bf16, fp16, fp8"
+        )
 
 
-def test_the_class_of_attention_changes_no_program() -> None:
-    model = Model.load("llama", **SIZES)
-    plain, fast = (partition(model, Strategy(tensor=2, attention=kind)) for kind in (None, "cudnn"))
-    assert plain.programs == fast.programs
+@pytest.mark.parametrize("said", [{"attention": "cudnn"}, {"tensor_overlap": True}, {"offload_layers": 1}], ids=str)
+def test_what_is_said_of_software_changes_no_program(said: dict[str, Any]) -> None:
+    model, strategy = Model.load("llama", **SIZES), Strategy(tensor=2, **said)
+    assert partition(model, Strategy(tensor=2)).programs == partition(model, strategy).programs
+    assert strategy != Strategy(tensor=2) and strategy.software != Strategy(tensor=2).software
+    (name, value), *_ = said.items()
+    more = replace(strategy, tensor=4)
+    assert getattr(strategy, name) == getattr(more, name) == getattr(more.software, name) == value
+    assert eval(repr(strategy)) == parse_strategy(strategy_text(strategy)) == strategy
+    assert copy.deepcopy(strategy) == pickle.loads(pickle.dumps(strategy)) == strategy
+    assert hash(replace(strategy, **{name: getattr(Strategy(), name)})) == hash(Strategy(tensor=2))
+
+
+def test_classes_of_attention() -> None:
     with pytest.raises(LayoutError, match=r"attention 'flash9' is unknown; legal: unfused, .*, flash3, cudnn"):
         Strategy(attention="flash9")

@@ -76,7 +76,7 @@ def plan(
     nodes: Nodes = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence.")] = None,
     precision: Annotated[
-        str | None, typer.Option("--precision", help="fp32, bf16 (by default), fp16; fp8 is predicted.")
+        str | None, typer.Option("--precision", help="fp32, bf16 (by default), fp16, fp8; nvfp4 is predicted.")
     ] = None,
     memory: Annotated[str | None, typer.Option("--memory", metavar="BYTES", help="Of a device, such as 72GB.")] = None,
     reserve: Annotated[
@@ -291,7 +291,7 @@ def _read_machine(path: Path) -> MachineFit:
 
 def _precision_notes(precision: str | None) -> tuple[str, ...]:
     """What is said of a precision that no program runs in."""
-    from shardplan.strategy.strategy import NARROW
+    from shardplan.strategy.strategy import PREDICTED
 
-    said = f"{precision} is predicted: programs run, and memory is certified, in bf16"
-    return (said,) if precision in NARROW else ()
+    said = f"{precision} is predicted: no program has its products, and memory is certified in fp8, which keeps more"
+    return (said,) if precision in PREDICTED else ()

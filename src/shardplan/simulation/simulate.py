@@ -81,9 +81,9 @@ def simulate(
         said = border.choice("simulate: fidelity", fidelity or "events", FIDELITIES, ShardplanError)
         if said == "ops":
             check_options(program, placement)
-            if placement.attention is not None:
+            if (kernels := placement.software.attention) is not None:
                 raise ShardplanError(
-                    f"simulate: attention={placement.attention!r} at the fidelity 'ops', which prices attention's ops; "
+                    f"simulate: attention={kernels!r} at the fidelity 'ops', which prices attention's ops; "
                     "legal are 'closed' and 'events', or None"
                 )
             where = delivered(topology_of("the topology", topology), params)

@@ -23,11 +23,12 @@ from shardplan.errors import LayoutError, ShardplanError, excerpt, near_text
 from shardplan.strategy.decoders import decoder
 from shardplan.strategy.model_config import is_config, load_config
 from shardplan.strategy.model_sizes import with_sizes
+from shardplan.strategy.narrowing import narrow_products
 from shardplan.strategy.parameter import Array, Parameter
 from shardplan.strategy.perceptrons import perceptron, recommender
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes, PerceptronSizes, RecommenderSizes
-from shardplan.strategy.training import MASTER, OPTIMIZERS, PRECISIONS, Training, rename_values, training_program
+from shardplan.strategy.training import MASTER, OPTIMIZERS, Training, recipe_of, rename_values, training_program
 
 _PRESETS = Path(__file__).parent / "presets"
 _FAMILIES: dict[str, tuple[Any, Any]] = {  # sizes, and what writes the program
@@ -102,7 +103,7 @@ class Model:
                 `loss_scale`, a number or "input", scales the loss for the backward pass, and gradients back in f32.
             dtype: Of parameters and of what is computed; moments of an optimizer are f32 or wider.
             precision: Instead of a dtype a recipe: `fp32`; `bf16` or `fp16`, in which the optimizer updates `w.master`
-                in f32, and a parameter w is that, rounded.
+                in f32, and a parameter w is that, rounded; or `fp8`, as bf16 but for layers' products.
             ignore: Keys of the config that no builder computes, and that may be left out; others are refused.
             fields: `batch`, and the sizes of the family, named as in presets.
 
@@ -136,10 +137,8 @@ class Model:
         settings = OPTIMIZERS[optimizer].read("Model.load", fields) if optimizer else {}
         given = dict(known.get(name, {"family": name})) | {k: v for k, v in fields.items() if k not in settings}
         sizes = _sizes(name, given, fields, tuple(legal))
-        if precision is not None:
-            dtype = PRECISIONS[
-                border.choice("Model.load: precision", precision, tuple(PRECISIONS), ShardplanError)
-            ].dtype
+        if (recipe := recipe_of("Model.load: precision", precision)) is not None:
+            dtype = recipe.dtype
         kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
         said = {"training": training, "optimizer": optimizer, "dtype": kind}
         return _build_model(name, sizes, said | ({"precision": precision} if precision else {}), settings)
@@ -186,15 +185,15 @@ class Model:
 
         Raises `ShardplanError` for a model made of a program of another dtype.
         """
-        dtype = PRECISIONS[border.choice("precision", precision, tuple(PRECISIONS), ShardplanError)].dtype
+        recipe, was = (recipe_of("precision", name) for name in (precision, self.fields.get("precision")))
+        assert recipe is not None
         fields: dict[str, Any] = {**self.fields, "precision": precision}
         if self._is_loaded():
             return Model.load(self.name, **fields)
-        if self.fields["dtype"] != dtype or self.forward is None:
-            made = self.fields["dtype"]
-            raise ShardplanError(
-                f"precision={precision!r} of {self.name}, a program in {made}; legal is one in {dtype}"
-            )
+        made = "8 bits" if was and was.narrow and not recipe.narrow else self.fields["dtype"]
+        if made != recipe.dtype or self.forward is None:
+            legal = f"legal is one in {recipe.dtype}"
+            raise ShardplanError(f"precision={precision!r} of {self.name}, a program in {made}; {legal}")
         return _remade(self, self.forward, fields)
 
     def _is_loaded(self) -> bool:
@@ -380,11 +379,12 @@ def assemble_model(
     settings: Mapping[str, float],
 ) -> Model:
     """A model of a forward program."""
+    recipe = recipe_of("precision", fields.get("precision"))
+    program = narrow_products(name, program, parameters) if recipe and recipe.narrow else program
     made, names = Training(program, {}, dict(replaced), ()), dict(dims)
     if fields["training"]:
-        recipe, wanted = fields.get("precision"), {key: p for key, p in parameters.items() if p.trained}
-        master = recipe is not None and PRECISIONS[recipe].master
-        made = training_program(program, wanted, fields["optimizer"], settings, master=master)
+        wanted = {key: p for key, p in parameters.items() if p.trained}
+        made = training_program(program, wanted, fields["optimizer"], settings, master=bool(recipe and recipe.master))
         # What an optimizer keeps of a parameter has its dims; the number of the step has none.
         names |= {key: names.get(key.rpartition(".")[0], ()) for key, _ in made.program.inputs if key not in names}
     return Model(

@@ -109,7 +109,7 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
         yield IdleOption("zero", "no state of an optimizer", "2, 3, or an optimizer that keeps some", 0)
     elif s.zero in (1, 2) and not limits.training:
         yield IdleOption("zero", TRAINED[0], f"0, 3, or {TRAINED[1]}", 3 if s.fsdp else 0)
-    if s.attention is not None and not limits.scores:
+    if s.software.attention is not None and not limits.scores:
         yield IdleOption("attention", "no attention", "None", None)
     if s.recompute in ("selective", "selective_op") and not limits.scores:
         yield IdleOption("recompute", "no attention in a layer", "'none', 'full' or names of ops", "none")
@@ -125,7 +125,7 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
             yield IdleOption(name, TRAINED[0], f"{plain!r}, or {TRAINED[1]}", plain)
     if s.loss not in limits.losses and limits.training:
         yield IdleOption("loss", "no product alone makes logits of classes", " or ".join(limits.losses), "whole")
-    if s.offload_layers > limits.layers:
+    if s.software.offload_layers > limits.layers:
         why = f"the model has {limits.layers} layers"
         yield IdleOption("offload_layers", why, f"0 to {limits.layers}", limits.layers)
     if s.schedule in ("interleaved", "looped-bfs") and s.microbatches == 1 and s.interleave != 1:

@@ -70,6 +70,6 @@ def runtime_of(strategy: Strategy) -> Runtime:
     >>> runtime_of(Strategy(data=2, fsdp=True, global_batch=2)).name
     'torchtitan'
     """
-    if strategy.attention == "unfused":
+    if strategy.software.attention == "unfused":
         return MEGATRON_2021
-    return TORCHTITAN if strategy.fsdp and strategy.attention != "flash1" else MEGATRON
+    return TORCHTITAN if strategy.fsdp and strategy.software.attention != "flash1" else MEGATRON

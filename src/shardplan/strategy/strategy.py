@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from shardplan.core import border
@@ -18,6 +19,7 @@ from shardplan.strategy.model_state import is_state_of, state_names
 from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine, join_lines
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
+from shardplan.strategy.software import Software
 from shardplan.strategy.training import PRECISIONS
 
 ContextKind = Literal["ulysses", "gather", "ring", "zigzag"]
@@ -29,8 +31,8 @@ HEADS, RATIO = ("tensor", "expert_tensor"), ("group", "expert_group")
 SHARING = {"data": "expert", "context": "expert_context", "tensor": "expert_tensor", "group": "expert_group"}
 AXES = BATCH + SEQUENCE + HEADS + RATIO  # of a stage, outermost first
 GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
-ATTENTION = ("unfused", "flash1", "flash2", "flash3", "cudnn", "cudnn_2024")
-NARROW = ("fp8", "nvfp4")  # precisions that are predicted, and not partitioned
+PREDICTED = ("nvfp4",)  # precisions that are predicted, and not partitioned
+NARROW = ("fp8", *PREDICTED)  # precisions of which layers' products are narrower than bf16
 RECOMPUTE = ("none", "full", "selective", "selective_op")  # or a tuple of names of ops
 LOSS = ("whole", "fused", "chunked")
 
@@ -68,8 +70,8 @@ class Strategy:
             around while attention to those at hand is computed, `zigzag` too, of a sequence in an order in which
             every device has as much to do under a causal mask.
         precision: `fp32`; or `bf16` or `fp16`: parameters and all that is computed, while the optimizer updates copies
-            in f32. By default as the model is. `fp8` and `nvfp4`, bf16 but for the layers' products, are predicted, and
-            not partitioned.
+            in f32; or `fp8`: bf16, but layers multiply with their parameters in 8 bits, with one scale a tensor. By
+            default as the model is. `nvfp4` is predicted, and not partitioned.
         gradient_dtype: Of accumulated gradients; by default f32 under `fp32` and `bf16`, f16 under `fp16`, and without
             a precision that of the parameter.
         reduce_dtype: In which gradients are summed over devices; by default that in which they are accumulated.
@@ -86,11 +88,8 @@ class Strategy:
         loss: `whole`: logits with copies in f32, as the runtime has them; `fused`: one pass that keeps none; `chunked`:
             fused, and logits are made in `loss_chunks` parts of the sequence, again backward.
         loss_chunks: Parts of a `chunked` loss; they divide the sequence.
-        attention: How fast attention is predicted to be, a class of kernels: `unfused` (scores go through memory),
-            `flash1`, `flash2`, `flash3`, `cudnn`, `cudnn_2024`; by default `flash2`. The program is the same.
-        tensor_overlap: Whether movements of the tensor axis are cut up and run beside products: predicted, and not
-            partitioned.
-        offload_layers: Layers whose saved values go to the host: predicted, and not partitioned.
+        attention, tensor_overlap, offload_layers: Of `software`, which predictions take into account and jobs are
+            without; see `Software`.
 
     Raises `LayoutError` for a value that is not legal.
 
@@ -124,12 +123,14 @@ class Strategy:
     cuts: tuple[int, ...] | None = None
     loss: str = "whole"
     loss_chunks: int = 1
-    attention: str | None = None
-    tensor_overlap: bool = False
-    offload_layers: int = 0
+    attention: InitVar[str | None] = None
+    tensor_overlap: InitVar[bool] = False
+    offload_layers: InitVar[int] = 0
+    software: Software = field(init=False, default=Software())
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, attention: str | None, tensor_overlap: bool, offload_layers: int) -> None:
         """Check every field by itself, and what hangs together."""
+        object.__setattr__(self, "software", Software(attention, tensor_overlap, offload_layers))
         for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch", "loss_chunks"):
             border.whole_number(f"strategy: {name}", getattr(self, name), 1)
         border.whole_number("strategy: zero", self.zero, 0, 3)
@@ -163,16 +164,14 @@ class Strategy:
                 f"strategy: shard={group} does not divide data={self.data}, or expert={self.expert} does not divide "
                 f"shard * context * tensor; legal are {legal}"
             )
-        border.whole_number("strategy: offload_layers", self.offload_layers, 0)
         border.choice("strategy: loss", self.loss, LOSS)
         if (self.loss_chunks > 1) != (self.loss == "chunked"):
             said = f"loss_chunks={self.loss_chunks} with loss={self.loss!r}"
             raise LayoutError(f"strategy: {said}; legal are 2 and more with 'chunked', else 1")
-        for name in ("sequence_parallel", "fsdp", "offload", "tensor_overlap", *["prefetch"][self.prefetch is None :]):
+        for name in ("sequence_parallel", "fsdp", "offload", *["prefetch"][self.prefetch is None :]):
             border.flag(f"strategy: {name}", getattr(self, name))
-        for name, legal in ("attention", ATTENTION), ("precision", (*PRECISIONS, *NARROW)):
-            if getattr(self, name) is not None:
-                border.choice(f"strategy: {name}", getattr(self, name), legal)
+        if self.precision is not None:
+            border.choice("strategy: precision", self.precision, (*PRECISIONS, *PREDICTED))
         if self.shard is not None and not (self.zero or self.fsdp):
             raise LayoutError(f"strategy: shard={group} without zero or fsdp; legal is one of them, or no shard")
         if self.bucket is not None:
@@ -226,7 +225,7 @@ class Strategy:
 
     def non_defaults(self) -> dict[str, Any]:
         """Return the fields that are otherwise than by default, and chunks where a schedule has several by default."""
-        plain = {name: getattr(_PLAIN, name) for name in self.__slots__} | {"global_batch": self.data * self.microbatch}
+        plain = {name: getattr(_PLAIN, name) for name in FIELDS} | {"global_batch": self.data * self.microbatch}
         if isinstance(self.schedule, str) and GENERATORS[self.schedule].chunks > 1:
             plain["interleave"] = None
         return {name: getattr(self, name) for name, x in plain.items() if getattr(self, name) != x}
@@ -354,6 +353,9 @@ class Strategy:
         yield from ((axis, every[axis]) for axis in axes)
 
 
+FIELDS = tuple(name for name in Strategy.__dataclass_fields__ if name != "software")  # what it takes, by name
+for _name in Software.__slots__:  # read of a strategy as they are said to it
+    setattr(Strategy, _name, property(attrgetter(f"software.{_name}")))
 _PLAIN = Strategy()
 
 

@@ -80,11 +80,13 @@ class Optimizer:
 class Precision(NamedTuple):
     """A recipe: the dtype of parameters and of what is computed, and that in which gradients are added up.
 
-    Where parameters are narrower than f32, the optimizer updates a copy in f32, its `master`, which it rounds.
+    Where parameters are narrower than f32, the optimizer updates a copy in f32, its `master`, which it rounds. Where it
+    is `narrow`, layers multiply with their parameters in 8 bits (`narrowing.narrow_products`).
     """
 
     dtype: str
     gradient: str
+    narrow: bool = False
 
     @property
     def master(self) -> bool:
@@ -95,7 +97,12 @@ class Precision(NamedTuple):
 MASTER, CLIP, SCALE, SKIPPED, INPUT = "master", "clip", "loss_scale", "skipped", "input"
 ROW, COLUMN = "row", "column"
 CLIP_EPS = 1e-6  # what torch's clip_grad_norm_ adds to the norm
-PRECISIONS = {"fp32": Precision("f32", "f32"), "bf16": Precision("bf16", "f32"), "fp16": Precision("f16", "f16")}
+PRECISIONS = {
+    "fp32": Precision("f32", "f32"),
+    "bf16": Precision("bf16", "f32"),
+    "fp16": Precision("f16", "f16"),
+    "fp8": Precision("bf16", "f32", narrow=True),
+}
 _MOMENTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01}
 _FACTORED = {"lr": 1e-2, "beta2_decay": -0.8, "eps1": 0.0, "eps2": 1e-3, "clip_threshold": 1.0, "decay": 0.0}
 _UPDATES = (
@@ -112,6 +119,11 @@ _UPDATES = (
     ),
 )
 OPTIMIZERS = {update.op.name: update for update in _UPDATES}
+
+
+def recipe_of(what: str, name: str | None) -> Precision | None:
+    """Return the recipe of a name, if any; raises `ShardplanError`, which `what` opens, for another one."""
+    return None if name is None else PRECISIONS[border.choice(what, name, tuple(PRECISIONS), ShardplanError)]
 
 
 class Training(NamedTuple):

@@ -6,6 +6,7 @@
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
 - `compute`   `Compute`: what the ops that compute share
 - `products`  products: Einsum
+- `narrow`    products of 8 bits: Quantize, ScaledEinsum
 - `arithmetic` expressions, sums along dims, new dims: Elementwise, ReduceDims, Expand
 - `composed`  `Composed`: an op that says only its decomposition; Backward, its gradient
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
@@ -50,6 +51,7 @@ from shardplan.core.ops.layers import (
     TargetCount,
 )
 from shardplan.core.ops.movement import AllGather, AllToAll, Slice
+from shardplan.core.ops.narrow import Quantize, ScaledEinsum
 from shardplan.core.ops.opaque import Opaque
 from shardplan.core.ops.placing import Cast, Crop, Pad, Pin, Reshape
 from shardplan.core.ops.products import Einsum, matmul
@@ -75,6 +77,8 @@ OPS.update(
         Broadcast,
         ToPartial,
         Einsum,
+        Quantize,
+        ScaledEinsum,
         Elementwise,
         ReduceDims,
         Reshape,
@@ -167,6 +171,7 @@ __all__ = [
     "Pad",
     "Pin",
     "Permute",
+    "Quantize",
     "Reduce",
     "ReduceDims",
     "ReduceScatter",
@@ -176,6 +181,7 @@ __all__ = [
     "GemmAllToAll",
     "GemvAllReduce",
     "Repeat",
+    "ScaledEinsum",
     "Send",
     "Slice",
     "ToPartial",

@@ -23,7 +23,7 @@ from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
-_REDUCTIONS = ("sum", "max", "min", "mean")
+_REDUCTIONS = ("sum", "max", "min", "mean", "absmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,8 @@ class Elementwise(Ruled):
 class ReduceDims(Ruled):
     """Reduce some dims away, or with `keep` to size 1. A mean is the sum divided by the global size.
 
+    `absmax` is the largest of the absolute values.
+
     >>> from shardplan.core.mesh import Mesh
     >>> t = TensorType("f32", (8, 4), ("x",), Mesh(x=2))
     >>> print(*ReduceDims((0,), "max").infer(t), *ReduceDims((1,), keep=True).infer(t))
@@ -178,7 +180,7 @@ class ReduceDims(Ruled):
     @property
     def combine(self) -> str:
         """The reduction over devices: a mean is linear, so its parts are summed."""
-        return "sum" if self.reduction == "mean" else self.reduction
+        return {"mean": "sum", "absmax": "max"}.get(self.reduction, self.reduction)
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Reduced dims are reduced, the others pass; a kept dim is a new factor of size 1."""
@@ -187,7 +189,7 @@ class ReduceDims(Ruled):
             if not 0 <= d < t.ndim:
                 raise TypingError(f"reduce_dims: {t} has no dim {d}; legal are 0 to {t.ndim - 1}")
         kind = numpy_dtype(t.dtype).kind
-        if (self.combine == "sum" and kind == "b") or (self.reduction == "mean" and kind in "iu"):
+        if (self.combine == "sum" and kind == "b") or (self.reduction in ("mean", "absmax") and kind in "biu"):
             raise TypingError(f"reduce_dims({self.reduction}) is not defined for {t.dtype}; legal is a floating dtype")
         if self.combine != "sum" and kind == "c":
             raise TypingError(f"reduce_dims({self.reduction}) is not defined for {t.dtype}; legal is a real dtype")
@@ -200,8 +202,8 @@ class ReduceDims(Ruled):
         return rule_of(self.name, f"[{' '.join(names)}] -> [{' '.join(kept)}]{marks}", operands)
 
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
-        """A partial operand passes when it is partial with the same reduction."""
-        return reduction == self.combine
+        """A partial operand passes when it is partial with the same reduction, but for absolute values."""
+        return reduction == self.combine and self.reduction != "absmax"
 
     def local(self, xp: Namespace, arrays: Sequence[Tensor], at: At, size: Size) -> tuple[Tensor, ...]:
         """Reduce in the wide dtype; an empty shard gives the identity."""
@@ -211,14 +213,18 @@ class ReduceDims(Ruled):
             total = xp.reduce("sum", xp.astype(x, wide(dtype)), self.dims, self.keep, 0)
             return (total / math.prod(size.whole[0][d] for d in self.dims) if self.reduction == "mean" else total,)
         up = np.dtype(np.float32) if dtype.kind == "V" else dtype
-        nothing = up.type(identity(self.reduction, dtype))
-        return (xp.reduce(self.reduction, xp.astype(x, up), self.dims, self.keep, nothing),)
+        nothing = up.type(identity(self.combine, dtype))
+        x = xp.astype(x, up)
+        x = xp.maximum(x, -x) if self.reduction == "absmax" else x
+        return (xp.reduce(self.combine, x, self.dims, self.keep, nothing),)
 
     def gradient(
         self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
     ) -> Sequence[str | None]:
         """The cotangent along the dims; of a maximum shared by the elements that have it."""
         t, dx = draft.types[operands[0]], cotangents[0]
+        if self.reduction == "absmax":
+            raise TypingError("reduce_dims(absmax) has no gradient: it is a scale, and no value")
         names = [f"d{d}" for d in range(t.ndim)]
         if not self.dims:
             return [dx]

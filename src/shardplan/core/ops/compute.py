@@ -86,6 +86,11 @@ class Compute(Op):
         """
         return ()
 
+    @property
+    def product_sides(self) -> tuple[tuple[str, ...], str] | None:
+        """The factors of two operands' dims, and of the result's, where it multiplies them as they are; else None."""
+        return None
+
     def passes(self, partial: frozenset[int], reduction: str, operands: Sequence[TensorType]) -> bool:
         """Say whether the results are partial with `reduction` when exactly the operands `partial` are."""
         return False

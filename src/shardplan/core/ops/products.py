@@ -60,6 +60,11 @@ class Einsum(Ruled):
         left, right = self.spec.split("->")
         return tuple(left.split(",")), right
 
+    @property
+    def product_sides(self) -> tuple[tuple[str, ...], str] | None:
+        """Those of two operands."""
+        return self.sides if self.spec.count(",") == 1 else None
+
     def kernel_sides(self, *operands: TensorType) -> tuple[float, ...]:
         """Those of the factors of both operands and not of the result, and of those of one of them."""
         sides, result = self.sides
@@ -72,7 +77,7 @@ class Einsum(Ruled):
 
     def rule(self, *operands: TensorType) -> FactorRule:
         """Contracted factors are reduced with a sum, the others pass."""
-        found = rule_of(f"einsum {self.spec}", _einsum_rule(self.spec), operands)
+        found = rule_of(f"einsum {self.spec}", einsum_rule(self.spec), operands)
         if common_dtype(self.name, operands) == "bool":
             raise TypingError("einsum: products and sums are not defined for bool; legal is a numeric dtype")
         return found
@@ -118,8 +123,8 @@ class Einsum(Ruled):
 
 
 @lru_cache(maxsize=1024)
-def _einsum_rule(spec: str) -> str:
-    """The text of the rule: `ik,kj->ij` is `[i k] [k j] -> [i j] | sum: k`."""
+def einsum_rule(spec: str) -> str:
+    """Return the text of the rule: `ik,kj->ij` is `[i k] [k j] -> [i j] | sum: k`."""
     left, right = spec.split("->")
     summed = "".join(dict.fromkeys(x for x in left if x != "," and x not in right))
     sides = " ".join(f"[{' '.join(letters)}]" for letters in left.split(","))

@@ -15,7 +15,7 @@ from shardplan.errors import ParseError, ShardplanError, excerpt, line
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import FIELDS, Strategy
 
 FORMAT = "shardplan handed plan 1"
 ORDER = ("pipeline", "data", "context", "tensor")  # of a strategy's devices, outermost first
@@ -56,7 +56,7 @@ class HandedPlan:
         True
         """
         plain = Strategy()
-        said = {k: getattr(self.strategy, k) for k in Strategy.__dataclass_fields__}
+        said = {k: getattr(self.strategy, k) for k in FIELDS}
         said = {k: str(v) if isinstance(v, Schedule) else v for k, v in said.items() if v != getattr(plain, k)}
         data = {"format": FORMAT, "title": self.title, "model": self.name, "fields": dict(self.fields),
                 "topology": str(self.topology), "strategy": said, "order": list(self.order),
@@ -79,7 +79,7 @@ class HandedPlan:
         said: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in data["strategy"].items()
         }  # JSON has no tuples
-        if unknown := said.keys() - Strategy.__dataclass_fields__.keys():
+        if unknown := said.keys() - {*FIELDS}:
             raise ParseError(f"{what}: a strategy has no {min(unknown)}")
         if str(said.get("schedule", "")).startswith("schedule "):
             said["schedule"] = Schedule.parse(said["schedule"])

@@ -113,7 +113,7 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
         yield "--grad-reduce-in-bf16"
     if s.loss == "fused":
         yield from ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te")
-    if s.tensor_overlap:
+    if s.software.tensor_overlap:
         yield "--tp-comm-overlap"
 
 

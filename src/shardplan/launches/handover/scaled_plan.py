@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardplan.errors import ShardplanError
@@ -20,6 +20,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.options import idle
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
+from shardplan.strategy.software import Software
 from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
@@ -168,16 +169,15 @@ def _small_strategy(s: Strategy, degrees: Mapping[str, int], model: Model) -> tu
         **degrees, "schedule": order, "microbatch": microbatch, "shard": shard,
         "expert": math.gcd(s.expert, (shard or degrees["data"]) * degrees["context"] * degrees["tensor"]),
         "global_batch": degrees["data"] * microbatch * count - (1 if uneven and count > 1 else 0),
-        "precision": None, "gradient_dtype": None, "reduce_dtype": None, "tensor_overlap": False, "offload_layers": 0,
+        "precision": None, "gradient_dtype": None, "reduce_dtype": None, **asdict(Software()),
         "cuts": None, "loss_chunks": min(2, s.loss_chunks),
     }  # fmt: skip
-    found = replace(s, attention=None, **changes)
+    found = replace(s, **changes)
     limits = ModelLimits.of(model)
     for one in idle(limits, found):
         found = replace(found, **{one.name: one.runs_as})
-    for name in ("tensor_overlap", "offload_layers", "attention", "cuts", "gradient_dtype", "reduce_dtype",
-                 "loss_chunks", "expert",
-                 "shard", "zero", "fsdp", "schedule", "sequence_parallel"):  # fmt: skip
+    for name in (*Software.__slots__, "cuts", "gradient_dtype", "reduce_dtype", "loss_chunks", "expert", "shard",
+                 "zero", "fsdp", "schedule", "sequence_parallel"):  # fmt: skip
         before, after = getattr(s, name), getattr(found, name)
         if before != after and not isinstance(before, Schedule):
             lines.append(f"{name}={before} as {after}")

@@ -168,10 +168,6 @@ class Configurations:
         said |= {name: legal[int(self.columns[name][k])] for name, legal in CODES.items() if name != "order"}
         said["shard"] = said["shard"] or None
         said["recompute_layers"] = None if said["recompute_layers"] == ALL else said["recompute_layers"]
-        plain = {name: DEFAULTS[name] for name in ("offload_layers", "tensor_overlap")} | {"attention": None}
-        fields = Strategy.__dataclass_fields__
-        for name in [name for name, value in plain.items() if name not in fields and said[name] == value]:
-            del said[name]
         return Strategy(**said)
 
 

@@ -196,7 +196,7 @@ class _JobCompiler:
         Software without fused attention runs it behind the last backward pass: see `closed.stages`.
         """
         job, found = self.job, dict[Key, tuple[Node, ...]]()
-        if not self.settings.frameworks or job.strategy.attention == "unfused":
+        if not self.settings.frameworks or job.strategy.software.attention == "unfused":
             return found
         known: dict[Hashable, tuple[dict[str, StepTraffic], tuple[Node, ...], tuple[Node, ...]]] = {}
         sent = {t.source for t in job.transfers if t.kind not in ("F", "B")} | {t.target for t in job.transfers}

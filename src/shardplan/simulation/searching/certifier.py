@@ -15,18 +15,20 @@ import numpy as np
 
 from shardplan.core.nested import as_nested
 from shardplan.errors import ShardplanError
+from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.jobs.holdings import attributed
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import holdings
 from shardplan.strategy.partition.partition import make_job
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
-from shardplan.strategy.strategy import NARROW, Strategy
+from shardplan.strategy.strategy import PREDICTED, Strategy
 
 ROOM = 1 / 0.95  # times the memory up to which the closed form lets through what is certified then
 WORDS = {
@@ -101,6 +103,8 @@ class Certifier:
             if found.nbytes <= self.memory:
                 return found
             why = f"needs {format_bytes(found.nbytes)}, and a device has {format_bytes(self.memory)}"
+            if (layers := strategy.software.offload_layers) > 0:
+                why += f"; offload_layers={layers} is predicted, and in no program"
         if all(one.strategy != strategy for one in self.refused):
             self.refused.append(RefusedPlan(strategy, why))
         return None
@@ -108,12 +112,9 @@ class Certifier:
     def _certified(self, strategy: Strategy) -> CertifiedPeak:
         """Make the job of a strategy, cut as the closed form cuts, and add up what it holds.
 
-        How fast attention is and what overlaps does not matter to it; what `partition` refuses is refused here.
+        What `partition` refuses is refused here.
         """
-        plain = replace(strategy, attention=None, tensor_overlap=False)
-        if strategy.precision in NARROW:  # what narrow products keep is less
-            plain = replace(plain, precision="bf16")
-        job = make_job(self.model, replace(plain, cuts=even_cuts(self.model, plain)), layouts=self.layouts)
+        job = priced_job(self.model, strategy, layouts=self.layouts)
         found, p = holdings(job, runtime_of(strategy)), self.parameters
         held = [s + p.fragmentation * (n - s) + p.context for n, s in zip(found.peak_bytes, found.state, strict=True)]
         rank = int(np.argmax(held))
@@ -122,6 +123,15 @@ class Certifier:
         parts["more that the allocator holds"] = (p.fragmentation - 1) * (found.peak_bytes[rank] - found.state[rank])
         parts["driver and libraries"] = p.context
         return CertifiedPeak(held[rank], rank, tuple(sorted(parts.items(), key=lambda part: -part[1])))
+
+
+def priced_job(model: Model, strategy: Strategy, where: Topology | None = None, layouts: Layouts | None = None) -> Job:
+    """Return the job of a strategy, cut as it is priced; what a prediction alone has is that of fp8, which keeps more.
+
+    Raises what `partition` raises.
+    """
+    s = replace(strategy, precision="fp8") if strategy.precision in PREDICTED else strategy
+    return make_job(model, replace(s, cuts=even_cuts(model, s)), where, layouts=layouts)
 
 
 def even_cuts(model: Model, strategy: Strategy) -> tuple[int, ...] | None:

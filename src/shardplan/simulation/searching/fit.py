@@ -27,7 +27,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.runtimes import runtime_of
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import FIELDS, Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
 Ints = np.ndarray
@@ -202,5 +202,5 @@ def _choices(space: StrategySpace, asked: Any) -> tuple[Ints, Ints]:
 
 def _said(asked: Strategy, one: Strategy) -> str:
     """What one says otherwise than what was asked for."""
-    names = [name for name in Strategy.__dataclass_fields__ if getattr(one, name) != getattr(asked, name)]
+    names = [name for name in FIELDS if getattr(one, name) != getattr(asked, name)]
     return " ".join(f"{name}={str(getattr(one, name)).lower()}" for name in names)

@@ -15,15 +15,14 @@ from shardplan.errors import Infeasible, ShardplanError, excerpt, near_text
 from shardplan.notebook import notebook_html
 from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.searching.answer import DEGREES, Judge
-from shardplan.simulation.searching.certifier import RefusedPlan, even_cuts
+from shardplan.simulation.searching.certifier import RefusedPlan, priced_job
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import search
 from shardplan.simulation.steps import delivered
 from shardplan.strategy.partition.order import RUN
-from shardplan.strategy.partition.partition import make_job
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.schedules import Schedule, check
-from shardplan.strategy.strategy import AXES, NARROW, Strategy
+from shardplan.strategy.strategy import AXES, Strategy
 
 MOST_OWN = 4  # strategies with it that are made into jobs
 PLAIN_STATE: Mapping[str, Any] = {"zero": 0, "fsdp": False}  # tables say how state is stored
@@ -106,11 +105,8 @@ def judge_own(judge: Judge, own: OwnParts, batch: int, precision: str | None, ou
 
 def step_seconds(judge: Judge, strategy: Strategy, layouts: Layouts | None = None) -> float:
     """Return the seconds of the step of a strategy's job, op by op, on the machine as it delivers."""
-    s = replace(strategy, attention=None, tensor_overlap=False, offload_layers=0)
-    s = replace(s, precision="bf16") if s.precision in NARROW else s
     where = delivered(judge.topology, judge.machine.parameters)
-    job = make_job(judge.model, replace(s, cuts=even_cuts(judge.model, s)), where, layouts=layouts)
-    return simulate_job(job, where).seconds
+    return simulate_job(priced_job(judge.model, strategy, where, layouts), where).seconds
 
 
 def _near_strategies(judge: Judge, own: OwnParts, batch: int, precision: str | None) -> list[Strategy]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardplan.simulation.closed.configurations import ORDERS
-from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.strategy import FIELDS, Strategy
 from shardplan.strategy.strategy_text import strategy_text
 
 Ints = np.ndarray
@@ -22,8 +22,7 @@ class PrunedClass(NamedTuple):
 
 def plan_object(strategy: Strategy, seconds: float, peak_bytes: float) -> dict[str, Any]:
     """Return a strategy with its price as an object of JSON."""
-    names = Strategy.__dataclass_fields__
-    said = {name: getattr(strategy, name) for name in names if getattr(strategy, name) is not None}
+    said = {name: getattr(strategy, name) for name in FIELDS if getattr(strategy, name) is not None}
     return {"strategy": said, "seconds": seconds, "peak_bytes": peak_bytes}
 
 

@@ -212,7 +212,7 @@ def search(
         done: Called with frames searched, and all of them.
         certify: Of a training step: whether strategies that are returned are certified to fit, by the account of the
             job that each comes to; else the closed form alone says so.
-        precision: Of a training step: by default the model's; `fp8` and `nvfp4` are predicted, and certified in bf16.
+        precision: Of a training step: by default the model's; `nvfp4` is predicted, and certified in fp8.
         fixed: Of a training step: fields of strategies by name, that all have as given; the rest is found.
         partial: Of a training step: whether an interrupt (Ctrl-C) ends it with the best of what was searched, where
             there is any; `frames_left` says so.

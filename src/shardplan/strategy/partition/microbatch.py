@@ -238,8 +238,9 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step], kept: Colle
     """Which results are kept for the backward pass: of opened ops those that are smaller than what they are made of.
 
     Of steps in bodies `full` keeps none, `selective` all but attention's, `selective_op` attention and every second
-    product (the first, the third), names all but those of ops of these names; but loops that are `kept`. Of a loss in
-    parts nothing large is kept, nor the head as it is gathered for it.
+    product (the first, the third), names all but those of ops of these names; but loops that are `kept`. What is as
+    large as the parameter that it is made of is not kept: each microbatch would have it, and the parameter is there. Of
+    a loss in parts nothing large is kept, nor the head as it is gathered for it.
     """
     every = [op.body for _, op in _layers(program)]
     bodies = [op.body for k, op in _layers(program) if k not in kept]
@@ -258,6 +259,9 @@ def _keep(program: Program, recompute: Recompute, inside: set[Step], kept: Colle
     if recompute != "none" and (not again or not {*names} <= {step.op.name for step in again}):
         legal = ", ".join(sorted({step.op.name for step in steps})) or "none"
         raise LayoutError(f"recompute={recompute!r}: not all of it is in a layer; legal are ops of layers: {legal}")
+    for _, op in _layers(program):
+        held = {name: op.body.types[name].shape for name, _ in op.body.inputs[len(op.body.inputs) - op.cut :]}
+        again |= {s for s in op.body.steps if op.body.types[s.results[0]].shape in {held.get(o) for o in s.operands}}
     for k, body in parts:
         heads = {*program.steps[k].operands}
         again |= {step for step in program.steps if heads & {*step.results} and step.op.view}

@@ -7,7 +7,7 @@ from shardplan.strategy.model import Model
 from shardplan.strategy.schedules import Schedule, check, schedule
 from shardplan.strategy.schedules.action import COMPUTE, RECEIVES, SENDS
 from shardplan.strategy.schedules.offload import add_offloads
-from shardplan.strategy.strategy import NARROW, Strategy
+from shardplan.strategy.strategy import PREDICTED, Strategy
 from shardplan.strategy.training import PRECISIONS
 
 FORWARD = ("F", "SEND_F", "RECV_F")
@@ -15,17 +15,11 @@ RUN = (*COMPUTE, *SENDS, *RECEIVES, "OFFLOAD", "RELOAD")  # what else a file say
 
 
 def check_predicted(strategy: Strategy) -> None:
-    """Raise `LayoutError` for what is predicted alone."""
-    for name, plain in (("tensor_overlap", False), ("offload_layers", 0)):
-        if getattr(strategy, name) != plain:
-            raise LayoutError(
-                f"strategy: {name}={getattr(strategy, name)} is predicted, and no program does it yet; legal for a job "
-                f"is {name}={plain}"
-            )
-    if strategy.precision in NARROW:
+    """Raise `LayoutError` for a precision that is predicted alone."""
+    if strategy.precision in PREDICTED:
         raise LayoutError(
-            f"strategy: precision={strategy.precision} is predicted, and no program has its narrow products yet; "
-            f"legal for a job are {', '.join(PRECISIONS)}"
+            f"strategy: precision={strategy.precision} is predicted, and no program has its narrow products; legal for "
+            f"a job are {', '.join(PRECISIONS)}"
         )
 
 
