@@ -19,12 +19,12 @@ _SPACE = re.compile(r"[ \t]*")
 class Scanner:
     """A cursor over one text; every `expect` that fails raises a `ParseError` pointing at the character."""
 
-    def __init__(self, text: str, position: int = 0) -> None:
-        """Start at `position` of `text`; raises `ParseError` for what is no text."""
+    def __init__(self, text: str) -> None:
+        """Start at the beginning of `text`; raises `ParseError` for what is no text."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ParseError(f"a text is read here, got {excerpt(text)}")
         self.text = text
-        self.position = position
+        self.position = 0
 
     def skip(self) -> None:
         """Skip blanks."""

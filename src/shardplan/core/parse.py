@@ -36,7 +36,7 @@ _ATTRIBUTES = re.compile(r"[^\n]*?\)(?=[ \t]*(?::|\n|$))")
 MOST_NESTED = 16  # bodies inside each other
 
 
-def _is_whole(value: object, _: object = None) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -50,7 +50,7 @@ def _is_anything(value: object, _: object) -> bool:
 
 # By the annotation of an op's field, what a text may say there; of a field with another annotation, anything.
 _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
-    "int": _is_whole,
+    "int": lambda value, _: _is_whole(value),
     "bool": lambda value, _: isinstance(value, bool),
     "float": lambda value, _: isinstance(value, float) or _is_whole(value),
     "str": lambda value, _: isinstance(value, str),
