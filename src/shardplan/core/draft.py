@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.reduction import AllReduce
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
+
+Values = Sequence[str]  # of a draft, by name
+Cotangents = Sequence[str | None]  # None of a value that has none
 
 
 class Decomposition(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft
 from shardplan.core.layout import Layout
 from shardplan.core.nested import row, rows
 from shardplan.core.ops.bodies import Repeat
@@ -148,17 +148,13 @@ class _Level(Reverse):
             found.append(Origin(draft.origins[k], self.bodies.get(results[0], ()), alike))
         return tuple(found)
 
-    def step_gradient(
-        self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]
-    ) -> Sequence[str | None]:
+    def step_gradient(self, number: int, step: Step, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
         """Of a repeat one in reverse."""
         if isinstance(step.op, Repeat):
             return self._repeat(number, step.op, came, wants) if step.op.n else came
         return super().step_gradient(number, step, came, wants)
 
-    def _repeat(
-        self, number: int, op: Repeat, came: Sequence[str | None], wants: Sequence[bool]
-    ) -> Sequence[str | None]:
+    def _repeat(self, number: int, op: Repeat, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
         draft, step, outputs = self.draft, self.forward[number], op.body.outputs
         names = [name for name, _ in op.body.inputs]
         wanted = [n for n, want in zip(names, wants, strict=True) if want]
