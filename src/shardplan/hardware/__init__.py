@@ -14,8 +14,10 @@ Reading order:
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `prices/`        what communication costs: `fabric` (resources and loads), `aggregate` and `algorithms` (loads of
                    collectives, counted or as flows), `library` (tables of rows), `traffic` (hops and loads of an
-                   algorithm), `cost` (the price of a pattern), `group_loads` (its groups one by one), `critical_path`
-                   (when steps run), `fused` (a computation whose tiles leave as soon as they are there)
+                   algorithm), `gloo_messages` (those of gloo), `link_loads` (rings and tori), `kernels` (the price of
+                   a kernel), `cost` (the price of a pattern), `group_loads` (its groups one by one), `critical_path`
+                   (when steps run), `fused` (a computation whose tiles leave as soon as they are there) and
+                   `fused_kernels` (what that computation takes)
 - `measured/`      what others measured: `samples` and `nccl_log` (files), `sample_setup` (topology and pattern of a
                    sample), `fitting` (tables fitted to samples)
 
