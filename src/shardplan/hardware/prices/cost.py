@@ -161,7 +161,7 @@ def affine_message_costs(sender: Ints, receiver: Ints, fabric: Fabric) -> tuple[
 
 
 def _lines(found: Sequence[Price]) -> tuple[tuple[float, float], ...]:
-    """The lines of prices of one byte: seconds are linear in bytes."""
+    """The lines, latency and seconds a byte, of prices of one byte; without those that are nowhere the least."""
     return least_lines((one.alpha, one.transfer) for one in found)
 
 
