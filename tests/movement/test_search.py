@@ -15,7 +15,7 @@ import oracle
 import shardplan as sp
 import strategies as some
 from exhaustive import ALL, PORTABLE, TYPED, Graph, Marks
-from shardplan.core.accounting import bound_bytes
+from shardplan.core.accounting import books_of, bound_bytes
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Op, Slice
 from shardplan.movement.redistribution import choice
 from shardplan.movement.redistribution.candidates import is_portable
@@ -308,9 +308,7 @@ def test_prices_decide_before_programs_are_asked_how_simple_they_are(apart: floa
     source = sp.TensorType.parse("f32[4, 4]", sp.Mesh(a=2, b=2))
     short = choice.chain([Slice(0, ("a",))], source)
     long = choice.chain([Slice(0, ("a",)), Slice(1, ("b",))], source)
-    simple, dear = (
-        choice.Chosen(p, choice.account_of(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0))
-    )
+    simple, dear = (choice.Chosen(p, books_of(p), False, price) for p, price in ((short, 1 + apart), (long, 1.0)))
 
     def taken(*entered: choice.Chosen) -> choice.Chosen | None:
         contest = choice.Contest(choice.Rules(1 << 20))

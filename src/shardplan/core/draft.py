@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.reduction import AllReduce
-from shardplan.core.step import Step
+from shardplan.core.step import Step, live_steps
 from shardplan.core.tensor import TensorType
 
 Values = Sequence[str]  # of a draft, by name
@@ -84,12 +84,7 @@ class Draft:
 
     def live(self, results: Iterable[str]) -> list[int]:
         """Return the numbers of the steps that some results need."""
-        needed, found = set(results), list[int]()
-        for k in reversed(range(len(self.steps))):
-            if needed & set(self.steps[k].results):
-                found.append(k)
-                needed |= set(self.steps[k].operands)
-        return found[::-1]
+        return live_steps(self.steps, results)
 
     def copy(self, steps: Iterable[Step], value: Callable[[str], str]) -> dict[str, str]:
         """Write steps again, and return what their values are called; those from outside are `value(name)`."""

@@ -159,12 +159,7 @@ class _Parser:
         if s.peek("boxes#"):
             return scan_table_name(s, self.tables)
         if s.take("("):
-            items: list[Any] = []
-            while not s.take(")"):
-                items.append(self.attribute())
-                if not s.take(",") and not s.peek(")"):
-                    raise s.error("expected ',' or ')' in a list")
-            return tuple(items)
+            return tuple([self.attribute() for _ in s.items(")", "a list")])
         quoted = s.match(_STRING)
         if quoted is not None:
             try:

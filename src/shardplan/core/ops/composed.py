@@ -36,7 +36,7 @@ from shardplan.core.ops.compute import (
 )
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.reshard_cotangent import reshard_cotangent
-from shardplan.core.step import Step
+from shardplan.core.step import Step, last_uses
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
 
@@ -67,12 +67,7 @@ class Composed(Compute):
         typed, found = self._typed_steps(operands)
         steps = [(step, op.bind(types, where)) for op, step, types in typed]
         results = self.decomposition(*operands).results
-        ends: list[set[str]] = []
-        read = {*results}
-        for step, _ in reversed(steps):
-            ends.append({*step.operands, *step.results} - read)
-            read |= {*step.operands}
-        ends.reverse()
+        ends = last_uses([step for step, _ in steps], results)
 
         def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
             values = {str(k): x for k, x in enumerate(arrays)}
