@@ -50,26 +50,32 @@ class Lines(Protocol):
     @property
     def inputs(self) -> Sequence[tuple[str, TensorType]]:
         """Names and types, in order."""
+        ...
 
     @property
     def steps(self) -> Sequence[Step]:
         """The steps, in order."""
+        ...
 
     @property
     def outputs(self) -> Sequence[str]:
         """Names, in order."""
+        ...
 
     @property
     def types(self) -> Mapping[str, TensorType]:
         """The type of every value."""
+        ...
 
     @property
     def meshes(self) -> Sequence[Mesh]:
         """All meshes, those of bodies too."""
+        ...
 
     @property
     def tables(self) -> Sequence[BoxTable]:
         """All tables of boxes, those of bodies too."""
+        ...
 
 
 def op_text(

@@ -19,24 +19,30 @@ class Refitting(Protocol):
     @property
     def source(self) -> Weights:
         """What there is."""
+        ...
 
     @property
     def target(self) -> Weights:
         """What is wanted."""
+        ...
 
     @property
     def moves(self) -> tuple[FamilyMove, ...]:
         """What goes between families."""
+        ...
 
     @property
     def relays(self) -> tuple[FamilyMove, ...]:
         """What is passed on inside nodes."""
+        ...
 
     def passed_on(self, rank: int) -> RefitRegions:
         """Return what a rank passes on, and is passed."""
+        ...
 
     def regions(self, rank: int) -> RefitRegions:
         """Return what a rank sends and receives."""
+        ...
 
 
 def convert_values(values: np.ndarray, dtype: np.dtype[Any], plus: int) -> np.ndarray:
