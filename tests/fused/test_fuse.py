@@ -181,7 +181,7 @@ def test_without_a_calibration_the_rows_say_so() -> None:
 
 
 def test_rows_are_printed_and_are_json(tmp_path: Path) -> None:
-    EAGER.save(tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text(str(EAGER))
     found = fuse(Program.parse(EXPERTS), box(2), tmp_path / "c.toml")
     said = json.loads(json.dumps(found.to_dict()))
     assert said["rows"][0]["seconds"]["unfused"] == pytest.approx(0.44, rel=1e-3)

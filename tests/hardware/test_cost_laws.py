@@ -11,7 +11,6 @@ from hardware.topologies import any_topology, grouped, pairs, transfer
 from shardplan.core.pattern import Groups, Messages
 from shardplan.hardware import (
     Fabric,
-    level_bytes,
     price,
 )
 from shardplan.hardware.prices.algorithms import ring, tree
@@ -81,7 +80,7 @@ def test_bytes_are_conserved(case):
         "broadcast": k - 1,
     }[pattern.kind] * float(pattern.nbytes.sum())
     for name in ALGORITHM_NAMES:
-        assert sum(level_bytes(pattern, Fabric(topology), name)) == pytest.approx(total, rel=1e-9)
+        assert sum(price(pattern, Fabric(topology), name).level_bytes) == pytest.approx(total, rel=1e-9)
 
 
 @given(cases(), st.sampled_from(ALGORITHM_NAMES), st.floats(1.0, 8.0))

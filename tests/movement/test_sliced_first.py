@@ -10,8 +10,9 @@ import pytest
 from tests import oracle
 
 import shardplan as sp
+from shardplan.core.accounting import books_of
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE
-from shardplan.movement.redistribution.choice import Rules, account_of, price
+from shardplan.movement.redistribution.choice import Rules, price
 from shardplan.movement.redistribution.single_move import rules_of
 
 AXES, DIGITS = "abc", 6
@@ -64,7 +65,7 @@ def test_no_program_over_any_digits_is_cheaper(old: str) -> None:
             start = tuple(old.index(a) if a in old else "P" if a in partial else "U" for a in AXES)
             goal = tuple(new.index(a) if a in new else "U" for a in AXES)
             least = least_cost(start, goal, ROUND_CHARGE * rules.bound)
-            assert price(plan.program, account_of(plan.program), rules) <= least + 1e-6, (old, partial, new)
+            assert price(plan.program, books_of(plan.program), rules) <= least + 1e-6, (old, partial, new)
             assert oracle.unsound(plan.program, plan.program.output_types) is None
 
 

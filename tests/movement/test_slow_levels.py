@@ -13,9 +13,10 @@ from tests.replay import messages_of
 from tests.strategies import rngs
 
 import shardplan as sp
+from shardplan.core.accounting import books_of
 from shardplan.core.ops import Exchange, Send
 from shardplan.movement.batches.idle_peers import relayed_ops
-from shardplan.movement.redistribution.choice import FEW_BYTES, Chosen, Contest, account_of, chain
+from shardplan.movement.redistribution.choice import FEW_BYTES, Chosen, Contest, chain
 from shardplan.movement.redistribution.single_move import rules_of
 from shardplan.plans.pricing import NOISE
 
@@ -79,7 +80,7 @@ def test_what_takes_as_long_with_fewer_bytes_between_nodes_is_taken(rng: random.
     assert plan.least_seconds <= plan.seconds <= plan.least_seconds * (1 + NOISE) * (1 + 1e-9)
     rules = rules_of(s, t, cluster(4), False, False)
     near = chain([Send(t.layout, t.mesh, near=(NODE,))], s)
-    direct = Chosen.of(near, account_of(near), False, rules)
+    direct = Chosen.of(near, books_of(near), False, rules)
     assert plan.least_seconds <= direct.price * (1 + 1e-9)
     if direct.price <= plan.least_seconds * (1 + NOISE):
         assert plan.certificate.level_bytes[0] <= (1 + FEW_BYTES) * direct.crossing[0] * (1 + 1e-9)
@@ -107,7 +108,7 @@ def test_within_ten_percent_bytes_decide_then_devices_and_names() -> None:
     grouped, whole = (chain([Exchange(target.layout, axes)], source) for axes in (("a",), ()))
 
     def made(program: sp.Program, price: float, slow: float, exact: bool = False) -> Chosen:
-        return Chosen(program, account_of(program), exact, price, (slow, 300 - slow))
+        return Chosen(program, books_of(program), exact, price, (slow, 300 - slow))
 
     def taken(*entered: Chosen) -> Chosen:
         contest = Contest(rules)

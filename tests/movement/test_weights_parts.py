@@ -81,7 +81,7 @@ def test_runs_of_a_dim_are_its_elements_one_by_one(boxes: list[tuple[int, int, i
         pieces.append(HeldPiece(base, (DigitBox("n", first, count, weight),)))
         wanted |= {first + i: base + i * weight for i in range(count)}
         base, first = base + count * weight, first + count
-    rows = run_rows(DimDigits(first, {"n": 1}, range(first)), 1, None, [(0, pieces)])
+    rows = run_rows(DimDigits({"n": 1}, range(first)), 1, None, [(0, pieces)])
     found = [(start + i, at + i * step) for start, length, _, _, at, step in rows for i in range(length)]
     assert found == sorted(wanted.items())
     same = [(count, weight) for count, weight, gap in boxes if not gap and count > 1]

@@ -9,9 +9,7 @@ import pytest
 
 import shardplan as sp
 from movement import weights_frameworks as frameworks
-from movement import weights_more as more
 from shardplan.errors import LayoutError
-from shardplan.movement.weights.state import optimizer_state
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, make_weights
 
@@ -187,21 +185,6 @@ def test_zero_centred_norms_are_moved_by_one() -> None:
     target = side({}, {"parameters": [{"name": "{l}.q", "is": "q = n, e", "plus": 1}]}, first=1)
     arrays = {f"{k}.q": np.full((12, 3), 1.5, np.float32) for k in range(2)}
     assert np.all(sp.refit(source, target).apply({0: arrays})[1]["0.q"] == 0.5)
-
-
-def test_optimizer_state_moves_as_its_parameters_do() -> None:
-    whole = frameworks.checkpoint(LLAMA, np.random.default_rng(0))
-    a = optimizer_state(sp.Weights.load("fsdp2-llama", LLAMA, data=3), "exp_avg")
-    b = optimizer_state(sp.Weights.load("megatron-dist-llama", LLAMA), "exp_avg", form="fully_reshardable")
-    chunks = frameworks.fsdp2(LLAMA, whole, data=3)
-    held = {r: {f"state.{n}.exp_avg": x for n, x in w.items()} for r, w in chunks.items()}
-    after = sp.refit(a, b).apply(held)[0]
-    for name, x in more.torch_dist(LLAMA, whole)[0].items():
-        assert after[f"optimizer.state.exp_avg.{name}"].tobytes() == x.tobytes()
-    with pytest.raises(LayoutError, match="dp_reshardable is flat buckets"):
-        optimizer_state(a, "exp_avg", form="dp_reshardable")
-    with pytest.raises(LayoutError, match="legal are dtensor, fsdp_dtensor, fully_reshardable"):
-        optimizer_state(a, "exp_avg", form="flat")
 
 
 def test_copies_under_two_names_and_twice_on_one_device_are_compared() -> None:

@@ -255,7 +255,7 @@ def account(program: Program) -> Account:
 
 @lru_cache(maxsize=256)
 def books_of(body: Program) -> Account:
-    """Return the account of the body of an op; remembered."""
+    """Return the account of a program, or the body of an op; remembered."""
     return account(body)
 
 

@@ -224,20 +224,14 @@ def scan_row(scanner: Scanner) -> BoxRow:
     """Read `3 [0:2, 4:8] at 10 by (4, 1)` at the scanner's position."""
     device = scanner.integer("a device")
     box: list[tuple[int, int]] = []
-    strides: list[int] = []
     scanner.expect("[", "the box of a row")
-    while not scanner.take("]"):
+    for _ in scanner.items("]", "the box of a row"):
         low = scanner.integer("the start of a dim")
         scanner.expect(":", "the box of a row")
         box.append((low, scanner.integer("the stop of a dim")))
-        if not scanner.take(",") and not scanner.peek("]"):
-            raise scanner.error("expected ',' or ']' in the box of a row")
     scanner.expect("at ", "a row")
     offset = scanner.integer("an offset")
     scanner.expect("by ", "a row")
     scanner.expect("(", "the strides of a row")
-    while not scanner.take(")"):
-        strides.append(scanner.integer("a stride"))
-        if not scanner.take(",") and not scanner.peek(")"):
-            raise scanner.error("expected ',' or ')' in the strides of a row")
+    strides = scanner.integers(")", "a stride", "the strides of a row")
     return BoxRow(device, tuple(box), offset, tuple(strides))

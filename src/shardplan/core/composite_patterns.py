@@ -26,7 +26,7 @@ from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.program import Program
 from shardplan.core.reference import run_reference
-from shardplan.core.step import Step
+from shardplan.core.step import Step, live_steps
 from shardplan.core.tensor import TensorType
 
 MOST_MASK = 1 << 24  # elements of a mask that is worked out
@@ -196,12 +196,8 @@ class Formulas:
         if key is None or math.prod(self.types[name].shape) > MOST_MASK:
             return None
         if key not in self.masks:
-            needed, steps = {name}, list[Step]()
-            for step in reversed(self.program.steps):
-                if needed & {*step.results}:
-                    steps.append(step)
-                    needed |= {*step.operands}
-            self.masks[key] = run_reference(Program((), steps[::-1], (name,)), ())[0][0]
+            steps = [self.program.steps[k] for k in live_steps(self.program.steps, (name,))]
+            self.masks[key] = run_reference(Program((), steps, (name,)), ())[0][0]
         return self.masks[key]
 
 

@@ -36,6 +36,15 @@ def digit_groups(size: int, digits: Digits) -> np.ndarray:
     return found
 
 
+def nth_of_each(count: np.ndarray) -> np.ndarray:
+    """Return the numbers from 0 below each of some counts, one range behind the other.
+
+    >>> nth_of_each(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+
+
 def tile_bounds(n: int, sizes: Sequence[int]) -> np.ndarray:
     """Return the (start, stop) of every tile of a dim of `n` that axes of these sizes cut, int64 [tiles, 2].
 

@@ -51,14 +51,12 @@ class DimNames:
     """The names of a program's dims.
 
     `values` has them per value and dim, `factors` per step and factor of its op's `links`, none of an op with a body;
-    `bodies` are the names inside such ops, by the numbers of their steps. `wholes` has the names that were given to
-    dims whose factors have names, too, and what they are products of.
+    `bodies` are the names inside such ops, by the numbers of their steps.
     """
 
     values: Mapping[str, tuple[Names, ...]]
     factors: tuple[Mapping[str, Names], ...]
     bodies: Mapping[int, DimNames]
-    wholes: Mapping[str, Names]
 
 
 def dim_names(
@@ -350,5 +348,4 @@ class _Naming:
             if isinstance(step.op, Nested):
                 bodies[number] = self.dim_names(level.bodies[number], step.op.body)
         factors = [{n: self.of(part) for n, part in level.factors[k].items()} for k in range(len(program.steps))]
-        wholes = {name: self.run(run) for run, name in self.whole.items() if self.cut(run)}
-        return DimNames(values, tuple(factors), bodies, wholes)
+        return DimNames(values, tuple(factors), bodies)

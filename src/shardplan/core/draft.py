@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops.reduction import AllReduce
-from shardplan.core.step import Step
+from shardplan.core.step import Step, live_steps
 from shardplan.core.tensor import TensorType
+
+Values = Sequence[str]  # of a draft, by name
+Cotangents = Sequence[str | None]  # None of a value that has none
 
 
 class Decomposition(NamedTuple):
@@ -81,12 +84,7 @@ class Draft:
 
     def live(self, results: Iterable[str]) -> list[int]:
         """Return the numbers of the steps that some results need."""
-        needed, found = set(results), list[int]()
-        for k in reversed(range(len(self.steps))):
-            if needed & set(self.steps[k].results):
-                found.append(k)
-                needed |= set(self.steps[k].operands)
-        return found[::-1]
+        return live_steps(self.steps, results)
 
     def copy(self, steps: Iterable[Step], value: Callable[[str], str]) -> dict[str, str]:
         """Write steps again, and return what their values are called; those from outside are `value(name)`."""

@@ -7,6 +7,7 @@ repeats, `fused_with` rewrites a program, `decompose_fused` takes fused ops apar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -65,7 +66,7 @@ def fusable(program: Program, path: Place = ()) -> Iterator[FusionPlace]:
     [((1,), 'gemm_all_to_all', (0, 1), '')]
     """
     makers = {r: k for k, step in enumerate(program.steps) for r in step.results}
-    users = _users(program)
+    users = Counter((*(o for step in program.steps for o in step.operands), *program.outputs))
     for number, step in enumerate(program.steps):
         if isinstance(step.op, Repeat):
             yield from fusable(step.op.body, (*path, number))
@@ -74,14 +75,6 @@ def fusable(program: Program, path: Place = ()) -> Iterator[FusionPlace]:
             if found is not None:
                 kind, numbers = found
                 yield _judge_place(program, users, (*path, number), kind, numbers)
-
-
-def _users(program: Program) -> Mapping[str, int]:
-    """How often each value is read, by steps and as a result."""
-    found: dict[str, int] = {}
-    for name in (*(o for step in program.steps for o in step.operands), *program.outputs):
-        found[name] = found.get(name, 0) + 1
-    return found
 
 
 def _candidate(program: Program, makers: Mapping[str, int], number: int) -> tuple[type[Fused], tuple[int, ...]] | None:

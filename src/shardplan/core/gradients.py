@@ -8,11 +8,11 @@ of sliced operands are stacked. For the types of cotangents see `core.ops.compos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft
 from shardplan.core.layout import Layout
 from shardplan.core.nested import row, rows
 from shardplan.core.ops.bodies import Repeat
@@ -34,14 +34,13 @@ def keep_computed(step: Step, moved: bool) -> bool:
 
 
 class Origin(NamedTuple):
-    """Of a backward step: the number of the forward step that it is of, and the one value whose gradient needs it.
+    """Of a backward step: the number of the forward step that it is of.
 
-    `parameter` is None where several need it; `inner` are the origins of the steps of its body, if it has one. `alike`
-    has for each result the forward value that it is the cotangent, or a copy, of; None where it is neither.
+    `inner` are the origins of the steps of its body, if it has one. `alike` has for each result the forward value that
+    it is the cotangent, or a copy, of; None where it is neither.
     """
 
     forward: int | None
-    parameter: str | None
     inner: tuple[Origin, ...] = ()
     alike: tuple[str | None, ...] = ()
 
@@ -92,13 +91,10 @@ def gradients(
         else zeros(draft, program.types[n], n)
         for n in wanted
     ]
-    live, count = draft.live(found), len(program.steps)
+    live = draft.live(found)
     steps = [*level.forward, *(draft.steps[k] for k in live)]
     made = Program(program.inputs, steps, (*program.outputs, *found))
-    labels = [*(set[str]() for _ in program.outputs), *({n} for n in wanted)]
-    numbers = (*(None for _ in level.forward), *(draft.origins[k] for k in live))
-    origins, _ = _origins(made, labels, _Numbers(numbers, draft.alike, level.bodies))
-    return Gradients(made, (*(None for _ in range(count)), *origins[count:]))
+    return Gradients(made, (*(None for _ in level.forward), *level.origins(live)))
 
 
 class _Level(Reverse):
@@ -114,7 +110,7 @@ class _Level(Reverse):
         self.forward = list(program.steps)
         self.makers = {r: k for k, step in enumerate(program.steps) for r in step.results}
         self.known: dict[str, str] = {}
-        self.bodies: dict[str, _Numbers] = {}
+        self.bodies: dict[str, tuple[Origin, ...]] = {}
 
     def saved_name(self, name: str) -> str:
         """Return what a value that is kept, or came from outside, is called in the draft."""
@@ -143,17 +139,22 @@ class _Level(Reverse):
         moved = moving(step.op) is not None and not any(t.layout.partial for t in types)
         return bool(step.operands) and self.keep(step, moved)
 
-    def step_gradient(
-        self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]
-    ) -> Sequence[str | None]:
+    def origins(self, steps: Iterable[int]) -> tuple[Origin, ...]:
+        """Return the origins of steps of the draft, given by number."""
+        draft, found = self.draft, list[Origin]()
+        for k in steps:
+            results = draft.steps[k].results
+            alike = tuple(map(draft.alike.get, results))
+            found.append(Origin(draft.origins[k], self.bodies.get(results[0], ()), alike))
+        return tuple(found)
+
+    def step_gradient(self, number: int, step: Step, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
         """Of a repeat one in reverse."""
         if isinstance(step.op, Repeat):
             return self._repeat(number, step.op, came, wants) if step.op.n else came
         return super().step_gradient(number, step, came, wants)
 
-    def _repeat(
-        self, number: int, op: Repeat, came: Sequence[str | None], wants: Sequence[bool]
-    ) -> Sequence[str | None]:
+    def _repeat(self, number: int, op: Repeat, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
         draft, step, outputs = self.draft, self.forward[number], op.body.outputs
         names = [name for name, _ in op.body.inputs]
         wanted = [n for n, want in zip(names, wants, strict=True) if want]
@@ -191,7 +192,7 @@ class _Level(Reverse):
         read = [self.read(operand[n]) for n in (*back.invariants, *back.rows)]
         reverse = Repeat(op.n, back.program(), len(starts), len(back.rows) + len(stacked), not op.reverse)
         found = draft.write_step(reverse, *starts, *read, *(c for k, c in enumerate(came) if k in stacked and c))
-        self.bodies[found[0]] = back.numbers()
+        self.bodies[found[0]] = back.origins(back.live)
         made = [*(names[j] for j in back.carried), *sums, *back.slices]
         cotangents: dict[str, str | None] = dict(zip(made, found, strict=True))
         return [cotangents.get(n) for n in names]
@@ -270,46 +271,3 @@ class _Body(_Level):
         given = (*self.entering, *self.invariants.values(), *self.rows.values(), *self.coming)
         steps = [self.draft.steps[k] for k in self.live]
         return Program([(n, self.draft.types[n]) for n in given], steps, self.outputs)
-
-    def numbers(self) -> _Numbers:
-        """Return of which forward steps the body's are."""
-        return _Numbers(tuple(self.draft.origins[k] for k in self.live), self.draft.alike, self.bodies)
-
-
-class _Numbers(NamedTuple):
-    """Of the steps of a draft the numbers of the forward steps, and those inside its repeats, by their first result.
-
-    `alike` is that of the draft.
-    """
-
-    forward: tuple[int | None, ...]
-    alike: Mapping[str, str]
-    bodies: Mapping[str, _Numbers]
-
-
-def _origins(
-    program: Program, wanted: Sequence[Set[str]], numbers: _Numbers
-) -> tuple[list[Origin], dict[str, Set[str]]]:
-    """Return the origins of steps, and for which gradients each value is needed; `wanted` are those of outputs."""
-    needs: dict[str, set[str]] = {}
-    for name, labels in zip(program.outputs, wanted, strict=True):
-        needs.setdefault(name, set()).update(labels)
-    out: list[Origin] = []
-    for step, number in zip(reversed(program.steps), reversed(numbers.forward), strict=True):
-        labels = [needs.get(r, set[str]()) for r in step.results]
-        every = set[str]().union(*labels)
-        inner, reads = list[Origin](), [every] * len(step.operands)
-        if isinstance(step.op, Repeat) and step.results[0] in numbers.bodies:
-            body, carried = step.op.body, step.op.carried
-            while True:  # a carried value is needed for what the next run makes of it
-                inner, found = _origins(body, labels, numbers.bodies[step.results[0]])
-                reads = [found.get(name, set[str]()) for name, _ in body.inputs]
-                more = [a | b for a, b in zip(labels, reads[:carried], strict=False)] + labels[carried:]
-                if more == labels:
-                    break
-                labels = more
-        for o, read in zip(step.operands, reads, strict=True):
-            needs.setdefault(o, set()).update(read)
-        alike = tuple(numbers.alike.get(r) for r in step.results)
-        out.append(Origin(number, next(iter(every)) if len(every) == 1 else None, tuple(inner), alike))
-    return out[::-1], dict(needs)

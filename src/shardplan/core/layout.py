@@ -96,15 +96,13 @@ def scan_layout(scanner: Scanner) -> Layout:
     """Read a layout at the scanner's position."""
     dims: list[tuple[str, ...]] = []
     scanner.expect("[", "a layout")
-    while not scanner.take("]"):
+    for _ in scanner.items("]", "a layout"):
         if scanner.take("@"):
             dims.append(scanner.names("an axis after '@'"))
         elif scanner.take("_") or scanner.peek(",") or scanner.peek("]"):
             dims.append(())
         else:
             raise scanner.error("expected '@axis', '_' or ']' in a layout")
-        if not scanner.take(",") and not scanner.peek("]"):
-            raise scanner.error("expected ',' or ']' in a layout")
     partial, reduction, root = scan_suffix(scanner)
     return Layout(tuple(dims), partial, reduction, root)
 

@@ -367,12 +367,10 @@ def scan_mesh(scanner: Scanner) -> Mesh:
         scanner.expect("=", "an axis")
         if scanner.take("("):
             parts: dict[str, int] = {}
-            while not scanner.take(")"):
+            for _ in scanner.items(")", "the parts of an axis"):
                 part = scanner.name("a part name")
                 scanner.expect("=", "a part of an axis")
                 parts[f"{name}.{part}"] = scanner.integer("the size of a part")
-                if not scanner.take(",") and not scanner.peek(")"):
-                    raise scanner.error("expected ',' or ')' in the parts of an axis")
             splits[name] = parts
             table[name] = math.prod(parts.values())
         else:

@@ -6,6 +6,7 @@ Axis names are identifiers; sub-axes append `.part` (a level or a prime's number
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from shardplan.errors import ParseError, excerpt
 
@@ -19,12 +20,12 @@ _SPACE = re.compile(r"[ \t]*")
 class Scanner:
     """A cursor over one text; every `expect` that fails raises a `ParseError` pointing at the character."""
 
-    def __init__(self, text: str, position: int = 0) -> None:
-        """Start at `position` of `text`; raises `ParseError` for what is no text."""
+    def __init__(self, text: str) -> None:
+        """Start at the beginning of `text`; raises `ParseError` for what is no text."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ParseError(f"a text is read here, got {excerpt(text)}")
         self.text = text
-        self.position = position
+        self.position = 0
 
     def skip(self) -> None:
         """Skip blanks."""
@@ -72,25 +73,22 @@ class Scanner:
             raise self.error(f"expected {what}" if found is None else f"{what} has {len(found)} digits")
         return int(found)
 
-    def integers(self, close: str, what: str, where: str) -> list[int]:
-        """Consume integers between commas up to `close`, each `what`, in `where`."""
-        found: list[int] = []
+    def items(self, close: str, where: str) -> Iterator[None]:
+        """Come to every item of a list in `where`, which the caller consumes; consume the commas, and `close`."""
         while not self.take(close):
-            found.append(self.integer(what))
+            yield
             if not self.take(",") and not self.peek(close):
                 raise self.error(f"expected ',' or '{close}' in {where}")
-        return found
+
+    def integers(self, close: str, what: str, where: str) -> list[int]:
+        """Consume integers between commas up to `close`, each `what`, in `where`."""
+        return [self.integer(what) for _ in self.items(close, where)]
 
     def names(self, what: str) -> tuple[str, ...]:
         """Consume one name or a parenthesised list of names, `a` or `(a,b)`."""
         if not self.take("("):
             return (self.name(what),)
-        found: list[str] = []
-        while not self.take(")"):
-            found.append(self.name(what))
-            if not self.take(",") and not self.peek(")"):
-                raise self.error("expected ',' or ')' in a list of axes")
-        return tuple(found)
+        return tuple([self.name(what) for _ in self.items(")", "a list of axes")])
 
     def end(self) -> bool:
         """Say whether nothing but blanks is left."""

@@ -36,7 +36,7 @@ _ATTRIBUTES = re.compile(r"[^\n]*?\)(?=[ \t]*(?::|\n|$))")
 MOST_NESTED = 16  # bodies inside each other
 
 
-def _is_whole(value: object, _: object = None) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -50,7 +50,7 @@ def _is_anything(value: object, _: object) -> bool:
 
 # By the annotation of an op's field, what a text may say there; of a field with another annotation, anything.
 _KINDS: dict[str, Callable[[Any, dict[str, Mesh]], bool]] = {
-    "int": _is_whole,
+    "int": lambda value, _: _is_whole(value),
     "bool": lambda value, _: isinstance(value, bool),
     "float": lambda value, _: isinstance(value, float) or _is_whole(value),
     "str": lambda value, _: isinstance(value, str),
@@ -159,12 +159,7 @@ class _Parser:
         if s.peek("boxes#"):
             return scan_table_name(s, self.tables)
         if s.take("("):
-            items: list[Any] = []
-            while not s.take(")"):
-                items.append(self.attribute())
-                if not s.take(",") and not s.peek(")"):
-                    raise s.error("expected ',' or ')' in a list")
-            return tuple(items)
+            return tuple([self.attribute() for _ in s.items(")", "a list")])
         quoted = s.match(_STRING)
         if quoted is not None:
             try:

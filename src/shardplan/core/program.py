@@ -16,7 +16,7 @@ from shardplan.core.box_table import BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import results_of
 from shardplan.core.parse import Written, parse_text
-from shardplan.core.step import Step
+from shardplan.core.step import Step, last_uses
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import program_text
 from shardplan.errors import ShardplanError, TypingError, excerpt
@@ -122,13 +122,7 @@ class Program:
 
     def last_uses(self) -> list[set[str]]:
         """Return, per step, the values that no later step or output reads (operands it frees, results never read)."""
-        alive = set(self.outputs)
-        freed: list[set[str]] = []
-        for step in reversed(self.steps):
-            touched = {*step.operands, *step.results}
-            freed.append({v for v in touched if v not in alive})
-            alive |= set(step.operands)
-        return freed[::-1]
+        return last_uses(self.steps, self.outputs)
 
     def text(self, note: Callable[[int, Step], str] | None = None, total: Callable[[int], str] | None = None) -> str:
         """Return the text that `parse` reads; `note(number, step)` may add a comment to each step's line.

@@ -1,6 +1,6 @@
 """`resize_dims`: a program in which dims of some names have other sizes; every shape is derived again from factors.
 
-Ops are given the new sizes of their factors (`Compute.resize_dims`), and types follow from the inputs. What does not
+Ops are given the new sizes of their factors (`Compute.with_sizes`), and types follow from the inputs. What does not
 follow is an error that names it: a result of another size than the names of its dims say, rows of a table beyond its
 end, and beside a sum along a dim that changes a number that stands for a size. A sum divided by the number of its
 elements is a mean: see `counted_means`.
@@ -23,7 +23,7 @@ from shardplan.core.ops.compute import computing
 from shardplan.core.ops.indexing import Constant, Gather, Iota
 from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.program import Program
-from shardplan.core.step import Step
+from shardplan.core.step import Step, live_steps
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError, TypingError
 
@@ -193,12 +193,8 @@ def counted_means(program: Program) -> Program:
                 step = replace(step, op=replace(sums.op, reduction="mean"), operands=sums.operands)
         inner = as_nested(op)
         steps.append(step if inner is None else replace(step, op=replace(inner, body=counted_means(inner.body))))
-    needed, live = {*program.outputs}, list[Step]()
-    for step in reversed(steps):
-        if needed & {*step.results}:
-            needed |= {*step.operands}
-            live.append(step)
-    return Program(program.inputs, live[::-1], program.outputs)
+    live = [steps[k] for k in live_steps(steps, program.outputs)]
+    return Program(program.inputs, live, program.outputs)
 
 
 def _divides(op: Elementwise, many: int, dtype: str) -> bool:

@@ -14,8 +14,10 @@ Reading order:
 - `level_factors`  what a placement makes of the axes of a reduction, level by level
 - `prices/`        what communication costs: `fabric` (resources and loads), `aggregate` and `algorithms` (loads of
                    collectives, counted or as flows), `library` (tables of rows), `traffic` (hops and loads of an
-                   algorithm), `cost` (the price of a pattern), `group_loads` (its groups one by one), `critical_path`
-                   (when steps run), `fused` (a computation whose tiles leave as soon as they are there)
+                   algorithm), `gloo_messages` (those of gloo), `link_loads` (rings and tori), `kernels` (the price of
+                   a kernel), `cost` (the price of a pattern), `group_loads` (its groups one by one), `critical_path`
+                   (when steps run), `fused` (a computation whose tiles leave as soon as they are there) and
+                   `fused_kernels` (what that computation takes)
 - `measured/`      what others measured: `samples` and `nccl_log` (files), `sample_setup` (topology and pattern of a
                    sample), `fitting` (tables fitted to samples)
 
@@ -25,7 +27,7 @@ This room imports `core` and the errors, and numpy.
 from shardplan.hardware.level import DeviceSpec, Level, Link
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.placement import Matrix, Placement, count, orders, placements
-from shardplan.hardware.prices.cost import Price, cheapest_algorithm, level_bytes, linear_cost, price, seconds
+from shardplan.hardware.prices.cost import Price, linear_cost, price, seconds
 from shardplan.hardware.prices.fabric import Fabric, Flows
 from shardplan.hardware.recognise import matrix_of
 from shardplan.hardware.topology import Topology
@@ -58,8 +60,6 @@ __all__ = [
     "Price",
     "price",
     "seconds",
-    "level_bytes",
-    "cheapest_algorithm",
     "linear_cost",
     "parse_bytes",
     "parse_rate",

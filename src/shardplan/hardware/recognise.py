@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import TopologyError
 from shardplan.hardware.placement import Matrix, Placement, reorder_level
+from shardplan.hardware.prices.aggregate import units_spanned
 from shardplan.hardware.topology import Topology
 
 
@@ -75,11 +77,5 @@ def _units_spanned(array: NDArray[np.int64], axes: tuple[int, ...], topology: To
     """The number of distinct units of each level in every group along `axes`; None where the groups disagree."""
     others = [i for i in range(array.ndim) if i not in axes]
     groups = array.transpose([*others, *axes]).reshape(-1, math.prod(array.shape[i] for i in axes))
-    spanned: list[int] = []
-    for stride in topology.strides:
-        units = np.sort(groups // stride, axis=1)
-        distinct = 1 + np.count_nonzero(np.diff(units, axis=1), axis=1)
-        if int(distinct.min()) != int(distinct.max()):
-            return None
-        spanned.append(int(distinct[0]))
-    return spanned
+    distinct = units_spanned(groups, topology)
+    return None if (distinct != distinct[:, :1]).any() else cast(list[int], distinct[:, 0].tolist())

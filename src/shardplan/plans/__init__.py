@@ -5,6 +5,7 @@ Reading order:
 - `nominal`          seconds without a topology
 - `starts`           what steps take at the least to carry some bytes
 - `bounds`           lower bounds in seconds: senders, receivers, cuts and counts
+- `collective_bounds`  those of collectives, at the best rates that a library reaches
 - `reduction_bound`  those of moves that reduce
 - `pricing`          from a topology or placement to the price of a whole program, and its bound in seconds
 - `certificate`      `Certificate`: its claims, and their derivation from the program alone

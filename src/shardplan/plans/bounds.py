@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.core.messages import at_root
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
@@ -74,7 +75,7 @@ def crossing(source: Tiles, target: Tiles, unit_of: Ints) -> Crossing:
         return Crossing(_coarse(source, target, unit_of, units), np.zeros(len(size)), holders)
     # Every box wanted with every box held in the same unit.
     row = np.repeat(np.arange(len(place)), width)
-    pair = held[np.repeat(first, width) + np.arange(len(row)) - np.repeat(np.cumsum(width) - width, width)]
+    pair = held[np.repeat(first, width) + nth_of_each(width)]
     common = _common(target.boxes[wanted[row]], source.boxes[pair])
     enter = np.bincount(place, volume[wanted], units).astype(np.float64) - np.bincount(place[row], common, units)
     # What every unit that wants it finds among those that hold it need not leave them.

@@ -141,10 +141,10 @@ def step_prices(program: Program, fabric: Fabric, algorithm: str = "auto") -> li
     return prices(step_patterns(program), fabric, algorithm)
 
 
-def step_windows(program: Program, fabric: Fabric, algorithm: str = "auto") -> tuple[list[Price], list[Window]]:
+def step_windows(program: Program, fabric: Fabric) -> tuple[list[Price], list[Window]]:
     """Return the price of every step, and when it runs."""
     steps = step_patterns(program)
-    found = prices(steps, fabric, algorithm)
+    found = prices(steps, fabric)
     return found, windows(steps, [p.seconds for p in found], [p.load for p in found])
 
 

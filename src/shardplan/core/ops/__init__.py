@@ -1,6 +1,7 @@
 """Every operation of the package, in the one table by which program text names them.
 
 - `collective` `Collective`: what the ops that move or reduce share
+- `grouped`   `Grouped`: those in groups over axes
 - `movement`  those that move tiles inside groups: Slice, AllGather, AllToAll
 - `general`   those that move boxes between any two layouts: Permute, Exchange, Send
 - `reduction` those that make, reduce or spread partial and root values: ReduceScatter, AllReduce, Reduce, ...
@@ -9,6 +10,7 @@
 - `narrow`    products of 8 bits: Quantize, ScaledEinsum
 - `arithmetic` expressions, sums along dims, new dims: Elementwise, ReduceDims, Expand
 - `composed`  `Composed`: an op that says only its decomposition; Backward, its gradient
+- `blocks`, `row_tiles`  a function of elements, or of rows, some of them at a time
 - `placing`   those that place elements: Reshape, Pad, Crop, Cast
 - `indexing`  those on positions: Gather, ScatterAdd, Write, Iota, Constant
 - `layers`    those of a transformer, by decomposition: Softmax, LayerNorm, CrossEntropy, ...
@@ -17,11 +19,13 @@
 - `query_tiles`  attention a few rows of queries at a time
 - `overlapped` `Overlapped`: an op that computes between its messages
 - `ring`      attention whose keys and values go round, and its gradient: RingAttention, RingAttentionBackward
+- `ring_rounds`, `zigzag`  the rounds of both, and the order of a sequence in which their tiles are even
 - `routing`   TopK, and tokens in slots of experts: Dispatch, Combine, ...; Dropout
 - `updates`   updates of parameters: Sgd, AdamW, Adafactor
 - `opaque`    what an import keeps without knowing it: Opaque
 - `bodies`    those with a program in them: Repeat, Together
 - `fused`     a computation and the collective behind it as one: GemmAllToAll, GemvAllReduce, EmbeddingBagAllToAll
+- `fused_forms`  what such a kernel has to know of its body
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
 """

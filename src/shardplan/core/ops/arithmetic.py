@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from shardplan.core.derivative import NOTHING, derivative, substitute, times
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import identity, numpy_dtype
 from shardplan.core.expression import Expression
 from shardplan.core.expression_tree import Name
@@ -122,9 +122,7 @@ class Elementwise(Ruled):
         values = [x if kind.kind == "b" else xp.astype(x, up) for x, kind in zip(arrays, kinds, strict=True)]
         return (self.expression.evaluate(xp, values, up),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The derivative times the cotangent, summed over the dims that broadcast."""
         expression = self.expression
         last = chr(ord("a") + expression.arity)
@@ -218,9 +216,7 @@ class ReduceDims(Ruled):
         x = xp.maximum(x, -x) if self.reduction == "absmax" else x
         return (xp.reduce(self.combine, x, self.dims, self.keep, nothing),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The cotangent along the dims; of a maximum shared by the elements that have it."""
         t, dx = draft.types[operands[0]], cotangents[0]
         if self.reduction == "absmax":
@@ -287,9 +283,7 @@ class Expand(Ruled):
         """New dims of these sizes."""
         return replace(self, spec=said_anew(self.spec, sizes))
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Sums along the new dims."""
         rule = parse_rule(add_brackets(self.spec))
         before, after = ([n for (n,) in side] for (side,) in (rule.operands, rule.results))

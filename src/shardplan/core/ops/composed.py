@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from shardplan.core.draft import Decomposition, Draft
+from shardplan.core.draft import Cotangents, Decomposition, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
@@ -36,7 +36,7 @@ from shardplan.core.ops.compute import (
 )
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.reshard_cotangent import reshard_cotangent
-from shardplan.core.step import Step
+from shardplan.core.step import Step, last_uses
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
 
@@ -67,12 +67,7 @@ class Composed(Compute):
         typed, found = self._typed_steps(operands)
         steps = [(step, op.bind(types, where)) for op, step, types in typed]
         results = self.decomposition(*operands).results
-        ends: list[set[str]] = []
-        read = {*results}
-        for step, _ in reversed(steps):
-            ends.append({*step.operands, *step.results} - read)
-            read |= {*step.operands}
-        ends.reverse()
+        ends = last_uses([step for step, _ in steps], results)
 
         def run(xp: Namespace, arrays: Sequence[Tensor]) -> list[Tensor]:
             values = {str(k): x for k, x in enumerate(arrays)}
@@ -115,13 +110,8 @@ class Composed(Compute):
         return score_sides(self.share(*operands), *operands) if self.kernel_class == "scores" else ()
 
     def pull(
-        self,
-        draft: Draft,
-        operands: Sequence[str],
-        results: Sequence[str],
-        cotangents: Sequence[str],
-        wanted: Sequence[bool],
-    ) -> Sequence[str | None]:
+        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+    ) -> Cotangents:
         """One kernel, which computes again what it needs of the forward one."""
         needs = tuple(k for k, want in enumerate(wanted) if want)
         found = draft.write_step(Backward(self, needs, len(cotangents)), *operands, *cotangents)
@@ -202,13 +192,8 @@ class Backward(Composed):
         return self.of.share(*operands[: len(operands) - self.results]) if isinstance(self.of, Composed) else 1.0
 
     def pull(
-        self,
-        draft: Draft,
-        operands: Sequence[str],
-        results: Sequence[str],
-        cotangents: Sequence[str],
-        wanted: Sequence[bool],
-    ) -> Sequence[str | None]:
+        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+    ) -> Cotangents:
         """None: a gradient of a gradient is not said, as what is stopped in the op is not stopped in its gradient."""
         raise TypingError(f"the gradient of {self.of.name} has no gradient")
 
@@ -313,9 +298,7 @@ class Reverse:
                     cotangents[o] = plus(draft, cotangents[o], new) if o in cotangents else new
                     draft.alike.setdefault(cotangents[o], o)
 
-    def step_gradient(
-        self, number: int, step: Step, came: Sequence[str | None], wants: Sequence[bool]
-    ) -> Sequence[str | None]:
+    def step_gradient(self, number: int, step: Step, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
         """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
         if moving(step.op) is not None and as_nested(step.op) is None:
             pairs = zip(step.operands, came, strict=True)
@@ -342,8 +325,8 @@ class Reverse:
         return [None if x is None else made[x] if x in made else read(x) for x in found]
 
     def _body_gradient(
-        self, number: int, op: Nested, step: Step, came: Sequence[str | None], wants: Sequence[bool]
-    ) -> Sequence[str | None]:
+        self, number: int, op: Nested, step: Step, came: Cotangents, wants: Sequence[bool]
+    ) -> Cotangents:
         """Write the gradient of a body that runs once; of what it makes, what is needed is made again."""
         body, alike = op.body, dict(self.draft.alike)
         names = [name for name, _ in body.inputs]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
-from shardplan.core.draft import Decomposition, Draft
+from shardplan.core.draft import Cotangents, Decomposition, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.layout import Layout
@@ -142,9 +142,7 @@ class Compute(Op):
         """
         return None
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Write the steps of the gradient, and return the cotangents of the operands; None of what has none.
 
         All are names of the draft, `cotangents` those of the results. Every step is linear in them.
@@ -152,13 +150,8 @@ class Compute(Op):
         raise TypingError(f"{self.name} has no gradient")
 
     def pull(
-        self,
-        draft: Draft,
-        operands: Sequence[str],
-        results: Sequence[str],
-        cotangents: Sequence[str],
-        wanted: Sequence[bool],
-    ) -> Sequence[str | None]:
+        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+    ) -> Cotangents:
         """Write what of the gradient is wanted."""
         return self.gradient(draft, operands, results, cotangents)
 

@@ -73,13 +73,9 @@ class GemvForm:
 
 @dataclass(frozen=True, slots=True)
 class BagForm:
-    """Bags of tables: pairs of the numbers of a table and of its ids, -1 where the value is its own table.
-
-    `stacked` says whether there is a dim of tables in the result, the second one.
-    """
+    """Bags of tables: pairs of the numbers of a table and of its ids, -1 where the value is its own table."""
 
     tables: tuple[tuple[int, int], ...]
-    stacked: bool
 
 
 FusedForm = GemmForm | GemvForm | BagForm
@@ -198,7 +194,7 @@ def bag_form(name: str, body: Program) -> BagForm:
     tables = tuple(_table(name, body, made, inputs, part, stacked) for part in parts)
     if all(ids < 0 for _, ids in tables):
         raise Unfit(name, "", "no embedding_bag; legal are some")
-    return BagForm(tables, stacked)
+    return BagForm(tables)
 
 
 def _table(

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
@@ -78,9 +78,7 @@ class Gather(Ruled):
         found = xp.take(table, xp.where(mine, here, 0 * here))
         return (xp.where(mine.reshape((*size.operands[1], *(1,) * (len(size.operands[0]) - 1))), found, zero),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The rows added up by their ids."""
         table = draft.types[operands[0]]
         back = ScatterAdd(table.shape[0], Layout(table.layout.dims[:1]))
@@ -136,9 +134,7 @@ class ScatterAdd(Ruled):
         values = xp.astype(values, wide(xp.dtype(values))).reshape((count, *size.results[0][1:]))
         return (xp.scatter_add(rows, index, values),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The rows of the sums."""
         return [draft(Gather(), cotangents[0], operands[1]), None]
 

@@ -9,7 +9,7 @@ from functools import partial
 from string import ascii_lowercase
 from typing import ClassVar
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
@@ -248,13 +248,8 @@ class Concat(Composed):
         return parts
 
     def pull(
-        self,
-        draft: Draft,
-        operands: Sequence[str],
-        results: Sequence[str],
-        cotangents: Sequence[str],
-        wanted: Sequence[bool],
-    ) -> Sequence[str | None]:
+        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+    ) -> Cotangents:
         """The cotangent in parts: of the operands only the sizes are read, so that none is saved for it."""
         sizes = tuple(draft.types[o].shape[self.dim] for o in operands)
         found = draft.write_step(Split(self.dim, sizes), cotangents[0])

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
@@ -63,9 +63,7 @@ class Reshape(Ruled):
         """Reshape to the shape of the shard."""
         return (arrays[0].reshape(size.results[0]),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The sizes of the operand."""
         rule = self.rule(draft.types[operands[0]])
         sizes = {f.name: f.size for f in rule.factors}
@@ -155,9 +153,7 @@ class Pad(Ruled):
             x = xp.concatenate([before, x, after], d) if lo or hi else x
         return (x,)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The part that is not padding."""
         hi = tuple(a + n for a, n in zip(self.lo, draft.types[operands[0]].shape, strict=True))
         return [draft(Crop(self.lo, hi), cotangents[0])]
@@ -203,9 +199,7 @@ class Crop(Ruled):
         """Slice; of a dim that is kept all that is here lies in the bounds."""
         return (arrays[0][tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))],)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Zeros around."""
         rest = tuple(n - b for n, b in zip(draft.types[operands[0]].shape, self.stop, strict=True))
         return [draft(Pad(self.start, rest), cotangents[0])]
@@ -252,9 +246,7 @@ class Cast(Ruled):
         """The caller rounds."""
         return (arrays[0],)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Of a float, in its dtype."""
         kind = draft.types[operands[0]].dtype
         return [draft(Cast(kind), cotangents[0]) if numpy_dtype(kind).kind in "fV" else None]
@@ -311,9 +303,7 @@ class Pin(Ruled):
         """As they are."""
         return (arrays[0],)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Pinned alike, as JAX does it."""
         return [draft(self, cotangents[0])]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.factor_rule import FactorRule
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.arithmetic import expand_dims
@@ -93,9 +93,7 @@ class Einsum(Ruled):
         """Einsum in the wide dtype."""
         return (xp.einsum(self.spec, *(xp.astype(x, wide(xp.dtype(x))) for x in arrays)),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Of each operand the product of the others with the cotangent; factors it has alone are expanded."""
         sides, out = self.sides
         found: list[str | None] = []

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from shardplan.core import border
-from shardplan.core.draft import Decomposition, Draft
+from shardplan.core.draft import Cotangents, Decomposition, Draft, Values
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.lowering import Buffer, Copy, Ints, Lowering, Round
@@ -165,13 +165,8 @@ class RingAttention(_Rotating):
         return d.decomposition(cast_to(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
 
     def pull(
-        self,
-        draft: Draft,
-        operands: Sequence[str],
-        results: Sequence[str],
-        cotangents: Sequence[str],
-        wanted: Sequence[bool],
-    ) -> Sequence[str | None]:
+        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+    ) -> Cotangents:
         """One ring back; what it takes of the results is made before: their product with the cotangents."""
         came, more = (draft.reduce_axes(c, draft.types[c].layout.partial) for c in cotangents)
         inner = draft(Einsum("bsgre,bsgre->bsgr"), widened(draft, came), widened(draft, results[0]))

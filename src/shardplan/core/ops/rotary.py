@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import ClassVar
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand
 from shardplan.core.ops.composed import Composed
@@ -157,12 +157,7 @@ class Rotary(Composed):
         return [cast_to(d, d(Reshape(f"{lead} {pair} -> {lead} ({pair})"), y), t.dtype)]
 
     def pull(
-        self,
-        draft: Draft,
-        operands: Sequence[str],
-        results: Sequence[str],
-        cotangents: Sequence[str],
-        wanted: Sequence[bool],
-    ) -> Sequence[str | None]:
+        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+    ) -> Cotangents:
         """The other way round, which reads the positions alone."""
         return [draft(replace(self, back=not self.back), cotangents[0], operands[1]), None]

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.draft import Draft
+from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
@@ -72,9 +72,7 @@ class TopK(Ruled):
             found.append(place)
         return xp.concatenate(values, len(lead)), xp.concatenate(found, len(lead))
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The cotangent at the positions."""
         t = draft.types[operands[0]]
         letters = "".join(factor_names(t.ndim - 1))
@@ -152,9 +150,7 @@ class ToSlots(Ruled):
         values = xp.astype(arrays[0], wide(xp.dtype(arrays[0]))).reshape((math.prod(size.operands[1]), features))
         return (xp.scatter_add(groups * count, row, values).reshape(size.results[0]),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Back from the slots."""
         return [draft(FromSlots(), cotangents[0], operands[1]), None]
 
@@ -189,9 +185,7 @@ class FromSlots(Ruled):
         table = xp.concatenate([arrays[0].reshape((groups * count, features)), zero], 0)
         return (xp.take(table, row).reshape(size.results[0]),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Into the slots."""
         t = draft.types[operands[0]]
         return [draft(ToSlots(t.shape[1], t.shape[2], Layout(t.layout.dims[1:2])), cotangents[0], operands[1]), None]
@@ -275,9 +269,7 @@ class Dropout(Ruled):
         x = xp.astype(x, wide(xp.dtype(x)))
         return (xp.where(kept, x / (1 - self.rate), xp.full((), 0, xp.dtype(x))),)
 
-    def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
-    ) -> Sequence[str | None]:
+    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The same elements of the cotangent."""
         return [draft(Dropout(self.rate), cotangents[0], operands[1]), None]
 

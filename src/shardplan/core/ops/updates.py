@@ -17,7 +17,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import check_arity
-from shardplan.core.ops.placing import Cast
+from shardplan.core.ops.placing import cast_to
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
@@ -147,5 +147,4 @@ def _check_operands(
 
 
 def _like(d: Draft, name: str, other: str) -> str:
-    kind = d.types[other].dtype
-    return name if d.types[name].dtype == kind else d(Cast(kind), name)
+    return cast_to(d, name, d.types[other].dtype)

@@ -123,29 +123,18 @@ def seconds(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> float:
     return price(pattern, fabric, algorithm).seconds
 
 
-def level_bytes(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> tuple[float, ...]:
-    """Return the bytes whose two ends first differ at each level, outermost first; the rest as for `price`."""
-    return price(pattern, fabric, algorithm).level_bytes
-
-
-def cheapest_algorithm(pattern: Pattern, fabric: Fabric) -> str:
-    """Return the name of the cheapest algorithm for a pattern; arguments and errors as for `price`."""
-    return price(pattern, fabric).algorithm
-
-
-def affine_costs(kind: str, members: Ints, fabric: Fabric, algorithm: str = "auto") -> tuple[tuple[float, float], ...]:
+def affine_costs(kind: str, members: Ints, fabric: Fabric) -> tuple[tuple[float, float], ...]:
     """Return the cost of a collective as affine functions of bytes, one for each row; the least of them is paid.
 
     Args:
         kind: As in `Groups.kind`.
         members: Topology ids, int64 [G, k], in member order.
         fabric: The resources.
-        algorithm: As for `price`.
 
     Returns:
         Pairs of seconds at 0 bytes and seconds per byte that a member holds before the op.
     """
-    return affine_costs_by_kind((kind,), members, fabric, algorithm)[0]
+    return affine_costs_by_kind((kind,), members, fabric)[0]
 
 
 def affine_costs_by_kind(
@@ -172,7 +161,7 @@ def affine_message_costs(sender: Ints, receiver: Ints, fabric: Fabric) -> tuple[
 
 
 def _lines(found: Sequence[Price]) -> tuple[tuple[float, float], ...]:
-    """The lines of prices of one byte: seconds are linear in bytes."""
+    """The lines, latency and seconds a byte, of prices of one byte; without those that are nowhere the least."""
     return least_lines((one.alpha, one.transfer) for one in found)
 
 

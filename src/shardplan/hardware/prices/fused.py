@@ -155,10 +155,6 @@ class FusedConstants:
         except UnicodeDecodeError as error:
             raise ParseError(f"fused constants {str(path)!r} are not UTF-8 text") from error
 
-    def save(self, path: str | Path) -> None:
-        """Write a file that `load` reads back."""
-        Path(path).write_text(str(self), encoding="utf-8")
-
 
 def _finite(value: float) -> bool:
     return bool(np.isfinite(value))
@@ -295,8 +291,8 @@ class FusedDecision:
         return self.variants[int(self.index)]
 
 
-def decide(work: FusedWork, constants: FusedConstants, least_gain: float = LEAST_GAIN) -> FusedDecision:
-    """Return the fastest variant; a fused one only where it saves `least_gain` of the unfused seconds or more.
+def decide(work: FusedWork, constants: FusedConstants) -> FusedDecision:
+    """Return the fastest variant; a fused one only where it saves `LEAST_GAIN` of the unfused seconds or more.
 
     >>> one = FusedConstants("x", latency=1e-6, bandwidth=1e9, copy_bandwidth=4e9, signal=1e-6)
     >>> print(decide(FusedWork(1e-3, 2e6, 2), one).best_variant)
@@ -308,5 +304,5 @@ def decide(work: FusedWork, constants: FusedConstants, least_gain: float = LEAST
     found = np.stack(np.broadcast_arrays(*(variant_seconds(work, way, constants) for way in ways)))
     best = 1 + found[1:].argmin(axis=0)
     least = found[1:].min(axis=0)
-    index = np.where(least <= (1 - least_gain) * found[0], best, 0)
+    index = np.where(least <= (1 - LEAST_GAIN) * found[0], best, 0)
     return FusedDecision(ways, found, index)

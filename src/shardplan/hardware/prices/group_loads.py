@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.core.mesh import MOST_DEVICES
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
@@ -150,7 +151,7 @@ def _hops(fabric: Fabric, j: int, row: Ints, out: Ints, into: Ints) -> tuple[Int
             ahead = np.where(2 * ahead > extent, ahead - extent, ahead)  # of two arcs alike the clockwise one
         hops = np.abs(ahead)
         each = np.repeat(np.arange(len(row)), hops)
-        nth = np.arange(len(each)) - np.repeat(np.cumsum(hops) - hops, hops)
+        nth = nth_of_each(hops)
         back = ahead < 0
         leaves = (place[dim][each] + np.where(back[each], -nth, nth)) % extent
         line = fabric.line(j, dim, out // level.size, place)

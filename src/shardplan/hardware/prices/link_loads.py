@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 
 # Pairs of units that are listed one by one on a ring, torus or mesh (some arrays of 32 MB); above, traffic is summed
@@ -24,7 +25,7 @@ def _partners(row: Ints) -> tuple[Ints, Ints]:
     first = np.repeat(np.arange(len(row)), width)
     # `second` counts from where the row of `first` starts.
     starts = np.repeat((np.cumsum(count) - count)[row], width)
-    second = starts + np.arange(len(first)) - np.repeat(np.cumsum(width) - width, width)
+    second = starts + nth_of_each(width)
     keep = first != second
     return first[keep], second[keep]
 

@@ -71,10 +71,10 @@ class _Batch:
         So that live bytes fall as early and rise as late as they can.
         """
 
-        def turn(i: BatchItem) -> tuple[bool, int, int]:
+        def sort_key(i: BatchItem) -> tuple[bool, int, int]:
             return i.growth > 0, i.growth if i.growth > 0 else -shard_bytes(i.source, i.target)[0], i.index
 
-        return sorted(self.moving, key=turn)
+        return sorted(self.moving, key=sort_key)
 
 
 def plan_batch(

@@ -7,6 +7,7 @@ Reading order:
 - `problem`              two types on one mesh as a state graph and two of its states, and states as types again
 - `tile_graph`           the same graph with the costs of its true tiles, where dims are uneven
 - `search`               shortest paths over a state graph: the cheapest, and the one with the smallest steps
+- `counting`             paths whose steps are counted where the prices of the graph are estimates
 - `emit`                 a path as ops, and the direct exchange
 - `closed_form`          the ops that always lead from one even type to another, without a search
 - `orders`               the same move on meshes that order the prime factors of an axis otherwise

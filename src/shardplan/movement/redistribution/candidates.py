@@ -19,7 +19,7 @@ from shardplan.movement.redistribution.counting import counted_paths
 from shardplan.movement.redistribution.emit import direct, ops_of_path
 from shardplan.movement.redistribution.fallback_candidates import fallback_candidates
 from shardplan.movement.redistribution.limits import Narrowing
-from shardplan.movement.redistribution.problem import Problem, common, problem
+from shardplan.movement.redistribution.problem import Problem, common_prefix, problem
 from shardplan.movement.redistribution.search import STEP, Objective, Path, Rates, shortest
 from shardplan.movement.redistribution.tile_graph import Graph, price_graph
 
@@ -169,7 +169,7 @@ def _gather_then_slice(s: TensorType, t: TensorType) -> Iterator[tuple[Op, ...]]
     gone: list[tuple[int, tuple[str, ...]]] = []
     grown: list[Op] = []
     for d, (a, b) in enumerate(zip(s.layout.dims, t.layout.dims, strict=True)):
-        stay = len(common(a, b))
+        stay = len(common_prefix(a, b))
         left, new = (tuple(x for x in names[stay:] if s.mesh.span(x).size > 1) for names in (a, b))
         gone += [(d, left)] if left else []
         grown += [Slice(d, new)] if new else []

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.accounting import MANY_CHUNKS, Account, account
+from shardplan.core.accounting import MANY_CHUNKS, Account, books_of
 from shardplan.core.op import Op
 from shardplan.core.ops.collective import PADDED
 from shardplan.core.pattern import Groups, communicates
@@ -173,7 +173,7 @@ class Contest:
             most = min([self.below, *(x.price * (1 + self.margin) for x in self.entered)])
             if most < math.inf and least_price(program, self.rules) > most * (1 + TIE):
                 continue
-            books = account_of(program)
+            books = books_of(program)
             if books.peak_bytes <= self.rules.bound:
                 self.add(Chosen.of(program, books, exact, self.rules))
 
@@ -214,7 +214,7 @@ def with_names(chosen: Chosen, rules: Rules) -> Chosen:
     if all(a is b for a, (b, _) in zip(ops, pairs, strict=True)):
         return chosen
     found = chain(ops, program.input_types[0])
-    new = Chosen.of(found, account_of(found), False, rules)
+    new = Chosen.of(found, books_of(found), False, rules)
     if found.output_types != program.output_types or new.price > chosen.price * MISPRICED:
         return chosen
     least = chosen.price if chosen.least is None else chosen.least
@@ -372,12 +372,6 @@ def _type_program(
     if portable and not all(is_portable(s.op, program.types[s.operands[0]]) for s in program.steps):
         return None
     return program
-
-
-@lru_cache(maxsize=64)
-def account_of(program: Program) -> Account:
-    """Return the account of a program; remembered."""
-    return account(program)
 
 
 def too_little(asked: str, limit: int, least: int, absolute: int) -> Infeasible:

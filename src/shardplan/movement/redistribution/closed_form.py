@@ -10,7 +10,7 @@ max(source, destination). It is the seed, and the answer where two types interle
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.core.ops import AllGather, AllToAll, Op, Permute, Slice
@@ -25,32 +25,9 @@ class _Leaving(NamedTuple):
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How many one-axis steps of each kind a minimal plan has: prime to number."""
-
-    slices: dict[int, int]
-    moves: dict[int, int]
-    gathers: dict[int, int]
-
-
 def multiplicities(t: TensorType) -> list[Counter[int]]:
     """Return the multiplicity of every prime in every dim."""
     return [Counter(t.mesh.atoms[a].size for a in run) for run in t.atoms]
-
-
-def counts(s: TensorType, t: TensorType) -> Counts:
-    """Return the counts of the closed form for two even types."""
-    e, f = multiplicities(s), multiplicities(t)
-    primes = sorted({p for c in (*e, *f) for p in c})
-    slices: dict[int, int] = {}
-    moves: dict[int, int] = {}
-    gathers: dict[int, int] = {}
-    for p in primes:
-        total = sum(c[p] for c in f) - sum(c[p] for c in e)
-        apart = sum(abs(a[p] - b[p]) for a, b in zip(e, f, strict=True))
-        slices[p], gathers[p], moves[p] = max(0, total), max(0, -total), (apart - abs(total)) // 2
-    return Counts(slices, moves, gathers)
 
 
 def closed_form(s: TensorType, t: TensorType) -> list[Op]:
@@ -69,7 +46,7 @@ def closed_form(s: TensorType, t: TensorType) -> list[Op]:
         layout = replace(layout, dims=tuple(mesh.fold(tuple(r)) for r in runs))
 
     # slices: unused axes of a prime that the destination uses more often
-    for p, n in counts(s, t).slices.items():
+    for p, n in sorted((sum(f, Counter[int]()) - sum(e, Counter[int]())).items()):
         for _ in range(n):
             d = next(i for i in range(s.ndim) if f[i][p] > e[i][p])
             atom = next(a for a in free if size[a] == p)

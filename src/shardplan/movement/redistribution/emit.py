@@ -24,7 +24,7 @@ from shardplan.core.ops import (
     ToPartial,
 )
 from shardplan.core.tensor import TensorType, same
-from shardplan.movement.redistribution.problem import Problem, common
+from shardplan.movement.redistribution.problem import Problem, common_prefix
 from shardplan.movement.redistribution.space import (
     ALL_TO_ALL,
     GATHER,
@@ -126,7 +126,7 @@ def direct(source: TensorType, target: TensorType, portable: bool = False) -> li
         moved = {
             atom
             for ours, theirs in zip(source.layout.dims, target.layout.dims, strict=True)
-            for atom in source.mesh.expand(ours[len(common(ours, theirs)) :])
+            for atom in source.mesh.expand(ours[len(common_prefix(ours, theirs)) :])
         }
         wide = moved | set(target.mesh.expand(target.layout.used_axes)) - set(
             source.mesh.expand(source.layout.used_axes)

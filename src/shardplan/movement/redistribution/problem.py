@@ -185,7 +185,9 @@ def problem(source: TensorType, target: TensorType, *, cut: bool = True) -> Prob
     busy = [r for r in natural if set(r) & used]
     fixed: tuple[Run, ...] = ()
     if len(busy) > most:  # what both types have at the head of an even dim may stay where it is
-        fixed = tuple(common(source.atoms[d], target.atoms[d]) if d not in uneven else () for d in range(source.ndim))
+        fixed = tuple(
+            common_prefix(source.atoms[d], target.atoms[d]) if d not in uneven else () for d in range(source.ndim)
+        )
         standing = {a for run in fixed for a in run}
         busy = [r for r in busy if not set(r) & standing]
     if len(busy) > most:  # all types are too many
@@ -223,8 +225,8 @@ def pool_types(source: TensorType, target: TensorType, natural: Iterable[Run]) -
     return Problem(source, target, runs, rigid, False).pool_around(ends)
 
 
-def common(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
-    """Return the common prefix of two lists."""
+def common_prefix(a: tuple[T, ...], b: tuple[T, ...]) -> tuple[T, ...]:
+    """Return the common prefix of two tuples."""
     n = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]
 

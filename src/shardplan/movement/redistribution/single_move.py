@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.accounting import MANY_CHUNKS, account, bound_bytes
+from shardplan.core.accounting import MANY_CHUNKS, account, books_of, bound_bytes
 from shardplan.core.messages import has_box_table
 from shardplan.core.ops import Exchange, Op, Send
 from shardplan.core.registry import every_op
@@ -25,7 +25,6 @@ from shardplan.movement.redistribution.choice import (
     Chosen,
     Contest,
     Rules,
-    account_of,
     chain,
     keeping,
     programs,
@@ -106,7 +105,7 @@ def _narrow(s: TensorType, t: TensorType, where: Where | None, portable: bool, k
     found = itertools.chain(_searched_candidates(s, t, rules), offered_candidates(s, t, rules, free))
     ways: list[Cuts] = []
     for program, _ in itertools.chain([(free.program, True)], programs(found, s, t, rules, set())):
-        books = account_of(program)
+        books = books_of(program)
         if books.peak_bytes <= rules.bound:
             kept = keeping(program, ("0",)) if keep else program
             ways.append(Cuts.of(kept, account(kept) if keep else books))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.core.digits import tile_bounds
 from shardplan.movement.redistribution.problem import Problem
 from shardplan.movement.redistribution.space import MOVE, RENAME, Edges, Space
 
@@ -36,26 +37,12 @@ class _Dim:
 
     def __init__(self, n: int, lists: Sequence[tuple[int, ...]], sizes: Sequence[int], digits: np.ndarray) -> None:
         self.lists, self.sizes, self.digits = lists, sizes, digits
-        self.bounds = [self._bounds(n, runs) for runs in lists]
+        self.bounds = [tile_bounds(n, [sizes[r] for r in runs]) for runs in lists]
         self.full = [np.concatenate([[0], np.cumsum(b[:, 1] > b[:, 0])]) for b in self.bounds]
         self.boxes = np.stack([b[self._numbers(runs)] for b, runs in zip(self.bounds, lists, strict=True)])
         self.size = self.boxes[:, :, 1] - self.boxes[:, :, 0]
         self.tiles = np.array([len(b) for b in self.bounds])
         self._meetings: dict[tuple[int, bool], _Meeting] = {}
-
-    def _bounds(self, n: int, runs: tuple[int, ...]) -> np.ndarray:
-        """The start and stop of every tile, in order of their numbers (see `core.messages.tiles`)."""
-        count = math.prod(self.sizes[r] for r in runs)
-        if n % count == 0:
-            low = np.arange(count) * (n // count)
-            return np.stack([low, low + n // count], axis=1)
-        low, high = np.array([0]), np.array([n])
-        for r in runs:
-            chunk = -(-(high - low) // self.sizes[r])
-            start = np.minimum(low[:, None] + np.arange(self.sizes[r]) * chunk[:, None], high[:, None])
-            stop = np.minimum(start + chunk[:, None], high[:, None])
-            low, high = start.reshape(-1), stop.reshape(-1)
-        return np.stack([low, high], axis=1)
 
     def _numbers(self, runs: tuple[int, ...]) -> np.ndarray:
         """The tile of every device."""

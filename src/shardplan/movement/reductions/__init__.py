@@ -9,5 +9,6 @@ Reading order:
 - `typed_path`     such a way as typed ops, on a tensor of any shape
 - `payload`        what is reduced as a tensor type
 - `enumeration`    the verb `reductions`: every program up to a size, with its price
+- `sizes`          a program on payloads of other sizes
 - `reduce`         the verb `reduce`: the best program of any size
 """

@@ -88,6 +88,7 @@ def _intervals(start: np.ndarray, length: np.ndarray, size: int, most: int) -> l
 
 
 def _format_intervals(intervals: list[tuple[int, int]]) -> str:
+    """The first two, as a message shows them."""
     return ", ".join(f"{a}:{b}" for a, b in intervals[:2]) + (", ..." if len(intervals) > 2 else "") or "nothing"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.movement.weights.lowering import DimRuns
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)
@@ -58,7 +59,7 @@ def meet(a: np.ndarray, a_stop: np.ndarray, b: np.ndarray, b_stop: np.ndarray) -
     count = np.maximum(np.searchsorted(b, a_stop, side="left") - first, 0)
     count[a_stop <= a] = 0
     ia = np.repeat(np.arange(len(a)), count)
-    ib = np.arange(len(ia)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    ib = nth_of_each(count) + np.repeat(first, count)
     return ia, ib
 
 
@@ -103,7 +104,7 @@ def cells_of(runs: DimRuns, legal: np.ndarray) -> DimCells:
     cuts = np.unique(np.concatenate([start, stop]))
     first, last = np.searchsorted(cuts, start), np.searchsorted(cuts, stop)
     count = last - first
-    piece = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    piece = nth_of_each(count) + np.repeat(first, count)
     pairs = np.unique(np.stack([piece, np.repeat(owner, count)], axis=1), axis=0)
     # Pieces with the same owners are one cell: owners are compared by two sums of mixed numbers.
     mark = np.zeros((max(len(cuts) - 1, 0), 2), dtype=np.uint64)

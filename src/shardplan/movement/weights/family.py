@@ -285,9 +285,7 @@ def _dim_runs(
         at = digits.index(holes[0])
         digits = [*digits[:at], *inside, *digits[at + 1 :]]
     weights = digit_weights(tensor, dim, [(d, family.terms.sizes.get(d, 0)) for d in digits])
-    total = 1
-    for d in digits:
-        total *= family.terms.sizes.get(d, 0)
+    total = math.prod(family.terms.sizes.get(d, 0) for d in digits)
     if total != tensor.sizes[dim]:
         said_digits = " ".join(f"{d}={family.terms.sizes.get(d, 'unknown')}" for d in digits)
         raise family.fail(

@@ -9,7 +9,7 @@
     rule      = ".ceil" | ".first" | ".last" | ".robin" | ".NAME" | "~"      and nothing: even
 
 A cut over `@a*b` is one cut over both axes, `@a@b` are two nested cuts: they differ where the pieces are uneven. What a
-rule means is said in `pieces`.
+rule means is said in `cuts`.
 """
 
 from __future__ import annotations

@@ -170,7 +170,9 @@ def spell_degrees(given: Mapping[str, Any], legal: Iterable[str]) -> dict[str, A
 
 
 def check_expert_degree(table: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return degrees without `ep` for a table that cuts experts over data and tensor; raises `LayoutError`.
+    """Return degrees without `ep`, which follows from the others; raises `LayoutError` where it is said otherwise.
+
+    It is tp x dp in a table `...-ep`, which cuts experts over data and tensor, and 1 in the others.
 
     >>> check_expert_degree("vllm-mixtral-ep", {"tensor": 4, "data": 2, "ep": 8})
     {'tensor': 4, 'data': 2}

@@ -72,9 +72,8 @@ class DimSizes:
 
 @dataclass(frozen=True, slots=True)
 class DimDigits:
-    """The digits of one logical dim: atom -> (size, logical steps from one value to the next)."""
+    """The digits of one logical dim: atom -> logical steps from one value to the next; and its legal indices."""
 
-    size: int
     weights: Mapping[str, int]
     legal: range
 
@@ -183,7 +182,7 @@ def digit_weights(tensor: LogicalTensor, dim: int, digits: Sequence[tuple[str, i
     for atom, size in reversed(digits):
         weights[atom] = weight
         weight *= size
-    return DimDigits(tensor.sizes[dim], weights, tensor.ranges[dim])
+    return DimDigits(weights, tensor.ranges[dim])
 
 
 def expand_digits(pieces: Sequence[HeldPiece]) -> list[dict[str, int]]:

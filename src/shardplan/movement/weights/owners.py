@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.movement.weights.contents import DimCells, DimContents, cells_of, contents_of, overlap_of
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.lowering import DimRuns
@@ -177,7 +178,7 @@ def _source_codes(family: StoredFamily, tensor: str, cells: tuple[DimCells, ...]
         own = family.coordinate(runs.axes)[places]
         first = np.searchsorted(dim.owned[:, 0], own, side="left")
         count = np.searchsorted(dim.owned[:, 0], own, side="right") - first
-        at = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+        at = nth_of_each(count) + np.repeat(first, count)
         places, code = np.repeat(places, count), np.repeat(code, count)
         code = code * max(dim.count, 1) + dim.owned[at, 1]
     return places, code
@@ -207,7 +208,7 @@ class _Groups:
         """A row a place of groups, as two arrays: the number in `groups`, and the place."""
         count = self.count(groups)
         which = np.repeat(np.arange(len(groups)), count)
-        at = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(self.ptr[groups], count)
+        at = nth_of_each(count) + np.repeat(self.ptr[groups], count)
         return which, self.places[at]
 
 

@@ -8,6 +8,7 @@ element by element.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,10 +103,7 @@ def _product(factors: tuple[FormFactor, ...], scenery: Scenery) -> _HeldNode:
     nodes = tuple(_factor(f, scenery) for f in factors)
     if len(nodes) == 1:
         return nodes[0]
-    size = 1
-    for node in nodes:
-        size *= node.size
-    return _HeldProduct(nodes, size)
+    return _HeldProduct(nodes, math.prod(node.size for node in nodes))
 
 
 def _factor(factor: FormFactor, scenery: Scenery) -> _HeldNode:
@@ -175,9 +173,7 @@ def _of_product(nodes: tuple[_HeldNode, ...], start: int, stop: int) -> list[Hel
     if not rest:
         return _pieces(major, start, stop)
     minor = _HeldProduct(rest, 1)
-    inner = 1
-    for node in rest:
-        inner *= node.size
+    inner = math.prod(node.size for node in rest)
     out: list[HeldPiece] = []
     # the rest of the first value of the major digit, the whole ones, and the start of the last
     position = start

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.movement.weights.contents import meet
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.lowering import DimRuns
@@ -221,7 +222,7 @@ def _blocks(
     if along.any():  # a name an index: each is a block of its own
         count = np.where(along, length, 1)
         at = np.repeat(np.arange(len(count)), count)
-        k = np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+        k = nth_of_each(count)
         t_name, s_name = t_name[at] + k * t_each[at], s_name[at] + k * s_each[at]
         t_at, s_at = t_at[at] + k * t_step[at], s_at[at] + k * s_step[at]
         length, t_step, s_step = np.where(along[at], 1, length[at]), t_step[at], s_step[at]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,15 +37,11 @@ class TableSizes(Mapping[str, int]):
                 raise LayoutError(f"the degree {name} is {excerpt(self.degrees[name])}; legal is 1 to {MOST_DEVICES}")
         self.numbers = {name: evaluate_whole_number(text, self.look, name) for name, text in table.numbers}
         self.meshes = {name: {a: self._axis(a) for a in axes} for name, axes in table.meshes}
-        self.count = 1
-        for size in self.meshes[""].values():
-            self.count *= size
+        self.count = math.prod(self.meshes[""].values())
         if self.count > MOST_DEVICES:
             raise LayoutError(f"the mesh has {self.count} devices; legal are {MOST_DEVICES} at most")
         for name, axes in self.meshes.items():
-            product = 1
-            for size in axes.values():
-                product *= size
+            product = math.prod(axes.values())
             if product != self.count:
                 said = ", ".join(f"{a}={n}" for a, n in axes.items())
                 raise LayoutError(

@@ -11,21 +11,15 @@ all that are named alike share: `step__l`, of one dim, for those whose names hol
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from shardplan.errors import LayoutError, excerpt
+from shardplan.errors import LayoutError
 from shardplan.movement.weights.form import StoredForm, walk_factors
 from shardplan.movement.weights.logical import logical_dims
 from shardplan.movement.weights.table import TableParameter, WeightTable
-from shardplan.movement.weights.weights import Weights, make_weights
+from shardplan.movement.weights.weights import Weights
 
-# How names of state are made of a parameter's: `{state}` is exp_avg, exp_avg_sq or param, `{name}` the parameter's.
-FORMATS: Mapping[str, str] = {
-    "dtensor": "state.{name}.{state}",
-    "fsdp_dtensor": "optimizer.state.{state}.{name}",
-    "fully_reshardable": "optimizer.state.{state}.{name}",
-}
 STEP, MASTER, ROUNDED = "step", "param", "rounded"
 STEPS = "optimizer_step"  # the field of a config that says the count of steps, where no tensor does
 _OF = "__"
@@ -50,36 +44,6 @@ class ParameterState:
     def name(self) -> str:
         """The pattern of its names."""
         return self.form.replace("{name}", self.parameter.removeprefix(self.under)).replace("{state}", self.state)
-
-
-def optimizer_state(weights: Weights, state: str, form: str = "dtensor", dtype: str = "f32") -> Weights:
-    """Return a side that stores one state of every parameter of another: `exp_avg`, `exp_avg_sq`, `param`.
-
-    Args:
-        weights: how the parameters are stored.
-        state: the state's name.
-        form: `dtensor` (torch.distributed.checkpoint), `fsdp_dtensor` or `fully_reshardable` (Megatron).
-        dtype: of every element, also of those whose parameter has a dtype of its own.
-
-    Raises:
-        LayoutError: another form; `dp_reshardable`, whose buckets follow the degrees of the run that wrote them.
-
-    >>> config = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
-    ...           "num_hidden_layers": 1, "vocab_size": 10}
-    >>> optimizer_state(Weights.load("fsdp2-llama", config, data=2), "exp_avg").names(0)[0]
-    'state.model.embed_tokens.weight.exp_avg'
-    """
-    if form == "dp_reshardable":
-        raise buckets_error()
-    if form not in FORMATS:
-        raise LayoutError(f"optimizer state as {excerpt(form)}; legal are {', '.join(FORMATS)}")
-    table = weights.table
-    named = tuple(
-        replace(p, name=FORMATS[form].replace("{name}", p.name).replace("{state}", state), dtype=dtype, plus=0)
-        for p in table.parameters
-    )
-    other = replace(table, name=f"{table.name} {state}", parameters=named, dtypes=(), scales=())
-    return make_weights(other, dict(weights.config), dict(weights.given), weights.devices, dtype)
 
 
 def buckets_error() -> LayoutError:

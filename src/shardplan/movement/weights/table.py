@@ -385,13 +385,8 @@ def _parameter(where: str, data: object) -> TableParameter:
     if not isinstance(plus, int):
         raise LayoutError(f"{where}: {data['name']}: plus = {excerpt(plus)}; legal is a whole number")
     try:
-        form = _parse_form(data["is"])
+        form = StoredForm.parse(data["is"])
     except ParseError as error:
         raise ParseError(f"{where}: {data['name']}: {str(error).splitlines()[0]}", error.text, error.position) from None
     words = {key: str(data.get(key, "")) for key in ("when", "unless", "mesh", "dtype")}
     return TableParameter(data["name"], form, tuple(on.items()), plus=plus, **words)
-
-
-@lru_cache(maxsize=1024)
-def _parse_form(text: str) -> StoredForm:
-    return StoredForm.parse(text)

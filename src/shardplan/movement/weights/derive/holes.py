@@ -53,7 +53,7 @@ class SeenMember:
 
 
 def parameter_tensors(seen: SeenTrial, array: SeenArray) -> frozenset[str]:
-    """Return the tensors of a parameter."""
+    """Return the names of the logical tensors that a parameter has elements of."""
     return frozenset(seen.tensors[t] for t in np.unique(array.tensor).tolist() if t >= 0)
 
 

@@ -64,7 +64,6 @@ class AtomNames:
 
     split: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     sizes: dict[str, str] = field(default_factory=dict[str, str])
-    padding: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def parts(self, atom: str, major: int, minor: int) -> Atoms:
         """Return the digits of an atom that is stored in another order; the smaller one has a size of its own."""
