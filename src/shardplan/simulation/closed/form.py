@@ -210,20 +210,19 @@ class ClosedForm:
             nothing if bare else rows
             for rows in (dealt.gather_seconds(FORWARD), dealt.gather_seconds(BACKWARD), dealt.reduce_seconds(device))
         )
-        works = (
+        passes = (
             PassWork(forward, gathers, nothing),
             PassWork(back - weight * halved, again, reduces * ~halved),
             PassWork(weight * halved, nothing, reduces * halved),
         )
-        taken, first, later, left = settled_seconds(
-            kinds.counts,
-            *(beside_moves(w, cost.on_processors(k), device.processors) for k, w in zip((0, 1, 1), works, strict=True)),
-            PassOrder(
-                at_once=at_once(c),
-                apart=halved & (c.columns["pipeline"] > 1) & gathers.any(axis=0),
-                steady=c.microbatches > 1,
-            ),
+        parts = (cost.on_processors(k) for k in (FORWARD, BACKWARD, BACKWARD))
+        ahead, behind, last = (beside_moves(w, k, device.processors) for w, k in zip(passes, parts, strict=True))
+        order = PassOrder(
+            at_once=at_once(c),
+            apart=halved & (c.columns["pipeline"] > 1) & gathers.any(axis=0),
+            steady=c.microbatches > 1,
         )
+        taken, first, later, left = settled_seconds(kinds.counts, ahead, behind, last, order)
         made = [taken, first + later, later]
         send = sent(c, cost, self.collectives())
         if waiting and send.any():
