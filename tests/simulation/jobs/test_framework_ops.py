@@ -13,7 +13,9 @@ from shardplan.core.nested import as_nested
 from shardplan.core.pattern import Work
 from shardplan.plans.pricing import fabric_of
 from shardplan.simulation.closed.numbers import LOSS_BYTES
+from shardplan.simulation.closed.pass_overlap import CHANNELS
 from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job
+from shardplan.simulation.jobs.framework_ops import beside_collectives
 from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.timing import COMPUTE, Node, TimedLoop, TimedOp
@@ -110,3 +112,31 @@ def test_folding_changes_nothing_of_it() -> None:
     one = job(data=4, fsdp=True, global_batch=8)
     folded, whole = (simulate_job(one, CLUSTER, fold=f).seconds for f in (True, replace(Fold.nothing(), ranks=True)))
     assert folded == pytest.approx(whole, rel=1e-12)
+
+
+def test_products_beside_moves_of_parameters_lose_the_processors_that_these_keep() -> None:
+    found = on_streams(job(data=4, tensor=2, fsdp=True, global_batch=8), frameworks=True)
+    nodes, processors, instant = found.maps[0, "F"].nodes, 2 * CHANNELS, 1e-10
+
+    def on_all(op: TimedOp) -> bool:
+        return isinstance(op.cost.pattern, Work) and op.cost.pattern.kind in ("product", "scores")
+
+    same = zip(leaves(nodes), leaves(beside_collectives(nodes, 0)), strict=True)
+    assert all(one.cost.seconds == two.cost.seconds for one, two in same)
+    (before,), (after,) = (
+        [node for node in some if isinstance(node, TimedLoop)]
+        for some in (nodes, beside_collectives(nodes, processors))
+    )
+    ops, slower = list(leaves([before])), list(leaves([after]))
+    moves = sum(op.cost.seconds for op in ops if ".parameters" in op.cost.stream)
+    kernels = [(op.cost.seconds, on_all(op)) for op in ops if op.cost.stream == COMPUTE]
+    # All kernels evenly, instant by instant, while the moves last: products at half their speed, the rest at its own.
+    half = sum(seconds for seconds, product in kernels if product) / sum(seconds for seconds, _ in kernels) / 2
+    taken, left = 0.0, sum(seconds for seconds, _ in kernels)
+    while left > 0:
+        left -= instant * (1 - half * (taken < moves))
+        taken += instant
+    assert moves > 0
+    assert sum(op.cost.seconds for op in slower if op.cost.stream == COMPUTE) == pytest.approx(taken, rel=1e-3)
+    for op, now in zip(ops, slower, strict=True):
+        assert (now.cost.seconds > op.cost.seconds) == (on_all(op) and op.cost.seconds > 0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardplan.core.program import Program
 from shardplan.hardware.prices.fabric import Fabric, Ints
-from shardplan.simulation.jobs.framework_ops import as_frameworks, as_updates
+from shardplan.simulation.jobs.framework_ops import as_frameworks, as_updates, beside_collectives
 from shardplan.simulation.jobs.maps import ActionMap, copied, mapped
 from shardplan.simulation.jobs.messages import StageMessage, message
 from shardplan.simulation.jobs.settings import Fold, JobSettings
@@ -157,7 +157,7 @@ class _JobCompiler:
             called = self._names(stage, kind, job.programs.shared[number])
             key = number, self.places[stage], called
             if key not in known:
-                mine = nodes[number, self.places[stage]]
+                mine = self._beside(nodes[number, self.places[stage]])
                 known[key] = mapped(mine, names, called, self.settings, self.launch, self.fold.layers, _even(mine))
             maps[stage, kind] = known[key]
         turned: dict[Key, ActionMap] = {}
@@ -223,8 +223,8 @@ class _JobCompiler:
                 pricing = self._pricing(stage)
                 known[key] = (
                     traffic,
-                    with_gathers(nodes[forward, place], programs[0], traffic["OPT"].gathers, pricing),
-                    with_reductions(nodes[backward, place], reductions, pricing),
+                    self._beside(with_gathers(nodes[forward, place], programs[0], traffic["OPT"].gathers, pricing)),
+                    self._beside(with_reductions(nodes[backward, place], reductions, pricing)),
                 )
             traffic, first, final = known[key]
             if any(one.gathers or one.reductions for one in traffic.values()):
@@ -250,6 +250,10 @@ class _JobCompiler:
             source = job.programs.shared[job.programs.which[stage, "F"]]
             found = with_whole_layers(found, program, self._nodes(stage, "F", source), source)
         return found
+
+    def _beside(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Ops that lose processors to collectives beside them, where frameworks run them."""
+        return beside_collectives(nodes, self.fabric.topology.device.processors) if self.settings.frameworks else nodes
 
     def _names(
         self, stage: int, kind: str, program: Program

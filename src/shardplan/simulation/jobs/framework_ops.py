@@ -16,11 +16,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
 from shardplan.core.pattern import Work
 from shardplan.core.program import Program
 from shardplan.simulation.closed.numbers import LOSS_BYTES
+from shardplan.simulation.closed.pass_overlap import PassWork, beside_moves
 from shardplan.simulation.jobs.timing import COMPUTE, Node, OpCost, Pricing, TimedLoop, TimedOp
 from shardplan.strategy.strategy import SHARING
 
@@ -69,6 +72,38 @@ def as_updates(nodes: Sequence[Node], program: Program, pricing: Pricing) -> tup
             found[k] = as_part(node)
         else:
             makers |= dict.fromkeys(node.results, k)
+    return tuple(found)
+
+
+def beside_collectives(nodes: Sequence[Node], processors: int) -> tuple[Node, ...]:
+    """Return ops whose products and attention lose the processors that collectives beside them keep.
+
+    Beside them are movements of parameters and their gradients, of a block or of one run of a loop: as long as these
+    take, `pass_overlap.beside_moves`, at the resolution of the closed form.
+
+    Args:
+        nodes: Ops as frameworks run them.
+        processors: Those of a device; 0 where they are not known, and nothing is lost.
+    """
+    ops = [node for node in nodes if isinstance(node, TimedOp)]
+    kernels = sum(op.cost.seconds for op in ops if op.cost.stream == COMPUTE)
+    slowed = sum(op.cost.seconds for op in ops if needs_processors(op))
+    moves = sum(
+        op.cost.seconds for op in ops if is_movement(op) and op.cost.stream.partition(", ")[0].endswith(PARAMETERS)
+    )
+    scale = 1.0
+    if slowed and moves:
+        work = PassWork(*(np.array([seconds]) for seconds in (kernels, moves, 0.0)))
+        lost = beside_moves(work, np.array([slowed / kernels]), processors).kernels[0] - kernels
+        scale = 1 + float(lost) / slowed
+    found: list[Node] = []
+    for node in nodes:
+        if isinstance(node, TimedLoop):
+            body = beside_collectives((*node.early, *node.late), processors)
+            node = replace(node, early=body[: len(node.early)], late=body[len(node.early) :])
+        elif needs_processors(node):
+            node = replace(node, cost=replace(node.cost, seconds=node.cost.seconds * scale))
+        found.append(node)
     return tuple(found)
 
 
@@ -230,6 +265,11 @@ def is_movement(op: TimedOp) -> bool:
 def _streams(op: TimedOp) -> bool:
     """Say whether an op does nothing, or is a kernel that reads and writes its operands once."""
     return not op.issued or (isinstance(op.cost.pattern, Work) and op.cost.pattern.kind == "streamed")
+
+
+def needs_processors(op: TimedOp) -> bool:
+    """Say whether an op is a product or attention, which all processors of a device work at."""
+    return isinstance(op.cost.pattern, Work) and op.cost.pattern.kind in ("product", "scores")
 
 
 def is_product(op: TimedOp) -> bool:
