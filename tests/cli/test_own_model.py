@@ -123,7 +123,8 @@ def test_plan_of_an_onnx_file(here: Path, capsys: pytest.CaptureFixture[str]) ->
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), "own.onnx")
     found = told(capsys, "plan", "own.onnx", *ON, "--batch", "32")
     assert found["notes"][0].endswith("the batch is a dim of x")
-    assert found["best"]["strategy"]["data"] == 8
+    degrees = found["best"]["strategy"]
+    assert degrees["data"] * degrees["pipeline"] == 8 and degrees["tensor"] == 1
 
 
 @pytest.mark.parametrize(

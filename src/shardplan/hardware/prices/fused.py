@@ -155,6 +155,10 @@ class FusedConstants:
         except UnicodeDecodeError as error:
             raise ParseError(f"fused constants {str(path)!r} are not UTF-8 text") from error
 
+    def save(self, path: str | Path) -> None:
+        """Write a file that `load` reads back."""
+        Path(path).write_text(str(self), encoding="utf-8")
+
 
 def _finite(value: float) -> bool:
     return bool(np.isfinite(value))

@@ -103,8 +103,6 @@ class Certifier:
             if found.nbytes <= self.memory:
                 return found
             why = f"needs {format_bytes(found.nbytes)}, and a device has {format_bytes(self.memory)}"
-            if (layers := strategy.software.offload_layers) > 0:
-                why += f"; offload_layers={layers} is predicted, and in no program"
         if all(one.strategy != strategy for one in self.refused):
             self.refused.append(RefusedPlan(strategy, why))
         return None
@@ -112,8 +110,11 @@ class Certifier:
     def _certified(self, strategy: Strategy) -> CertifiedPeak:
         """Make the job of a strategy, cut as the closed form cuts, and add up what it holds.
 
-        What `partition` refuses is refused here.
+        What `partition` refuses is refused here, and so are layers that wait on the host, which no program has: their
+        job holds more than is asked about.
         """
+        if (layers := strategy.software.offload_layers) > 0:
+            raise ShardplanError(f"offload_layers={layers} is predicted, and in no program; legal is 0")
         job = priced_job(self.model, strategy, layouts=self.layouts)
         found, p = holdings(job, runtime_of(strategy)), self.parameters
         held = [s + p.fragmentation * (n - s) + p.context for n, s in zip(found.peak_bytes, found.state, strict=True)]
