@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.hardware.prices.fabric import Floats, Ints
 
 _SLACK = 1e-12  # of the time: what would happen so little later happens at once, being the same but for rounding
@@ -214,7 +215,7 @@ def _entries(uses: Uses, rows: Ints) -> tuple[Ints, Ints]:
     """Return the entries of some rows, one after another, and to which of the rows each belongs."""
     count = uses.first[rows + 1] - uses.first[rows]
     owner = np.repeat(np.arange(len(rows)), count)
-    return np.repeat(uses.first[rows] - np.cumsum(count) + count, count) + np.arange(len(owner)), owner
+    return np.repeat(uses.first[rows], count) + nth_of_each(count), owner
 
 
 def fair_rates(uses: Uses, rows: Ints, capacity: Floats) -> Floats:

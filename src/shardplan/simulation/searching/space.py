@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardplan.core import border
+from shardplan.core.digits import nth_of_each
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, ORDERS, TOGETHER, Configurations
 from shardplan.strategy.limits import ModelLimits
@@ -172,7 +173,7 @@ class StrategySpace:
         """
         many = self.starts[frames + 1] - self.starts[frames]
         which = np.repeat(np.arange(len(frames)), many)
-        nth = np.arange(len(which)) - np.repeat(np.cumsum(many) - many, many)
+        nth = nth_of_each(many)
         return which, _ORDERS[self.kinds[frames[which]], nth], self.starts[frames[which]] + nth
 
     def columns(self, frames: Ints, orders: Ints | int, inside: Ints | int) -> Configurations:

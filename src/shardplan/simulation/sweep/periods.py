@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.strategy.schedules import GENERATORS
 from shardplan.strategy.schedules.action_graph import ActionGraph
 from shardplan.strategy.schedules.action_lists import ActionLists, F, W, leaves
@@ -127,7 +128,7 @@ def _turns(rows: _Rows, owners: np.ndarray, copies: int) -> ActionLists:
     order = np.argsort(group, kind="stable")
     counts = np.bincount(group, minlength=3 * stages)
     turn = np.empty(len(codes), dtype=np.int64)
-    turn[order] = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    turn[order] = nth_of_each(counts)
     rank = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     return ActionLists(rank, kind, stage, turn, owners, copies, len(rows))
 

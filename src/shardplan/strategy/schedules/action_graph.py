@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from shardplan.core.digits import nth_of_each
 from shardplan.errors import ScheduleError
 
 PASSES = ("F", "I", "W", "B")  # the kinds of computations, in the order of a table of times
@@ -164,7 +165,6 @@ def _levels(first: np.ndarray, second: np.ndarray) -> Iterator[np.ndarray]:
     while len(level):
         yield level
         many = degree[level]
-        offsets = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
-        reached = after[np.repeat(start[level], many) + offsets]
+        reached = after[np.repeat(start[level], many) + nth_of_each(many)]
         np.subtract.at(left, reached, 1)
         level = np.unique(reached[left[reached] == 0])
