@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
 
+from shardplan import Model
+
 Weights = dict[str, Tensor]
+
+
+def drawn_weights(model: Model, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], Weights]:
+    """Parameters of a model drawn, gains of norms around 1, and the same as leaves of torch, by their names there."""
+    types = model.program.types
+    drawn = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
+    return drawn, {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(drawn).items()}
 
 
 def normed(x: Tensor, gain: Tensor) -> Tensor:

@@ -101,9 +101,8 @@ CASES = [*(("llama", name) for name in STRATEGIES), ("gpt", "tensor 2 x data 2")
 def test_three_steps_are_those_of_plain_torch_with_the_same_masks(family: str, strategy: str) -> None:
     sizes, loss = (LLAMA, llama_loss) if family == "llama" else (GPT, gpt_loss)
     model = Model.load(family, **sizes, **DROPS, seq=SEQ, dtype="f64", optimizer="sgd", lr=RATE)
-    rng, types = np.random.default_rng(3), model.program.types
-    state = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
-    w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(state).items()}
+    rng = np.random.default_rng(3)
+    state, w = plain_llama.drawn_weights(model, rng)
     optimizer = torch.optim.SGD(w.values(), RATE)
     job = partition(model, STRATEGIES[strategy])
     for _ in range(STEPS):

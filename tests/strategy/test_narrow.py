@@ -22,7 +22,7 @@ from shardplan.simulation.searching.certifier import Certifier
 from shardplan.strategy.model import assemble_model
 from shardplan.strategy.narrowing import narrow_products
 from shardplan.strategy.partition.memory import saved_bytes, state_bytes
-from strategy import plain_narrow
+from strategy import plain_llama, plain_narrow
 from strategy.jobs import apart, stepped
 
 BF16 = numpy_dtype("bf16")
@@ -53,9 +53,8 @@ def wide_model() -> Model:
 def test_three_steps_are_those_of_plain_torch(strategy: Strategy) -> None:
     """To 1e-9, however it is sharded: the scale is of all that a microbatch has, on all its devices."""
     model = wide_model()
-    rng, types = np.random.default_rng(3), model.program.types
-    state = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
-    w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(state).items()}
+    rng = np.random.default_rng(3)
+    state, w = plain_llama.drawn_weights(model, rng)
     optimizer = torch.optim.SGD(w.values(), RATE)
     job = partition(model, strategy)
     for _ in range(STEPS):

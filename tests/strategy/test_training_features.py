@@ -58,9 +58,8 @@ def test_three_steps_are_those_of_plain_torch(name: str, strategy: Strategy) -> 
     sizes = BOUNDED if name == "a bound" else FEATURES[name]
     family, more = ("moe", {"capacity_factor": 0.0}) if "experts" in sizes else ("llama", {})
     model = Model.load(family, **more | sizes, seq=SEQ, dtype="f64", optimizer="sgd", lr=RATE)
-    rng, types = np.random.default_rng(3), model.program.types
-    state = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
-    w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(state).items()}
+    rng = np.random.default_rng(3)
+    state, w = plain_llama.drawn_weights(model, rng)
     optimizer = torch.optim.SGD(w.values(), RATE)
     job = partition(model, strategy)
     for _ in range(STEPS):
@@ -97,10 +96,9 @@ def test_scaled_steps_are_those_of_plain_torch(strategy: str, clip: float) -> No
     """With a step between them whose gradients overflow: torch's scaler skips it, and so do all ranks."""
     settings: dict[str, Any] = {"lr": 0.05, "eps": 1e-3, "decay": 0.02, "clip": clip, "loss_scale": "input"}
     model = Model.load("llama", **SIZES, seq=SEQ, dtype="f64", optimizer="adamw", **settings)
-    rng, types = np.random.default_rng(4), model.program.types
-    drawn = {n: rng.normal(0, 0.4, types[n].shape) + ("norm" in n) for n in model.parameters}
+    rng = np.random.default_rng(4)
+    drawn, w = plain_llama.drawn_weights(model, rng)
     state = {**drawn, **model.state(drawn)}
-    w = {n: torch.tensor(x, requires_grad=True) for n, x in model.unpack(drawn).items()}
     optimizer = torch.optim.AdamW(w.values(), 0.05, eps=1e-3, weight_decay=0.02)
     job, skipped = partition(model, SCALED[strategy]), 0
     for scale in (2.0**10, np.inf, 2.0**16, 1.0):
