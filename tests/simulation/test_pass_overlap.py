@@ -90,3 +90,9 @@ def test_kernels_beside_a_collective_lose_the_processors_that_it_keeps(
 def test_nothing_is_lost_where_processors_are_not_known() -> None:
     row = np.array([[2.0]])
     assert beside_moves(PassWork(row, row, row), row / 2, 0).kernels.tolist() == [[2.0]]
+
+
+@pytest.mark.parametrize("processors", [1, 8, CHANNELS, 2 * CHANNELS])
+def test_collectives_leave_half_of_few_processors(processors: int) -> None:
+    row = np.array([[2.0]])
+    assert beside_moves(PassWork(row, row, row), row / 2, processors).kernels.tolist() == [[4.0]]

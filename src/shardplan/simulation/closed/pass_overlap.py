@@ -26,7 +26,8 @@ class PassWork(NamedTuple):
 
 # Processors that a collective's kernel keeps while it runs: a block each for so many channels (NCCL's logs of nodes
 # with switches, "Channel 23/24", NVIDIA/nccl-tests issue 100). No block of a product or of attention fits beside one;
-# what only streams loses nothing. DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) gives messages 20 of 132.
+# what only streams loses nothing. DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) gives messages 20 of 132. Of a device
+# with few of them collectives take half at most: kernels beside them go on.
 CHANNELS = 24
 
 
@@ -43,7 +44,7 @@ def beside_moves(work: PassWork, part: Floats, processors: int) -> PassWork:
     >>> float(found.kernels[0, 0])
     1.125
     """
-    lost = CHANNELS / processors * part if processors else np.zeros_like(part)
+    lost = min(CHANNELS / processors, 0.5) * part if processors else np.zeros_like(part)
     busy = np.minimum(work.gathered + work.reduced, work.kernels / (1 - lost))
     return work._replace(kernels=work.kernels + lost * busy)
 

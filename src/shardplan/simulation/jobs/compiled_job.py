@@ -157,7 +157,7 @@ class _JobCompiler:
             called = self._names(stage, kind, job.programs.shared[number])
             key = number, self.places[stage], called
             if key not in known:
-                mine = self._beside(nodes[number, self.places[stage]])
+                mine = self._with_contention(nodes[number, self.places[stage]])
                 known[key] = mapped(mine, names, called, self.settings, self.launch, self.fold.layers, _even(mine))
             maps[stage, kind] = known[key]
         turned: dict[Key, ActionMap] = {}
@@ -223,8 +223,10 @@ class _JobCompiler:
                 pricing = self._pricing(stage)
                 known[key] = (
                     traffic,
-                    self._beside(with_gathers(nodes[forward, place], programs[0], traffic["OPT"].gathers, pricing)),
-                    self._beside(with_reductions(nodes[backward, place], reductions, pricing)),
+                    self._with_contention(
+                        with_gathers(nodes[forward, place], programs[0], traffic["OPT"].gathers, pricing)
+                    ),
+                    self._with_contention(with_reductions(nodes[backward, place], reductions, pricing)),
                 )
             traffic, first, final = known[key]
             if any(one.gathers or one.reductions for one in traffic.values()):
@@ -251,7 +253,7 @@ class _JobCompiler:
             found = with_whole_layers(found, program, self._nodes(stage, "F", source), source)
         return found
 
-    def _beside(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    def _with_contention(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
         """Ops that lose processors to collectives beside them, where frameworks run them."""
         return beside_collectives(nodes, self.fabric.topology.device.processors) if self.settings.frameworks else nodes
 

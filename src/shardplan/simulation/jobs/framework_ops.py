@@ -78,33 +78,43 @@ def as_updates(nodes: Sequence[Node], program: Program, pricing: Pricing) -> tup
 def beside_collectives(nodes: Sequence[Node], processors: int) -> tuple[Node, ...]:
     """Return ops whose products and attention lose the processors that collectives beside them keep.
 
-    Beside them are movements of parameters and their gradients, of a block or of one run of a loop: as long as these
-    take, `pass_overlap.beside_moves`, at the resolution of the closed form.
+    Beside them are movements of parameters and their gradients: those of one run of a loop, or between two loops, as
+    the closed form has them (`pass_overlap.beside_moves`).
 
     Args:
         nodes: Ops as frameworks run them.
         processors: Those of a device; 0 where they are not known, and nothing is lost.
     """
-    ops = [node for node in nodes if isinstance(node, TimedOp)]
+    found: list[Node] = []
+    run: list[TimedOp] = []  # of ops since the last loop
+    for node in nodes:
+        if isinstance(node, TimedOp):
+            run.append(node)
+            continue
+        body = beside_collectives((*node.early, *node.late), processors)
+        loop = replace(node, early=body[: len(node.early)], late=body[len(node.early) :])
+        found += [*_slow_products(run, processors), loop]
+        run = []
+    return (*found, *_slow_products(run, processors))
+
+
+def _slow_products(ops: Sequence[TimedOp], processors: int) -> Sequence[TimedOp]:
+    """Ops that run beside each other's movements of parameters."""
     kernels = sum(op.cost.seconds for op in ops if op.cost.stream == COMPUTE)
     slowed = sum(op.cost.seconds for op in ops if needs_processors(op))
     moves = sum(
-        op.cost.seconds for op in ops if is_movement(op) and op.cost.stream.partition(", ")[0].endswith(PARAMETERS)
+        op.cost.seconds for op in ops if op.cost.stream.partition(", ")[0].endswith(PARAMETERS) and is_movement(op)
     )
-    scale = 1.0
-    if slowed and moves:
-        work = PassWork(*(np.array([seconds]) for seconds in (kernels, moves, 0.0)))
-        lost = beside_moves(work, np.array([slowed / kernels]), processors).kernels[0] - kernels
-        scale = 1 + float(lost) / slowed
-    found: list[Node] = []
-    for node in nodes:
-        if isinstance(node, TimedLoop):
-            body = beside_collectives((*node.early, *node.late), processors)
-            node = replace(node, early=body[: len(node.early)], late=body[len(node.early) :])
-        elif needs_processors(node):
-            node = replace(node, cost=replace(node.cost, seconds=node.cost.seconds * scale))
-        found.append(node)
-    return tuple(found)
+    if not slowed or not moves:
+        return ops
+    work = PassWork(*(np.array([seconds]) for seconds in (kernels, moves, 0.0)))
+    lost = float(beside_moves(work, np.array([slowed / kernels]), processors).kernels[0]) - kernels
+    return [
+        replace(op, cost=replace(op.cost, seconds=op.cost.seconds * (1 + lost / slowed)))
+        if needs_processors(op)
+        else op
+        for op in ops
+    ]
 
 
 @dataclass(slots=True)
