@@ -92,6 +92,10 @@ def test_by_hand():
     assert bound(("node", "gpu"), ("gpu",)) == pytest.approx(nbytes / 1e9)
     # Inside nodes nothing crosses: a device takes in its payload, or, counted, 2 x 3 / 4 of it.
     assert bound(("gpu",), ("node",), ("node",)) == pytest.approx(1.5 * nbytes / 2 / 1e10)
+    # By the count alone, where the sums are wanted on a mesh of other names: no bound of an all-reduce is asked.
+    source = sp.TensorType("f32", shape, ("node",), mesh, partial={"gpu": "sum"})
+    renamed = sp.TensorType("f32", shape, ("n",), sp.Mesh(n=2, g=4))
+    assert reduction_bound(source, renamed, Fabric(topology)).seconds == pytest.approx(1.5 * nbytes / 2 / 1e10)
     # Where the other node wants a node's sum, too, half of the array enters each.
     assert bound(("gpu",), (), ("node",)) == pytest.approx(nbytes / 2 / 1e9)
     assert bound(("gpu",), (None, "node"), ("node",)) == pytest.approx(nbytes / 4 / 1e9)

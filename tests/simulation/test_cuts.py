@@ -167,6 +167,17 @@ def test_values_move_as_in_the_job(name: str, said: dict[str, Any]) -> None:
     assert moves_read(b) == moves_written(b)
 
 
+@pytest.mark.parametrize(("name", "said"), [(name, said) for name in MIXED for said in SEQUENCES], ids=str)
+def test_forward_passes_sum_what_the_job_sums(name: str, said: dict[str, Any]) -> None:
+    """Where tokens of experts are cut, too: they are gathered before they are dealt out to slots, of which more are."""
+    b = both(name, repr(said))
+
+    def sums(moves: Counter[Move]) -> Counter[Move]:
+        return Counter({m: n for m, n in moves.items() if m[0] == "F" and m[2] in ("all_reduce", "reduce_scatter")})
+
+    assert sums(moves_read(b)) == sums(moves_written(b))
+
+
 @pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
 def test_the_comparison_can_fail(name: str) -> None:
     """The same model under tensor and under context: neither shapes nor movements are those of the other."""

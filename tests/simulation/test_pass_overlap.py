@@ -78,7 +78,7 @@ def test_kernels_beside_a_collective_lose_the_processors_that_it_keeps(
 ) -> None:
     """Followed instant by instant: while anything moves, the part that fills the device runs on what is left of it."""
     column = [np.array([[x]]) for x in (kernels, gathered, reduced)]
-    found = beside_moves(PassWork(*column), np.array([[part]]), processors)
+    found = beside_moves(PassWork(*column), np.array([[part * kernels]]), processors)
     at, done, instant = 0.0, 0.0, 1e-4
     while done < kernels - 1e-9:
         done += instant * (1 - part * CHANNELS / processors * (at < gathered + reduced - instant / 2))
@@ -89,10 +89,10 @@ def test_kernels_beside_a_collective_lose_the_processors_that_it_keeps(
 
 def test_nothing_is_lost_where_processors_are_not_known() -> None:
     row = np.array([[2.0]])
-    assert beside_moves(PassWork(row, row, row), row / 2, 0).kernels.tolist() == [[2.0]]
+    assert beside_moves(PassWork(row, row, row), row, 0).kernels.tolist() == [[2.0]]
 
 
 @pytest.mark.parametrize("processors", [1, 8, CHANNELS, 2 * CHANNELS])
 def test_collectives_leave_half_of_few_processors(processors: int) -> None:
     row = np.array([[2.0]])
-    assert beside_moves(PassWork(row, row, row), row / 2, processors).kernels.tolist() == [[4.0]]
+    assert beside_moves(PassWork(row, row, row), row, processors).kernels.tolist() == [[4.0]]

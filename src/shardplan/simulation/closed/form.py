@@ -22,7 +22,7 @@ from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, beside_moves, settled_seconds
+from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds
 from shardplan.simulation.closed.reading import read
 from shardplan.simulation.closed.stages import Dealt, at_once, is_halved, layer_rows, recipe, weight_rows
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
@@ -210,13 +210,12 @@ class ClosedForm:
             nothing if bare else rows
             for rows in (dealt.gather_seconds(FORWARD), dealt.gather_seconds(BACKWARD), dealt.reduce_seconds(device))
         )
-        passes = (
-            PassWork(forward, gathers, nothing),
-            PassWork(back - weight * halved, again, reduces * ~halved),
-            PassWork(weight * halved, nothing, reduces * halved),
+        ahead = dealt.with_contention(PassWork(forward, gathers, nothing), FORWARD, device)
+        behind = PassWork(back - weight * halved, again, reduces * ~halved)
+        behind = dealt.with_contention(behind, BACKWARD, device, casts=~halved)
+        last = dealt.with_contention(
+            PassWork(weight * halved, nothing, reduces * halved), BACKWARD, device, casts=halved
         )
-        parts = (cost.on_processors(k) for k in (FORWARD, BACKWARD, BACKWARD))
-        ahead, behind, last = (beside_moves(w, k, device.processors) for w, k in zip(passes, parts, strict=True))
         order = PassOrder(
             at_once=at_once(c),
             apart=halved & (c.columns["pipeline"] > 1) & gathers.any(axis=0),

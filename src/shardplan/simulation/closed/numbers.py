@@ -199,7 +199,7 @@ class LayerCost:
     moments: float = 1.0  # as in `Reading`
 
     def on_processors(self, phase: int) -> Floats:
-        """Return the part of a phase's kernels that products and attention take, [runs + 2, n]."""
+        """Return what part of a phase's kernels, but for casts, products and attention take, [runs + 2, n]."""
         whole, some = (self.rows.get(f"{what} {PHASES[phase]}", np.zeros(1)) for what in ("compute", "on processors"))
         return np.divide(some, whole, out=np.zeros(np.shape(whole)), where=whole > 0)
 

@@ -31,12 +31,12 @@ class PassWork(NamedTuple):
 CHANNELS = 24
 
 
-def beside_moves(work: PassWork, part: Floats, processors: int) -> PassWork:
+def beside_moves(work: PassWork, slowed: Floats, processors: int) -> PassWork:
     """Return a pass whose kernels have fewer processors for as long as a collective runs beside them.
 
     Args:
         work: What each part takes by itself.
-        part: The part of its kernels' seconds that all processors are needed for, [runs + 2, n].
+        slowed: Of its kernels' seconds those that all processors are needed for, [runs + 2, n].
         processors: Those of a device; 0 where they are not known, and nothing is lost.
 
     >>> row = np.array([[1.0]])
@@ -44,7 +44,8 @@ def beside_moves(work: PassWork, part: Floats, processors: int) -> PassWork:
     >>> float(found.kernels[0, 0])
     1.125
     """
-    lost = min(CHANNELS / processors, 0.5) * part if processors else np.zeros_like(part)
+    kept = min(CHANNELS / processors, 0.5) if processors else 0.0
+    lost = np.divide(kept * slowed, work.kernels, out=np.zeros_like(work.kernels), where=work.kernels > 0)
     busy = np.minimum(work.gathered + work.reduced, work.kernels / (1 - lost))
     return work._replace(kernels=work.kernels + lost * busy)
 

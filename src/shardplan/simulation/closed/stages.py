@@ -18,7 +18,7 @@ from shardplan.simulation.closed.kernel_classes import narrow_bytes, with_kernel
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassWork, beside_moves, pass_seconds
-from shardplan.simulation.closed.work import BACKWARD
+from shardplan.simulation.closed.work import BACKWARD, FORWARD
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
 
@@ -320,6 +320,15 @@ class Dealt:
         gathered = part + self.collectives.lines(False, True, self.alike).seconds(nbytes) * ~layered
         return late + np.where(layered, part, np.minimum(whole, gathered))
 
+    def with_contention(self, work: PassWork, phase: int, device: DeviceSpec, casts: Floats | bool = False) -> PassWork:
+        """Return a pass beside whose moves products and attention have fewer processors.
+
+        `casts`: whether gradients are cast in it, which only streams.
+        """
+        streamed = gradient_seconds(self.c, self.cost, self.p, device) * casts
+        slowed = self.cost.on_processors(phase) * np.maximum(0.0, work.kernels - streamed)
+        return beside_moves(work, slowed, device.processors)
+
     def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
 
@@ -343,7 +352,7 @@ class Dealt:
         for work, back in (
             (PassWork(forward, gathers, nothing), False), (PassWork(backward, nothing, reduces), True)
         ):  # fmt: skip
-            slower = beside_moves(work, self.cost.on_processors(int(back)), device.processors)
+            slower = self.with_contention(work, BACKWARD if back else FORWARD, device, casts=back)
             seconds, lag = pass_seconds(kinds.counts, slower, free, backward=back)
             kernels, moved = kinds.sums(work.kernels), kinds.sums(work.gathered + work.reduced)
             waited = seconds + np.maximum(0.0, lag) - kernels

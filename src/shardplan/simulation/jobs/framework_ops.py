@@ -108,7 +108,7 @@ def _slow_products(ops: Sequence[TimedOp], processors: int) -> Sequence[TimedOp]
     if not slowed or not moves:
         return ops
     work = PassWork(*(np.array([seconds]) for seconds in (kernels, moves, 0.0)))
-    lost = float(beside_moves(work, np.array([slowed / kernels]), processors).kernels[0]) - kernels
+    lost = float(beside_moves(work, np.array([slowed]), processors).kernels[0]) - kernels
     return [
         replace(op, cost=replace(op.cost, seconds=op.cost.seconds * (1 + lost / slowed)))
         if needs_processors(op)
