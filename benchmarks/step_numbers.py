@@ -40,6 +40,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     },
     stages: {
         "_RECIPES": ("bytes of parameter, gradient and state by precision", "counted: software's documentation"),
+        "_MOMENTS": ("bytes of state that Adafactor's rows and columns take the place of", "definition"),
         "_SIZES": ("bytes of a gradient by dtype", "definition"),
         "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
@@ -59,6 +60,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "NEAR": ("times a peak that is the same chip's", "definition"),
     },
     forecast: {
+        "APART": ("as of chips", "by hand: spread of the fits"),
         "OPEN": ("deviations of the logarithms of `half` and `order`", "by hand, with held-out coverage in view"),
         "RESIDUAL": ("spread of the logarithm of seconds that no parameter explains", "residuals of the fits"),
         "MIXTURE": (

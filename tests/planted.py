@@ -121,11 +121,14 @@ def pass_on(fault: Fault) -> None:
     """Have the fault planted in the Python processes that this one launches, too: see `planting/sitecustomize.py`."""
     start = subprocess.Popen.__init__
 
-    def launch(self: Any, *args: Any, env: Any = None, **more: Any) -> None:
-        env = dict(os.environ if env is None else env) | {"PLANTED": json.dumps(astuple(fault))}
+    def having(env: Any) -> dict[str, str]:
         paths = (str(ROOT / "tests" / "planting"), env.get("PYTHONPATH", ""))
-        start(self, *args, env=env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}, **more)
+        return dict(env) | {"PLANTED": json.dumps(astuple(fault)), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
+    def launch(self: Any, *args: Any, env: Any = None, **more: Any) -> None:
+        start(self, *args, env=None if env is None else having(env), **more)
+
+    os.environ.update(having(os.environ))  # what multiprocessing starts has it, and what is given no variables
     subprocess.Popen.__init__ = launch
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, Server, altered, listed
+from tests.planted import CAUGHT, NOT_RUN, SURVIVED, Fault, Server, altered, code_of, function_of, listed
 from tests.turns import COLLECTED, LONG, ROOT, share
 
 FAULTS = listed()
@@ -72,9 +72,9 @@ def test_every_fault_alters_what_stands_in_the_source_once() -> None:
     misfits: list[str] = []
     for fault in FAULTS:
         try:
-            altered(fault)
-        except LookupError as error:
-            misfits.append(str(error))
+            code_of(altered(fault), *function_of(fault.name))
+        except (LookupError, SyntaxError) as error:
+            misfits.append(f"{fault.name}: {error}")
     assert not misfits, "\n".join(misfits)
 
 

@@ -62,7 +62,8 @@ class Launch:
             ),
         )
         self.ranks = [self._rank(rank, str(rank)) for rank in range(count)]
-        with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=PATHS):  # for what is imported before the fork
+        paths = os.pathsep.join(filter(None, (PATHS, os.environ.get("PYTHONPATH"))))
+        with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=paths):  # for what is imported before the fork
             for rank in self.ranks:
                 rank.start()
 

@@ -122,12 +122,12 @@ def plan(
     """Find the best strategy of training or serving, and say why others lost; or judge one."""
     from shardplan.core import border
     from shardplan.strategy.asked_model import parse_model
-    from shardplan.strategy.strategy import NARROW
+    from shardplan.strategy.strategy import NARROW, PREDICTED
     from shardplan.strategy.training import PRECISIONS
 
     border.choice("plan: --goal", goal, GOALS, ShardplanError)
     if precision is not None:
-        border.choice("plan: --precision", precision, (*PRECISIONS, *NARROW), ShardplanError)
+        border.choice("plan: --precision", precision, (*PRECISIONS, *PREDICTED), ShardplanError)
     if goal in ("step", "memory") and batch is None:
         raise ShardplanError("plan: no --batch; legal is one, or --goal latency or tokens")
     check_writable(resume, report)

@@ -59,10 +59,9 @@ def decode_json(data: bytes | str, kind: Any = Any) -> Any:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
         raise ParseError(_DEEP) from None
-    except UnicodeDecodeError:
-        raise ParseError("it is no UTF-8 text") from None
-    except msgspec.DecodeError as error:
-        raise ParseError(str(error)) from None
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        utf8 = isinstance(error, UnicodeDecodeError) or "Invalid UTF-8" in str(error)  # msgspec until 0.22, and since
+        raise ParseError("it is no UTF-8 text" if utf8 else str(error)) from None
 
 
 def decode_toml(text: str) -> dict[str, Any]:
