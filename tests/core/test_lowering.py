@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tests import strategies
 
@@ -72,6 +72,9 @@ def check(op: Collective, types: Sequence[TensorType]) -> None:
 
 
 @given(strategies.applied(), st.integers(1, 3))
+@example(
+    (AllToAll(0, 1, ("x",)), TensorType.parse("i32[7@x, 5]", sp.Mesh(x=3))), 1
+)  # the last one's slots are all short
 def test_a_lowering_does_what_the_op_means(applied: tuple[Collective, TensorType], chunks: int) -> None:
     op, t = applied
     check(op.in_chunks(chunks), [t])

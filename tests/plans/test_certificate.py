@@ -17,7 +17,7 @@ import replay
 import shardplan as sp
 import strategies as some
 from benchmarks import suites
-from shardplan.core.accounting import account, lower_bound
+from shardplan.core.accounting import account, books_of, lower_bound
 from shardplan.core.ops import AllGather, AllToAll, Exchange, Permute, Slice
 from shardplan.core.step import Step
 from shardplan.errors import CertificateError, ParseError, ShardplanError
@@ -289,7 +289,9 @@ def least_bytes(s: sp.TensorType, t: sp.TensorType) -> float:
 def test_senders_count_to_the_floor() -> None:
     """Two hold what eight want: nobody can receive it faster than they send it."""
     here, there = sp.Mesh(x=2), sp.Mesh({"y": 8}, devices=range(2, 10))
-    c = sp.redistribute(sp.TensorType.parse("i8[32@x]", here), sp.TensorType.parse("i8[32@y]", there)).certificate
+    plan = sp.redistribute(sp.TensorType.parse("i8[32@x]", here), sp.TensorType.parse("i8[32@y]", there))
+    assert books_of(plan.program).step_moved == (16,)
+    c = plan.certificate
     assert c.sent_bytes == (16, 16, *[0] * 8) and c.received_bytes == (0, 0, *[4] * 8) and c.status == "floor"
     # Each sends four messages, one after another; that one is the least is all that the bound says of starts.
     assert c.seconds == pytest.approx(16 / 50e9 + 4 * 5e-6) and c.lower_bound_seconds == 16 / 50e9 + 5e-6

@@ -33,6 +33,7 @@ from shardplan.simulation.searching.answer import (
     find_changes,
     training_flops,
 )
+from shardplan.simulation.searching.certifier import RefusedPlan
 from shardplan.simulation.searching.plans import RankedPlan
 from shardplan.simulation.searching.space import StrategySpace
 
@@ -222,6 +223,18 @@ def test_the_answer_is_one_screen() -> None:
     assert all(len(line) <= 80 for line in lines) and len(lines) <= 50
     bar = next(line for line in lines if line.strip().startswith("[")).strip()
     assert len(bar) == 62
+
+
+def test_what_certificates_refuse_is_a_line_a_reason() -> None:
+    answer, one = small(), Strategy(data=8)
+    assert "refused" not in answer_text(answer)
+    refused = [RefusedPlan(one, "needs much", n) for n in (84e9, 81e9, 82e9)] + [RefusedPlan(one, "no job")]
+    certifier = replace(answer.judge.certifier, refused=refused)
+    told = answer_text(replace(answer, found=replace(answer.found, certifier=certifier))).splitlines()
+    assert [x for x in told if "refused" in x] == [
+        "1 refused by its certificate: no job",
+        "3 refused by their certificates: 81 GB to 84 GB, and a device has 80 GB",
+    ]
 
 
 def test_a_strategy_in_words_says_each_choice() -> None:

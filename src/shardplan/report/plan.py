@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.report.fold import WIDTH
 from shardplan.simulation.searching.answer import TIE, Judge, JudgedPlan, PlanAnswer, causes_text
+from shardplan.simulation.searching.certifier import RefusedPlan
 from shardplan.simulation.searching.fit import Fit
 from shardplan.simulation.searching.own_plans import OwnAnswer
 from shardplan.simulation.searching.plans import plan_text
@@ -43,9 +44,19 @@ def answer_text(answer: PlanAnswer) -> str:
     left = f"; interrupted, {found.frames_left:,} frames of strategies not searched" if found.frames_left else ""
     alike = f", the first one's degrees with {best.alike} more" if best.alike else ""
     lines += ["", *wrap_text(f"{found.counted:,} strategies, {found.priced:,} priced{alike}{left}", "")]
-    why = Counter(r.why for r in found.refused)
-    lines += [x for text, n in why.items() for x in wrap_text(f"{n} refused by their certificates: {text}", "")]
+    lines += [x for text in _refused(found.refused, judge.certifier.memory) for x in wrap_text(text, "")]
     return "\n".join(lines + [x for note in answer.notes for x in wrap_text(f"note: {note}", "")])
+
+
+def _refused(refused: Sequence[RefusedPlan], memory: float) -> list[str]:
+    """Those that their certificates refuse, a line a reason; all that need too much memory in one."""
+    reasons = Counter(one.why for one in refused if one.nbytes is None)
+    if sizes := [one.nbytes for one in refused if one.nbytes is not None]:
+        bounds = dict.fromkeys(map(format_bytes, (min(sizes), max(sizes))))
+        reasons[f"{' to '.join(bounds)}, and a device has {format_bytes(memory)}"] = len(sizes)
+    return [
+        f"{n} refused by {'its certificate' if n == 1 else 'their certificates'}: {why}" for why, n in reasons.items()
+    ]
 
 
 def own_text(own: OwnAnswer) -> str:

@@ -49,10 +49,11 @@ class CertifiedPeak(NamedTuple):
 
 
 class RefusedPlan(NamedTuple):
-    """A strategy that the closed form says fits, and why its certificate does not."""
+    """A strategy that the closed form says fits, why its certificate does not, and the bytes that one says."""
 
     strategy: Strategy
     why: str
+    nbytes: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,13 +99,14 @@ class Certifier:
         try:
             found = self.peak(strategy)
         except ShardplanError as error:
-            why = str(error)
+            refused = RefusedPlan(strategy, str(error))
         else:
             if found.nbytes <= self.memory:
                 return found
             why = f"needs {format_bytes(found.nbytes)}, and a device has {format_bytes(self.memory)}"
+            refused = RefusedPlan(strategy, why, found.nbytes)
         if all(one.strategy != strategy for one in self.refused):
-            self.refused.append(RefusedPlan(strategy, why))
+            self.refused.append(refused)
         return None
 
     def _certified(self, strategy: Strategy) -> CertifiedPeak:
