@@ -237,9 +237,10 @@ def test_broken_plan_files(content: str, reason: str, tmp_path: Path) -> None:
         sp.Plan.load(tmp_path / "missing.json")
 
 
-# One device holds all of which each of four wants a part; two hold what fifteen want, so that one sends eight parts.
+# One device holds all of which each of four wants a part, because of how the shape is cut, or as a root; two hold what fifteen want, so that one sends eight parts.
 SQUARE = sp.Mesh(x=2, y=2)
 ONE_HOLDER = sp.TensorType.parse("i8[1@(x,y), 4]", SQUARE), sp.TensorType.parse("i8[1, 4@(x,y)]", SQUARE)
+ROOT_HOLDER = sp.TensorType.parse("i8[8]{root:x}", sp.Mesh(x=4)), sp.TensorType.parse("i8[8@x]", sp.Mesh(x=4))
 TWO_HOLDERS = (
     sp.TensorType.parse("i8[15]", sp.Mesh(a=2)),
     sp.TensorType.parse("i8[15@y]", sp.Mesh({"y": 15}, devices=range(2, 17))),
@@ -249,6 +250,7 @@ TWO_HOLDERS = (
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(some.pairs(("even", "uneven", "partial", "rooted")), some.cross_pairs()))
 @example(ONE_HOLDER)
+@example(ROOT_HOLDER)
 @example(TWO_HOLDERS)
 def test_the_floor_is_claimed_exactly_where_it_is_reached(pair: Pair) -> None:
     c = sp.redistribute(*pair).certificate
