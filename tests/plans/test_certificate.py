@@ -237,7 +237,7 @@ def test_broken_plan_files(content: str, reason: str, tmp_path: Path) -> None:
         sp.Plan.load(tmp_path / "missing.json")
 
 
-# One device holds all of which each of four wants a part, because of how the shape is cut, or as a root; two hold what fifteen want, so that one sends eight parts.
+# One device holds all of which each of four wants a part, by the shape, or as a root; two what fifteen want, one eight.
 SQUARE = sp.Mesh(x=2, y=2)
 ONE_HOLDER = sp.TensorType.parse("i8[1@(x,y), 4]", SQUARE), sp.TensorType.parse("i8[1, 4@(x,y)]", SQUARE)
 ROOT_HOLDER = sp.TensorType.parse("i8[8]{root:x}", sp.Mesh(x=4)), sp.TensorType.parse("i8[8@x]", sp.Mesh(x=4))
@@ -268,11 +268,13 @@ def test_the_floor_is_claimed_exactly_where_it_is_reached(pair: Pair) -> None:
 def least_bytes(s: sp.TensorType, t: sp.TensorType) -> float:
     """What the worst device, or the devices that hold one box, or all that hold any, must send or receive: by element.
 
-    Senders only where neither end is partial.
+    Senders only where neither end is partial; nobody where the end is, as addends may be added up first.
     """
+    if t.layout.partial:
+        return 0.0
     devices = tuple(sorted({*s.mesh.devices, *t.mesh.devices}))
     most = float(lower_bound(s, t, devices).max(initial=0))
-    if s.layout.partial or t.layout.partial:
+    if s.layout.partial:
         return most
     held: dict[oracle.Box, set[int]] = {}
     for k, d in enumerate(s.mesh.devices):

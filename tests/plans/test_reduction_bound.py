@@ -14,8 +14,9 @@ from shardplan.errors import ShardplanError
 from shardplan.hardware.level import Level
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.plans.collective_bounds import all_reduce_bound, reduce_scatter_bound
-from shardplan.plans.pricing import fabric_of
+from shardplan.plans.pricing import fabric_of, seconds_bound
 from shardplan.plans.reduction_bound import reduction_bound
+from shardplan.plans.starts import Bound
 
 STATES = ["dim0", "dim1", "partial", "root", "free"]
 
@@ -52,6 +53,15 @@ def test_no_plan_is_below_the_bound(move):
         return
     assert reduction_bound(source, target, fabric).seconds <= plan.seconds * (1 + 1e-9)
     assert plan.certificate.lower_bound_seconds <= plan.seconds * (1 + 1e-9)
+
+
+def test_of_addends_that_stay_addends_no_time_is_claimed() -> None:
+    """They may be added up first: then one of two roots receives a sum, and the other makes zeros."""
+    source, target = (sp.TensorType.parse(x, sp.Mesh(a=2, b=3)) for x in ("f32[6@b]{+a}", "f32[6]{+a}{root:b}"))
+    assert seconds_bound([source], [target], fabric_of(sp.Topology.load("dgx-h100", nodes=1), (source.mesh,))) == Bound(
+        0.0, 0.0
+    )
+    assert sp.redistribute(source, target).certificate.lower_bound_seconds == 0
 
 
 @given(any_topology(most=24))

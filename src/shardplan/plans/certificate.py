@@ -213,7 +213,8 @@ def derive(
     fabric = fabric_of(where, program.meshes)
     cost = price_program(program, fabric, algorithm)
     if where is None:
-        bound = nominal_bound(sources, destinations, least, devices)
+        whole = (b for b, t in zip(bounds, destinations, strict=True) if not t.layout.partial)  # see `seconds_bound`
+        bound = nominal_bound(sources, destinations, sum(whole, np.zeros(len(devices))), devices)
     else:
         bound = seconds_bound(sources, destinations, fabric, program.meshes)
     claims = {

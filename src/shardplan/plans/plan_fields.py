@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from shardplan.core.decoding import decode_json
 from shardplan.errors import LONGEST, ParseError, line
 
 FORMAT = 2  # of the file; another one is refused
@@ -65,10 +66,8 @@ class PlanFields(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
 def read_fields(data: bytes) -> PlanFields:
     """Return the fields of a plan file; raises `ParseError` naming the field, what stands there and what is legal."""
     try:
-        raw: Any = msgspec.json.decode(data)
-    except RecursionError:
-        raise ParseError("its values are nested too deep") from None
-    except ValueError as error:  # what is no UTF-8, too
+        raw = decode_json(data)
+    except ParseError as error:
         raise ParseError(f"it is no JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ParseError(f"it is {_json(raw)}; legal is an object")

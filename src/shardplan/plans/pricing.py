@@ -155,14 +155,14 @@ def seconds_bound(
 
     The largest of what each device must receive of all tensors over its own ports, and copy of what it has, of what
     must enter every unit of every level, and leave it and all holders of the same tiles, for tensors without addends,
-    and of the cut and count bounds of each tensor that is reduced. A table of boxes is not cut.
+    and of the cut and count bounds of each tensor that is reduced. A table of boxes is not cut. Of a partial
+    destination nobody must receive anything: addends may be added up first, and zeros take their places.
     """
     own = {t.mesh: None for t in (*sources, *destinations)}
     ids = np.array(Mesh.devices_of(own), dtype=np.int64)
     at, last = fabric.topology_ids(ids), len(fabric.wires) - 1
-    least = sum(
-        (lower_bound(s, t, tuple(ids.tolist())) for s, t in zip(sources, destinations, strict=True)), np.zeros(1)
-    )
+    whole = ((s, t) for s, t in zip(sources, destinations, strict=True) if not t.layout.partial)
+    least = sum((lower_bound(s, t, tuple(ids.tolist())) for s, t in whole), np.zeros(1))
     # What has no addends is moved, by no row that only reduces; and where no shard has room for a gather, by messages.
     rows = without_reductions if _has_room(sources, destinations, (*own, *meshes)) else only_messages
     moving = fabric.with_library(rows(fabric.library))
