@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, geomean, record, table, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import launch
 
 ENGINES = {"messages": "", "native": "gloo"}  # `SHARDPLAN_NATIVE`
 CALLS = 100  # in a turn

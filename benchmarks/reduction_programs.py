@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.common import ROOT, Progress, arguments, record, table, use_tests, write
+from benchmarks.common import Progress, arguments, record, table, use_tests, write
+from benchmarks.processes import launch
 
 import shardplan as sp
 from shardplan.hardware.level import Level
@@ -123,17 +123,6 @@ def child(sizes: tuple[int, ...], count: int) -> None:
     dist.destroy_process_group()
 
 
-def launch(sizes: tuple[int, ...], count: int) -> dict[str, Any]:
-    """Run a sample on gloo processes, one a member."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(math.prod(sizes))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    inside = ["-m", "benchmarks.reduction_programs", "--inside", *map(str, sizes), "--count", str(count)]
-    done = subprocess.run([*command, *inside], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1500)
-    if done.returncode:
-        raise SystemExit(f"{sizes} on {math.prod(sizes)} processes failed:\n{done.stderr[-6000:]}")
-    return json.loads(done.stdout[done.stdout.index("{") :])
-
-
 def typing() -> list[dict[str, Any]]:
     """How many programs type, by the number of factors and the limit, and whether that is as pinned."""
     rows: list[dict[str, Any]] = []
@@ -189,7 +178,7 @@ def main() -> None:
                                "instructions wrong": instructions_wrong(sizes, every)}  # fmt: skip
         row |= run_reference(sizes, every)
         if options.count:
-            found = launch(sizes, options.count)
+            found, _ = launch(Path(__file__), math.prod(sizes), "--inside", *sizes, "--count", options.count)
             row |= {"on gloo": found["programs"], "gloo wrong": found["wrong"]}
         rows.append(row)
         print(row, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import arguments, record, table, use_tests, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import launch
 
 WORLD, MIB = 4, 2**20
 MIXED = [(2048, 4096)] * 3 + [(1024, 512 + 256 * k) for k in range(16)] + [(1024, 16)] * 40

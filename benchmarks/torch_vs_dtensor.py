@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, geomean, record, single, table, told, use_tests, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import launch
 
 from benchmarks import suites
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, record, table, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import launch
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,

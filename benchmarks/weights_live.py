@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, record, table, use_tests, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import launch
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4,
