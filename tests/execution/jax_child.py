@@ -28,6 +28,17 @@ def said(script: str, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def told(call: Callable[[], Any]) -> str:
+    """The package's error that a call raises, as text."""
+    from shardplan.errors import ShardplanError
+
+    try:
+        call()
+    except ShardplanError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def main(checks: Sequence[Callable[..., Any]], make: Callable[[], tuple[Any, ...]] = tuple) -> None:
     """Print what the checks return, of those named as arguments or of all, called with what `make` makes.
 
