@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,29 @@ def launch(script: Path, world: int, *parameters: Any) -> tuple[Any, float]:
     if done.returncode:
         raise SystemExit(f"{script.name} on {world} processes failed:\n{done.stderr[:6000]}")
     return json.loads(done.stdout[done.stdout.index("{") :]), time.perf_counter() - started
+
+
+def be_rank(work: Callable[[], dict[str, Any]]) -> None:
+    """Be a rank of such a launch, on one thread; what the work gives of rank 0 is printed."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = work()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def of_all_ranks(own: Any) -> list[Any]:
+    """What each rank gives, by rank."""
+    import torch.distributed as dist
+
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
 
 
 def jax_environment(devices: int) -> dict[str, str]:

@@ -10,7 +10,6 @@ and the graphs over unequal sizes.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import Progress, arguments, record, table, use_tests, write
-from benchmarks.processes import launch
+from benchmarks.processes import be_rank, launch, of_all_ranks
 
 import shardplan as sp
 from shardplan.hardware.level import Level
@@ -102,12 +101,11 @@ def sample(every: Sequence[Reduction], count: int) -> list[Reduction]:
     return typed[:: max(1, len(typed) // count)][:count] if count else []
 
 
-def child(sizes: tuple[int, ...], count: int) -> None:
-    """Run a sample on this rank; rank 0 prints what was wrong on any."""
+def child(sizes: tuple[int, ...], count: int) -> dict[str, int]:
+    """Run a sample on this rank; what was wrong on any."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
     rank, wrong = dist.get_rank(), 0
     chosen = sample(programs(sizes), count)
     for one in chosen:
@@ -116,11 +114,7 @@ def child(sizes: tuple[int, ...], count: int) -> None:
         shards = data(program)
         out = sp.run(program, [torch.from_numpy(shards[rank])], backend="torch", timeout=60.0)
         wrong += not np.array_equal(out[0].numpy(), np.sum(shards, axis=0))
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, wrong)
-    if rank == 0:
-        print(json.dumps({"programs": len(chosen), "wrong": sum(told)}))
-    dist.destroy_process_group()
+    return {"programs": len(chosen), "wrong": sum(of_all_ranks(wrong))}
 
 
 def typing() -> list[dict[str, Any]]:
@@ -168,7 +162,7 @@ def main() -> None:
     parser.add_argument("--inside", type=int, nargs="+", help="sizes; in a process that was launched")
     options = parser.parse_args()
     if options.inside:
-        child(tuple(options.inside), options.count)
+        be_rank(lambda: child(tuple(options.inside), options.count))
         return
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
