@@ -22,10 +22,17 @@ settings.register_profile("repeatable", settings.get_profile("explore"), derando
 settings.register_profile("planted", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
 
-# Hypothesis also draws constants that it finds in loaded modules: load all now, not as the order of tests has it.
-for module in pkgutil.walk_packages(shardplan.__path__, "shardplan."):
-    if not module.name.endswith("__main__"):
-        import_module(module.name)
+
+def load_package() -> None:
+    """Load all modules: Hypothesis draws constants that it finds in those, else as the order of tests has them."""
+    for module in pkgutil.walk_packages(shardplan.__path__, "shardplan."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # who gives out work runs none
+        load_package()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,6 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ran = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in ran])
         items[:] = kept
+    turn = turns.commit()
+    for item in items if parts > 1 else ():
+        if not item.nodeid.startswith(long):
+            turns.judge_share(item, parts, turn)
     items.sort(key=lambda item: not item.nodeid.startswith(long))  # else a worker has a long file when all else is done
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

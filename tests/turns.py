@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import random
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 T = TypeVar("T")
 # The tests that a run has found, before any was left out; the tests of `planted` ask for them.
@@ -48,6 +53,8 @@ LONG = (
 
 # Of parametrized fixtures that launch: tests of one launch are one case, as each alone would pay for all of it.
 LAUNCHES = ("said", "failed")
+# What a law is given that draws when it is asked.
+DRAWING = (st.DataObject, random.Random)
 
 
 def commit() -> int:
@@ -68,6 +75,34 @@ def share_of_cases(items: Sequence[pytest.Item], parts: int) -> list[pytest.Item
     """Return the tests of one of some shares of the cases of a file."""
     chosen = set(share(list(dict.fromkeys(map(case_of, items))), parts))
     return [item for item in items if case_of(item) in chosen]
+
+
+def judge_share(item: pytest.Item, parts: int, turn: int) -> None:
+    """Have a law judge one of some shares of its examples, which `turn` says; the others are only drawn.
+
+    A law that draws while it judges has all: Hypothesis would take what is not judged for an example without draws.
+    """
+    handle: Any = getattr(getattr(item, "obj", None), "hypothesis", None)
+    if handle is None or hasattr(handle.inner_test, "__wrapped__"):  # of cases of one law the first has done it
+        return
+    explicit = len(getattr(item.obj, "hypothesis_explicit_examples", ()))  # type: ignore[attr-defined]
+    judge, numbers, failed = handle.inner_test, itertools.count(), list[BaseException]()
+
+    @functools.wraps(judge)
+    def judged(*args: Any, **given: Any) -> None:
+        number = next(numbers)
+        mine = number < explicit or number % parts == turn % parts
+        if not mine and not failed and not any(isinstance(x, DRAWING) for x in (*args, *given.values())):
+            return
+        try:
+            judge(*args, **given)
+        except (UnsatisfiedAssumption, StopTest):
+            raise
+        except BaseException as error:  # which Hypothesis asks for again
+            failed.append(error)
+            raise
+
+    handle.inner_test = judged
 
 
 def share(things: Sequence[T], parts: int) -> tuple[T, ...]:
