@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -92,12 +94,20 @@ class Example:
 
     def legal_ones(self, sizes: Sizes) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
         """Those that type; what does not is refused by an error of ours, and by no other."""
-        for op, types in self.assigned(sizes):
-            try:
-                op.infer(*types)
-            except (LayoutError, TypingError):
-                continue
-            yield op, types
+        yield from _legal_ones(self, tuple(sizes.items()))
+
+
+@cache
+def _legal_ones(
+    example: Example, sizes: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Compute, tuple[TensorType, ...]], ...]:
+    """Found once for all laws that ask: they are few among those that are tried."""
+    found: list[tuple[Compute, tuple[TensorType, ...]]] = []
+    for op, types in example.assigned(dict(sizes)):
+        with suppress(LayoutError, TypingError):
+            op.infer(*types)
+            found.append((op, types))
+    return tuple(found)
 
 
 class DistinctIds(Example):

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     turn = turns.commit()
     for item in items if parts > 1 else ():
         if not item.nodeid.startswith(long):
-            turns.judge_share(item, parts, turn)
+            turns.draw_share(item, parts, turn)
     items.sort(key=lambda item: not item.nodeid.startswith(long))  # else a worker has a long file when all else is done
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

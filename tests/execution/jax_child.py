@@ -31,9 +31,10 @@ def said(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def said_to_tests(request: Any, script: str) -> dict[str, Any]:
-    """What the checks of a script say which the tests of this run read, those in the module that asks."""
-    tests = {i.function for i in request.session.items if hasattr(i, "function") and i.path == request.path}
-    return said(script, *sorted(checks_read(tests)))
+    """What the checks of a script say which the run's tests in the module that asks read, by name or parameter."""
+    here = [i for i in request.session.items if hasattr(i, "function") and i.path == request.path]
+    named = {x for i in here if hasattr(i, "callspec") for x in i.callspec.params.values() if isinstance(x, str)}
+    return said(script, *sorted(named | checks_read({i.function for i in here})))
 
 
 def checks_read(tests: Iterable[Callable[..., None]]) -> set[str]:
