@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import seed, settings
+from hypothesis import HealthCheck, seed, settings
 
 T = TypeVar("T")
 # The tests that a run has found, before any was left out; the tests of `planted` ask for them.
@@ -80,7 +80,10 @@ def draw_share(item: pytest.Item, parts: int, turn: int) -> None:
     if not getattr(law, "is_hypothesis_test", False) or hasattr(law, "has_share"):  # all cases of one have its settings
         return
     whole: settings = law._hypothesis_internal_use_settings or settings.default
-    law._hypothesis_internal_use_settings = settings(whole, max_examples=-(-whole.max_examples // parts))
+    quiet = (*whole.suppress_health_check, HealthCheck.filter_too_much)  # which is judged on the first few
+    law._hypothesis_internal_use_settings = settings(
+        whole, max_examples=-(-whole.max_examples // parts), suppress_health_check=quiet
+    )
     law.has_share = True
     if turn % parts:  # else the first of those that a whole run draws
         seed(turn % parts)(law)
