@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def in_threads(ranks: Iterable[int], work: Callable[[int], Any], seconds: float = 60.0) -> dict[int, Any]:
-    """What `work(rank)` returned for each rank, all at once; raises what the first of them raised, in time.
+def in_threads(
+    ranks: Iterable[int],
+    work: Callable[[int], Any],
+    seconds: float = 60.0,
+    broken: Callable[[], object] = lambda: None,
+) -> dict[int, Any]:
+    """What `work(rank)` returned for each rank, all at once; raises what the first of them raised.
 
-    A thread that has not ended after so many seconds is a failure, as a rank that hangs is.
+    A thread that has not ended after so many seconds is a failure, as a rank that hangs is. `broken` is called behind
+    an error, so that nobody waits for the rank that had it.
     """
     found: dict[int, Any] = {}
     wrong: list[BaseException] = []
@@ -20,6 +26,7 @@ def in_threads(ranks: Iterable[int], work: Callable[[int], Any], seconds: float 
             found[rank] = work(rank)
         except BaseException as error:
             wrong.append(error)
+            broken()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -49,13 +56,5 @@ class Hub:
         return found
 
     def in_threads(self, work: Callable[[int], Any], seconds: float = 60.0) -> dict[int, Any]:
-        """As the function does for all ranks; one that raises breaks the hub, so that nobody waits for it."""
-
-        def one(rank: int) -> Any:
-            try:
-                return work(rank)
-            except BaseException:
-                self.meet.abort()
-                raise
-
-        return in_threads(range(len(self.said)), one, seconds)
+        """As the function does for all ranks; one that raises breaks the hub."""
+        return in_threads(range(len(self.said)), work, seconds, self.meet.abort)
