@@ -1,7 +1,8 @@
 """What all tests share: how Hypothesis runs, which tests need a GPU, and which stay with one worker.
 
-Hypothesis draws the same examples on every run, so a tree that passes keeps passing; `--hypothesis-profile=explore`
-draws others each time. A test's own `@settings` are on top of either.
+Hypothesis draws the same examples on every run, so a tree that passes keeps passing; with `--turn` it draws a share of
+so many, by a seed that the commit says; `--hypothesis-profile=explore` draws others each time. A test's own `@settings`
+are on top of each.
 """
 
 import itertools
@@ -36,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--turn", type=int, default=1, help="of long files run one of so many shares, as the commit says")
+    says = "run one of so many shares of long files and of the examples of laws, as the commit says"
+    parser.addoption("--turn", type=int, default=1, help=says)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
