@@ -84,7 +84,7 @@ def test_a_gradient_lies_as_its_value_does(example: Example) -> None:
 
 @pytest.mark.parametrize("example", GRADIENTS, ids=NAMES)
 def test_a_gradient_is_text_that_parses_back(example: Example) -> None:
-    (program, *_) = sampled(example, UNEQUAL, 1)
+    (program, *_) = sampled(example, UNEQUAL, 10)
     assert Program.parse(str(program)) == program
 
 
