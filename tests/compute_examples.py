@@ -82,15 +82,14 @@ class Example:
             for layout in layouts(len(self.letters)):
                 yield self.make(sizes, layout), ()
             return
-        for chosen in itertools.product(*(layouts(len(text.split()[1])) for text in self.operands)):
-            try:
-                types = tuple(
-                    TensorType(dtype, [sizes[c] for c in letters], layout, MESH)
-                    for (dtype, letters), layout in zip(map(str.split, self.operands), chosen, strict=True)
-                )
-            except LayoutError:
-                continue
-            yield self.make(sizes, whole), types
+        each: list[list[TensorType]] = []
+        for dtype, letters in map(str.split, self.operands):
+            each.append([])
+            for layout in layouts(len(letters)):
+                with suppress(LayoutError):
+                    each[-1].append(TensorType(dtype, [sizes[c] for c in letters], layout, MESH))
+        op = self.make(sizes, whole)
+        yield from ((op, types) for types in itertools.product(*each))
 
     def legal_ones(self, sizes: Sizes) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
         """Those that type; what does not is refused by an error of ours, and by no other."""
