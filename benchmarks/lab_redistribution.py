@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import ROOT, arguments, geomean, record, table, told, write
+from benchmarks.processes import jax_environment
 from benchmarks.reshard_vs_xla import scaled
 
 from benchmarks import suites
@@ -91,13 +92,7 @@ def compile_child(suite: str, count: int, seed: int, folder: Path) -> None:
 def compiled(suite: str, count: int, seed: int, folder: Path) -> list[dict[str, Any]]:
     """The compiled texts of a suite's problems, in order."""
     folder.mkdir(parents=True, exist_ok=True)
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in f]
-    environment = os.environ | {
-        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={DEVICES[suite]}"]),
-        "JAX_PLATFORMS": "cpu",
-        "TF_CPP_MIN_LOG_LEVEL": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT))),
-    }
+    environment = jax_environment(DEVICES[suite]) | {"TF_CPP_MIN_LOG_LEVEL": "1"}
     command = [sys.executable, "-m", "benchmarks.lab_redistribution", "--child", suite, "--seed", str(seed)]
     command += ["--count", str(count), "--cache", str(folder)]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=3600)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, record, table, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import launch
 
 WORLDS = (4, 8)
 CHILD = ROOT / "tests" / "interop" / "random_states_child.py"

@@ -10,17 +10,16 @@ and the graphs over unequal sizes.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.common import ROOT, Progress, arguments, record, table, use_tests, write
+from benchmarks.common import Progress, arguments, record, table, use_tests, write
+from benchmarks.processes import be_rank, launch, of_all_ranks
 
 import shardplan as sp
 from shardplan.hardware.level import Level
@@ -102,12 +101,11 @@ def sample(every: Sequence[Reduction], count: int) -> list[Reduction]:
     return typed[:: max(1, len(typed) // count)][:count] if count else []
 
 
-def child(sizes: tuple[int, ...], count: int) -> None:
-    """Run a sample on this rank; rank 0 prints what was wrong on any."""
+def child(sizes: tuple[int, ...], count: int) -> dict[str, int]:
+    """Run a sample on this rank; what was wrong on any."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
     rank, wrong = dist.get_rank(), 0
     chosen = sample(programs(sizes), count)
     for one in chosen:
@@ -116,22 +114,7 @@ def child(sizes: tuple[int, ...], count: int) -> None:
         shards = data(program)
         out = sp.run(program, [torch.from_numpy(shards[rank])], backend="torch", timeout=60.0)
         wrong += not np.array_equal(out[0].numpy(), np.sum(shards, axis=0))
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, wrong)
-    if rank == 0:
-        print(json.dumps({"programs": len(chosen), "wrong": sum(told)}))
-    dist.destroy_process_group()
-
-
-def launch(sizes: tuple[int, ...], count: int) -> dict[str, Any]:
-    """Run a sample on gloo processes, one a member."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(math.prod(sizes))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    inside = ["-m", "benchmarks.reduction_programs", "--inside", *map(str, sizes), "--count", str(count)]
-    done = subprocess.run([*command, *inside], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1500)
-    if done.returncode:
-        raise SystemExit(f"{sizes} on {math.prod(sizes)} processes failed:\n{done.stderr[-6000:]}")
-    return json.loads(done.stdout[done.stdout.index("{") :])
+    return {"programs": len(chosen), "wrong": sum(of_all_ranks(wrong))}
 
 
 def typing() -> list[dict[str, Any]]:
@@ -179,7 +162,7 @@ def main() -> None:
     parser.add_argument("--inside", type=int, nargs="+", help="sizes; in a process that was launched")
     options = parser.parse_args()
     if options.inside:
-        child(tuple(options.inside), options.count)
+        be_rank(lambda: child(tuple(options.inside), options.count))
         return
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
@@ -189,7 +172,7 @@ def main() -> None:
                                "instructions wrong": instructions_wrong(sizes, every)}  # fmt: skip
         row |= run_reference(sizes, every)
         if options.count:
-            found = launch(sizes, options.count)
+            found, _ = launch(Path(__file__), math.prod(sizes), "--inside", *sizes, "--count", options.count)
             row |= {"on gloo": found["programs"], "gloo wrong": found["wrong"]}
         rows.append(row)
         print(row, file=sys.stderr, flush=True)

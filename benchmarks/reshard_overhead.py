@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from benchmarks.common import ROOT, arguments, record, spread, table, write
+from benchmarks.common import arguments, record, spread, table, write
+from benchmarks.processes import with_devices
 
 DEVICES = 8
 SIZES = (8, 512, 1024, 2048)  # of both dims
 MEASURES = ("call", "result", "processor")
-TIMEOUT = 3600.0
 
 
 def moves() -> dict[str, tuple[Any, Any]]:
@@ -132,17 +129,6 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def child(options: Any) -> list[dict[str, Any]]:
-    """The rows, from a process with eight devices."""
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.reshard_overhead", "--child", "--count", str(options.count)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = arguments("reshard_overhead", "A reshard beside device_put and jit.", 300, of="timings of each")
     parser.add_argument("--child", action="store_true", help="run in this process, and print JSON")
@@ -150,7 +136,7 @@ def main() -> None:
     if options.child:
         print(json.dumps(rows(options.count)))
         return
-    found = child(options)
+    found = with_devices(DEVICES, "reshard_overhead", "--child", "--count", options.count)
     result = summary(found)
     shown = [[name, v["median"], v["p90"], v["max"]] for name, v in result.items()]
     print(table(("ours / a peer's", "median", "p90", "max"), shown, f"{DEVICES} devices, one process"))

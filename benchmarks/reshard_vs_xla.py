@@ -13,16 +13,14 @@ copies there are, nothing about links: they support no claim of speed on acceler
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
 import numpy as np
-from benchmarks.common import ROOT, Progress, arguments, geomean, record, spread, table, write
+from benchmarks.common import Progress, arguments, geomean, record, spread, table, write
 from benchmarks.peers.hlo import collective_text, largest_bytes, received_bytes
+from benchmarks.processes import with_devices
 
 from benchmarks import suites
 from shardplan.core.tensor import TensorType
@@ -30,7 +28,6 @@ from shardplan.interop.hlo import parse_hlo
 
 DEVICES = 8
 LOCAL_BYTES = 2**20
-TIMEOUT = 3600.0
 
 
 def scaled(s: TensorType, t: TensorType) -> tuple[TensorType, TensorType]:
@@ -138,21 +135,6 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def child(options: Any) -> list[dict[str, Any]]:
-    """The rows, from a process with eight devices."""
-    environment = dict(os.environ)
-    flags = [f for f in environment.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in f]
-    environment["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={DEVICES}"])
-    environment["JAX_PLATFORMS"] = "cpu"
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
-    command = [sys.executable, "-m", "benchmarks.reshard_vs_xla", "--child", "--count", str(options.count)]
-    command += ["--seed", str(options.seed), "--repeats", str(options.repeats)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"the process with {DEVICES} devices ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = arguments("reshard_vs_xla", "Our reshard beside XLA's.", 40, of="problems")
     parser.add_argument("--seed", type=int, default=0)
@@ -162,7 +144,8 @@ def main() -> None:
     if options.child:
         print(json.dumps(rows(options.count, options.seed, options.repeats)))
         return
-    found = child(options)
+    asked = ("--count", options.count, "--seed", options.seed, "--repeats", options.repeats)
+    found = with_devices(DEVICES, "reshard_vs_xla", "--child", *asked)
     result = summary(found)
     shown = [[k, v["median"], v["geomean"], v["max"]] for k, v in result["xla over ours"].items()]
     print(

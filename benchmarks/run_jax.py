@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import collections
 import json
-import os
-import subprocess
-import sys
 import time
 import traceback
 from typing import Any
 
-from benchmarks.common import ROOT, Progress, arguments, record, table, use_tests, write
+from benchmarks.common import Progress, arguments, record, table, use_tests, write
 from benchmarks.peers.hlo import received_bytes
+from benchmarks.processes import with_devices
 
 from shardplan.interop.hlo import parse_hlo
 
 DEVICES = 8
 PART = 200
-TIMEOUT = 3600.0
 LISTED = 20
 
 
@@ -88,17 +85,10 @@ def compared(program: Any) -> str:
 
 def child(seed: int, count: int) -> dict[str, Any]:
     """Run a part in a process of its own."""
-    environment = dict(os.environ)
-    flags = [f for f in environment.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in f]
-    environment["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={DEVICES}"])
-    environment["JAX_PLATFORMS"] = "cpu"
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tests")))
-    command = [sys.executable, "-m", "benchmarks.run_jax", "--child", str(seed), "--count", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT, cwd=ROOT)
-    if done.returncode:
-        return {"kinds": {}, "ops": {}, "bytes": {}, "seconds": 0.0,
-                "wrong": [f"seed {seed}: the process ended with {done.returncode}: {done.stderr[-1000:]}"]}  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        return with_devices(DEVICES, "run_jax", "--child", seed, "--count", count)
+    except SystemExit as end:
+        return {"kinds": {}, "ops": {}, "bytes": {}, "seconds": 0.0, "wrong": [f"seed {seed}: {end}"]}
 
 
 def main() -> None:

@@ -10,31 +10,14 @@ through `DTensor.redistribute` and are compared bit for bit.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, record, table, write
+from benchmarks.processes import launch
 
 WORLDS = (2, 4, 6, 8)
 CHILDREN = ROOT / "tests" / "execution"
-
-
-def launch(child: Path, world: int, *parameters: int) -> tuple[dict[str, Any], float]:
-    """What rank 0 of a launch printed, and the seconds it took."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    started = time.perf_counter()
-    done = subprocess.run(
-        [*command, str(child), *map(str, parameters)], capture_output=True, text=True, env=environment, timeout=3000
-    )
-    if done.returncode:
-        raise SystemExit(f"{child.name} on {world} processes failed:\n{done.stderr[:6000]}")
-    return json.loads(done.stdout[done.stdout.index("{") :]), time.perf_counter() - started
 
 
 def main() -> None:

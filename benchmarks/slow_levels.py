@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from benchmarks.common import RESULTS, record, write
+from benchmarks.common import RESULTS, record, use_tests, write
 
 import shardplan as sp
 from shardplan.core.ops import Send
@@ -43,19 +43,6 @@ NAMED = {
     ),
     "a node joins": ("bf16[8192,106496@tp]", "dp=2,tp=8", "bf16[8192,106496@tp]", "dp=3,tp=8"),
 }
-
-
-def least_crossing(s: sp.TensorType, t: sp.TensorType) -> float:
-    """Bytes of what is wanted in a node and not held there, each element once."""
-    total = 0
-    for node in {d // NODE for d in t.mesh.devices}:
-        held, wanted = (np.zeros(x.shape, dtype=bool) for x in (s, t))
-        for x, mask in ((s, held), (t, wanted)):
-            for box, device in zip(x.boxes(), x.mesh.devices, strict=True):
-                if device // NODE == node:
-                    mask[tuple(slice(lo, hi) for lo, hi in box.tolist())] = True
-        total += int((wanted & ~held).sum())
-    return float(total * s.itemsize)
 
 
 def elastic(seed: int, count: int) -> Iterator[Ends]:
@@ -101,9 +88,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    least_crossing = use_tests("oracle").least_crossing
     ratios, kept, slower = list[float](), 0, list[float]()
     for ends in elastic(given.seed, given.count):
-        row, least = measured(ends, sp.Topology.load("dgx-h100", nodes=4)), least_crossing(*ends)
+        row, least = measured(ends, sp.Topology.load("dgx-h100", nodes=4)), float(least_crossing(*ends, NODE))
         kept += row["kept"]
         ratios += [row["crossing_bytes"] / least] if least else []
         slower.append(row["microseconds"] / row["least_microseconds"] if row["least_microseconds"] else 1.0)

@@ -9,7 +9,6 @@ median of later ones, that of the slowest rank.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import arguments, record, table, use_tests, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import be_rank, launch, of_all_ranks
 
 WORLD, MIB = 4, 2**20
 MIXED = [(2048, 4096)] * 3 + [(1024, 512 + 256 * k) for k in range(16)] + [(1024, 16)] * 40
@@ -33,19 +32,10 @@ STATES = {
 }
 
 
-def child(count: int) -> None:
-    """Move every state both ways on this rank; rank 0 prints the rows."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {name: moved(*state, count) for name, state in STATES.items()}
-    every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, found)
-    if dist.get_rank() == 0:
-        print(json.dumps({"rows": [row(name, [each[name] for each in every]) for name in STATES]}))
-    dist.destroy_process_group()
+def child(count: int) -> dict[str, Any]:
+    """Move every state both ways on this rank."""
+    every = of_all_ranks({name: moved(*state, count) for name, state in STATES.items()})
+    return {"rows": [row(name, [each[name] for each in every]) for name in STATES]}
 
 
 def moved(shapes: list[tuple[int, int]], source: int, target: int | None, count: int) -> dict[str, Any]:
@@ -128,6 +118,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "LOCAL_RANK" in os.environ:
-        child(int(sys.argv[1]))
+        be_rank(lambda: child(int(sys.argv[1])))
     else:
         main()

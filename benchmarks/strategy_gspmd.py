@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from benchmarks.common import ROOT, arguments, record, table, write
+from benchmarks.common import arguments, record, table, write
+from benchmarks.processes import with_devices
 from benchmarks.strategy_ours import (
     DEVICES,
     LAYERS,
@@ -49,7 +48,6 @@ from shardplan.interop.hlo import HloCollective, parse_hlo
 from shardplan.interop.hlo_groups import parse_groups
 from shardplan.strategy.partition.memory import certify
 
-TIMEOUT = 3600.0
 # Of each row: the strategy; where the residual stream lies; points of a layer that are constrained beside it, each with
 # the axes of its dims; more of the model; why it differs.
 Axes = str | tuple[str, ...] | None
@@ -449,20 +447,6 @@ def free(strategy: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {"layer": asdict(per_layer(*map(moved, jobs))), "flops, times those with serve": times}
 
 
-def child(count: int) -> list[dict[str, Any]]:
-    """The rows, from a process with eight devices."""
-    environment = dict(os.environ)
-    flags = [f for f in environment.get("XLA_FLAGS", "").split() if "force_host_platform_device_count" not in f]
-    environment["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={DEVICES}"])
-    environment["JAX_PLATFORMS"] = "cpu"
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
-    command = [sys.executable, "-m", "benchmarks.strategy_gspmd", "--child", "--count", str(count)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT, cwd=ROOT)
-    if done.returncode:
-        raise SystemExit(f"the process with {DEVICES} devices ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def without(r: dict[str, Any]) -> tuple[Any, Any]:
     """Bytes and flops of a row without serve."""
     one = r["ours without serve"]
@@ -481,7 +465,7 @@ def main() -> None:
             print(name, file=sys.stderr, flush=True)
         print(json.dumps(found))
         return
-    found = child(options.count)
+    found = with_devices(DEVICES, "strategy_gspmd", "--child", "--count", options.count)
     sides = ("ours", "gspmd", "gspmd, scattered")
     shown = [
         [r["strategy"], *(r[s]["layer"]["received"] for s in sides), r["ratio"], r["ratio, scattered"],

@@ -12,7 +12,6 @@ any rank, source included. Then each collective alone, native and composed. What
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, geomean, record, single, table, told, use_tests, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import be_rank, launch
 
 from benchmarks import suites
 
@@ -47,22 +46,9 @@ def scaled(s: Any, t: Any) -> tuple[Any, Any]:
     return tuple(TensorType(s.dtype, shape, x.layout, x.mesh) for x in (s, t))  # type: ignore[return-value]
 
 
-def child(count: int, repeats: int, seed: int) -> None:
-    """Run the problems on this rank; rank 0 prints the rows."""
-    import warnings
-
-    import torch
-    import torch.distributed as dist
-
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = []
-    for s, t in single(suites.problems("s8", seed, count)):
-        rows.append(_problem(*scaled(s, t), repeats))
-    if dist.get_rank() == 0:
-        print(json.dumps({"rows": rows}))
-    dist.destroy_process_group()
+def child(count: int, repeats: int, seed: int) -> dict[str, Any]:
+    """Run the problems on this rank."""
+    return {"rows": [_problem(*scaled(s, t), repeats) for s, t in single(suites.problems("s8", seed, count))]}
 
 
 def _problem(s: Any, t: Any, repeats: int) -> dict[str, Any]:
@@ -154,17 +140,14 @@ def _natively(program: Any, local: Any) -> Any:
         del os.environ["SHARDPLAN_NATIVE"]
 
 
-def collectives(repeats: int, world: int) -> None:
-    """Run every collective alone, composed of messages and by gloo's own; rank 0 prints the rows."""
+def collectives(repeats: int, world: int) -> dict[str, Any]:
+    """Run every collective alone, composed of messages and by gloo's own."""
     import numpy as np
     import torch
-    import torch.distributed as dist
 
     import shardplan as sp
     from shardplan.core.reference import run_reference
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rows = []
     for name, (source, op) in COLLECTIVES.items():
         program = sp.Program.parse(f"program\nmesh x={world}\ninput %0: {source}\n%1 = {op}\noutput %1")
@@ -178,9 +161,7 @@ def collectives(repeats: int, world: int) -> None:
             "native": lambda p=program, x=mine: _natively(p, x),
         }
         rows.append({"collective": name, **_timed(ways, mine, want, repeats)})
-    if dist.get_rank() == 0:
-        print(json.dumps({"rows": rows}))
-    dist.destroy_process_group()
+    return {"rows": rows}
 
 
 def _rank() -> int:
@@ -251,6 +232,6 @@ def main() -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-        (collectives, child)[len(sys.argv) - 3](*map(int, sys.argv[1:]))
+        be_rank(lambda: (collectives, child)[len(sys.argv) - 3](*map(int, sys.argv[1:])))
     else:
         main()

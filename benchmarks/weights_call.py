@@ -14,7 +14,6 @@ of torch over all of a message (`_foreach_copy_`), whose time is in that of the 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, record, table, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import be_rank, launch, of_all_ranks
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -43,8 +42,8 @@ def median(work: Callable[[], object], count: int) -> float:
     return statistics.median(taken)
 
 
-def child(count: int) -> None:
-    """Call both handles on this rank; rank 0 prints what both ranks saw."""
+def child(count: int) -> dict[str, Any]:
+    """Call both handles on this rank; what both ranks saw."""
     import torch
     import torch.distributed as dist
 
@@ -52,8 +51,6 @@ def child(count: int) -> None:
     from shardplan.interop.torch import Refit
     from shardplan.interop.torch.refit.exchange import RefitExchange
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     a = sp.Weights.load("hf-llama", CONFIG, dtype="f32")
     b = sp.Weights.load("vllm-llama", CONFIG, devices=[1], dtype="bf16")
@@ -71,11 +68,7 @@ def child(count: int) -> None:
             again = (plan, rank, exchange.source, exchange.target, torch.device("cpu"))
             made = median(lambda again=again: RefitExchange(*again), 5)
         seen[name] = {"regions": regions, "messages": messages, "seconds": seconds, "made": made}
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, seen)
-    if rank == 0:
-        print(json.dumps({"ranks": every}))
-    dist.destroy_process_group()
+    return {"ranks": of_all_ranks(seen)}
 
 
 def main() -> None:
@@ -104,6 +97,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        child(int(sys.argv[1]))
+        be_rank(lambda: child(int(sys.argv[1])))
     else:
         main()

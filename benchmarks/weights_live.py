@@ -18,7 +18,6 @@ left out, of the worst rank; of the handle, whose calls make none, its staging.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, arguments, record, table, use_tests, write
-from benchmarks.run_torch import launch
+from benchmarks.processes import be_rank, launch, of_all_ranks
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -198,18 +197,13 @@ class Ways:
         dist.barrier()
 
 
-def child(count: int) -> None:
-    """Run every way on this rank; rank 0 prints."""
-    import warnings
-
+def child(count: int) -> dict[str, Any]:
+    """Run every way on this rank."""
     import torch
     import torch.distributed as dist
 
     counted_of = use_tests("execution.storages").Storages
 
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     ways = Ways(torch, rank)
     calls: dict[str, Callable[[], None]] = {w: getattr(ways, w) for w in WAYS}
@@ -240,37 +234,30 @@ def child(count: int) -> None:
             call()
             dist.barrier()
             times[way].append(time.perf_counter() - begun)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (bits, peaks, ways.planning, ways.preparing))
+    every = of_all_ranks((bits, peaks, ways.planning, ways.preparing))
+    rows = [
+        {
+            "way": w,
+            "median seconds": statistics.median(times[w]),
+            "p90 seconds": sorted(times[w])[int(0.9 * (count - 1))],
+            "over refit": statistics.median(times[w]) / statistics.median(times["refit"]),
+            "megabytes beside the parameters": max(found[1][w] for found in every) / 1e6,
+            "same bits": all(found[0].get(w, True) for found in every),
+        }
+        for w in WAYS
+    ]
+    messages = sum(len(s) + len(r) for s, r in ways.sync._exchange.rounds)
     if rank == 0:
-        equal = {w: all(found[0].get(w, True) for found in every) for w in WAYS}
-        rows = [
-            {
-                "way": w,
-                "median seconds": statistics.median(times[w]),
-                "p90 seconds": sorted(times[w])[int(0.9 * (count - 1))],
-                "over refit": statistics.median(times[w]) / statistics.median(times["refit"]),
-                "megabytes beside the parameters": max(found[1][w] for found in every) / 1e6,
-                "same bits": equal[w],
-            }
-            for w in WAYS
-        ]
-        messages = sum(len(s) + len(r) for s, r in ways.sync._exchange.rounds)
-        print(
-            json.dumps(
-                {
-                    "rows": rows,
-                    "megabytes a call": sum(ways.sync.plan.sent_bytes) / 1e6,
-                    "planning seconds": max(found[2] for found in every),
-                    "preparing seconds": max(found[3] for found in every),
-                    "messages of rank 0": messages,
-                }
-            )
-        )
         shutil.rmtree(ways.folder, ignore_errors=True)
     ways.sync.close()
     dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "rows": rows,
+        "megabytes a call": sum(ways.sync.plan.sent_bytes) / 1e6,
+        "planning seconds": max(found[2] for found in every),
+        "preparing seconds": max(found[3] for found in every),
+        "messages of rank 0": messages,
+    }
 
 
 def main() -> None:
@@ -285,6 +272,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
-        child(int(sys.argv[1]))
+        be_rank(lambda: child(int(sys.argv[1])))
     else:
         main()

@@ -9,6 +9,7 @@ leads there too; the table below the picture has every import.
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "shardplan"
@@ -31,6 +32,7 @@ def imported_modules(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def room_imports() -> dict[str, set[str]]:
     """Return the rooms that each room imports, itself left out."""
     rooms = room_sentences()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,24 +82,31 @@ class Example:
             for layout in layouts(len(self.letters)):
                 yield self.make(sizes, layout), ()
             return
-        for chosen in itertools.product(*(layouts(len(text.split()[1])) for text in self.operands)):
-            try:
-                types = tuple(
-                    TensorType(dtype, [sizes[c] for c in letters], layout, MESH)
-                    for (dtype, letters), layout in zip(map(str.split, self.operands), chosen, strict=True)
-                )
-            except LayoutError:
-                continue
-            yield self.make(sizes, whole), types
+        each: list[list[TensorType]] = []
+        for dtype, letters in map(str.split, self.operands):
+            each.append([])
+            for layout in layouts(len(letters)):
+                with suppress(LayoutError):
+                    each[-1].append(TensorType(dtype, [sizes[c] for c in letters], layout, MESH))
+        op = self.make(sizes, whole)
+        yield from ((op, types) for types in itertools.product(*each))
 
     def legal_ones(self, sizes: Sizes) -> Iterator[tuple[Compute, tuple[TensorType, ...]]]:
         """Those that type; what does not is refused by an error of ours, and by no other."""
-        for op, types in self.assigned(sizes):
-            try:
-                op.infer(*types)
-            except (LayoutError, TypingError):
-                continue
-            yield op, types
+        yield from _legal_ones(self, tuple(sizes.items()))
+
+
+@cache
+def _legal_ones(
+    example: Example, sizes: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Compute, tuple[TensorType, ...]], ...]:
+    """Found once for all laws that ask: they are few among those that are tried."""
+    found: list[tuple[Compute, tuple[TensorType, ...]]] = []
+    for op, types in example.assigned(dict(sizes)):
+        with suppress(LayoutError, TypingError):
+            op.infer(*types)
+            found.append((op, types))
+    return tuple(found)
 
 
 class DistinctIds(Example):

@@ -1,7 +1,8 @@
 """What all tests share: how Hypothesis runs, which tests need a GPU, and which stay with one worker.
 
-Hypothesis draws the same examples on every run, so a tree that passes keeps passing; `--hypothesis-profile=explore`
-draws others each time. A test's own `@settings` are on top of either.
+Hypothesis draws the same examples on every run, so a tree that passes keeps passing; with `--turn` it draws a share of
+so many, by a seed that the commit says; `--hypothesis-profile=explore` draws others each time. A test's own `@settings`
+are on top of each.
 """
 
 import itertools
@@ -22,14 +23,22 @@ settings.register_profile("repeatable", settings.get_profile("explore"), derando
 settings.register_profile("planted", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
 
-# Hypothesis also draws constants that it finds in loaded modules: load all now, not as the order of tests has it.
-for module in pkgutil.walk_packages(shardplan.__path__, "shardplan."):
-    if not module.name.endswith("__main__"):
-        import_module(module.name)
+
+def load_package() -> None:
+    """Load all modules: Hypothesis draws constants that it finds in those, else as the order of tests has them."""
+    for module in pkgutil.walk_packages(shardplan.__path__, "shardplan."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # who gives out work runs none
+        load_package()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--turn", type=int, default=1, help="of long files run one of so many shares, as the commit says")
+    says = "run one of so many shares of long files and of the examples of laws, as the commit says"
+    parser.addoption("--turn", type=int, default=1, help=says)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,6 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ran = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in ran])
         items[:] = kept
+    turn = turns.commit()
+    for item in items if parts > 1 else ():
+        if not item.nodeid.startswith(long):
+            turns.draw_share(item, parts, turn)
     items.sort(key=lambda item: not item.nodeid.startswith(long))  # else a worker has a long file when all else is done
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

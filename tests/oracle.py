@@ -206,6 +206,13 @@ def unsound(program: Program, destinations: Sequence[TensorType], seed: int = 0)
     return None
 
 
+def held_bytes(t: TensorType, device: int) -> int:
+    """Bytes that a device, by its id, holds of a value."""
+    if device not in t.mesh.devices:
+        return 0
+    return volume(box(t, t.mesh.devices.index(device))) * t.itemsize
+
+
 def lower_bound(s: TensorType, t: TensorType) -> dict[int, int]:
     """Section 6, by device id of the destination; equal partial parts or a plain source only."""
     home = {d: k for k, d in enumerate(s.mesh.devices)}
@@ -217,6 +224,19 @@ def lower_bound(s: TensorType, t: TensorType) -> dict[int, int]:
         have = overlap(box(s, home[d]), box(t, k)) if d in home and at_root(s, home[d]) else 0
         out[d] = (volume(box(t, k)) - have) * t.itemsize
     return out
+
+
+def least_crossing(s: TensorType, t: TensorType, node: int) -> int:
+    """Bytes of what is wanted on so many devices in a row and not held there, each element once."""
+    total = 0
+    for k in {d // node for d in t.mesh.devices}:
+        held, wanted = (np.zeros(x.shape, dtype=bool) for x in (s, t))
+        for x, mask in ((s, held), (t, wanted)):
+            for place, device in enumerate(x.mesh.devices):
+                if device // node == k:
+                    mask[index(box(x, place))] = True
+        total += int((wanted & ~held).sum())
+    return total * s.itemsize
 
 
 def bound(s: TensorType, t: TensorType) -> int:

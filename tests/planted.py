@@ -196,7 +196,7 @@ def loaded() -> None:
 
     Of laws only whether they fail is asked: no example is made small.
     """
-    import_module("conftest")
+    import_module("conftest").load_package()
     settings.load_profile("planted")
     gc.freeze()
 

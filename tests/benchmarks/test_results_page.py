@@ -1,6 +1,7 @@
 """The page of results is what the committed result files say, and the test notices where it is not."""
 
 import copy
+import re
 
 import pytest
 
@@ -30,3 +31,10 @@ def test_another_result_makes_another_page(monkeypatch: pytest.MonkeyPatch) -> N
 def test_figures_are_rounded_once() -> None:
     assert [results_page.short(x) for x in (98_734, 6.794, 0.3112, 20.3, 0.0)] == ["99,000", "6.8", "0.31", "20", "0"]
     assert [results_page.percent(x) for x in (9.94, 9.96, 0.155)] == ["9.9 %", "10 %", "0.2 %"]
+
+
+def test_every_benchmark_and_every_result_is_in_the_table() -> None:
+    table = (results_page.ROOT / "benchmarks" / "README.md").read_text()
+    modules = {p.stem for p in (results_page.ROOT / "benchmarks").glob("*.py") if "\ndef main(" in p.read_text()}
+    assert {m for m in modules if not re.search(rf"benchmarks\.{m}\b", table)} == set()
+    assert {p.name for p in results_page.RESULTS.glob("*.json") if f"{p.name}`" not in table} == set()

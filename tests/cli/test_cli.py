@@ -13,20 +13,14 @@ import pytest
 from typer.main import get_command
 
 import shardplan as sp
-from shardplan.cli import app, run_command
+from cli.command_call import call
+from shardplan.cli import app
 from shardplan.core.ops import AllGather, Send
 from shardplan.core.step import Step
 from shardplan.plans.certificate import issue
 
 MESH = "data=2,tensor=3"
 SRC, DST = "f32[4@data, 6@tensor]", "f32[4, 6@data]"
-
-
-def call(capsys, *arguments):
-    capsys.readouterr()
-    status = run_command([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def redistribute(*more, source=SRC, destination=DST, mesh=MESH):

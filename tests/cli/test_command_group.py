@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 import shardplan
-from shardplan.cli import app, run_command
+from shardplan.cli import app, main, run_command
 from shardplan.cli.command_group import COMMANDS, FRONT, MORE
 
 GROUP: Any = get_command(app)
@@ -110,24 +109,30 @@ def test_move_of_nothing_and_convert(capsys: pytest.CaptureFixture[str]) -> None
     [("pl", {"plan", "place"}), ("plan --no", {"--nodes", "--no-prune"}), ("plan --on dgx-h", {"dgx-h100", "dgx-h200"}),
      ("plan llama3-4", {"llama3-405b"}), ("lab s", {"sweep"})],
 )  # fmt: skip
-def test_shells_complete_names(shell: str, typed: str, named: set[str]) -> None:
+def test_shells_complete_names(
+    shell: str, typed: str, named: set[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the scripts of `--install-completion` ask; fish also asks whether there is anything, by the status."""
     words = f"shardplan {typed}"
     asked = {"_SHARDPLAN_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1),
              "_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}  # fmt: skip
-    done = completed(asked)
-    listed = done.stdout.removeprefix("_arguments '*: :((")
+    monkeypatch.setattr(sys, "argv", ["shardplan"])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which a command sets
+
+    def completed(more: dict[str, str]) -> tuple[object, str]:
+        for name, value in (asked | more).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().out
+
+    status, printed = completed({})
+    listed = printed.removeprefix("_arguments '*: :((")
     found = set(re.findall(r'^"([^"\n]+)"' if shell == "zsh" else r"^(\S+)", listed, re.M))
-    assert done.returncode == 0 and found == named, done
+    assert status == 0 and found == named, printed
     for word, status in ((typed, 0), ("plan --zzz", 1)):
         asks = {"_TYPER_COMPLETE_FISH_ACTION": "is-args", "_TYPER_COMPLETE_ARGS": f"shardplan {word}"}
-        assert shell != "fish" or completed(asked | asks).returncode == status
-
-
-def completed(asked: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from shardplan.cli import main; sys.argv = ['shardplan']; main()"
-    run = [sys.executable, "-c", code]
-    return subprocess.run(run, capture_output=True, text=True, timeout=120, env=os.environ | asked)
+        assert shell != "fish" or completed(asks)[0] == status
 
 
 def test_names_of_the_package_are_public_ones() -> None:

@@ -6,16 +6,9 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import shardplan as sp
-from shardplan.cli import run_command
+from cli.command_call import call
 
 WHERE = ("--topology", "gcp-a100x16", "--nodes", "2", "--mesh", "data=16,tensor=2")
-
-
-def call(capsys, *arguments):
-    capsys.readouterr()
-    status = run_command([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def test_place_prints_the_ranking(capsys, tmp_path):

@@ -5,19 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from cli.command_call import call
 from interop.checkpoint_cases import CONFIG, plain, read, whole
-from shardplan.cli import run_command
 from shardplan.interop import safetensors
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    capsys.readouterr()
-    status = run_command([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    return status, out, err
-
 
 MEGATRON = "megatron-llama,tensor=2,pipeline=2,stages=[1,2],divisible=4"
 

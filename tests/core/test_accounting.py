@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import oracle
 import shardplan as sp
 import strategies as some
+from oracle import held_bytes
 from shardplan.core.accounting import account, bound_bytes, lower_bound
 from shardplan.core.ops import AllGather, Einsum, Elementwise, Reshape, Send, Sgd, Slice
 from shardplan.core.program import Program
@@ -16,13 +17,6 @@ from shardplan.movement.redistribute import plan_kept
 from shardplan.simulation.predict import predict
 
 Pair = tuple[sp.TensorType, sp.TensorType]
-
-
-def shard(t: sp.TensorType, device: int) -> int:
-    """Bytes that a device (by id) holds of a value."""
-    if device not in t.mesh.devices:
-        return 0
-    return oracle.volume(oracle.box(t, t.mesh.devices.index(device))) * t.itemsize
 
 
 @settings(max_examples=120, deadline=None)
@@ -35,25 +29,25 @@ def test_a_plan_is_booked_right(pair: Pair, portable: bool) -> None:
     books = account(program)
     chain = [program.types["0"], *(program.types[s.results[0]] for s in program.steps)]
     assert books.devices == program.devices
-    assert books.peak_bytes == max(shard(t, d) for t in chain for d in program.devices)
+    assert books.peak_bytes == max(held_bytes(t, d) for t in chain for d in program.devices)
     received = dict.fromkeys(program.devices, 0)
     for k, step in enumerate(program.steps):
         got = step.op.received_bytes(chain[k]).tolist()
         relabels = isinstance(step.op, Send) and sp.same(chain[k], chain[k + 1])  # the result is the operand's storage
-        live = max(shard(chain[k], d) + shard(chain[k + 1], d) * (not relabels) for d in program.devices)
+        live = max(held_bytes(chain[k], d) + held_bytes(chain[k + 1], d) * (not relabels) for d in program.devices)
         assert books.step_workspaces[k] == live + step.op.staging(chain[k])
         assert books.step_received[k] == max(got) and books.rounds[k] == step.op.rounds(chain[k])
         for d, n in zip(chain[k + 1].mesh.devices, got, strict=True):
             received[d] += n
     assert books.received.tolist() == [received[d] for d in program.devices]
-    assert books.workspace_bytes == max([max(shard(chain[0], d) for d in program.devices), *books.step_workspaces])
+    assert books.workspace_bytes == max([max(held_bytes(chain[0], d) for d in program.devices), *books.step_workspaces])
 
 
 @settings(max_examples=150, deadline=None)
 @given(some.batches())
 def test_the_bound_is_the_larger_sum_of_ends(batch: tuple[list[sp.TensorType], list[sp.TensorType]]) -> None:
     devices = {d for side in batch for t in side for d in t.mesh.devices}
-    assert bound_bytes(*batch) == max(sum(shard(t, d) for t in side) for side in batch for d in devices)
+    assert bound_bytes(*batch) == max(sum(held_bytes(t, d) for t in side) for side in batch for d in devices)
 
 
 @settings(max_examples=150, deadline=None)
@@ -72,7 +66,7 @@ def test_lower_bounds_of_partial_and_rooted_types(pair: Pair) -> None:
         elif marks[1]:
             assert n == 0
         elif marks[0]:
-            assert 0 <= n <= shard(t, d)
+            assert 0 <= n <= held_bytes(t, d)
 
 
 def test_values_that_nobody_reads_are_freed() -> None:
@@ -122,7 +116,7 @@ def test_a_kept_plan_is_booked_right(pair: Pair) -> None:
         held = {0: chain[0], k: chain[k], k + 1: chain[k + 1]}
         if k and isinstance(step.op, Send) and sp.same(chain[k], chain[k + 1]):
             del held[k]  # the result is the operand's storage
-        live = max(sum(shard(x, d) for x in held.values()) for d in program.devices)
+        live = max(sum(held_bytes(x, d) for x in held.values()) for d in program.devices)
         assert books.step_workspaces[k] == live + step.op.staging(chain[k])
     assert c.workspace_bytes == books.workspace_bytes
     assert predict(program).peak_bytes <= c.workspace_bytes
@@ -136,8 +130,8 @@ PAIRS = {"sgd": [(0, 0)], "adamw": [(0, 0), (1, 2), (2, 3)], "write": [(0, 0)], 
 
 def held(program: Program, device: int) -> list[int]:
     """Bytes on a device before the first step, and during and after each, with every storage as a set of values."""
-    size = {name: shard(t, device) for name, t in program.types.items()}
-    everywhere = {name: [shard(t, d) for d in program.devices] for name, t in program.types.items()}
+    size = {name: held_bytes(t, device) for name, t in program.types.items()}
+    everywhere = {name: [held_bytes(t, d) for d in program.devices] for name, t in program.types.items()}
     stores = [({name}, size[name]) for name, _ in program.inputs]
 
     def total() -> int:

@@ -19,7 +19,7 @@ import conformance
 import shardplan as sp
 from benchmarks import suites
 from core.test_fused import BAGS, EXPERTS, GEMV, all_fused
-from execution.jax_child import main
+from execution.jax_child import main, told
 from shardplan.core.accounting import account
 from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import NAMES, numpy_dtype, reduces
@@ -62,7 +62,6 @@ from shardplan.core.program import Program
 from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ShardplanError
 from shardplan.execution.jax.cache import BoundedCache
 from shardplan.execution.record import Record
 from shardplan.interop.hlo import parse_hlo
@@ -470,14 +469,6 @@ def barriers(program: Program) -> int:
     shape = jax.ShapeDtypeStruct((t.local_shape()[0] * t.mesh.size, *t.local_shape()[1:]), np.float32)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=(spec,))
     return str(jax.make_jaxpr(mapped)(shape)).count("optimization_barrier")
-
-
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ShardplanError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def sends(n: int) -> Repeat:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,29 @@ def said(script: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def said_to_tests(request: Any, script: str) -> dict[str, Any]:
+    """What the checks of a script say which the run's tests in the module that asks read, by name or parameter."""
+    here = [i for i in request.session.items if hasattr(i, "function") and i.path == request.path]
+    named = {x for i in here if hasattr(i, "callspec") for x in i.callspec.params.values() if isinstance(x, str)}
+    return said(script, *sorted(named | checks_read({i.function for i in here})))
+
+
+def checks_read(tests: Iterable[Callable[..., None]]) -> set[str]:
+    """The checks that tests read, as `seen["..."]`."""
+    return {name for test in tests for name in re.findall(r'seen\["(\w+)"\]', inspect.getsource(test))}
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The package's error that a call raises, as text."""
+    from shardplan.errors import ShardplanError
+
+    try:
+        call()
+    except ShardplanError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def main(checks: Sequence[Callable[..., Any]], make: Callable[[], tuple[Any, ...]] = tuple) -> None:

@@ -3,10 +3,8 @@
 What needs eight devices runs once, in a child process (`jax_checks.py`).
 """
 
-import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 import shardplan as sp
 from benchmarks import suites
 from compute_examples import EXAMPLES, UNEQUAL
-from execution.jax_child import said
+from execution.jax_child import checks_read, said, said_to_tests
 from gradient_examples import GRADIENTS
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.messages import at_root, messages
@@ -35,13 +33,7 @@ pytest.importorskip("jax")
 
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the checks find which the tests of this run read."""
-    here = {i.function for i in request.session.items if isinstance(i, pytest.Function) and i.path == request.path}
-    return said("execution/jax_checks.py", *sorted(checks_read(here)))
-
-
-def checks_read(tests: Iterable[Callable[..., None]]) -> set[str]:
-    return {name for test in tests for name in re.findall(r'seen\["(\w+)"\]', inspect.getsource(test))}
+    return said_to_tests(request, "execution/jax_checks.py")
 
 
 def test_every_check_is_read() -> None:

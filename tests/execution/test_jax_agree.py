@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rank_threads import in_threads
 from shardplan.errors import BackendError, ShardplanError, TimedOut
 from shardplan.execution.jax import agree
 from shardplan.execution.jax.agree import MOST_OPERATIONS, Meeting
@@ -76,23 +77,17 @@ class Client:
 
 def meet(store: Store, processes: list[int], digests: dict[int, str], timeout: float = 60.0, number: int = 0) -> Any:
     """What each process that comes is told: None, or its error."""
-    told: dict[int, ShardplanError | None] = {}
 
-    def one(process: int) -> None:
+    def one(process: int) -> ShardplanError | None:
         try:
             Meeting(store.client(process), process, processes, number, "a program of 2 steps").hold(
                 digests[process], timeout
             )
-            told[process] = None
         except ShardplanError as error:
-            told[process] = error
+            return error
+        return None
 
-    threads = [threading.Thread(target=one, args=(p,)) for p in digests]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(120)
-    return told
+    return in_threads(digests, one, 120)
 
 
 @pytest.mark.parametrize("count", [4, 16, 64])

@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 
+from rank_threads import in_threads
 from shardplan.errors import BackendError
 from shardplan.execution.jax.cache import BoundedCache
 
@@ -37,11 +38,7 @@ def test_two_threads_that_make_one_value_count_it_once() -> None:
         barrier.wait()  # both are making it
         return "value", 10
 
-    threads = [threading.Thread(target=cache.get, args=("key", make)) for _ in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
+    in_threads(range(2), lambda _: cache.get("key", make))
     assert cache.bytes == 10 and cache.keys() == ("key",)
 
 

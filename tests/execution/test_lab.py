@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.lab_kill import alive
 
 import shardplan as sp
 from conformance import cases
@@ -300,13 +301,6 @@ def test_a_kill_leaves_nothing(victim: str) -> None:
         child.kill()
         child.wait(10)
         child.stdout.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @needs_lab

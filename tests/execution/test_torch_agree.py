@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 import shardplan as sp
 from execution.stores import Counting
 from execution.torch_launch import launch, printed
+from rank_threads import in_threads
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -43,18 +43,7 @@ class Rank:
 
 def together(calls):
     """Call all at once, each in a thread; what they return."""
-    found = [None] * len(calls)
-
-    def one(k):
-        found[k] = calls[k]()
-
-    threads = [threading.Thread(target=one, args=(k,)) for k in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-        assert not thread.is_alive()
-    return found
+    return list(in_threads(range(len(calls)), lambda k: calls[k](), 300).values())
 
 
 @pytest.fixture

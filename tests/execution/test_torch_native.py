@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shardplan as sp
+from rank_threads import in_threads
 
 torch = pytest.importorskip("torch")
 
@@ -124,23 +125,19 @@ def test_what_ranks_pack_and_unpack_is_what_the_library_moves(text: str, monkeyp
             [(x + d).astype(x.dtype) for d, x in enumerate(shards)] if t.layout.reduction == "sum" else shards
         )
     want = sp.run(program, arrays[0] if len(arrays) == 1 else arrays)
-    ids, meetings, found, calls = operands[0].mesh.devices, {}, {}, {}
+    ids, meetings, calls = operands[0].mesh.devices, {}, {}
     for group in operands[0].mesh.group_places(step.op.members(operands[0])):
         meetings[tuple(ids[p] for p in group)] = Meeting(len(group))
 
-    def rank(place: int) -> None:
+    def rank(place: int) -> list[torch.Tensor]:
         bound = native.bind_native(step.op, operands, results, ids[place])
         assert bound is not None
         wire: Any = ThreadWire(ids[place], meetings)
-        found[place] = finish(bound([to_torch(x[place].copy()) for x in arrays], wire))
+        made = finish(bound([to_torch(x[place].copy()) for x in arrays], wire))
         calls[ids[place]] = wire.calls
+        return made
 
-    threads = [threading.Thread(target=rank, args=(place,)) for place in range(len(ids))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(found) == list(range(len(ids)))
+    found = in_threads(range(len(ids)), rank, 30)
     for k, shards in enumerate([want] if len(results) == 1 else want):
         for place, x in enumerate(shards):
             assert np.array_equal(to_numpy(found[place][k]), x), (place, k)

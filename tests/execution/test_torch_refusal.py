@@ -1,7 +1,6 @@
 """A rank that raises in a call that all ranks make: the others hear it at once, and why, and go on together."""
 
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 import shardplan as sp
 from execution.cuda_stand_in import rank_of
 from execution.torch_launch import printed
+from rank_threads import in_threads
 
 pytest.importorskip("torch")
 import torch
@@ -77,11 +77,7 @@ def test_those_that_agree_are_told_and_counted_so_that_nobody_is_waited_for() ->
         finally:
             state.end()
 
-    threads = [threading.Thread(target=one, args=(r,)) for r in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    in_threads(ranks, one, 120)
     told = "BackendError: program aaaaaaaa did not start: rank 2 raised Infeasible: no plan; rank 2 sent nothing"
     assert found == {r: told for r in ranks if r != ODD}
     key = TorchWatch(ranks, 0, "", "a" * 64, [], 1.0, GroupState(None, store))._key("left")

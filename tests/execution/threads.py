@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rank_threads import in_threads
 from shardplan.core.program import Program
 
 PATIENCE = 60.0  # seconds: only against a hang
@@ -61,27 +62,15 @@ def played(program: Program, inputs: list[Shards], drive: Drive) -> tuple[list[S
         drive: Runs the program on a device, given its shards by input, where it has one; returns a shard an output.
     """
     network = Network()
-    results: dict[int, Shards] = {}
-    broken: list[BaseException] = []
 
-    def one(device: int) -> None:
-        try:
-            own = {
-                name: shards[t.mesh.devices.index(device)]
-                for (name, t), shards in zip(program.inputs, inputs, strict=True)
-                if device in t.mesh.devices
-            }
-            results[device] = drive(program, device, own, network)
-        except BaseException as error:
-            broken.append(error)
+    def one(device: int) -> Shards:
+        own = {
+            name: shards[t.mesh.devices.index(device)]
+            for (name, t), shards in zip(program.inputs, inputs, strict=True)
+            if device in t.mesh.devices
+        }
+        return drive(program, device, own, network)
 
-    threads = [threading.Thread(target=one, args=(d,)) for d in program.devices]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE)
-        assert not thread.is_alive()
-    if broken:
-        raise broken[0]
+    results = in_threads(program.devices, one, 2 * PATIENCE)
     assert network.quiet
     return [[results[d][k] for d in t.mesh.devices] for k, t in enumerate(program.output_types)], network

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import shardplan as sp
+from rank_threads import in_threads
 from shardplan.execution.torch import faults, group_state
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import GroupState
@@ -127,12 +128,7 @@ def run_sequence(programs: list[list[str]], known: set[str], roots: set[int], tr
                 if len(found[rank].errors) == tries:
                     return
 
-    threads = [threading.Thread(target=one, args=(r,)) for r in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    in_threads(ranks, one)
     for state in states:
         state.end()
     return found

@@ -10,21 +10,12 @@ import time
 from typing import Any
 
 import torch
-from tests.fused.forked import Exchange, forked, segments
+from tests.fused.forked import Exchange, forked, refused, segments
 
-from shardplan.errors import ShardplanError
 from shardplan.fused.heap.header import wrap_int32
 from shardplan.fused.heap.symmetric import SymmetricHeap
 
 BYTES = 1 << 20
-
-
-def told(call: Any) -> str:
-    try:
-        call()
-    except ShardplanError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def whole(rank: int, exchange: Exchange) -> Any:
@@ -69,20 +60,20 @@ def wraps(rank: int, exchange: Exchange) -> Any:
 def differ(rank: int, exchange: Exchange) -> Any:
     with SymmetricHeap.create(BYTES, "shm", exchange, "differ") as heap:
         heap.alloc((4,), "f32", "same")
-        return told(lambda: heap.alloc((4 + (rank == 1),), "f32", "x"))
+        return refused(lambda: heap.alloc((4 + (rank == 1),), "f32", "x"))
 
 
 def other_size(rank: int, exchange: Exchange) -> Any:
-    return told(lambda: SymmetricHeap.create(BYTES + rank, "shm", exchange, "size"))
+    return refused(lambda: SymmetricHeap.create(BYTES + rank, "shm", exchange, "size"))
 
 
 def full(rank: int, exchange: Exchange) -> Any:
     with SymmetricHeap.create(BYTES, "shm", exchange, "full") as heap:
-        return told(lambda: heap.alloc((BYTES,), "f32", "x"))
+        return refused(lambda: heap.alloc((BYTES,), "f32", "x"))
 
 
 def huge(rank: int, exchange: Exchange) -> Any:
-    return told(lambda: SymmetricHeap.create(1 << 46 if rank == 1 else BYTES, "shm", exchange, "huge"))
+    return refused(lambda: SymmetricHeap.create(1 << 46 if rank == 1 else BYTES, "shm", exchange, "huge"))
 
 
 def late(rank: int, exchange: Exchange) -> Any:
@@ -90,9 +81,9 @@ def late(rank: int, exchange: Exchange) -> Any:
     with SymmetricHeap.create(BYTES, "shm", exchange, "late") as heap:
         if rank == heap.ranks - 1:
             time.sleep(4.0)
-            return told(heap.barrier)
+            return refused(heap.barrier)
         started = time.monotonic()
-        said = told(lambda: heap.barrier(0.3 if rank == 0 else 20.0))
+        said = refused(lambda: heap.barrier(0.3 if rank == 0 else 20.0))
         return said, time.monotonic() - started < 3.5
 
 
@@ -106,7 +97,7 @@ def failing(rank: int, exchange: Exchange) -> Any:
             return "left"
     with SymmetricHeap.create(BYTES, "shm", exchange, "failing") as heap:
         started = time.monotonic()
-        said = told(lambda: heap.barrier(20.0))
+        said = refused(lambda: heap.barrier(20.0))
         return said, time.monotonic() - started < 15.0
 
 
@@ -116,7 +107,7 @@ def killed(rank: int, exchange: Exchange) -> Any:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL if heap.ranks == 2 else signal.SIGTERM)
         started = time.monotonic()
-        said = told(lambda: heap.barrier(20.0)).replace(str(heap.header.peers[1].pid), "PID")
+        said = refused(lambda: heap.barrier(20.0)).replace(str(heap.header.peers[1].pid), "PID")
         return said, time.monotonic() - started < 15.0
 
 
@@ -126,7 +117,7 @@ def again(rank: int, exchange: Exchange) -> Any:
         heap.alloc((4,), "f32", "x").local.fill_(7)
         if rank == 0:
             heap.header.fail("rank 0 gave up")
-        first = told(heap.barrier)
+        first = refused(heap.barrier)
         heap.reset()
         x = heap.alloc((4,), "f32", "y")
         heap.barrier()

@@ -1,9 +1,9 @@
 """Fused ops of programs on ranks that are threads, beside the reference: all orders of dims, groups and algorithms."""
 
 import importlib.util
-import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 from core.test_fused import BAGS, EXPERTS, GEMV, ULYSSES, all_fused, shards
+from rank_threads import Hub
 from shardplan.core.ops.fused import Fused, as_fused
 from shardplan.core.program import Program
 from shardplan.core.reference import run_reference
@@ -44,31 +45,8 @@ CASES = {
 
 def everywhere(ranks: int, work: Callable[[int, Callable[[bytes], list[bytes]]], None]) -> None:
     """Run ranks as threads, which exchange bytes."""
-    said: list[bytes] = [b""] * ranks
-    meet = threading.Barrier(ranks, timeout=30)
-    errors: list[BaseException] = []
-
-    def one(rank: int) -> None:
-        def exchange(mine: bytes) -> list[bytes]:
-            said[rank] = mine
-            meet.wait()
-            found = list(said)
-            meet.wait()
-            return found
-
-        try:
-            work(rank, exchange)
-        except BaseException as error:
-            errors.append(error)
-            meet.abort()
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    hub = Hub(ranks)
+    hub.in_threads(lambda rank: work(rank, partial(hub.exchange, rank)))
 
 
 @pytest.mark.parametrize("name", [*CASES, "gemv in one shot"])

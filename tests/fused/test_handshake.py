@@ -1,16 +1,19 @@
 """Who knows the secret comes in, and nobody else: the listener itself, and heaps between nodes while strangers come."""
 
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 import shardplan as sp
+from rank_threads import Hub, in_threads
 from shardplan.fused.heap import handshake, net
 from shardplan.fused.heap.handshake import Listener, connect, note_of
 from shardplan.fused.heap.symmetric import SymmetricHeap
@@ -166,21 +169,13 @@ def test_a_port_that_nobody_serves_is_not_connected_to_itself() -> None:
 
 def heaps(meanwhile: Callable[[int, int], None] = lambda rank, call: None, ranks: int = 3) -> list:
     """Make a heap of ranks that are all on nodes of their own, store in every peer's memory, and return what came."""
-    meet, notes = threading.Barrier(ranks, timeout=30), [b""] * ranks
-    out: list = [None] * ranks
+    hub = Hub(ranks, 30)
 
-    def work(rank: int) -> None:
-        calls = 0
+    def work(rank: int) -> Any:
+        calls = itertools.count()
 
         def exchange(mine: bytes) -> list[bytes]:
-            nonlocal calls
-            notes[rank] = mine
-            meet.wait()
-            said = list(notes)
-            meanwhile(rank, calls)
-            calls += 1
-            meet.wait()
-            return said
+            return hub.exchange(rank, mine, lambda: meanwhile(rank, next(calls)))
 
         try:
             with SymmetricHeap.create(1 << 16, f"net:127.0.0.1@{rank}", exchange, "strangers") as heap:
@@ -190,18 +185,14 @@ def heaps(meanwhile: Callable[[int, int], None] = lambda rank, call: None, ranks
                     heap.push(peer, x.peer(peer)[rank])
                 meanwhile(rank, -1)
                 heap.barrier(20)
-                out[rank] = torch.equal(x.local, torch.arange(1.0, ranks + 1)[:, None].expand(ranks, 1000))
+                came = torch.equal(x.local, torch.arange(1.0, ranks + 1)[:, None].expand(ranks, 1000))
                 heap.barrier(20)
+                return came
         except BaseException as error:
-            meet.abort()
-            out[rank] = repr(error)
+            hub.meet.abort()
+            return repr(error)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return out
+    return list(in_threads(range(ranks), work).values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from tests.fused.forked import DIED, run, segments
 
 import shardplan as sp
+from rank_threads import Hub
 from shardplan.fused.heap.header import NOTE, has_reached, wrap_int32
 from shardplan.fused.heap.peers import Peer
 from shardplan.fused.heap.segments import PREFIX, folder, sweep
@@ -138,34 +139,15 @@ def test_segments_of_the_dead_are_swept() -> None:
             path.unlink(missing_ok=True)
 
 
-def in_threads(backends: list[str], work: Callable[[int, SymmetricHeap], None]) -> None:
+def on_heaps(backends: list[str], work: Callable[[int, SymmetricHeap], None]) -> None:
     """Give each of some ranks, which are threads, a heap of its backend, and raise what one of them raised."""
-    said: list[bytes] = [b""] * len(backends)
-    meet = threading.Barrier(len(backends), timeout=20)
-    errors: list[BaseException] = []
+    hub = Hub(len(backends))
 
     def run(rank: int) -> None:
-        def exchange(mine: bytes) -> list[bytes]:
-            said[rank] = mine
-            meet.wait()
-            out = list(said)
-            meet.wait()
-            return out
+        with SymmetricHeap.create(1 << 16, backends[rank], partial(hub.exchange, rank), "threads") as heap:
+            work(rank, heap)
 
-        try:
-            with SymmetricHeap.create(1 << 16, backends[rank], exchange, "threads") as heap:
-                work(rank, heap)
-        except BaseException as error:
-            errors.append(error)
-            meet.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(backends))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    if errors:
-        raise errors[0]
+    hub.in_threads(run, 30)
 
 
 def test_virtual_ranks_are_threads() -> None:
@@ -179,7 +161,7 @@ def test_virtual_ranks_are_threads() -> None:
         found[rank] = flags.words(rank)[:, 0].tolist()
         heap.barrier(10.0)
 
-    in_threads(["virtual"] * 3, work)
+    on_heaps(["virtual"] * 3, work)
     assert found == [[10, 11, 12]] * 3
 
 
@@ -208,7 +190,7 @@ def test_a_part_of_three_dims_goes_between_nodes(part: tuple[slice, ...]) -> Non
         found[rank] = x.local.clone()
         heap.barrier(10.0)
 
-    in_threads(["net:127.0.0.1@0", "net:127.0.0.1@1"], work)
+    on_heaps(["net:127.0.0.1@0", "net:127.0.0.1@1"], work)
     for rank in range(2):
         wanted = torch.zeros(3, 4, 5)
         wanted[part] = (numbers * (2 - rank))[part]
@@ -229,7 +211,7 @@ def test_after_a_reset_a_mirror_holds_nothing() -> None:
             heap.reset()
         found[rank] = before
 
-    in_threads(["net:127.0.0.1@0", "net:127.0.0.1@1"], work)
+    on_heaps(["net:127.0.0.1@0", "net:127.0.0.1@1"], work)
     for mirror, own in found:
         assert torch.equal(mirror, torch.zeros(3, 4)) and torch.equal(own, mirror)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardware.topologies import switches
+from hardware.topologies import factorisations, switches
 from launches.systems import renaming
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
@@ -42,16 +42,6 @@ def test_pinned_matrices():
         [[1, 2, 1, 2], [1, 1, 2, 2]],
         [[1, 2, 2, 1], [1, 1, 1, 4]],
     ]
-
-
-def factorisations(n, parts):
-    if parts == 1:
-        yield (n,)
-        return
-    for d in range(1, n + 1):
-        if n % d == 0:
-            for rest in factorisations(n // d, parts - 1):
-                yield (d, *rest)
 
 
 def brute(axes, levels):

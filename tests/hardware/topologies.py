@@ -24,6 +24,17 @@ def switches(*sizes, bandwidth=GB, latency=0.0, uplinks=1):
     return Topology("test", levels)
 
 
+def factorisations(n, parts):
+    """Every way to write a number as so many factors, in every order."""
+    if parts == 1:
+        yield (n,)
+        return
+    for d in range(1, n + 1):
+        if n % d == 0:
+            for rest in factorisations(n // d, parts - 1):
+                yield (d, *rest)
+
+
 @st.composite
 def any_topology(draw, most=24):
     """Up to three levels of any link, with odd bandwidths, uplinks and degraded units."""

@@ -11,9 +11,8 @@ import numpy as np
 from benchmarks.peers.hlo import largest_bytes, received_bytes
 
 from benchmarks import suites
-from execution.jax_child import main
+from execution.jax_child import main, told
 from shardplan.core.tensor import TensorType
-from shardplan.errors import ShardplanError
 from shardplan.interop.hlo import parse_hlo
 
 ARRAY = np.arange(48 * 24, dtype=np.float32).reshape(48, 24)
@@ -217,14 +216,6 @@ def gradients(here: Here) -> Any:
     _, back = jax.vjp(lambda z: reshard(z, target), array)
     note("vjp", lambda: back(here.put(here.sharding(), weight))[0], source, weight)
     return wrong
-
-
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ShardplanError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def errors(here: Here) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import pytest
 
 import shardplan as sp
+from rank_threads import in_threads
 
 torch = pytest.importorskip("torch")
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
@@ -37,16 +38,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **classes: Any) -> None
         monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:k]), ModuleType(name))
     for word, found in classes.items():
         setattr(sys.modules[name], word, found)
-
-
-def everywhere(count: int, work: Callable[[int], Any]) -> list[Any]:
-    out: dict[int, Any] = {}
-    threads = [threading.Thread(target=lambda r=r: out.__setitem__(r, work(r))) for r in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(120)
-    return [out[r] for r in range(count)]
 
 
 def trained() -> tuple[dict[str, Any], sp.Weights, list[dict[str, Any]]]:
@@ -106,9 +97,9 @@ def test_verl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return {name: x.clone() async for name, x in engine.receive_weights(global_steps=step)}
 
     for step in (1, 2):
-        found = everywhere(4, lambda r, step=step: asyncio.run(
+        found = in_threads(range(4), lambda r, step=step: asyncio.run(
             engines[r].send_weights(None, global_steps=step) if r < 2 else received(engines[r], step)))  # fmt: skip
-        for own in found[2:]:
+        for own in (found[2], found[3]):
             assert own.keys() == named.keys() and all(torch.equal(own[n], named[n] * step) for n in named)
         for model in models:
             for x in model.values():
@@ -173,7 +164,7 @@ def test_skyrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             workers[rank].update_weights()
             workers[rank].finish()
 
-    everywhere(4, work)
+    in_threads(range(4), work, 120)
     for rank in (2, 3):
         assert all(torch.equal(held[rank][n], torch.from_numpy(a)) for n, a in want[rank].items())
     for each in senders:

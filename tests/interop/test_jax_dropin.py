@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from execution.jax_child import said
+from execution.jax_child import said_to_tests
 from shardplan.errors import BackendError, LayoutError
 
 jax = pytest.importorskip("jax")
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
-    return said("interop/jax_dropin_checks.py")
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return said_to_tests(request, "interop/jax_dropin_checks.py")
 
 
 def test_as_device_put(seen: dict[str, Any]) -> None:

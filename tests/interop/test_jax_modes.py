@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from execution.jax_child import said
+from execution.jax_child import said_to_tests
 
 pytest.importorskip("jax")
 
@@ -44,8 +44,8 @@ OTHERWISE = {  # by case: what it says, if it is not right; the last that matche
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
-    return said("interop/jax_mode_checks.py")
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return said_to_tests(request, "interop/jax_mode_checks.py")
 
 
 @pytest.mark.parametrize("where", ["in_jit", "in_shard_map"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shardplan as sp
-from execution.jax_child import said
+from execution.jax_child import said_to_tests
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.interop.jax.plans import plan_of
@@ -18,8 +18,8 @@ pytest.importorskip("jax")
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
-    return said("interop/jax_reshard_checks.py")
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return said_to_tests(request, "interop/jax_reshard_checks.py")
 
 
 def test_outside_jit(seen: dict[str, Any]) -> None:

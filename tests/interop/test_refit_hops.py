@@ -1,6 +1,5 @@
 """Live refits of several hops, whose ranks are threads of this process, where planted faults reach them."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from interop.refit_child import Model, relaying, sides, tensors
+from rank_threads import in_threads
 from shardplan.errors import LayoutError
 from shardplan.interop.torch.refit.handle import Refit
 from shardplan.movement.weights.refit import RefitPlan, refit
@@ -16,23 +16,14 @@ from shardplan.movement.weights.refit import RefitPlan, refit
 
 def on_threads(plan: RefitPlan, work: Callable[[Model, Refit], None], **given: Any) -> None:
     """Do some work on one thread a rank, each with its model and its handle; raises what the first of them raised."""
-    store, wrong = torch.distributed.HashStore(), list[BaseException]()
+    store = torch.distributed.HashStore()
 
     def rank(me: int) -> None:
-        try:
-            model = Model(plan, me)
-            with Refit(plan, model.source or model.target, rank=me, store=store, timeout=20, **given) as sync:
-                work(model, sync)
-        except BaseException as error:
-            wrong.append(error)
+        model = Model(plan, me)
+        with Refit(plan, model.source or model.target, rank=me, store=store, timeout=20, **given) as sync:
+            work(model, sync)
 
-    threads = [threading.Thread(target=rank, args=(me,)) for me in plan.ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if wrong:
-        raise wrong[0]
+    in_threads(plan.ranks, rank)
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [("f32", "bf16"), ("bf16", "f32")])
@@ -118,11 +109,7 @@ def test_ranks_that_differ_in_what_they_send_again_are_told() -> None:
         except LayoutError as error:
             said.add(str(error))
 
-    threads = [threading.Thread(target=rank, args=(me,)) for me in plan.ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(plan.ranks, rank)
     assert said == {
         "refit megatron-llama to vllm-llama: rank 2 of 4 ranks came with another plan: its changed_only is True, on "
         "rank 0 it is False; legal is one plan on all ranks, and nothing was sent"

@@ -22,6 +22,7 @@ import shardplan as sp
 from execution.lab_here import needs_lab
 from interop.refit_child import CONFIG, Model
 from interop.test_refit import free_store
+from rank_threads import in_threads
 from shardplan.execution.lab.needs import namespace_command
 from shardplan.fused.heap.handshake import Listener, connect
 from shardplan.interop.torch.refit.handle import Refit
@@ -237,14 +238,7 @@ def test_who_has_given_up_is_waited_for() -> None:
 
 def test_many_that_may_serve_have_one_server() -> None:
     store = free_store()
-    found: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda rank=rank: found.append(store_of(store, [rank], rank, 20))) for rank in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    found = [*in_threads(range(8), lambda rank: store_of(store, [rank], rank, 20)).values()]
     assert sum(each._leave is not None for each in found) == 1
     assert sorted(each.add("count", 1) for each in found) == list(range(1, 9))
     for each in found:
@@ -419,11 +413,7 @@ def test_sides_that_join_may_leave_out_and_differ_in_what_both_say(allowed: Any,
         except Exception as error:
             said[rank] = str(error)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(range(2), work)
     if message is not None:
         assert all(re.search(message, text) and "\n" not in text for text in said), said
         return

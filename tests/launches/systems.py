@@ -9,21 +9,11 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from hardware.topologies import any_topology, switches
+from hardware.topologies import any_topology, factorisations, switches
 from shardplan.core.mesh import Mesh
 from shardplan.hardware import placements
 
 LEVELS = (1, 2, 3, 4, 6, 8)
-
-
-def factorisations(n, parts):
-    if parts == 1:
-        yield (n,)
-        return
-    for d in range(1, n + 1):
-        if n % d == 0:
-            for rest in factorisations(n // d, parts - 1):
-                yield (d, *rest)
 
 
 @st.composite

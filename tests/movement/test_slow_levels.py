@@ -6,7 +6,6 @@ import random
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from tests import oracle
@@ -37,19 +36,6 @@ def crossing(plan: sp.Plan) -> float:
     return total
 
 
-def least_crossing(s: sp.TensorType, t: sp.TensorType) -> float:
-    """Bytes of what is wanted in a node and not held there, each element once."""
-    total = 0
-    for node in {d // NODE for d in t.mesh.devices}:
-        held, wanted = (np.zeros(x.shape, dtype=bool) for x in (s, t))
-        for x, mask in ((s, held), (t, wanted)):
-            for place, device in enumerate(x.mesh.devices):
-                if device // NODE == node:
-                    mask[oracle.index(oracle.box(x, place))] = True
-        total += int((wanted & ~held).sum())
-    return total * s.itemsize
-
-
 def test_parts_are_fetched_near_and_gathered_inside() -> None:
     """What a node holds together does not cross: 0.356 ms and 290 MB with a permute that takes its holders in turn."""
     plan = sp.redistribute("f32[82975744@b]", "f32[82975744@a]", cluster(8), mesh="a=8,b=8")
@@ -77,7 +63,7 @@ def test_what_takes_as_long_with_fewer_bytes_between_nodes_is_taken(rng: random.
     """A send from near holders counts among what was there to choose from; the plan says the least seconds too."""
     s, t = moved(rng)
     plan = sp.redistribute(s, t, cluster(4))
-    assert least_crossing(s, t) <= crossing(plan) == pytest.approx(plan.certificate.level_bytes[0], abs=1)
+    assert oracle.least_crossing(s, t, NODE) <= crossing(plan) == pytest.approx(plan.certificate.level_bytes[0], abs=1)
     assert plan.least_seconds <= plan.seconds <= plan.least_seconds * (1 + NOISE) * (1 + 1e-9)
     rules = rules_of(s, t, cluster(4), False, False)
     near = chain([Send(t.layout, t.mesh, near=(NODE,))], s)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tests.rank_threads import in_threads
 
 import shardplan as sp
 from shardplan.errors import ShardplanError
@@ -18,22 +18,16 @@ from .weights_judged import Held, Session
 TIMEOUT = 20.0  # seconds that a wait may take on a busy machine
 
 
-def in_threads(ranks: list[int], work: Callable[[int], Any]) -> dict[int, Any]:
+def answers(ranks: list[int], work: Callable[[int], Any]) -> dict[int, Any]:
     """What each rank's work returns, or the error that it raised."""
-    out: dict[int, Any] = {}
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> Any:
         try:
-            out[rank] = work(rank)
+            return work(rank)
         except Exception as error:  # is what is asked
-            out[rank] = error
+            return error
 
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return out
+    return in_threads(ranks, body, 3 * TIMEOUT)
 
 
 class Ranks:
@@ -61,7 +55,7 @@ class Ranks:
         def made(rank: int) -> Any:
             return Refit(plan_of(rank), self.tensors[rank], rank=rank, store=self.store, timeout=TIMEOUT, **given)
 
-        return in_threads(self.ranks, made)
+        return answers(self.ranks, made)
 
     def after(self) -> Held:
         """What the target's ranks hold."""
@@ -86,7 +80,7 @@ def kept_by_one(s: Session, stale: tuple[Weights, Weights], rank: int) -> Any:
         error = _first(handles)
         if isinstance(error, WeightsMismatch):
             raise error
-        found = {} if error else in_threads(ranks.ranks, lambda r: handles[r]())
+        found = {} if error else answers(ranks.ranks, lambda r: handles[r]())
         return ranks.after(), error or _first(found)
 
     return run
@@ -121,7 +115,7 @@ def torn_by(s: Session, rank: int, when: float) -> Any:
             handles[rank].finish = lambda _: fail()
         else:
             object.__setattr__(handles[rank]._commit, "run", lambda *_: fail())
-        in_threads(ranks.ranks, lambda r: handles[r](version=3))
+        answers(ranks.ranks, lambda r: handles[r](version=3))
         refusals: list[ShardplanError] = []
         for r in s.held[1]:
             try:

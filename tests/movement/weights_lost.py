@@ -10,13 +10,13 @@ import contextlib
 import io
 import random
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.rank_threads import in_threads
 
 import shardplan as sp
 from shardplan.cli import run_command
@@ -300,21 +300,18 @@ def joined(loss: Loss) -> str:
 
     from shardplan.interop.torch import Refit
 
-    store, said = dist.HashStore(), dict[str, str]()
+    store = dist.HashStore()
 
-    def body(side: str, weights: Weights) -> None:
+    def body(k: int) -> str:
+        weights, side = loss.sides[k], ("source", "target")[k]
         try:
             Refit.join(weights, {}, side=side, rank=weights.devices[0], store=store, timeout=20)
         except ShardplanError as error:
-            said[side] = str(error)
+            return str(error)
+        return ""
 
-    sides = zip(("source", "target"), loss.sides, strict=True)
-    threads = [threading.Thread(target=body, args=args) for args in sides]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    return said.get("source", "") if said.get("source") == said.get("target") else ""
+    said = in_threads((0, 1), body)
+    return said[0] if said[0] == said[1] else ""
 
 
 def allowed(loss: Loss) -> str:

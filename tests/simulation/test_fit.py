@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from shardplan import LayoutError, Model, ParseError, ShardplanError, Strategy, Topology
+from shardplan import LayoutError, Model, ParseError, ShardplanError, Strategy
 from shardplan.cli import app
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
@@ -17,16 +17,9 @@ from shardplan.simulation.searching.fit import fit
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.strategy.strategy import FIELDS
 from shardplan.strategy.strategy_text import parse_strategy, strategy_text
+from simulation.small_box import BOX, GPT, MOE, box_with
 
-SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
-GPT = Model.load("gpt", positions=64, **SIZES)
-MOE = Model.load("moe", kv_heads=2, ffn=128, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
-BOX = Topology.load("dgx-a100-80g", nodes=1)
 ASKED = Strategy(data=4, pipeline=2, microbatch=2, global_batch=16, precision="bf16")
-
-
-def small(memory: float) -> Topology:
-    return replace(BOX, device=replace(BOX.device, memory=memory))
 
 
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
@@ -51,7 +44,7 @@ def choices(asked: Strategy, one: Strategy) -> int:
 def test_the_changes_are_what_looking_at_all_finds(model: Model) -> None:
     peak = fit(model, ASKED, BOX).peak_bytes
     memory = 0.7 * peak
-    found = fit(model, ASKED, small(memory), top=2)
+    found = fit(model, ASKED, box_with(memory), top=2)
     assert not found.fits and found.changes
     space = StrategySpace.of(model, 8, 16, precision="bf16")
     form = ClosedForm(model, BOX, of_machine(BOX))
@@ -78,7 +71,7 @@ def test_the_changes_are_what_looking_at_all_finds(model: Model) -> None:
 
 
 def test_nothing_near_fits_is_said() -> None:
-    found = fit(GPT, ASKED, small(1e6))
+    found = fit(GPT, ASKED, box_with(1e6))
     assert not found.fits and not found.changes
     assert "nothing up to 2 choices away fits" in str(found)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import oracle
 import shardplan as sp
 import strategies as some
+from oracle import held_bytes
 from shardplan.core.accounting import account
 from shardplan.core.ops import AllGather, Send
 from shardplan.core.program import Program
@@ -44,13 +44,6 @@ def programs(draw: st.DrawFn) -> tuple[Program, Where | None]:
         levels = (Level("flat", meshes[0].size, "switch", 10e9, 1e-6),)
         where = next(iter(sp.placements(meshes[0], Topology("flat", levels))))
     return program, where
-
-
-def shard(t: sp.TensorType, device: int) -> int:
-    """Bytes that a device (by id) holds of a value."""
-    if device not in t.mesh.devices:
-        return 0
-    return oracle.volume(oracle.box(t, t.mesh.devices.index(device))) * t.itemsize
 
 
 def held(line: Timeline, device: int, at: float) -> int:
@@ -121,7 +114,7 @@ def test_memory_is_what_is_live(drawn: tuple[Program, Where | None]) -> None:
     if all(part == set(program.devices) for part in parts):
         assert line.peak_bytes == books.workspace_bytes
     for device in program.devices:
-        walked = [sum(shard(t, device) for t in program.input_types)]
+        walked = [sum(held_bytes(t, device) for t in program.input_types)]
         for k, step in enumerate(program.steps):
             operands, results = program.step_types(step)
             later = {o for s in program.steps[k + 1 :] for o in s.operands} | set(program.outputs)
@@ -131,11 +124,11 @@ def test_memory_is_what_is_live(drawn: tuple[Program, Where | None]) -> None:
             if renamed and all(sp.same(t, u) for t, u in zip(operands, results, strict=True)):
                 live -= set(step.results)
             staging = step.op.staging(*operands) if device in parts[k] else 0
-            walked.append(sum(shard(program.types[v], device) for v in live) + staging)
+            walked.append(sum(held_bytes(program.types[v], device) for v in live) + staging)
             at = next(i for i in line.intervals if i.step == k)
             if at.seconds and device in parts[k]:
                 assert held(line, device, (at.start + at.end) / 2) == walked[-1]
-            walked.append(sum(shard(program.types[v], device) for v in later & {*defined, *step.results}))
+            walked.append(sum(held_bytes(program.types[v], device) for v in later & {*defined, *step.results}))
         # Whatever overlaps elsewhere, a device goes through the plain walk, one step after another.
         curve = next(c for c in line.memory if c.device == device)
         assert [n for _, n in curve.samples] == [n for n, _ in itertools.groupby(walked)]

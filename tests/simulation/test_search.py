@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import shardplan as sp
-from shardplan import Infeasible, Model, ParseError, ShardplanError, Strategy, Topology
+from shardplan import Infeasible, Model, ParseError, ShardplanError, Strategy
 from shardplan.cli import app
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
@@ -38,21 +38,13 @@ from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.simulation.step_events import StepEvents
 from shardplan.simulation.steps import simulate_step
 from shardplan.strategy.options import check_options
-
-SIZES: dict[str, Any] = {"layers": 4, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
-GPT = Model.load("gpt", positions=64, **SIZES)
-MOE = Model.load("moe", kv_heads=2, ffn=128, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
-BOX = Topology.load("dgx-a100-80g", nodes=1)
+from simulation.small_box import BOX, GPT, MOE, SIZES, box_with
 
 
 @cache
 def every_plan() -> tuple[searching.RankedPlan, ...]:
     """What a search that leaves nothing out finds of 16 sequences."""
     return sp.search(GPT, BOX, 16, certify=False, prune=False, top=10_000).ranked
-
-
-def small(memory: float) -> Topology:
-    return replace(BOX, device=replace(BOX.device, memory=memory))
 
 
 def by_loops(devices: int, batch: int, experts: int, heads: int) -> set[tuple[Any, ...]]:
@@ -170,7 +162,7 @@ def test_pruning_changes_nothing(
 ) -> None:
     nodes = 2 if placements else 1  # where all are in one node, their order changes nothing
     levels = replace(BOX.levels[0], size=nodes), replace(BOX.levels[1], size=devices // nodes)
-    topology = replace(small(memory), levels=levels)
+    topology = replace(box_with(memory), levels=levels)
     found: list[Any] = []
     for prune in (True, False):
         try:
@@ -245,7 +237,7 @@ def test_of_the_front_stays_what_needs_less_than_all_that_are_quicker() -> None:
 @pytest.mark.parametrize(("model", "memory"), [(GPT, 1e7), (MOE, 2e7)], ids=["gpt", "moe"])
 def test_pruning_changes_nothing_by_events(model: Model, memory: float) -> None:
     found = [
-        sp.search(model, small(memory), 12, prune=prune, fidelity="events", top=4, certify=False)
+        sp.search(model, box_with(memory), 12, prune=prune, fidelity="events", top=4, certify=False)
         for prune in (True, False)
     ]
     assert (found[0].ranked, found[0].pareto) == (found[1].ranked, found[1].pareto)
@@ -436,7 +428,7 @@ def test_a_killed_search_goes_on(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(Infeasible, match=r"none of [\d,]+ strategies of gpt fits into 1 MB a device; the smallest"):
-        sp.search(GPT, small(1e6), 16)
+        sp.search(GPT, box_with(1e6), 16)
     for said, text in (
         ({"global_batch": 0}, "global_batch is 0"),
         ({"global_batch": 16, "top": 0}, "top is 0"),

@@ -1,23 +1,22 @@
 """Many steps by events: each as it is alone, above its floors, and forward passes as a plain recurrence has them."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 
-from shardplan import Model, Strategy, Topology
+from shardplan import Model, Strategy
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.simulation.step_events import StepEvents
 from shardplan.simulation.steps import simulate_step
+from simulation.small_box import BOX, SIZES
 
-SIZES: dict[str, Any] = {"layers": 8, "hidden": 256, "heads": 4, "seq": 64, "vocab": 512, "precision": "bf16"}
-GPT = Model.load("gpt", positions=64, **SIZES)
-MOE = Model.load("moe", kv_heads=2, ffn=128, experts=4, experts_per_token=2, dense_layers=0, **SIZES)
-BOX = Topology.load("dgx-a100-80g", nodes=1)
+DEEP = SIZES | {"layers": 8}
+GPT = Model.load("gpt", positions=64, **DEEP)
+MOE = Model.load("moe", kv_heads=2, ffn=128, experts=4, experts_per_token=2, dense_layers=0, **DEEP)
 
 
 def form(model: Model) -> ClosedForm:

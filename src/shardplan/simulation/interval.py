@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Of the makespan: times closer than this are equal. Clocks are sums of some thousand floats, each rounded to 1e-16;
@@ -27,6 +28,14 @@ class Interval:
     def seconds(self) -> float:
         """How long it takes."""
         return self.end - self.start
+
+
+def seconds_by_kind(links: Iterable[Interval]) -> dict[str, float]:
+    """Return the seconds of intervals by kind, the largest first."""
+    found: dict[str, float] = {}
+    for link in links:
+        found[link.kind] = found.get(link.kind, 0.0) + link.seconds
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from shardplan.simulation.closed.collectives import with_network
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm, PricedSteps
 from shardplan.simulation.closed.kernel_classes import with_kernels
-from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.closed.machines import check_topology_size, of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.sweep import StageSeconds, compile_schedule, intervals_of, sweep
@@ -58,11 +58,7 @@ def simulate_step(
     """
     border.choice("simulate: fidelity", fidelity, FIDELITIES, ShardplanError)
     where = topology_of("the topology", topology)
-    if where.size != strategy.devices:
-        raise ShardplanError(
-            f"simulate: a strategy of {strategy.devices} devices on a topology of {where.size}; legal is one of "
-            f"{strategy.devices}"
-        )
+    check_topology_size("simulate", where, strategy)
     if params is not None and not isinstance(params, Parameters):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardplanError(f"simulate: params is {excerpt(params)}; legal are Parameters, or None")
     check_options(model, strategy)

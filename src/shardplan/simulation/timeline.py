@@ -23,7 +23,7 @@ import numpy as np
 from shardplan.errors import ShardplanError
 from shardplan.hardware.units import format_seconds
 from shardplan.notebook import notebook_html
-from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve
+from shardplan.simulation.interval import TOLERANCE, Interval, MemoryCurve, seconds_by_kind
 from shardplan.simulation.trace import read_traces, save_traces
 
 SOURCES = ("predicted", "measured")
@@ -96,10 +96,7 @@ class Timeline:
         The same for predicted and measured, so that the two can be compared kind by kind. Work that is hidden behind
         other work is on no critical path and does not count; waiting in a measured run counts for what was waited for.
         """
-        found: dict[str, float] = {}
-        for link in self.critical_path:
-            found[link.kind] = found.get(link.kind, 0.0) + link.seconds
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        return seconds_by_kind(self.critical_path)
 
     @property
     def bubble_seconds(self) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.distir_parity import machine_of, point_of
 from benchmarks.distir_points import gpt_grid, mlp_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,18 +30,6 @@ from shardplan.simulation.parity.replay import replayed, unrolled
 from shardplan.strategy.strategy import Strategy
 
 PEER = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "distir_peer.json").read_text())
-
-
-def point_of(row: dict[str, Any]) -> DistirPoint:
-    model = row["model"] if isinstance(row["model"], str) else DistirModel(*row["model"])
-    return DistirPoint(model, *(row[k] for k in ("data", "tensor", "pipeline", "microbatches", "global_batch")))
-
-
-def machine_of(row: dict[str, Any]) -> DistirMachine:
-    fields: dict[str, Any] = dict(row.get("machine") or {})
-    if "allreduce" in fields:
-        fields["allreduce"] = {int(k): tuple(v) for k, v in fields["allreduce"].items()}
-    return DistirMachine(**fields)
 
 
 def agrees(row: dict[str, Any], found: DistirResult) -> bool:

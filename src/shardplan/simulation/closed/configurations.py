@@ -80,6 +80,15 @@ class Configurations:
             )
         return Configurations(columns)
 
+    @staticmethod
+    def filled(count: int, said: Mapping[str, Ints | int]) -> Configurations:
+        """Return so many with columns [count], or a number for all, as said, and all else by default."""
+        columns: dict[str, Ints] = {}
+        for name in (*NUMBERS, *FLAGS, *CODES):
+            column = np.broadcast_to(said.get(name, DEFAULTS[name]), count)
+            columns[name] = column.astype(bool if name in FLAGS else np.int64)
+        return Configurations(columns)
+
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self.columns["data"])

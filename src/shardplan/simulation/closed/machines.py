@@ -16,6 +16,7 @@ from shardplan.hardware.toml_fields import basic_string, check_keys
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.chips import FREE, chip_of, common
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.strategy.strategy import Strategy
 
 _FILES = Path(__file__).parent / "machines"
 
@@ -148,3 +149,12 @@ def fit_text(machine: str, source: str, fit: MachineFit, notes: Mapping[str, obj
     rows = (", ".join(f"{x:.4g}" for x in row) for row in fit.covariance)
     lines.append("covariance = [" + ", ".join(f"[{row}]" for row in rows) + "]")
     return "\n".join(lines) + "\n"
+
+
+def check_topology_size(asked: str, topology: Topology, strategy: Strategy) -> None:
+    """Raise `ShardplanError`, naming what is asked, where a topology has not as many devices as a strategy."""
+    if topology.size != strategy.devices:
+        raise ShardplanError(
+            f"{asked}: a strategy of {strategy.devices} devices on a topology of {topology.size}; legal is one of "
+            f"{strategy.devices}"
+        )

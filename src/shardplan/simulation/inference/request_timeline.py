@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.simulation.closed.configurations import Configurations
-from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.closed.machines import check_topology_size, of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.form import RequestForm
 from shardplan.simulation.inference.requests import Requests
@@ -44,11 +44,7 @@ def simulate_requests(
     where = topology_of("the topology", topology)
     if not isinstance(requests, Requests):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardplanError(f"simulate: requests is {excerpt(requests)}; legal is a Requests")
-    if where.size != strategy.devices:
-        raise ShardplanError(
-            f"simulate: a strategy of {strategy.devices} devices on a topology of {where.size}; legal is one of "
-            f"{strategy.devices}"
-        )
+    check_topology_size("simulate", where, strategy)
     c = Configurations.of([serving_strategy(strategy, requests)])
     check_options(model, strategy, serves=True)
     form = RequestForm.of(model, where, params or of_machine(where), requests)

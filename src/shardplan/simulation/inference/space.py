@@ -12,7 +12,7 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError
-from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, Configurations
+from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.searching.space import divisors
 from shardplan.strategy.limits import ModelLimits
@@ -91,15 +91,16 @@ class ServingSpace:
 
     def columns(self, frames: Ints, orders: Ints | int, inside: Ints | int) -> Configurations:
         """Return strategies by their frames, codes of orders and places of `groups`: arrays [n], or one for all."""
-        n, table = len(frames), self.frames[frames]
-        found = {name: np.full(n, DEFAULTS[name], dtype=np.int64) for name in (*NUMBERS, *FLAGS, *CODES)}
-        found |= {name: table[:, at] for at, name in enumerate(FRAME)}
-        found["microbatch"][:] = np.array(self.groups, dtype=np.int64)[inside]
-        found["global_batch"] = found["data"] * self.concurrency
-        found["context_kind"] = np.where(found["context"] > 1, GATHER, 0)
-        found["order"][:] = orders
-        found["attention"][:], found["schedule"][:] = self.attention, CODES["schedule"].index("1f1b")
-        return Configurations({name: x.astype(bool) if name in FLAGS else x for name, x in found.items()})
+        said = dict(zip(FRAME, self.frames[frames].T, strict=True))
+        said |= {
+            "microbatch": np.array(self.groups, dtype=np.int64)[inside],
+            "global_batch": said["data"] * self.concurrency,
+            "context_kind": np.where(said["context"] > 1, GATHER, 0),
+            "order": orders,
+            "attention": self.attention,
+            "schedule": CODES["schedule"].index("1f1b"),
+        }
+        return Configurations.filled(len(frames), said)
 
     def one(self, index: int) -> Configurations:
         """Return the strategy at a place of the order."""

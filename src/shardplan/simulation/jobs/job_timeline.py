@@ -15,7 +15,7 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_seconds
 from shardplan.notebook import notebook_html
 from shardplan.plans.pricing import Where, fabric_of, where_of
-from shardplan.simulation.interval import Interval, MemoryCurve
+from shardplan.simulation.interval import Interval, MemoryCurve, seconds_by_kind
 from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job
 from shardplan.simulation.jobs.holdings import HeldPeak, attributed
 from shardplan.simulation.jobs.messages import MESSAGES
@@ -145,10 +145,7 @@ class JobTimeline:
     @property
     def breakdown(self) -> dict[str, float]:
         """Seconds per kind of interval on the critical path, largest first; they sum to the makespan."""
-        found: dict[str, float] = {}
-        for link in self.critical_path:
-            found[link.kind] = found.get(link.kind, 0.0) + link.seconds
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        return seconds_by_kind(self.critical_path)
 
     @cached_property
     def causes(self) -> dict[tuple[str, str, int], float]:

@@ -19,7 +19,7 @@ from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.notebook import notebook_html
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
-from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.closed.machines import check_topology_size, of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.searching.certifier import ROOM, Certifier, certified_first
 from shardplan.simulation.searching.space import ALIKE, BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
@@ -132,11 +132,7 @@ def fit(
     """
     where = topology_of("the topology", topology)
     border.whole_number("fit: top", top, 1, kind=ShardplanError)
-    if where.size != strategy.devices:
-        raise ShardplanError(
-            f"fit: a strategy of {strategy.devices} devices on a topology of {where.size}; legal is one of "
-            f"{strategy.devices}"
-        )
+    check_topology_size("fit", where, strategy)
     if isinstance(strategy.schedule, Schedule):
         raise ShardplanError(f"fit: schedule {excerpt(strategy.schedule)}; legal is a name")
     check_options(model, strategy)

@@ -17,7 +17,7 @@ import numpy as np
 from shardplan.core import border
 from shardplan.core.digits import nth_of_each
 from shardplan.errors import ShardplanError
-from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, ORDERS, TOGETHER, Configurations
+from shardplan.simulation.closed.configurations import CODES, ORDERS, TOGETHER, Configurations
 from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import ulysses
@@ -178,15 +178,9 @@ class StrategySpace:
 
     def columns(self, frames: Ints, orders: Ints | int, inside: Ints | int) -> Configurations:
         """Return strategies by their frames, codes of orders and places of `INSIDE`: arrays [n], or one for all."""
-        n, table, inner = len(frames), self.frames[frames], np.broadcast_to(_INSIDE[inside], (len(frames), 3))
-        found = {name: np.full(n, DEFAULTS[name], dtype=np.int64) for name in (*NUMBERS, *FLAGS, *CODES)}
-        found |= {name: table[:, at] for at, name in enumerate(FRAME)}
-        found |= {"recompute": inner[:, 0], "zero": inner[:, 1], "fsdp": inner[:, 2]}
-        found["order"][:] = orders
-        found["global_batch"][:] = self.global_batch
-        for name, value in self.said.items():
-            found[name][:] = value
-        return Configurations({name: x.astype(bool) if name in FLAGS else x for name, x in found.items()})
+        said = dict(zip((*FRAME, *INNER), (*self.frames[frames].T, *_INSIDE[inside].T), strict=True))
+        own = {"order": orders, "global_batch": self.global_batch, **self.said}
+        return Configurations.filled(len(frames), said | own)
 
     def one(self, index: int) -> Configurations:
         """Return the strategy at a place of the order."""

@@ -22,11 +22,11 @@ from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, Action
 from shardplan.strategy.schedules.action_graph import FREE
 from shardplan.strategy.schedules.action_lists import MODES, ActionLists, leaves
-from shardplan.strategy.schedules.refusal import CounterExample, Place, action_place, spots
+from shardplan.strategy.schedules.refusal import CounterExample, Place, action_place, places_by_action
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.waits import waits
 
-Spots = dict[Action, list[Place]]
+ActionPlaces = dict[Action, list[Place]]
 
 
 def check(found: Schedule, in_flight: Sequence[int] | None = None, messages: str = "blocking") -> Schedule:
@@ -58,7 +58,7 @@ def broken_law(
                 f"in_flight has {len(bounds)} bounds; legal is one for each of {len(found.ranks)} ranks"
             )
         in_flight = [border.whole_number("in_flight", n, kind=ScheduleError) for n in bounds]
-    where = spots(found)
+    where = places_by_action(found)
     laws = (_owners(found, where), _complete(found, where), _messages(found, where))
     for law in laws:
         for refusal in law:
@@ -66,7 +66,7 @@ def broken_law(
     return waits(found, messages) or next(_memory(found, in_flight), None)
 
 
-def _owners(found: Schedule, where: Spots) -> Iterator[CounterExample]:
+def _owners(found: Schedule, where: ActionPlaces) -> Iterator[CounterExample]:
     for stage, rank in enumerate(found.owners):
         if rank < 0:
             yield CounterExample("complete", f"stage {stage} of {found.stages} has no action")
@@ -80,7 +80,7 @@ def _owners(found: Schedule, where: Spots) -> Iterator[CounterExample]:
             yield CounterExample("owner", says, (place, first))
 
 
-def _complete(found: Schedule, where: Spots) -> Iterator[CounterExample]:
+def _complete(found: Schedule, where: ActionPlaces) -> Iterator[CounterExample]:
     for action, places in where.items():
         if action.microbatch is not None and action.microbatch >= found.microbatches:
             yield CounterExample(
@@ -109,11 +109,11 @@ def _complete(found: Schedule, where: Spots) -> Iterator[CounterExample]:
             yield from _each_once(found, where, stage, m)
 
 
-def _is_touched(where: Spots, stages: range, m: int) -> bool:
+def _is_touched(where: ActionPlaces, stages: range, m: int) -> bool:
     return any(Action(s, kind, m) in where for s in stages for kind in "FBIW")
 
 
-def _each_once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[CounterExample]:
+def _each_once(found: Schedule, where: ActionPlaces, stage: int, m: int) -> Iterator[CounterExample]:
     """One F, and one B or one I and one W, in order, as each of them is there once at most."""
     run = {kind: where[a][0] for kind in "FBIW" if (a := Action(stage, kind, m)) in where}
     if "F" not in run:
@@ -138,14 +138,14 @@ def _each_once(found: Schedule, where: Spots, stage: int, m: int) -> Iterator[Co
             )
 
 
-def _position(found: Schedule, where: Spots, action: Action) -> tuple[int, int]:
+def _position(found: Schedule, where: ActionPlaces, action: Action) -> tuple[int, int]:
     """The slot of an action on its rank, and its place inside an overlap, whose parts run in order."""
     rank, slot = where[action][0]
     whole = found.ranks[rank][slot]
     return slot, 0 if whole is None else whole.leaves.index(action)
 
 
-def _messages(found: Schedule, where: Spots) -> Iterator[CounterExample]:
+def _messages(found: Schedule, where: ActionPlaces) -> Iterator[CounterExample]:
     """Each value that crosses ranks has one send and one receive in their places, where any message is placed."""
     placed = [a for a in where if a.kind in MESSAGES]
     if not placed:

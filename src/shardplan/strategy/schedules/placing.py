@@ -17,7 +17,7 @@ from collections.abc import Set
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, RECEIVES, SENDS, STATE, Action
 from shardplan.strategy.schedules.check import broken_law, check, crossings
-from shardplan.strategy.schedules.refusal import spots
+from shardplan.strategy.schedules.refusal import places_by_action
 from shardplan.strategy.schedules.replay import Cost, Replayed, replay
 from shardplan.strategy.schedules.schedule import Schedule
 
@@ -88,7 +88,7 @@ def _by_time(bare: Schedule, times: Replayed, message: float, ahead: Set[Action]
         action = bare.ranks[rank][slot]
         assert action is not None
         keyed[rank].append((b, 1, (slot, "", 0), action))
-    where = spots(bare)
+    where = places_by_action(bare)
     for made, taken, sent in crossings(bare):
         end, key = span[where[made][0]][1], (sent.stage, sent.kind, sent.microbatch or 0)
         keyed[where[made][0][0]].append((end, 0, key, sent))

@@ -28,7 +28,7 @@ def action_place(place: Place, action: Action | str) -> str:
     return f"{action} (rank {place[0]}, slot {place[1]})"
 
 
-def spots(found: Schedule) -> dict[Action, list[Place]]:
+def places_by_action(found: Schedule) -> dict[Action, list[Place]]:
     """Where each action stands, those inside an overlap too."""
     where: dict[Action, list[Place]] = {}
     for rank, row in enumerate(found.ranks):
