@@ -13,7 +13,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from jax import lax  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
@@ -33,10 +36,6 @@ def guard_with_header(run: Run, program: Program, outputs: Sequence[str], wire: 
     mine = digest_words(program, outputs)
 
     def body(*shards: Any) -> tuple[Any, ...]:
-        import jax  # pyright: ignore[reportMissingImports]
-        import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-        from jax import lax  # pyright: ignore[reportMissingImports]
-
         most = lax.pmax(wire.varying(jnp.asarray(np.concatenate([mine, ~mine]))), wire.axes)
         high, low = most[: mine.size], ~most[mine.size :]
 

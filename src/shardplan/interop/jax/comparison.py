@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.shardings import types_between
 from shardplan.errors import BackendError
@@ -37,8 +39,6 @@ def compare_with_xla(
     >>> print(compare_with_xla(*[NamedSharding(mesh, PartitionSpec("x"))] * 2, (4, 4), "f32"))
     f32[4@x, 4] to f32[4@x, 4]: all devices receive 0 B by the plan (nothing), 0 B by XLA (nothing)
     """
-    import jax  # pyright: ignore[reportMissingImports]
-
     check_ends(source, sharding)
     s, t = types_between(shape, dtype, source, sharding)
     if s.mesh != t.mesh:

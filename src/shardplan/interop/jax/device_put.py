@@ -15,6 +15,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+from jax._src.array import ArrayImpl  # pyright: ignore[reportMissingImports]
+from jax.sharding import Sharding  # pyright: ignore[reportMissingImports]
+
 from shardplan.hardware.units import limit_of
 from shardplan.interop.jax.eager_move import reshard_array
 from shardplan.interop.jax.leaves import leaves_of, move_all
@@ -63,8 +67,6 @@ def reshard(
     limit = limit_of("memory limit", memory_limit)
     if donate is False and may_alias is None and _is_plain_array(type(array)) and _is_sharding(type(sharding)):
         return reshard_array(array, sharding, limit)
-    import jax  # pyright: ignore[reportMissingImports]
-
     leaves, tree = leaves_of(array, sharding, source, donate, may_alias)
     return jax.tree.unflatten(tree, move_all(leaves, limit))
 
@@ -75,13 +77,9 @@ def reshard(
 @cache
 def _is_plain_array(kind: type) -> bool:
     """Whether these are arrays of numbers on devices."""
-    from jax._src.array import ArrayImpl  # pyright: ignore[reportMissingImports]
-
     return issubclass(kind, ArrayImpl)
 
 
 @cache
 def _is_sharding(kind: type) -> bool:
-    from jax.sharding import Sharding  # pyright: ignore[reportMissingImports]
-
     return issubclass(kind, Sharding)

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+from jax.core import Tracer  # pyright: ignore[reportMissingImports]
+from jax.experimental.layout import Format  # pyright: ignore[reportMissingImports]
+from jax.sharding import NamedSharding, PartitionSpec, Sharding  # pyright: ignore[reportMissingImports]
+
 from shardplan.core.shardings import type_of
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
@@ -27,22 +32,16 @@ class Leaf:
     @property
     def is_traced(self) -> bool:
         """Whether it stands for an array in a function that JAX transforms or compiles."""
-        from jax.core import Tracer  # pyright: ignore[reportMissingImports]
-
         return isinstance(self.x, Tracer)
 
     @property
     def is_placed(self) -> bool:
         """Whether it is an array on devices."""
-        import jax  # pyright: ignore[reportMissingImports]
-
         return isinstance(self.x, jax.Array) and not self.is_traced
 
     @property
     def key(self) -> bool:
         """Whether it is an array of random keys, whose elements are arrays of integers."""
-        import jax  # pyright: ignore[reportMissingImports]
-
         dtype = getattr(self.x, "dtype", None)
         return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -54,8 +53,6 @@ class Leaf:
 
 def leaves_of(x: Any, sharding: Any, source: Any, donate: Any, may_alias: Any) -> tuple[list[Leaf], Any]:
     """Return the leaves of a pytree, with what is asked of each, and the tree to put them back into."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     found, tree = jax.tree.flatten(x)
     asked = {"sharding": sharding, "source": source, "donate": donate, "may_alias": may_alias}
     each = [_broadcast_prefix(name, prefix, x) for name, prefix in asked.items()]
@@ -64,8 +61,6 @@ def leaves_of(x: Any, sharding: Any, source: Any, donate: Any, may_alias: Any) -
 
 def _broadcast_prefix(name: str, prefix: Any, tree: Any) -> list[Any]:
     """What a prefix of a pytree says of every leaf."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     out: list[Any] = []
     try:
         jax.tree.map(
@@ -83,8 +78,6 @@ def _broadcast_prefix(name: str, prefix: Any, tree: Any) -> list[Any]:
 
 
 def _leaf(x: Any, given: Any, source: Any, donate: bool, may_alias: bool | None) -> Leaf:
-    from jax.experimental.layout import Format  # pyright: ignore[reportMissingImports]
-
     if donate and may_alias:
         raise LayoutError("reshard: donate=True and may_alias=True; legal is one of them")
     form = given if isinstance(given, Format) else None
@@ -94,9 +87,6 @@ def _leaf(x: Any, given: Any, source: Any, donate: bool, may_alias: bool | None)
 
 def end_of(given: Any, x: Any) -> Any:
     """Return the sharding that is meant: by a spec, one of the mesh that is set; by a device, its own; None stays."""
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax.sharding import NamedSharding, PartitionSpec, Sharding  # pyright: ignore[reportMissingImports]
-
     if given is None or isinstance(given, Sharding):
         return given
     if isinstance(given, jax.Device):
@@ -138,8 +128,6 @@ def _reshard_each(leaves: dict[int, Leaf]) -> dict[int, Any]:
 
 
 def _reshard_leaf(leaf: Leaf, memory_limit: int | None) -> Any:
-    import jax  # pyright: ignore[reportMissingImports]
-
     if leaf.is_traced:
         if leaf.donate:
             raise BackendError("reshard: donate=True of an array that is traced; legal is donate_argnums of jax.jit")
@@ -188,8 +176,6 @@ def _reshard_within_limit(leaves: dict[int, Leaf], memory_limit: int) -> dict[in
 
 def _host_bytes(leaf: Leaf) -> int:
     """The bytes that each device gets of what is placed from the host."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     t = jax.typeof(leaf.x)
     if leaf.sharding is None or not t.size:
         return t.size * t.dtype.itemsize
@@ -198,22 +184,16 @@ def _host_bytes(leaf: Leaf) -> int:
 
 def _raw(leaf: Leaf) -> Any:
     """The array of numbers: of random keys, their data, with one dim more."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     return jax.random.key_data(leaf.x) if leaf.key else leaf.x
 
 
 def _rewrap_keys(leaf: Leaf, found: Any) -> Any:
     """The array of keys whose data were moved; of another array what was moved."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf.x)) if leaf.key else found
 
 
 def _finish_leaf(leaf: Leaf, found: Any) -> Any:
     """The result in the layout asked for, and a copy where it may not share memory."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     if leaf.form is not None and leaf.form.layout is not None:
         return jax.device_put(found, leaf.form)
     if leaf.may_alias is False and leaf.is_placed and _pointers(leaf.x) & _pointers(found):
