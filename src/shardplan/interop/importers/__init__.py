@@ -6,6 +6,7 @@ Reading order:
 - `writer`       the steps on such values, laid out where an op needs it
 - `composites`   what frameworks name as one operation, with our ops
 - `call`         one operation of a source; the error that lists all that are not known
+- `formulas`     functions that every framework has, as expressions
 - `constant_value` a constant by what its value says; `indexing` rows, windows, orders and sums so far
 - `flat`         from what was written to a `Model`: `repeat` recovered, names of dims and parameters; `columns` what
                  a tensor axis may cut

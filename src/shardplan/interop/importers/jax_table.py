@@ -14,16 +14,21 @@ from shardplan.core.shardings import mesh_of
 from shardplan.core.tensor import TensorType
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.formulas import (
+    FORMULAS,
+    FUNCTIONS,
+    SIGNS,
+    expression_handler,
+    logical_handler,
+    pass_through,
+    write_power,
+)
 from shardplan.interop.importers.jax_indexing import INDEXING
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
 from shardplan.interop.importers.writer import FlatWriter
 
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
 _COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
-
-
-def _expression(text: str) -> Handler:
-    return lambda c, *values, **_: c.write_elementwise(text, *values)
 
 
 def _compare_handler(sign: str) -> Handler:
@@ -33,10 +38,6 @@ def _compare_handler(sign: str) -> Handler:
         return _COMPARED[sign](x, y)
 
     return handler
-
-
-def _pass_through(c: Operation, x: Seen, **_: Any) -> Seen:
-    return x
 
 
 def _view(c: Operation, x: Any) -> Seen:
@@ -51,26 +52,12 @@ def _write_maximum(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
     return c.write_elementwise("maximum({a}, {b})", x, y)
 
 
-def _power(c: Operation, x: Seen, y: int, **_: Any) -> Seen:
-    return c.write_elementwise("{a} * {a}", x) if y == 2 else c.write_elementwise("{a} ** {b}", x, y)
-
-
 def _select_case(c: Operation, which: Any, *cases: Any, **_: Any) -> Any:
     if not isinstance(which, Seen):
         return cases[int(which)]
     if len(cases) != 2 or c.w.dtype(which) != "bool":
         raise NotImplementedError("of several cases")
     return c.write_elementwise("where({a}, {b}, {c})", which, cases[1], cases[0])
-
-
-def _logical(text: str) -> Handler:
-    def handler(c: Operation, *values: Any, **_: Any) -> Seen:
-        if c.dtype != "bool":
-            raise NotImplementedError(f"of {c.dtype}")
-        numbers = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in values]
-        return c.w.cast(c.write_elementwise(text, *numbers, dtype="i32"), "bool")
-
-    return handler
 
 
 def _reduce_handler(kind: str) -> Handler:
@@ -92,11 +79,6 @@ def _slice_dims(c: Operation, x: Seen, start_indices: Any, limit_indices: Any, s
     for d, (a, b) in enumerate(zip(start_indices, limit_indices, strict=True)):
         x = ours.part(c.w, x, d, int(a), int(b))
     return x
-
-
-def _split(c: Operation, x: Seen, sizes: Sequence[int], axis: int) -> list[Seen]:
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [ours.part(c.w, x, axis, int(a), int(a + n)) for a, n in zip(starts, sizes, strict=True)]
 
 
 def _product(c: Operation, x: Seen, y: Seen, dimension_numbers: Any, **_: Any) -> Seen:
@@ -166,32 +148,27 @@ def annotated_type(w: FlatWriter, x: Seen, sharding: Any) -> TensorType | None:
     return TensorType(t.dtype, t.shape, seen_axes(w, x, said), mesh_of(sharding.mesh))
 
 
-_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
-_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-
 TABLE: dict[str, Handler] = {
     **INDEXING,
-    **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
-    **{name: _compare_handler(sign) for name, sign in _SIGNS.items()},
-    "erfc": _expression("1 - erf({a})"),
-    "logistic": _expression("sigmoid({a})"),
-    "neg": _expression("-{a}"),
-    "add": _expression("{a} + {b}"),
-    "add_any": _expression("{a} + {b}"),
-    "sub": _expression("{a} - {b}"),
-    "mul": _expression("{a} * {b}"),
-    "div": _expression("{a} / {b}"),
+    **{name: expression_handler(f"{name}({{a}})") for name in FUNCTIONS},
+    **{name: expression_handler(text) for name, text in FORMULAS.items()},
+    **{name: _compare_handler(sign) for name, sign in SIGNS.items()},
+    "logistic": expression_handler("sigmoid({a})"),
+    "neg": expression_handler("-{a}"),
+    "add": expression_handler("{a} + {b}"),
+    "add_any": expression_handler("{a} + {b}"),
+    "sub": expression_handler("{a} - {b}"),
+    "mul": expression_handler("{a} * {b}"),
+    "div": expression_handler("{a} / {b}"),
     "max": _write_maximum,
-    "min": _expression("minimum({a}, {b})"),
-    "pow": lambda c, x, y, **_: c.write_elementwise(
-        "exp({b} * log({a}))" if isinstance(y, Seen) else "{a} ** {b}", x, y
-    ),
-    "square": _expression("{a} * {a}"),
-    "integer_pow": _power,
+    "min": expression_handler("minimum({a}, {b})"),
+    "pow": write_power,
+    "square": expression_handler("{a} * {a}"),
+    "integer_pow": write_power,
     "select_n": _select_case,
-    "and": _logical("{a} * {b}"),
-    "or": _logical("maximum({a}, {b})"),
-    "not": _logical("1 - {a}"),
+    "and": logical_handler("{a} * {b}"),
+    "or": logical_handler("maximum({a}, {b})"),
+    "not": logical_handler("1 - {a}"),
     "reduce_sum": _reduce_handler("sum"),
     "reduce_max": _reduce_handler("max"),
     "reduce_min": _reduce_handler("min"),
@@ -204,17 +181,14 @@ TABLE: dict[str, Handler] = {
     "squeeze": lambda c, x, dimensions: x.squeeze_dims(dimensions),
     "expand_dims": lambda c, x, **_: c.w.reshape_view(_view(c, x), c.shape),
     "slice": _slice_dims,
-    "split": _split,
+    "split": lambda c, x, sizes, axis: ours.split_dim(c.w, x, axis, [int(n) for n in sizes]),
     "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),
     "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, Seen) else x,
     "sharding_constraint": _pin_sharding,
     "stop_gradient": lambda c, x, **_: c.w.stop_gradient(x) if isinstance(x, Seen) else x,
     "clamp": lambda c, low, x, high: c.write_elementwise("minimum(maximum({a}, {b}), {c})", x, low, high),
-    "log1p": _expression("log(1 + {a})"),
-    "expm1": _expression("exp({a}) - 1"),
-    "sign": _expression("where({a} > 0, 1, where({a} < 0, -1, 0))"),
     "is_finite": lambda c, x: c.compare(
         "<=", c.write_elementwise("abs({a})", x, dtype=c.w.dtype(x)), _LARGEST[c.w.dtype(x)]
     ),
-    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), _pass_through),
+    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), pass_through),
 }
