@@ -299,7 +299,7 @@ def topologies(
     """List the topologies that ship with shardplan and those that installed packages bring, or print one."""
     from shardplan.hardware.topology import Topology
     from shardplan.hardware.topology_file import outside_topologies, presets
-    from shardplan.report.topologies import topologies_object, topologies_text
+    from shardplan.report.place import topologies_object, topologies_text
 
     one = read_topology(name, nodes)
     found = [Topology.load(every) for every in (*presets(), *outside_topologies())] if one is None else [one]

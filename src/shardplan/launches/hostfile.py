@@ -251,9 +251,9 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
     return Hosts(names, tuple(slots), tuple(ranks), source)
 
 
-def _first_names(names: Sequence[str], most: int = 6) -> str:
-    """The first of many names, for a message."""
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+def _first_names(names: Sequence[str]) -> str:
+    """The first 6 of many names, for a message."""
+    return ", ".join(names[:6]) + (f", ... ({len(names)} in all)" if len(names) > 6 else "")
 
 
 def host_level(topology: Topology, hosts: int | None = None) -> int:
@@ -279,6 +279,12 @@ def host_level(topology: Topology, hosts: int | None = None) -> int:
     )
 
 
+def host_size(topology: Topology, hosts: int | None = None) -> int:
+    """Return the devices of a host; of `host_level`, which raises as it does."""
+    j = host_level(topology, hosts)
+    return topology.size if j < 0 else topology.strides[j]
+
+
 def _units(topology: Topology, j: int) -> int:
     """How many units level j has in all."""
     return 1 if j < 0 else topology.size // topology.strides[j]
@@ -292,8 +298,7 @@ def devices_of(hosts: Hosts, topology: Topology) -> tuple[int, ...]:
     >>> devices_of(parse_hostfile("a:1\nb:1\na:1\nb:1"), Topology.load("dgx-a100").resize(nodes=2, gpus=2))
     (0, 2, 1, 3)
     """
-    j = host_level(topology, len(hosts.names))
-    room = topology.size if j < 0 else topology.strides[j]
+    room = host_size(topology, len(hosts.names))
     if not hosts.ranks:
         return tuple(host * room + k for host in hosts.order or range(len(hosts.names)) for k in range(room))
     if len(hosts.ranks) != topology.size:

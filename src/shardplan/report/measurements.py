@@ -20,7 +20,7 @@ _HEADINGS = ("library", "op", "nodes", "bytes", "rows", "median", "p90", "15 %",
 def validation_text(verdict: CollectivesVerdict) -> str:
     """Return the strata as a table, a line each, and below it what was skipped, a line for each reason."""
     rows = [list(_HEADINGS), *map(_cells, verdict.strata)] if verdict.strata else []
-    lines = [*table(rows, left=4), ""] if rows else []
+    lines = [*table(rows, left=range(4)), ""] if rows else []
     return "\n".join([*lines, f"{verdict.rows} rows, {len(verdict.skipped)} skipped", *skipped_lines(verdict.skipped)])
 
 

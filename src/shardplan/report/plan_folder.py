@@ -37,7 +37,7 @@ def handed_text(plan: HandedPlan, one: JudgedPlan, judge: Judge, folder: Path | 
     lines += judged_lines(one, judge)
     if folder is not None:
         there = [name for name in WHAT if (folder / name).exists()]
-        lines += ["", *table([["in " + str(folder), ""], *([name, WHAT[name]] for name in there)], left=2)]
+        lines += ["", *table([["in " + str(folder), ""], *([name, WHAT[name]] for name in there)], left=(0, 1))]
     return "\n".join(lines)
 
 

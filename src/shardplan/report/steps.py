@@ -38,7 +38,7 @@ def steps_text(verdict: StepsVerdict) -> str:
     for one in sorted(verdict.sources, key=lambda s: not s.gate):
         cells = [_cell(name, one.numbers.get(name), unit) for name, unit in _COLUMNS.values()]
         rows.append([one.source + ("" if one.gate else " (no gate)"), one.quantity, *cells])
-    lines = [*table(rows, left=2), ""] if len(rows) > 1 else []
+    lines = [*table(rows, left=(0, 1)), ""] if len(rows) > 1 else []
     assumed = sum(bool(f.assumed) for f in verdict.forecasts)
     lines.append(
         f"{verdict.rows} rows, {len(verdict.skipped)} skipped, {assumed} with unpublished fields searched over"

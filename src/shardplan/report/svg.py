@@ -329,9 +329,10 @@ def _coordinates(frame: Frame, held: HeldBox) -> str:
     return named if len(named) * 5.6 <= PANEL + GAP - 4 else f"({', '.join(map(str, held.coordinates))})"
 
 
-def _wrapped(text: str, columns: int, most: int = 4) -> list[str]:
+def _wrapped(text: str, columns: int) -> list[str]:
+    """A text in at most 4 lines, the last of which says that it goes on."""
     lines = textwrap.wrap(text, columns, subsequent_indent="    ", break_long_words=True)
-    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1][: columns - 1] + "\u2026"]
+    return lines if len(lines) <= 4 else [*lines[:3], lines[3][: columns - 1] + "\u2026"]
 
 
 def _hatch(how: str) -> str:

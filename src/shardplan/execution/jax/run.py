@@ -24,7 +24,7 @@ from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import leaves, open_together, programs
-from shardplan.errors import BackendError, LayoutError, optional
+from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.drive import Running
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.jax.agree import agree, refuse, refusing
@@ -59,7 +59,6 @@ def run_program(
         LayoutError: Wrong shards.
         TimedOut: Another process did not arrive.
     """
-    optional("jax", "jax")
     with refusing(program.devices):
         check(program)
         shards = [_place_shards(name, t, given) for (name, t), given in _pair_inputs(program, inputs)]
@@ -74,7 +73,6 @@ def decline(program: Program, error: BaseException) -> None:
 
 def hand(offered: Offer, timeout: float) -> Hand:
     """Return what runs a step of a job in this process, which has all devices; what JAX cannot run is refused first."""
-    jax = optional("jax", "jax")
     if offered.problem is not None:
         raise offered.problem
     if jax.process_count() > 1:

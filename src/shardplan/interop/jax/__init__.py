@@ -14,13 +14,15 @@ Reading order:
 """
 
 from shardplan.core.shardings import type_of
-from shardplan.errors import optional
-from shardplan.interop.jax.comparison import compare_with_xla
-from shardplan.interop.jax.device_put import reshard
-from shardplan.interop.jax.plans import plan_of
-from shardplan.interop.jax.reductions import sum_by
-from shardplan.interop.jax.types import spec_of
+from shardplan.errors import missing
 
-optional("jax", "jax")
+try:
+    from shardplan.interop.jax.comparison import compare_with_xla
+    from shardplan.interop.jax.device_put import reshard
+    from shardplan.interop.jax.plans import plan_of
+    from shardplan.interop.jax.reductions import sum_by
+    from shardplan.interop.jax.types import spec_of
+except ModuleNotFoundError as error:
+    raise missing(error, "jax") from None
 
 __all__ = ["compare_with_xla", "plan_of", "reshard", "spec_of", "sum_by", "type_of"]
