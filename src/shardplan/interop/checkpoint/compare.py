@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.errors import Infeasible, LayoutError, ParseError, excerpt, line
 from shardplan.hardware.units import format_bytes, limit_of
-from shardplan.interop.checkpoint.filling import fill_part, names_of
+from shardplan.interop.checkpoint.filling import fill_part
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.jobs import BESIDE, BUFFERS, LARGEST_WINDOW, LEAST_WINDOW, REGION, Progress
 from shardplan.interop.checkpoint.layouts import layout_weights
@@ -28,7 +28,7 @@ from shardplan.interop.checkpoint.storage_detection import find_weights
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
 from shardplan.movement.weights.drops import check_drops, left_out
 from shardplan.movement.weights.refit import RefitPlan, refit
-from shardplan.movement.weights.weights import Weights
+from shardplan.movement.weights.weights import Weights, names_of
 
 
 @dataclass(frozen=True, slots=True)

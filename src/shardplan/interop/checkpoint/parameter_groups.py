@@ -19,13 +19,13 @@ import numpy as np
 
 from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.interop.checkpoint.distributed import file_of
-from shardplan.interop.checkpoint.filling import names_of
 from shardplan.interop.checkpoint.folders import METADATA, saved_tensors
 from shardplan.interop.checkpoint.optimizer_names import SHARED_STEPS, UNDER, state_names
 from shardplan.interop.checkpoint.saved_objects import SavedObject
 from shardplan.interop.checkpoint.sources import OpenCheckpoint, matches
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.state import MASTER, STEP, STEPS, is_state
+from shardplan.movement.weights.weights import names_of
 
 COMMON = "common.pt"
 Settings = dict[str, Any]

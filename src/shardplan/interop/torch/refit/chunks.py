@@ -15,7 +15,7 @@ from shardplan.errors import Infeasible
 from shardplan.hardware.units import format_bytes
 from shardplan.interop.torch.refit.hops import RefitHop
 from shardplan.movement.weights.refit import RefitPlan
-from shardplan.movement.weights.regions import RefitRegions
+from shardplan.movement.weights.regions import RefitRegions, split_block
 
 MOST = 4 * 2**20  # bytes of a slot without a limit: larger ones leave the caches of a core
 RESERVED = tuple(2**k for k in range(12, 3, -1))  # bytes that every pair has at least: the largest that fits
@@ -116,7 +116,9 @@ def _split(rows: RefitRegions, width: np.ndarray, slot: int) -> RefitRegions:
     shape: list[tuple[int, ...]] = []
     for k in range(len(rows)):
         sizes = tuple(rows.sizes[k].tolist())
-        for at, part in pieces(sizes, slot // int(width[rows.move[k]])) if large[k] else [((0,) * len(sizes), sizes)]:
+        for at, part in (
+            split_block(sizes, slot // int(width[rows.move[k]])) if large[k] else [((0,) * len(sizes), sizes)]
+        ):
             number.append(k)
             start.append(at)
             shape.append(part)
@@ -133,17 +135,3 @@ def _split(rows: RefitRegions, width: np.ndarray, slot: int) -> RefitRegions:
         found.source_strides,
         found.target_strides,
     )
-
-
-def pieces(sizes: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a shape into parts (start, sizes) of at most so many elements, in order."""
-    inner = 1
-    for size in sizes[1:]:
-        inner *= size
-    rest = sizes[1:]
-    if inner <= most:
-        step = max(most // inner, 1)
-        zero = (0,) * len(rest)
-        return [((a, *zero), (min(step, sizes[0] - a), *rest)) for a in range(0, sizes[0], step)]
-    below = pieces(rest, most)
-    return [((a, *at), (1, *part)) for a in range(sizes[0]) for at, part in below]

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from shardplan.errors import LayoutError
-from shardplan.interop.torch.refit.chunks import RefitChunk, chunks, pieces, scratch_bytes, slots
+from shardplan.interop.torch.refit.chunks import RefitChunk, chunks, scratch_bytes, slots
 from shardplan.interop.torch.refit.hops import RefitHop, hops
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
-from shardplan.movement.weights.regions import RefitRegions
+from shardplan.movement.weights.regions import RefitRegions, split_block
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ class HopExchange:
         if self.scratch is None:
             self.scratch = torch.empty(scratch_bytes(self.hop.plan) // 8, dtype=torch.float64, device=into.device)
         scratch = self.scratch.view(wide)
-        for at, sizes in pieces(tuple(into.shape), scratch.numel()):
+        for at, sizes in split_block(tuple(into.shape), scratch.numel()):
             within = tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))
             part = into[within]
             copies.added.append((part, out_of[within], scratch[: part.numel()].view(part.shape), plus))
