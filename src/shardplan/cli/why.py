@@ -96,8 +96,7 @@ def _why_program(
     what: str, words: str, where: Topology | None, mesh: str | None, annotate: Sequence[str], top: int, as_json: bool
 ) -> None:
     """Say it of a program with annotations, or of a module that XLA compiled."""
-    from shardplan.interop.hlo_trace import HloTrace
-    from shardplan.interop.hlo_why import hlo_movements, hlo_why_text
+    from shardplan.interop.hlo_trace import HloTrace, hlo_movements, hlo_why_text
     from shardplan.interop.importers.source_text import load_source
     from shardplan.report.why import why_object, why_text
     from shardplan.simulation.why import why as movements_of

@@ -5,7 +5,7 @@ the key-value store of `jax.distributed`, which every launch has: each process w
 the first process compares, and the others read its verdict. That is at most `MOST_OPERATIONS` operations for a process,
 however many there are, and none when the program runs again.
 
-Programs that have been agreed upon may still be run in different orders: see `header`.
+Programs that have been agreed upon may still be run in different orders: see `executables.guard_with_header`.
 
 What lies in the store, below `shardplan/PROCESSES/NUMBER` of a meeting: `came/PROCESS`, the digest of one, which the
 first process deletes, and `verdict`: the digests by process where they differ, else none. A process that raises instead
