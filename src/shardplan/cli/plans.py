@@ -195,7 +195,7 @@ def run(
     what was predicted for these links beside what was measured. What plan --out wrote runs scaled down under torchrun.
     """
     from shardplan.execution.run import BACKENDS
-    from shardplan.execution.verify import trial
+    from shardplan.execution.verify import run_index_data
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
     from shardplan.report.text import run_object, run_text
@@ -222,7 +222,7 @@ def run(
     if backend != "reference":
         _run_launched(subject, backend, timeout, cluster, trace, as_json)
         return
-    sums, ok = trial(program, backend)
+    sums, ok = run_index_data(program)
     found = run_object(program, backend, sums, ok)
     print_answer(as_json, lambda: found, lambda: run_text(found))
     if ok is False:  # the answer says so, and stays the one object
