@@ -172,10 +172,10 @@ class HloMovement(NamedTuple):
         return self._asdict() | {"shapes": list(self.shapes)}
 
 
-def hlo_movements(trace: HloTrace, where: Where | str, algorithm: str = "auto") -> tuple[HloMovement, ...]:
+def hlo_movements(trace: HloTrace, where: Where | str) -> tuple[HloMovement, ...]:
     """Return the movements of a trace, those of most seconds first; raises as `HloTrace.times` does."""
     found: dict[tuple[object, ...], HloMovement] = {}
-    for one, seconds in zip(trace.collectives, trace.times(where, algorithm), strict=True):
+    for one, seconds in zip(trace.collectives, trace.times(where), strict=True):
         groups = len(one.groups) or len(one.pairs)
         members = max((len(group) for group in one.groups), default=2)
         received = one.moved_bytes // max(1, trace.devices)

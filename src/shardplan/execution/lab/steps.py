@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import BackendError
@@ -37,7 +37,6 @@ def measure_steps(
     jobs: Sequence[tuple[str, Job]],
     topology: Topology,
     repetitions: int = REPETITIONS,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[StepMeasurement]:
     """Run a step of every job once, unmeasured, then of all of them in turn, `repetitions` times.
 
@@ -46,7 +45,6 @@ def measure_steps(
         jobs: Titles, and jobs whose devices are ranks.
         topology: What a device computes and reads a second; its links are not looked at.
         repetitions: Timed runs of each, at least 1; a run that a rank was late for is taken again.
-        progress: Called with the runs done and the runs to do.
 
     Returns:
         One measurement a job.
@@ -58,25 +56,17 @@ def measure_steps(
         raise BackendError("steps of jobs run on engines of messages; legal are ring, tree and direct")
     if repetitions < 1:
         raise BackendError(f"repetitions={repetitions}; legal are 1 and more")
-    total = (repetitions + 1) * len(jobs)
-    done = 0
     keys = [lab.new_key() for _ in jobs]
     runs: list[list[Run]] = [[] for _ in jobs]
     voided, load = [0] * len(jobs), os.getloadavg()[0]
     for key, (title, job) in zip(keys, jobs, strict=True):
         lab.call("load", key, _item(title, job, topology, lab))
         lab.call("run", key, False)
-        done += 1
-        if progress is not None:
-            progress(done, total)
     for _ in range(repetitions):
         for number, key in enumerate(keys):
             run, late = _run_on_time(lab, key, jobs[number][0])
             runs[number].append(run)
             voided[number] += late
-            done += 1
-            if progress is not None:
-                progress(done, total)
     for key in keys:
         lab.call("forget", key)
     return [

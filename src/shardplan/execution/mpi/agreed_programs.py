@@ -170,7 +170,7 @@ class AgreedPrograms:
         agreed = AgreedProgram(mail.key, digest, run=1)
         made = self._made.setdefault(mail.key[0], [])
         made.append(agreed)
-        with watch.abort_on_timeout("its communicators were not made"):
+        with watch.abort_on_timeout():
             while len(made) > MOST_AGREED:  # every rank of the set forgets this one now
                 for communicator in made.pop(0).communicators.values():
                     communicator.Free()
