@@ -13,7 +13,7 @@ from shardplan.execution.comparison import computes, first_difference
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab import Cluster, Lab
 from shardplan.execution.lab.cluster import BUCKET
-from shardplan.execution.lab.job_bytes import pack_job, unpack_job
+from shardplan.execution.lab.item import pack_job, unpack_job
 from shardplan.execution.lab.steps import measure_steps
 from shardplan.simulation.jobs.job_timeline import simulate_job
 

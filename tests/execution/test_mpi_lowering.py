@@ -23,7 +23,7 @@ from shardplan.execution.drive import finish
 from shardplan.execution.lower import group_of
 from shardplan.execution.mpi import run as backend
 from shardplan.execution.mpi import steps
-from shardplan.execution.mpi.binding import Binding
+from shardplan.execution.mpi.steps import Binding
 from shardplan.execution.mpi.wire import Buffers, Messages, MpiPiece
 
 

@@ -30,8 +30,7 @@ from shardplan.execution.comparison import computes, first_difference
 from shardplan.execution.drive import finish
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
-from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
-from shardplan.execution.lab.job_bytes import unpack_job
+from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult, unpack_job
 from shardplan.execution.lower import place_of, shape_of
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from shardplan.errors import BackendError
 from shardplan.execution.jobs import parts
-from shardplan.execution.lab.item import Item, Run
-from shardplan.execution.lab.job_bytes import pack_job
+from shardplan.execution.lab.item import Item, Run, pack_job
 from shardplan.execution.lab.measurement import Repetition, RepetitionStatistics, repetition_of
 from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
 from shardplan.hardware.topology import Topology

@@ -30,10 +30,9 @@ from shardplan.execution.drive import Hands, Running, drive, finish, run_under_w
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.lower import by_output, check_own_ids, own_shards
 from shardplan.execution.mpi.agreed_programs import NotStarted, agreed_programs, program_name
-from shardplan.execution.mpi.binding import Binding, maker
 from shardplan.execution.mpi.faults import MpiWatch, abort
 from shardplan.execution.mpi.letters import letters
-from shardplan.execution.mpi.steps import bind_step
+from shardplan.execution.mpi.steps import Binding, bind_step, maker
 from shardplan.execution.mpi.wire import DATA, TAGS, MpiWire
 from shardplan.execution.mpi.world import start
 from shardplan.execution.record import Record, StepSpan

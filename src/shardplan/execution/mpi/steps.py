@@ -12,6 +12,7 @@ fix the order of addends, and hide what they move.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,7 @@ from shardplan.core.op import Op
 from shardplan.core.ops.collective import moving
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running, wrap_blocking
-from shardplan.execution.lower import bind_local, group_of, place_of
-from shardplan.execution.mpi.binding import Arrays, Binding, maker
+from shardplan.execution.lower import bind_local, group_of, place_of, shape_of
 from shardplan.execution.mpi.wire import Messages, MpiWire, Pending, Types
 from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankKernel, RankRound, RankRounds, rank_rounds
 
@@ -31,6 +31,18 @@ MOST_KEPT = 2**14  # an op of more messages and copies than these makes each rou
 # By the algorithm of a lowering: from which part on, of all pairs of members that send or receive, an all-to-all is
 # taken to be worth an entry, mostly of no bytes, for each pair that has no message.
 NATIVE = {"direct": 0.5}
+
+
+Arrays = list[np.ndarray]
+
+
+@dataclass(slots=True)
+class Binding:
+    """What the steps of a program share on one device: their datatypes, and the groups that need a communicator."""
+
+    device: int  # its id
+    types: Types = field(default_factory=Types)
+    groups: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # device ids, in member order
 
 
 class MpiRound(NamedTuple):
@@ -224,3 +236,9 @@ def all_to_all_members(op: Op, operands: Sequence[TensorType], group: Sequence[i
             break  # most often after one round
     busy = {d for pair in pairs for d in pair}
     return tuple(d for d in group if d in busy) if len(pairs) >= least * len(busy) * (len(busy) - 1) else ()
+
+
+def maker(t: TensorType, device: int) -> Callable[[], np.ndarray]:
+    """Return how the shard of a device, given by id, is allocated."""
+    shape, dtype = shape_of(t, device), numpy_dtype(t.dtype)
+    return lambda: np.empty(shape, dtype=dtype)

@@ -7,8 +7,7 @@ Reading order:
 - `eager_move` a move outside `jit`, on any meshes and devices
 - `traced_move` a move inside `jit`: one `shard_map`
 - `primitive`  the primitive that carries a move through gradients, `vmap` and `jit`
-- `leaves`     pytrees of arrays and shardings, and their moves under one limit
-- `device_put` `reshard`, which calls them
+- `leaves`     `reshard`: pytrees of arrays and shardings, and their moves under one limit
 - `reductions` `sum_by`: a reduction plan as a function
 - `comparison` what a plan sends beside what XLA sends, in a line
 """
@@ -18,7 +17,7 @@ from shardplan.errors import missing
 
 try:
     from shardplan.interop.jax.comparison import compare_with_xla
-    from shardplan.interop.jax.device_put import reshard
+    from shardplan.interop.jax.leaves import reshard
     from shardplan.interop.jax.plans import plan_of
     from shardplan.interop.jax.reductions import sum_by
     from shardplan.interop.jax.types import spec_of
