@@ -55,14 +55,14 @@ def _round(c: Operation, x: Seen, decimals: int = 0) -> Seen:
     return c.write_elementwise("where({b} - {a} == 0.5, where({b} - 2 * {c} == 1, {b} - 1, {b}), {b})", x, up, half)
 
 
-def _quotient(c: Operation, x: Any, y: Any, rounding: Any = None) -> Seen:
+def _quotient(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> Seen:
     """A quotient, whole numbers too; of these the digits of f64 are those that count."""
     kind = c.dtype
     wide = kind if numpy_dtype(kind).kind in "fV" else "f64"
     views = [c.w.cast(v, wide) if isinstance(v, Seen) else v for v in (x, y)]
     found = c.write_elementwise("{a} / {b}", *views, dtype=wide)
-    if rounding is not None:
-        found = (_write_floor if rounding == "floor" else _write_trunc)(c, found)
+    if rounding_mode is not None:
+        found = (_write_floor if rounding_mode == "floor" else _write_trunc)(c, found)
     return c.w.cast(found, kind)
 
 
@@ -71,10 +71,6 @@ def _rest_handler(rounding: str) -> Handler:
         return c.write_elementwise("{a} - {b} * {c}", x, y, _quotient(c, x, y, rounding))
 
     return handler
-
-
-def _divide(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> Seen:
-    return _quotient(c, x, y, rounding_mode)
 
 
 def _is_nan(c: Operation, x: Seen) -> Seen:
@@ -209,8 +205,8 @@ POINTWISE: dict[str, Handler] = {
     "aten.floor.default": _write_floor,
     "aten.ceil.default": _ceil,
     "aten.round.default": _round,
-    "aten.div.Tensor_mode": _divide,
-    "aten.div.Scalar_mode": _divide,
+    "aten.div.Tensor_mode": _quotient,
+    "aten.div.Scalar_mode": _quotient,
     "aten.floor_divide.default": lambda c, x, y: _quotient(c, x, y, "floor"),
     **{f"aten.remainder.{kind}": _rest_handler("floor") for kind in ("Scalar", "Tensor", "Scalar_Tensor")},
     **{f"aten.fmod.{kind}": _rest_handler("trunc") for kind in ("Scalar", "Tensor")},
