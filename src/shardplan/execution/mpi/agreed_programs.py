@@ -159,11 +159,11 @@ class AgreedPrograms:
         agreement = Agreement.in_tree(watch.ranks, watch.rank, Comes(digest))
         mail.post(agreement.open())
 
-        def done() -> bool:
+        def exchange_letters() -> bool:
             mail.post(agreement.hear({**mail.collect(), **self._end_words(watch.ranks, mail.key)}))
             return agreement.verdict is not None and self._letters.has_sent_all()
 
-        watch.gather(done, lambda: agreement.waits_for)
+        watch.gather(exchange_letters, lambda: agreement.waits_for)
         mail.close()
         if isinstance(agreement.verdict, Refusal):
             raise refusal_error(watch, agreement.verdict)

@@ -41,12 +41,12 @@ def slots(hop: RefitHop) -> dict[tuple[int, int], int]:
     pairs = list(zip(source, target, strict=True))
     limit = hop.plan.memory_limit
     if limit is None:
-        return {pair: _up(min(size, MOST)) for pair, size in zip(pairs, total, strict=True)}
+        return {pair: _align_up(min(size, MOST)) for pair, size in zip(pairs, total, strict=True)}
     beside = scratch_bytes(hop.plan)
     room_for = limit - beside
     held: dict[int, int] = {}
     for reserved in RESERVED:
-        least = [_up(min(size, reserved)) for size in total]
+        least = [_align_up(min(size, reserved)) for size in total]
         held = _by_rank(pairs, least)
         if max(held.values(), default=0) <= room_for:
             more = [max(size - low, 0) for size, low in zip(total, least, strict=True)]
@@ -54,7 +54,7 @@ def slots(hop: RefitHop) -> dict[tuple[int, int], int]:
             out: dict[tuple[int, int], int] = {}
             for pair, low, size in zip(pairs, least, more, strict=True):
                 room = min((room_for - held[r]) * size // max(wanted[r], 1) for r in pair)
-                out[pair] = min(low + room // ALIGNED * ALIGNED, _up(MOST), _up(low + size))
+                out[pair] = min(low + room // ALIGNED * ALIGNED, _align_up(MOST), _align_up(low + size))
             return out
     raise Infeasible(
         f"a refit within {format_bytes(limit)} a rank: rank {max(held, key=lambda r: held[r])} needs "
@@ -80,7 +80,7 @@ def _by_rank(pairs: list[tuple[int, int]], sizes: list[int]) -> dict[int, int]:
     return out
 
 
-def _up(size: int) -> int:
+def _align_up(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
