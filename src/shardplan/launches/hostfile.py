@@ -10,7 +10,6 @@ Slurm writes it, `h[00-03,07],g1`: as many lines. Comments run from '#' to the e
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -373,30 +372,3 @@ def rankfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> st
     room = len(device_of_rank) // len(hosts)
     rows = sorted(device_of_rank.items())
     return "".join(f"rank {rank}={hosts[device // room]} slot={device % room}\n" for rank, device in rows)
-
-
-def hostfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> str | None:
-    """Return a hostfile that gives ranks their hosts, where its order alone can; arguments as for `rankfile_text`.
-
-    That is `host slots=n` where every host is one run of ranks, else MPICH's `host:n`, a line for every run. None where
-    some host's devices are not in the order of its ranks: that takes a rankfile, or a map of devices on the host.
-
-    >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
-    b slots=2
-    a slots=2
-    """
-    room = len(device_of_rank) // len(hosts)
-    devices = [device for _, device in sorted(device_of_rank.items())]
-    runs: list[tuple[int, int]] = []
-    used = [0] * len(hosts)
-    for device in devices:
-        host, slot = divmod(device, room)
-        if slot != used[host]:
-            return None
-        used[host] += 1
-        if runs and runs[-1][0] == host:
-            runs[-1] = (host, runs[-1][1] + 1)
-        else:
-            runs.append((host, 1))
-    form = " slots={}" if len(runs) == len(hosts) else ":{}"
-    return "".join(f"{hosts[host]}{form.format(n)}\n" for host, n in runs)
