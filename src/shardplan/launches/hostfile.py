@@ -10,6 +10,7 @@ Slurm writes it, `h[00-03,07],g1`: as many lines. Comments run from '#' to the e
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
