@@ -135,7 +135,7 @@ def _format_groups(groups: Iterable[tuple[int, ...]]) -> str:
 def _pattern(one: HloCollective) -> Pattern:
     """What a collective does: its groups of one size are one pattern."""
     if one.pairs:
-        ends = np.array([pair for pair in one.pairs if pair[0] != pair[1]], dtype=np.int64).reshape(-1, 2)
+        ends = one.moving_pairs
         return Messages(ends[:, 0], ends[:, 1], np.full(len(ends), float(one.output_bytes)))
     kind = one.kind.removeprefix("collective-").replace("-", "_")
     found: list[StepPattern] = []

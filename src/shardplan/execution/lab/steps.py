@@ -7,7 +7,6 @@ verified. State is laid out before the instant at which ranks start, and results
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from shardplan.errors import BackendError
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab.item import Item, Run, pack_job
 from shardplan.execution.lab.measurement import Repetition, RepetitionStatistics, repetition_of
-from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
+from shardplan.execution.lab.session import MOST_VOID, REPETITIONS, Lab
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Job
 
@@ -63,7 +62,12 @@ def measure_steps(
         lab.call("run", key, False)
     for _ in range(repetitions):
         for number, key in enumerate(keys):
-            run, late = _run_on_time(lab, key, jobs[number][0])
+            run, late, latest = lab.run_on_time(key)
+            if run is None:
+                raise BackendError(
+                    f"{jobs[number][0]}: in {MOST_VOID} runs a rank started late, in the last by {latest * 1e3:.1f} ms "
+                    f"(legal are {lab.most_late * 1e3:g} ms); the machine is too busy"
+                )
             runs[number].append(run)
             voided[number] += late
     for key in keys:
@@ -79,21 +83,6 @@ def _item(title: str, job: Job, topology: Topology, lab: Lab) -> Item:
     if max(devices) >= lab.cluster.ranks:
         raise BackendError(f"{title}: device {max(devices)}; legal are ranks, 0 to {lab.cluster.ranks - 1}")
     return Item(title, lab.engine, {d: d for d in devices}, (), job=pack_job(job), topology=topology)
-
-
-def _run_on_time(lab: Lab, key: int, title: str) -> tuple[Run, int]:
-    """Return one run for which no rank was late, and how many were thrown away before it."""
-    latest = 0.0
-    for attempt in range(MOST_VOID):
-        run: Run = lab.call("run", key, False)
-        latest = max((o.lateness for o in run.outcomes), default=0.0)
-        if latest <= lab.most_late:
-            return run, attempt
-        time.sleep(PAUSE)
-    raise BackendError(
-        f"{title}: in {MOST_VOID} runs a rank started late, in the last by {latest * 1e3:.1f} ms (legal are "
-        f"{lab.most_late * 1e3:g} ms); the machine is too busy"
-    )
 
 
 def _slept_seconds(run: Run) -> tuple[float, ...]:

@@ -157,8 +157,13 @@ def _binary_cross_entropy(c: Operation, x: Seen, y: Seen, weight: Any = None, po
     text = f"(1 - {{b}}) * {{a}} + {by} * (log(1 + exp(-abs({{a}}))) + maximum(-{{a}}, 0))"
     found = c.write_elementwise(text, *given)
     found = found if weight is None else c.write_elementwise("{a} * {b}", found, weight)
+    return reduce_losses(c, found, reduction)
+
+
+def reduce_losses(c: Operation, losses: Seen, reduction: int) -> Seen:
+    """Losses as they are, their mean or their sum, by torch's number of the reduction."""
     kind = ("", "mean", "sum")[reduction]
-    return c.w.reduce_view(found, range(len(found.dims)), kind, False) if kind else found
+    return c.w.reduce_view(losses, range(len(losses.dims)), kind, False) if kind else losses
 
 
 def _bilinear(c: Operation, x: Seen, y: Seen, weight: Seen, bias: Any = None) -> Seen:

@@ -18,7 +18,7 @@ from shardplan.interop.importers.formulas import (
 )
 from shardplan.interop.importers.torch_complex import MADE, complex_table
 from shardplan.interop.importers.torch_indexing import INDEXING
-from shardplan.interop.importers.torch_pointwise import POINTWISE
+from shardplan.interop.importers.torch_pointwise import POINTWISE, reduce_losses
 from shardplan.interop.importers.views import Seen
 
 
@@ -110,9 +110,7 @@ def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, red
         raise NotImplementedError("with weights or smoothing")
     if len(targets.dims) > 1:
         x = x.permute_dims([0, *range(2, len(x.dims)), 1])
-    losses = ours.cross_entropy(c.w, x, targets)
-    kind = ("", "mean", "sum")[reduction]
-    return c.w.reduce_view(losses, range(len(losses.dims)), kind, False) if kind else losses
+    return reduce_losses(c, ours.cross_entropy(c.w, x, targets), reduction)
 
 
 def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
