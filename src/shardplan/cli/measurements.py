@@ -82,7 +82,7 @@ def _validate_steps(
 ) -> None:
     from shardplan.cli.bar import progress_bar
     from shardplan.core.decoding import read_text
-    from shardplan.report.steps import explained, steps_text
+    from shardplan.report.measurements import explained, steps_text
     from shardplan.simulation.accuracy.step_rows import read_steps
     from shardplan.simulation.accuracy.step_validation import validate_steps
     from shardplan.simulation.closed.machines import machine_fit, parse_fit
@@ -183,7 +183,7 @@ def _calibrate_steps(
     files: list[Path], machine: str | None, on: str | None, seed: int, out: Path | None, as_json: bool
 ) -> None:
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.steps import step_fit_text
+    from shardplan.report.measurements import step_fit_text
     from shardplan.simulation.accuracy.calibration import calibrated
     from shardplan.simulation.accuracy.step_rows import read_steps, rows_on
 

@@ -165,10 +165,11 @@ def reduce(
     paper = instructions_text(chosen, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
     one = Demand(names, stock_op(wanted), amount)
     stock = stock_seconds(factors(chosen, names), chosen.topology, one, algorithm)
-    if as_json:
-        print_object(told.reduction_object(plan, paper, stock, chosen))
-    else:
-        print_text(told.reduction_text(plan, paper, stock, chosen, origin))
+    print_answer(
+        as_json,
+        lambda: told.reduction_object(plan, paper, stock, chosen),
+        lambda: told.reduction_text(plan, paper, stock, chosen, origin),
+    )
 
 
 def audit(

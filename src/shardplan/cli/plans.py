@@ -59,6 +59,7 @@ def redistribute(
 ) -> None:
     """Plan how arrays get from one sharding to another."""
     from shardplan.movement.redistribute import redistribute as plan_move
+    from shardplan.report.text import plan_object, shown
 
     check_writable(out, svg, report)
     if report is not None:
@@ -84,16 +85,7 @@ def redistribute(
         write_atomic(report, movement_page(plan, f"{source.strip()} to {destination.strip()}").encode())
     if svg is not None:
         _write_svg(svg, plan.program, f"{source.strip()} to {destination.strip()}", plan)
-    if as_json:
-        from shardplan.report.text import plan_object
-
-        print_object(plan_object(plan))
-    elif show_picture:
-        from shardplan.report.text import shown
-
-        print_text(shown(plan))
-    else:
-        print_text(str(plan))
+    print_answer(as_json, lambda: plan_object(plan), lambda: shown(plan) if show_picture else str(plan))
 
 
 def check(

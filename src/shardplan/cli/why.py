@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardplan.cli.answers import print_answer, print_object, print_text
+from shardplan.cli.answers import print_answer
 from shardplan.cli.options import AnyTopology, Json, Nodes, check_writable, read_topology
 from shardplan.errors import ParseError, ShardplanError, excerpt, line
 
@@ -81,12 +81,12 @@ def why(
 
         gap = step_gap(simulate(job, machine), read_kineto(measured, step))
         added = None if rows is None else add_row(rows, plan, gap.measured_seconds)
-        if as_json:
-            print_object(gap.to_dict() | ({} if added is None else {"row": added.id}))
-            return
-        print_text(gap_text(gap))
-        if added is not None and rows is not None:
-            print_text(row_told(added, rows, plan.topology.name))
+        told = [] if added is None or rows is None else [row_told(added, rows, plan.topology.name)]
+        print_answer(
+            as_json,
+            lambda: gap.to_dict() | ({} if added is None else {"row": added.id}),
+            lambda: "\n".join([gap_text(gap), *told]),
+        )
         return
     found = movements_of(job, machine).select(words)
     print_answer(as_json, lambda: why_object(found), lambda: why_text(found, top or SHOWN))

@@ -1,13 +1,17 @@
-"""The end of a refit: one version for all ranks, or none. Up a binomial tree and down again, in buffers made once."""
+"""The end of a refit: one version for all ranks, or none. Up a binomial tree and down again, in buffers made once.
+
+A version is kept with the tensors that hold it; of a refit that goes on in a thread stands what it will give.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardplan.errors import BackendError, LayoutError
+from shardplan.errors import BackendError, LayoutError, TimedOut
 from shardplan.execution.torch.wire import TorchWire
 
 NONE = -1  # no version was given
@@ -99,3 +103,39 @@ def served_by(tensor: torch.Tensor) -> ServedVersion:
     if tensor not in _held:
         _held[tensor] = ServedVersion()
     return _held[tensor]
+
+
+class RefitStarted:
+    """A refit under way on a thread of its own; `wait` for it before its parameters are used or changed."""
+
+    __slots__ = ("_error", "_thread", "version")
+
+    def __init__(self, run: Callable[[], int]) -> None:
+        self.version: int | None = None
+        self._error: BaseException | None = None
+
+        def body() -> None:
+            try:
+                self.version = run()
+            except BaseException as error:  # raised where it is waited for
+                self._error = error
+
+        self._thread = threading.Thread(target=body, name="shardplan-refit", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has ended, in success or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the version, once all ranks have it.
+
+        Raises what the refit raised, at every call, and `TimedOut` after `timeout` seconds (it goes on then).
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimedOut(f"the refit has not ended within {timeout:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        assert self.version is not None
+        return self.version
