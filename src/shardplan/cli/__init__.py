@@ -19,8 +19,7 @@ What the commands print is made in `report`. Reading order:
 - `weights`        the commands about weights: refit, reshard, apply, diff, derive
 - `lab_commands`   the commands of the lab: run, sweep, validate
 - `lab`            what they do: programs measured beside their prediction
-- `bar`            a progress bar on the terminal, or a line with the time
-- `colour`         colour on the terminal
+- `bar`            on the terminal a progress bar, or a line with the time; and colour
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
-from shardplan.cli.bar import begin_waiting
+from shardplan.cli.bar import CommandStream, begin_waiting, wants_colour
 from shardplan.cli.benching import bench
-from shardplan.cli.colour import CommandStream, wants_colour
 from shardplan.cli.command_group import CommandGroup, command_help
 from shardplan.cli.fusing import fuse
 from shardplan.cli.measurements import calibrate, validate

@@ -1,6 +1,6 @@
 """The end of a refit: one version for all ranks, or none. Up a binomial tree and down again, in buffers made once.
 
-A version is kept with the tensors that hold it; of a refit that goes on in a thread stands what it will give.
+A version is kept with the tensors that hold it. `RefitStarted` is a refit under way on a thread of its own.
 """
 
 from __future__ import annotations
