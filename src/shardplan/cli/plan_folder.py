@@ -39,7 +39,7 @@ def check_handed(path: Path, plan: HandedPlan, devices: int | None, as_json: boo
     """Run a plan scaled down on the reference, and compare its step with the whole model's."""
     from shardplan.execution.beside_whole import step_beside_whole
     from shardplan.launches.handover.scaled_plan import MOST, scale_plan
-    from shardplan.report.plan_folder import beside_whole_object, beside_whole_text
+    from shardplan.report.plan import beside_whole_object, beside_whole_text
     from shardplan.strategy.partition.partition import partition
 
     scaled = scale_plan(plan, devices or MOST)
@@ -54,7 +54,7 @@ def show_handed(path: Path, plan: HandedPlan, as_json: bool) -> None:
     """Print a plan as it was told, and what its folder has."""
     import json
 
-    from shardplan.report.plan_folder import handed_text
+    from shardplan.report.plan import handed_text
 
     if as_json:
         print_object(json.loads(plan.to_json()))
@@ -73,7 +73,7 @@ def run_handed(
     from shardplan.execution.measured_step import action_times, measure_step, predict_step, seconds_to_issue
     from shardplan.execution.trial import join_launcher
     from shardplan.launches.handover.scaled_plan import scale_plan
-    from shardplan.report.plan_folder import action_times_text, beside_whole_object, beside_whole_text
+    from shardplan.report.plan import action_times_text, beside_whole_object, beside_whole_text
     from shardplan.simulation.trace import save_traces
     from shardplan.strategy.partition.partition import partition
 

@@ -12,7 +12,7 @@ Reading order:
                  a tensor axis may cut
 - `torch_export` an `ExportedProgram`, or a module that is exported; `torch_constants` what torch evaluates of it;
                  `torch_table` what its operations are, with `torch_pointwise`, `torch_indexing` and `torch_complex`
-- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are, with `jax_indexing`
+- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are
 - `scan`         a scan of either as `repeat`
 - `source_text`  a source by a text, as commands take it: a file, or `module:function`
 - `onnx`         an ONNX model; `onnx_table` what its operations are
