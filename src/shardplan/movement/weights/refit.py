@@ -205,7 +205,7 @@ def region_runs(found: RefitRegions, k: int) -> Iterator[tuple[int, int, int, in
     steps = np.array([s[: len(sizes)], t[: len(sizes)]], dtype=np.int64)
     along = np.arange(sizes.pop())[:, None] * steps[:, -1] if sizes else np.zeros((1, 2), dtype=np.int64)
     for at in np.ndindex(*sizes):
-        for source, target in (start + steps[:, : len(sizes)] @ at + along).tolist():
+        for source, target in (start + steps[:, : len(sizes)] @ np.array(at, dtype=np.int64) + along).tolist():
             yield (*head, source, target, length)
 
 
