@@ -77,8 +77,7 @@ FOREIGN = {
     "strategy/strategy.py": {"gather"},
     "strategy/sizes.py": {"softmax"},  # the router of a mixture
     "strategy/model_config.py": {"dropout"},  # a field of builders
-    "interop/importers/jax_indexing.py": {"pad", "top_k"},
-    "interop/importers/jax_table.py": {"gather", "iota", "reshape", "slice", "split"},
+    "interop/importers/jax_table.py": {"gather", "iota", "pad", "reshape", "slice", "split", "top_k"},
 }
 
 

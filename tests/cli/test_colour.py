@@ -9,8 +9,18 @@ import sys
 
 import pytest
 
-from shardplan.cli.bar import _RANKS  # pyright: ignore[reportPrivateUsage]
-from shardplan.cli.colour import BOLD, CYAN, END, GREEN, RED, YELLOW, CommandStream, colour_line, wants_colour
+from shardplan.cli.bar import (
+    _RANKS,  # pyright: ignore[reportPrivateUsage]
+    BOLD,
+    CYAN,
+    END,
+    GREEN,
+    RED,
+    YELLOW,
+    CommandStream,
+    colour_line,
+    wants_colour,
+)
 
 MOVE = ("redistribute", "f32[8@x]", "f32[8]", "--mesh", "x=2")
 CODES = re.compile(r"\x1b\[[\d;]*m")

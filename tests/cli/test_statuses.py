@@ -49,7 +49,9 @@ def test_every_status(
 ) -> None:
     asked = requests(tmp_path)
     if status == 4:
-        monkeypatch.setattr("shardplan.execution.verify.trial", raising(TimedOut("step 0: rank 1 did not arrive")))
+        monkeypatch.setattr(
+            "shardplan.execution.verify.run_index_data", raising(TimedOut("step 0: rank 1 did not arrive"))
+        )
     if status == 130:
         monkeypatch.setattr(plan_commands, "read_types", raising(KeyboardInterrupt()))
     arguments = asked.get(status, MOVE)

@@ -24,8 +24,8 @@ from shardplan.core.ops import AllGather, AllReduce, AllToAll, Broadcast, Reduce
 from shardplan.core.program import Program  # noqa: E402
 from shardplan.core.step import Step  # noqa: E402
 from shardplan.execution.mpi import agreed_programs as mpi_agreed  # noqa: E402
-from shardplan.execution.mpi import native  # noqa: E402
 from shardplan.execution.mpi import run as mpi  # noqa: E402
+from shardplan.execution.mpi import steps  # noqa: E402
 from shardplan.execution.mpi import steps as mpi_steps  # noqa: E402
 from shardplan.execution.record import Record  # noqa: E402
 
@@ -205,7 +205,7 @@ def main() -> None:
         case "cases", seed, count:
             compare(int(seed), int(count))
         case "messages", seed, count:
-            native.NATIVE.clear()
+            steps.NATIVE.clear()
             compare(int(seed), int(count))
         case ("memory",):
             memory()

@@ -19,7 +19,7 @@ from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import finish
 from shardplan.execution.mpi import steps
-from shardplan.execution.mpi.binding import Binding
+from shardplan.execution.mpi.steps import Binding
 
 
 def by_torch(op: Compute, types: tuple[TensorType, ...], shards: list[list[np.ndarray]]) -> list[list[np.ndarray]]:

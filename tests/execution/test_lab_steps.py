@@ -9,12 +9,12 @@ from execution.lab_ops import program_of_every_op
 from execution.slept_cases import TOPOLOGY, job_of
 from shardplan.core.program import Program
 from shardplan.errors import BackendError, TopologyError
-from shardplan.execution.comparison import computes, first_difference
 from shardplan.execution.jobs import parts
 from shardplan.execution.lab import Cluster, Lab
 from shardplan.execution.lab.cluster import BUCKET
-from shardplan.execution.lab.job_bytes import pack_job, unpack_job
+from shardplan.execution.lab.item import pack_job, unpack_job
 from shardplan.execution.lab.steps import measure_steps
+from shardplan.execution.trial import computes, first_difference
 from shardplan.simulation.jobs.job_timeline import simulate_job
 
 LATE = 1.0  # seconds: other tests may keep the processors busy

@@ -21,9 +21,9 @@ from shardplan.core.reference import run_reference
 from shardplan.core.tensor import Box
 from shardplan.execution.drive import finish
 from shardplan.execution.lower import group_of
-from shardplan.execution.mpi import native
 from shardplan.execution.mpi import run as backend
-from shardplan.execution.mpi.binding import Binding
+from shardplan.execution.mpi import steps
+from shardplan.execution.mpi.steps import Binding
 from shardplan.execution.mpi.wire import Buffers, Messages, MpiPiece
 
 
@@ -67,7 +67,7 @@ class QueueWire:
         return [(None, []) for _ in sends] + [(peer, places(buffers, message)) for peer, message in receives.items()]
 
     def all_to_all(self, members: Sequence[int], buffers: Buffers, sends: Messages, receives: Messages) -> list[Any]:
-        assert native.NATIVE
+        assert steps.NATIVE
         assert self.me in members and {*sends, *receives} <= {*members}
         return self.messages(buffers, sends, receives)
 
@@ -97,10 +97,10 @@ def drive(program: Program, device: int, own: Mapping[str, np.ndarray], network:
     return results
 
 
-@pytest.mark.parametrize("table", [native.NATIVE, {}])
+@pytest.mark.parametrize("table", [steps.NATIVE, {}])
 def test_programs_equal_the_reference(table: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """And every device receives the bytes that the ops say, with MPI's all-to-alls and without."""
-    monkeypatch.setattr(native, "NATIVE", table)
+    monkeypatch.setattr(steps, "NATIVE", table)
     wrong: list[str] = []
     for case in (*cases(5, 40, 4), *bodies(5, 20, 4), *boxed(5, 30, 4)):
         got, network = played(case.program, case.inputs(), drive)
@@ -152,7 +152,7 @@ def test_an_all_to_all_is_among_those_most_of_whom_have_messages(
 ) -> None:
     place = t.mesh.devices.index(1)
     group = [t.mesh.devices[m] for m in group_of(op, t, place)]
-    assert native.all_to_all_members(op, [t], group) == members
+    assert steps.all_to_all_members(op, [t], group) == members
 
 
 # Ops from outside

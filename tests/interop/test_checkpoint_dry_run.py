@@ -13,8 +13,8 @@ from interop.checkpoint_cases import CONFIG, plain
 from movement import weights_cases as cases
 from shardplan.cli import run_command
 from shardplan.interop.checkpoint import reshard
+from shardplan.interop.checkpoint.compare import logical_place
 from shardplan.interop.checkpoint.jobs import needed_parts
-from shardplan.interop.checkpoint.logical import logical_place
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, make_weights
 

@@ -14,8 +14,8 @@ from interop.checkpoint_cases import CONFIG, plain, served, whole
 from movement import weights_cases as cases
 from shardplan.errors import LayoutError
 from shardplan.interop.checkpoint import diff
+from shardplan.interop.checkpoint.compare import logical_place, place_text
 from shardplan.interop.checkpoint.live import live_side
-from shardplan.interop.checkpoint.logical import logical_place, place_text
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 

@@ -16,7 +16,7 @@ from shardplan.cli import run_command
 from shardplan.errors import LayoutError, ParseError
 from shardplan.interop import safetensors
 from shardplan.interop.derivation import derive_class_table
-from shardplan.interop.derivation.size_formulas import fit_size
+from shardplan.interop.derivation.disk_table import fit_size
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import make_weights
 

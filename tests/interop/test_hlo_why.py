@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardplan.interop.hlo import SourcePlaces
-from shardplan.interop.hlo_trace import HloTrace
-from shardplan.interop.hlo_why import hlo_movements, hlo_why_text
+from shardplan.interop.hlo_trace import HloTrace, hlo_movements, hlo_why_text
 
 STORED = Path(__file__).with_name("hlo") / "mlp_step.hlo"
 MODULE = """HloModule jit_f, num_partitions=8

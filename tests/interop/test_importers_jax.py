@@ -153,3 +153,14 @@ def test_all_that_is_unknown_is_said_at_once() -> None:
     assert "cumprod, 1 times" in str(error.value)
     assert "round, 1 times" in str(error.value)
     assert "test_importers_jax.py" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.expm1, jnp.tan, jnp.sinh, jnp.cosh, jnp.exp2, jnp.sign, lambda x: jnp.log1p(abs(x))]
+)
+def test_a_function_that_expressions_lack_is_a_formula(function: Callable[..., Any]) -> None:
+    """Also of what is near to 0, of which `exp(x) - 1` has no digits."""
+    x = np.asarray([-1.5, -1e-3, -2.5e-8, 0.0, 2.5e-8, 1e-3, 0.75, 1.25], "f4")
+    model = load(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, jnp.float32)), {"x": ("n",)})
+    ((found,),) = run_reference(model.program, [[x] for _ in model.program.inputs])
+    np.testing.assert_allclose(found, np.asarray(function(x)), rtol=2e-6, atol=1e-7 if function is not jnp.expm1 else 0)

@@ -6,9 +6,9 @@ import torch
 
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.interop.torch.refit.chunks import chunks, slots
+from shardplan.interop.torch.refit.commit import served_by
 from shardplan.interop.torch.refit.exchange import RefitExchange
 from shardplan.interop.torch.refit.hops import RefitHop
-from shardplan.interop.torch.refit.serving import served_by
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.regions import RefitRegions

@@ -8,11 +8,11 @@ from hardware.topologies import switches
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Topology
+from shardplan.launches.fixes import hostfile_text
 from shardplan.launches.hostfile import (
     devices_of,
     host_level,
     host_names,
-    hostfile_text,
     hosts_of,
     launch_of,
     parse_hostfile,

@@ -5,26 +5,21 @@ What the commands print is made in `report`. Reading order:
 - `statuses`       the exit statuses, and how an error becomes one
 - `command_group`  which commands are in front, a line and an example of each, what `move` means
 - `options`        what the commands share: options, and how their texts are read
-- `plans`          the commands about plans: redistribute, check, show, run
-- `simulating`     the command simulate
-- `searching`      the command plan
-- `fixed`          what plan --fix is given
-- `own_model`      a program of one's own, where a command takes a model
-- `handing`        what plan --out and --report write
-- `plan_folder`    what check, show and run do with what plan --out wrote
+- `answers`        how they print what they found
+- `plans`          the commands about plans: redistribute, check, show, run, simulate
+- `searching`      the command plan: what it is given, a search, or one strategy judged
+- `plan_folder`    what plan --out and --report write; what check, show and run do with it
 - `why`            the command why: who asks for a movement; why a measured step is longer
 - `fusing`         the command fuse
-- `placing`        the commands about placements: place, reduce, audit
+- `placing`        the commands about placements: place, reduce, audit, topologies
 - `audit`          what `audit` does: a launch read from texts and files, and audited
-- `topologies`     the command that lists topologies
 - `measurements`   the commands about measured collectives: validate, calibrate
 - `benching`       the command bench: tables of the papers' pages
 - `measuring`      the command that times a machine: measure
 - `weights`        the commands about weights: refit, reshard, apply, diff, derive
 - `lab_commands`   the commands of the lab: run, sweep, validate
 - `lab`            what they do: programs measured beside their prediction
-- `bar`            a progress bar on the terminal, or a line with the time
-- `colour`         colour on the terminal
+- `bar`            on the terminal a progress bar, or a line with the time; and colour
 """
 
 from __future__ import annotations
@@ -38,17 +33,15 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardplan.cli import lab_commands
-from shardplan.cli.bar import begin_waiting
+from shardplan.cli.bar import CommandStream, begin_waiting, wants_colour
 from shardplan.cli.benching import bench
-from shardplan.cli.colour import CommandStream, wants_colour
 from shardplan.cli.command_group import CommandGroup, command_help
 from shardplan.cli.fusing import fuse
 from shardplan.cli.measurements import calibrate, validate
 from shardplan.cli.measuring import measure
-from shardplan.cli.placing import audit, place, reduce
-from shardplan.cli.plans import check, redistribute, run, show
+from shardplan.cli.placing import audit, place, reduce, topologies
+from shardplan.cli.plans import check, redistribute, run, show, simulate
 from shardplan.cli.searching import plan
-from shardplan.cli.simulating import simulate
 from shardplan.cli.statuses import (
     BROKEN_PIPE,
     DONE,
@@ -60,7 +53,6 @@ from shardplan.cli.statuses import (
     asks_json,
     complain,
 )
-from shardplan.cli.topologies import topologies
 from shardplan.cli.weights import apply, derive, diff, refit, reshard
 from shardplan.cli.why import why
 from shardplan.errors import BackendError, Infeasible, MissingExtra, ShardplanError, TimedOut, line

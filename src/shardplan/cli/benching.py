@@ -16,6 +16,7 @@ from typing import Annotated, NamedTuple, TextIO
 
 import typer
 
+from shardplan.cli.answers import print_object
 from shardplan.cli.options import Json, check_writable
 from shardplan.errors import MissingExtra, ShardplanError
 
@@ -70,7 +71,7 @@ def bench(
     words = [name, "--out", str(out.absolute()), *([] if count is None else ["--count", str(count)])]
     run_bench(name, words, sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json_text(json.loads(out.read_text(encoding="utf-8"))))
+        print_object(json.loads(out.read_text(encoding="utf-8")))
 
 
 def bench_list() -> str:

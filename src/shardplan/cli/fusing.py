@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardplan.cli.answers import print_answer
 from shardplan.cli.options import Json, Nodes, PlansTopology, check_writable, read_topology
 from shardplan.cli.plans import load_plan
 from shardplan.errors import LayoutError, ShardplanError, excerpt
@@ -46,9 +47,7 @@ def fuse(
     from shardplan.fused.deciding.fuse import fuse as fused
     from shardplan.plans.plan import Plan
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.fold import fold_lines
     from shardplan.report.fusion import fusion_text
-    from shardplan.report.text import json_text
 
     check_writable(out, calibration if measure else None)
     where: Any = read_topology(topology, nodes)
@@ -74,7 +73,7 @@ def fuse(
     found = fused(subject, where, calibration)
     if out is not None:
         write_atomic(out, f"{found.program}\n".encode())
-    print(json_text(found.to_dict()) if as_json else fold_lines(fusion_text(found)))
+    print_answer(as_json, found.to_dict, lambda: fusion_text(found))
 
 
 def _job(what: str, strategy: str | None, batch: int | None, cache: int | None, precision: str, where: Any) -> Job:

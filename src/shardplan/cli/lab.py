@@ -6,7 +6,6 @@ file that is named. Times are those of sockets between processes on one machine.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -362,9 +361,6 @@ def lab_validate_command(
     results: Sequence[Path | str] = (),
     *,
     png: Path | str | None = None,
-    out: Path | str | None = None,
-    repetitions: int = REPETITIONS,
-    most_late: float = MOST_LATE,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> LabAnswer:
@@ -375,9 +371,6 @@ def lab_validate_command(
     Args:
         results: Files of `lab sweep`, or of the benchmark.
         png: File for a picture of predicted against measured.
-        out: Where the standard sweep is kept, if it is run; by default nowhere.
-        repetitions: Of the standard sweep.
-        most_late: As for `Lab`.
         progress: Called often, for a bar.
         say: Called with a line before the first run.
 
@@ -388,9 +381,9 @@ def lab_validate_command(
     if results:
         found = [Sweep.load(Path(p)) for p in results]
     else:
-        with contextlib.ExitStack() as stack:
-            path = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sweep"
-            found = [_run_sweep(STANDARD, path, "ring", repetitions, most_late, False, progress, say)]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sweep"
+            found = [_run_sweep(STANDARD, path, "ring", REPETITIONS, MOST_LATE, False, progress, say)]
     verdict = validate(found)
     if png is not None:
         save_points(Path(png), verdict.experiments)

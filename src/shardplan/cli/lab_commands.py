@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shardplan.cli.answers import print_answer
 from shardplan.cli.bar import progress_bar
 from shardplan.cli.command_group import command_help
 from shardplan.cli.options import MESH_HELP, Json, check_writable
@@ -65,7 +66,8 @@ def run(
             portable=portable,
             progress=bar,
         )
-    return _tell(answer.text, answer.object, answer.status, as_json)
+    print_answer(as_json, lambda: answer.object, lambda: answer.text)
+    return answer.status
 
 
 @app.command(**command_help("lab sweep"))
@@ -111,7 +113,8 @@ def sweep(
             progress=bar,
             say=_say,
         )
-    return _tell(answer.text, answer.object, answer.status, as_json)
+    print_answer(as_json, lambda: answer.object, lambda: answer.text)
+    return answer.status
 
 
 @app.command(**command_help("lab validate"))
@@ -129,18 +132,10 @@ def validate(
     check_writable(png)
     with progress_bar() as bar:
         answer = lab_validate_command(results or [], png=png, progress=bar, say=_say)
-    return _tell(answer.text, answer.object, answer.status, as_json)
+    print_answer(as_json, lambda: answer.object, lambda: answer.text)
+    return answer.status
 
 
 def _say(line: str) -> None:
     """Print what is to be done, beside the result on stdout."""
     print(line, file=sys.stderr)
-
-
-def _tell(text: str, found: dict[str, object], status: int, as_json: bool) -> int:
-    """Print an answer and return its status."""
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
-
-    print(json_text(found) if as_json else fold_lines(text))
-    return status

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardplan.cli.answers import print_answer, print_object, print_text
 from shardplan.cli.options import TOPOLOGY, Json, check_writable
 from shardplan.cli.statuses import VERDICT
 from shardplan.errors import LayoutError, ParseError, line
@@ -55,17 +56,15 @@ def validate(
     if _steps([file]):
         _validate_steps(file, params, source, explain, gate, as_json)
         return
-    from shardplan.report.fold import fold_lines
     from shardplan.report.measurements import validation_text
-    from shardplan.report.text import json_text
     from shardplan.simulation.validation import validate_samples
 
     verdict = validate_samples(_samples([file], gpu, op, gpus_per_node, nics, system))
     if as_json:
-        print(json_text(verdict.to_dict()))
+        print_object(verdict.to_dict())
         return
     _say_unknown(verdict.unknown_systems)
-    print(fold_lines(validation_text(verdict)))
+    print_text(validation_text(verdict))
 
 
 def _steps(files: list[Path]) -> bool:
@@ -83,9 +82,7 @@ def _validate_steps(
 ) -> None:
     from shardplan.cli.bar import progress_bar
     from shardplan.core.decoding import read_text
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.steps import explained, steps_text
-    from shardplan.report.text import json_text
+    from shardplan.report.measurements import explained, steps_text
     from shardplan.simulation.accuracy.step_rows import read_steps
     from shardplan.simulation.accuracy.step_validation import validate_steps
     from shardplan.simulation.closed.machines import machine_fit, parse_fit
@@ -103,12 +100,12 @@ def _validate_steps(
         row = next((row for row in rows if row.id == explain), None)
         if row is None:
             raise LayoutError(f"--explain {explain}: no row has that id; legal is one such as {rows[0].id}")
-        print(json_text(explained(row, fit_of)[0]) if as_json else fold_lines(explained(row, fit_of)[1]))
+        print_answer(as_json, lambda: explained(row, fit_of)[0], lambda: explained(row, fit_of)[1])
         return
     with progress_bar() as tell:
         done = iter(range(1, len(rows) + 1))
         verdict = validate_steps(rows, fit_of, lambda row: tell and tell(next(done), len(rows), row.id))
-    print(json_text(verdict.to_dict()) if as_json else fold_lines(steps_text(verdict)))
+    print_answer(as_json, verdict.to_dict, lambda: steps_text(verdict))
     worse = [s for s in verdict.sources if s.gate and s.quantity == "seconds_per_step" and limit is not None
              and (s.numbers["mean_error_percent"] or 0.0) > limit]  # fmt: skip
     if worse:
@@ -163,9 +160,7 @@ def calibrate(
     from shardplan.hardware.prices.library import library as load
     from shardplan.hardware.prices.library import library_text
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.fold import fold_lines
     from shardplan.report.measurements import calibration_object, calibration_text
-    from shardplan.report.text import json_text
     from shardplan.simulation.validation import of_library
 
     check_writable(out)
@@ -178,19 +173,17 @@ def calibrate(
         write_atomic(out, library_text(fitted.table).encode())
     unknown = unknown_systems(used)
     if as_json:
-        print(json_text(calibration_object(fitted, skipped, unknown)))
+        print_object(calibration_object(fitted, skipped, unknown))
         return
     _say_unknown(unknown)
-    print(fold_lines(calibration_text(fitted, skipped)))
+    print_text(calibration_text(fitted, skipped))
 
 
 def _calibrate_steps(
     files: list[Path], machine: str | None, on: str | None, seed: int, out: Path | None, as_json: bool
 ) -> None:
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.steps import step_fit_text
-    from shardplan.report.text import json_text
+    from shardplan.report.measurements import step_fit_text
     from shardplan.simulation.accuracy.calibration import calibrated
     from shardplan.simulation.accuracy.step_rows import read_steps, rows_on
 
@@ -208,7 +201,7 @@ def _calibrate_steps(
     found = calibrated(rows, str(machine), seed)
     if out is not None:
         write_atomic(out, found.text.encode())
-    print(json_text(found.to_dict()) if as_json else fold_lines(step_fit_text(found)))
+    print_answer(as_json, found.to_dict, lambda: step_fit_text(found))
 
 
 def _samples(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardplan.cli.answers import print_answer
 from shardplan.cli.options import Json, NeededTopology, Nodes, check_writable, read_topology
 from shardplan.cli.statuses import MISTAKE
 from shardplan.errors import ShardplanError
@@ -48,9 +49,7 @@ def measure(
         raise
     from shardplan.cli.bar import progress_bar
     from shardplan.execution.torch.machine_timings import join_machine, time_machine, wall_timer
-    from shardplan.report.fold import fold_lines
     from shardplan.report.measurements import timed_machine_object, timed_machine_text
-    from shardplan.report.text import json_text
     from shardplan.simulation.accuracy.machine_timings import params_of_timings
     from shardplan.strategy.training import PRECISIONS
 
@@ -66,9 +65,7 @@ def measure(
     source = f"{count} kernels and {beside} collectives timed on {where.size} devices over {library}"
     found = params_of_timings(timings, where, source)
     write_atomic(out, found.text.encode())
-    print(
-        json_text(timed_machine_object(found, timings)) if as_json else fold_lines(timed_machine_text(found, timings))
-    )
+    print_answer(as_json, lambda: timed_machine_object(found, timings), lambda: timed_machine_text(found, timings))
 
 
 def _check_asked(where: Topology, precision: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The commands about placements: place, reduce, audit."""
+"""The commands about placements: place, reduce, audit; and the list of topologies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from shardplan.cli.answers import print_answer, print_object, print_text
 from shardplan.cli.options import (
     MESH_HELP,
+    TOPOLOGY_HELP,
     Algorithm,
     AnyTopology,
     Hostfile,
@@ -63,11 +65,9 @@ def place(
     from shardplan.core.program import Program
     from shardplan.movement.placing.place import place as rank
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.fold import fold_lines
     from shardplan.report.place import ranking_object, ranking_text
     from shardplan.report.placement_picture import text_placement
     from shardplan.report.placement_svg import svg_placement
-    from shardplan.report.text import json_text
 
     check_writable(svg)
     cluster = _needed(topology, nodes)
@@ -89,9 +89,9 @@ def place(
     if svg is not None:
         write_atomic(svg, svg_placement(found[0].placement, demands).encode())
     if as_json:
-        print(json_text(ranking_object(found, top) | {"traffic": list(notes)}))
+        print_object(ranking_object(found, top) | {"traffic": list(notes)})
         return
-    print(fold_lines(ranking_text(found, top, notes)))
+    print_text(ranking_text(found, top, notes))
     if show_picture:
         print(f"\n{text_placement(found[0].placement, demands)}")
 
@@ -129,7 +129,6 @@ def reduce(
     from shardplan.movement.reductions.reduce import instructions_text, stock_op
     from shardplan.movement.reductions.reduce import reduce as best
     from shardplan.report import place as told
-    from shardplan.report.fold import fold_lines
     from shardplan.report.text import json_text
 
     check_writable(out)
@@ -151,9 +150,7 @@ def reduce(
         if top < 1:
             raise LayoutError(f"--top {top}: at least 1 program is printed")
         found = reductions(chosen, names, amount, limit or None, top=None if limit else top, algorithm=algorithm)
-        print(
-            json_text(told.reductions_object(found, top)) if as_json else fold_lines(told.reductions_text(found, top))
-        )
+        print_answer(as_json, lambda: told.reductions_object(found, top), lambda: told.reductions_text(found, top))
         return
     wanted = cast("Target", target)
     plan = best(chosen, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
@@ -168,10 +165,11 @@ def reduce(
     paper = instructions_text(chosen, names, amount, target=wanted, algorithm=algorithm, subsets=subsets)
     one = Demand(names, stock_op(wanted), amount)
     stock = stock_seconds(factors(chosen, names), chosen.topology, one, algorithm)
-    if as_json:
-        print(json_text(told.reduction_object(plan, paper, stock, chosen)))
-    else:
-        print(fold_lines(told.reduction_text(plan, paper, stock, chosen, origin)))
+    print_answer(
+        as_json,
+        lambda: told.reduction_object(plan, paper, stock, chosen),
+        lambda: told.reduction_text(plan, paper, stock, chosen, origin),
+    )
 
 
 def audit(
@@ -209,8 +207,6 @@ def audit(
     """Say how a launch that exists is placed, what that costs, and how to do better."""
     from shardplan.cli.audit import audit_command
     from shardplan.plans.plan_file import write_atomic
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
 
     check_writable(svg, report)
     if report is not None:
@@ -240,7 +236,7 @@ def audit(
         from shardplan.report.page.other_pages import audit_page
 
         write_atomic(report, audit_page(f"audit of {mesh or model} on {topology}", found.text, found.svg).encode())
-    print(json_text(found.object) if as_json else fold_lines(found.text))
+    print_answer(as_json, lambda: found.object, lambda: found.text)
     return found.status
 
 
@@ -294,3 +290,21 @@ def _placement(
     except ParseError as error:
         reason = str(error).split("\n", 1)[0]
         raise ParseError(f"--placement {text!r}: {reason}; legal is such as data=[2,4], tensor=[1,2]") from None
+
+
+def topologies(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME|FILE]", help=f"Print its text. {TOPOLOGY_HELP}")] = None,
+    nodes: Nodes = None,
+    as_json: Json = False,
+) -> None:
+    """List the topologies that ship with shardplan and those that installed packages bring, or print one."""
+    from shardplan.hardware.topology import Topology
+    from shardplan.hardware.topology_file import outside_topologies, presets
+    from shardplan.report.place import topologies_object, topologies_text
+
+    one = read_topology(name, nodes)
+    found = [Topology.load(every) for every in (*presets(), *outside_topologies())] if one is None else [one]
+    if as_json:
+        print_object(topologies_object(found))
+    else:
+        print(topologies_text(found) if one is None else str(one).rstrip("\n"))

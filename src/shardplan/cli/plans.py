@@ -1,4 +1,4 @@
-"""The commands about plans: redistribute, check, show, run."""
+"""The commands about plans: redistribute, check, show, run, simulate."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardplan.cli.answers import print_answer, print_object, print_text
 from shardplan.cli.options import (
     MESH_HELP,
     TOPOLOGY,
+    Algorithm,
     AnyTopology,
     Json,
     Nodes,
+    PlansTopology,
     Report,
     Svg,
     check_report,
@@ -56,7 +59,7 @@ def redistribute(
 ) -> None:
     """Plan how arrays get from one sharding to another."""
     from shardplan.movement.redistribute import redistribute as plan_move
-    from shardplan.report.fold import fold_lines
+    from shardplan.report.text import plan_object, shown
 
     check_writable(out, svg, report)
     if report is not None:
@@ -82,16 +85,7 @@ def redistribute(
         write_atomic(report, movement_page(plan, f"{source.strip()} to {destination.strip()}").encode())
     if svg is not None:
         _write_svg(svg, plan.program, f"{source.strip()} to {destination.strip()}", plan)
-    if as_json:
-        from shardplan.report.text import json_text, plan_object
-
-        print(json_text(plan_object(plan)))
-    elif show_picture:
-        from shardplan.report.text import shown
-
-        print(fold_lines(shown(plan)))
-    else:
-        print(fold_lines(str(plan)))
+    print_answer(as_json, lambda: plan_object(plan), lambda: shown(plan) if show_picture else str(plan))
 
 
 def check(
@@ -108,8 +102,7 @@ def check(
     from shardplan.execution.verify import verify
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import check_object, check_text, json_text
+    from shardplan.report.text import check_object, check_text
 
     if (handed := find_handed(path)) is not None:
         check_handed(path, handed, devices, as_json)
@@ -120,7 +113,7 @@ def check(
         )
     plan = Plan.load(path)
     verdict = verify(plan)
-    print(json_text(check_object(path, plan, verdict)) if as_json else fold_lines(check_text(plan, verdict)))
+    print_answer(as_json, lambda: check_object(path, plan, verdict), lambda: check_text(plan, verdict))
 
 
 def show(
@@ -136,8 +129,7 @@ def show(
     from shardplan.core.tensor import TensorType
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text, plan_object, program_object, shown, type_object
+    from shardplan.report.text import plan_object, program_object, shown, type_object
 
     check_writable(svg)
     if (handed := find_handed(what)) is not None:
@@ -160,11 +152,11 @@ def show(
     if svg is not None:
         _write_svg(svg, program, what if isinstance(subject, TensorType) else Path(what).name, subject)
     if not as_json:
-        print(fold_lines(shown(subject)))
+        print_text(shown(subject))
     elif isinstance(program, TensorType):
-        print(json_text(type_object(program)))
+        print_object(type_object(program))
     else:
-        print(json_text((plan_object(subject) if isinstance(subject, Plan) else {}) | program_object(program)))
+        print_object((plan_object(subject) if isinstance(subject, Plan) else {}) | program_object(program))
 
 
 def run(
@@ -195,11 +187,10 @@ def run(
     what was predicted for these links beside what was measured. What plan --out wrote runs scaled down under torchrun.
     """
     from shardplan.execution.run import BACKENDS
-    from shardplan.execution.verify import trial
+    from shardplan.execution.verify import run_index_data
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.plans.plan import Plan
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text, run_object, run_text
+    from shardplan.report.text import run_object, run_text
 
     if (handed := find_handed(what)) is not None:
         if backend not in (None, "torch"):
@@ -223,9 +214,9 @@ def run(
     if backend != "reference":
         _run_launched(subject, backend, timeout, cluster, trace, as_json)
         return
-    sums, ok = trial(program, backend)
+    sums, ok = run_index_data(program)
     found = run_object(program, backend, sums, ok)
-    print(json_text(found) if as_json else fold_lines(run_text(found)))
+    print_answer(as_json, lambda: found, lambda: run_text(found))
     if ok is False:  # the answer says so, and stays the one object
         raise typer.Exit(complain(f"{line(what)}: an output that was only moved differs from its input", FAILED))
 
@@ -238,7 +229,7 @@ def _run_launched(
     from shardplan.execution.trial import join_launcher, trial
     from shardplan.plans.plan import Plan
     from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text, run_object, run_text
+    from shardplan.report.text import run_object, run_text
     from shardplan.report.timeline import comparison_text, links_text, timeline_text
     from shardplan.simulation.predict import predict
     from shardplan.simulation.trace import save_traces
@@ -262,16 +253,16 @@ def _run_launched(
         "predicted_on": None if links is None else str(links),
     }
     if as_json:
-        print(json_text(told))
+        print_object(told)
         return
     print(fold_lines(run_text(told)).rpartition("\n")[0])
     print(f"ok: every shard of this process ({found.shards}) equals the reference's\n")
     if predicted is None or links is None:
         print("one device has no links to predict: --topology gives the time of its kernels")
-        print(fold_lines(timeline_text(found.timeline)))
+        print_text(timeline_text(found.timeline))
         return
     told_here = f"predicted on {links_text(links)}\n{comparison_text(predicted, found.timeline)}"
-    print(fold_lines(told_here))
+    print_text(told_here)
 
 
 def load_plan(what: str) -> Plan | Program:
@@ -306,3 +297,29 @@ def _write_svg(path: Path, program: Program | TensorType, title: str, subject: P
             f"{format_bytes(c.peak_bytes)}, bound {format_bytes(c.bound_bytes)}"
         )
     write_atomic(path, svg_picture(program, title, note).encode())
+
+
+def simulate(
+    what: Annotated[str, typer.Argument(metavar="PLAN|PROGRAM", help="A plan file or a program file.")],
+    topology: PlansTopology = None,
+    nodes: Nodes = None,
+    algorithm: Algorithm = "auto",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the timeline, for Perfetto.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate a plan or a program event by event, and print its timeline."""
+    from shardplan.plans.plan import Plan
+    from shardplan.report.timeline import timeline_object, timeline_text
+    from shardplan.simulation.events import simulate as simulate_program
+
+    check_writable(out)
+    subject = load_plan(what)
+    where = read_topology(topology, nodes)
+    if where is None and isinstance(subject, Plan):
+        where = subject.certificate.where
+    if where is None:
+        raise LayoutError("no topology is known to simulate on: give --topology, as --topology dgx-h100 --nodes 2")
+    found = simulate_program(subject.program if isinstance(subject, Plan) else subject, where, algorithm)
+    if out is not None:
+        found.save(out)
+    print_answer(as_json, lambda: timeline_object(found), lambda: timeline_text(found))

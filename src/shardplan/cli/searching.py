@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardplan.cli.fixed import read_fixed
-from shardplan.cli.handing import Handing
+from shardplan.cli.answers import print_answer, print_object
 from shardplan.cli.options import (
     Json,
     NeededTopology,
@@ -24,9 +23,9 @@ from shardplan.cli.options import (
     read_bytes,
     read_topology,
 )
-from shardplan.cli.own_model import is_own_model, read_own_model
+from shardplan.cli.plan_folder import Handing
 from shardplan.cli.statuses import IMPOSSIBLE
-from shardplan.errors import ParseError, ShardplanError
+from shardplan.errors import ParseError, ShardplanError, line
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from shardplan.simulation.searching.own_plans import OwnParts
     from shardplan.strategy.asked_model import AskedModel
     from shardplan.strategy.model import Model
+    from shardplan.strategy.partition.tables import Layouts
 
 MODEL_HELP = (
     "A preset, with changes or without (llama3-70b,seq=4096); a config.json or its folder; an .onnx or .pt2 file; or "
@@ -44,6 +44,7 @@ MODEL_HELP = (
 )
 GOALS = ("step", "memory", "latency", "tokens")
 CANDIDATES = 60  # strategies that an answer is chosen from
+TABLES = ("serve", "stored", "held")  # of a file of layouts
 
 
 @contextmanager
@@ -189,7 +190,6 @@ def _find_training(
     """Search for a training step, and tell the answer."""
     from shardplan.cli.bar import progress_bar
     from shardplan.report.plan import answer_text, own_text
-    from shardplan.report.text import json_text
     from shardplan.simulation.searching.answer import answer_plan, find_changes
     from shardplan.simulation.searching.own_plans import judge_own
     from shardplan.simulation.searching.search import search
@@ -213,7 +213,7 @@ def _find_training(
             ours = [one.plan for one in answer.plans]
             mine = judge_own(answer.judge, own, batch, options["precision"], ours)
     if as_json:
-        print(json_text(answer.to_dict() | ({"own": mine.to_dict()} if mine else {})))
+        print_object(answer.to_dict() | ({"own": mine.to_dict()} if mine else {}))
     else:
         print("\n\n".join([answer_text(answer), *([own_text(mine)] if mine else [])]))
 
@@ -221,14 +221,12 @@ def _find_training(
 def _find_serving(model: Model, where: Topology, workers: int, options: dict[str, Any], as_json: bool) -> None:
     """Search for what serves requests."""
     from shardplan.cli.bar import progress_bar
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
     from shardplan.simulation.searching.search import search
 
     with worker_pool(workers) as executor, progress_bar() as tell:
         done = (lambda now, whole: tell(now, whole, "frames of strategies")) if tell else None
         found = search(model, where, executor=executor, done=done, **options)
-    print(json_text(found.to_dict()) if as_json else fold_lines(str(found)))
+    print_answer(as_json, found.to_dict, lambda: str(found))
 
 
 def _judge_one(
@@ -236,9 +234,7 @@ def _judge_one(
     precision: str | None, top: int, as_json: bool, handing: Handing,
 ) -> None:  # fmt: skip
     """Judge one strategy: whether it fits, what it holds, how long a step takes and what bounds it."""
-    from shardplan.report.fold import fold_lines
     from shardplan.report.plan import fit_text
-    from shardplan.report.text import json_text
     from shardplan.simulation.searching.fit import fit as fits
     from shardplan.strategy.strategy_text import parse_strategy
 
@@ -251,7 +247,7 @@ def _judge_one(
     notes = asked.notes + _precision_notes(str(strategy.precision))
     notes += handing.write(asked, where, judge, one, fit_text(asked.title, told, one, judge, notes))
     object_ = told.to_dict() | one.to_dict() | {"strategy": told.to_dict()["strategy"], "notes": list(notes)}
-    print(json_text(object_) if as_json else fold_lines(fit_text(asked.title, told, one, judge, notes)))
+    print_answer(as_json, lambda: object_, lambda: fit_text(asked.title, told, one, judge, notes))
     if not told.fits:
         raise typer.Exit(IMPOSSIBLE)
 
@@ -295,3 +291,85 @@ def _precision_notes(precision: str | None) -> tuple[str, ...]:
 
     said = f"{precision} is predicted: no program has its products, and memory is certified in fp8, which keeps more"
     return (said,) if precision in PREDICTED else ()
+
+
+def read_fixed(text: str) -> OwnParts:
+    """Return what is given: `tp=8 zero=1`, with `schedule=FILE.csv` and `layouts=FILE` among it, or one file alone.
+
+    Raises `ParseError` and `ScheduleError` for a file that cannot be read, or says neither.
+    """
+    from shardplan.simulation.searching.own_plans import OwnParts, check_fixed
+    from shardplan.strategy.schedules.schedule import Schedule
+    from shardplan.strategy.strategy_text import strategy_fields
+
+    words = text.replace(",", " ").split()
+    if len(words) == 1 and "=" not in words[0] and Path(words[0]).is_file():
+        words = [f"{'schedule' if words[0].endswith('.csv') else 'layouts'}={words[0]}"]
+    files: dict[str, str] = {}
+    rest: list[str] = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == "layouts" or (name == "schedule" and "." in value):
+            if name in files:
+                raise ParseError(f"--fix: {name} is said twice; legal is once")
+            files[name] = value
+        else:
+            rest.append(word)
+    schedule = Schedule.from_csv(files["schedule"]) if "schedule" in files else None
+    layouts = _read_layouts(files["layouts"]) if "layouts" in files else None
+    fields = strategy_fields(" ".join(rest))
+    if schedule is not None and "schedule" in fields:
+        raise ParseError("--fix: schedule is said twice; legal is once")
+    called = " and ".join(f"{name} {line(value)}" for name, value in files.items())
+    own = OwnParts(fields, schedule, layouts, called)
+    check_fixed(own)
+    return own
+
+
+def _read_layouts(path: str) -> Layouts:
+    from shardplan.core.decoding import read_text
+    from shardplan.strategy.partition.tables import Layouts
+
+    text = read_text(Path(path), legal="a file of the tables serve, stored and held, as str(Layouts) writes it")
+    found = Layouts.parse(text)
+    if not (found.serve or found.stored or found.held):
+        raise ParseError(
+            f"--fix: {line(path)} has no table; legal are {', '.join(TABLES)}, as str(Layouts) writes them"
+        )
+    return found
+
+
+def is_own_model(text: str) -> bool:
+    """Say whether a text is of a program of one's own, and no preset or config."""
+    from shardplan.interop.importers.source_text import is_source
+
+    return is_source(text.partition(",")[0])
+
+
+def read_own_model(text: str, seq: int | None, without: Mapping[str, object]) -> tuple[AskedModel, Model]:
+    """Return a training step of a program with one scalar result, its loss, and how it is called.
+
+    `seq` is the size of its dim `sequence`; of `without`, options by name, none may be given: they make a model anew,
+    by its name.
+
+    Raises `ShardplanError` for such an option, a change that is no `seq=N`, and as `load_source` does.
+    """
+    from shardplan.interop.importers.source_text import load_source
+    from shardplan.strategy.asked_model import AskedModel, parse_model
+    from shardplan.strategy.model import Model
+
+    for name in (name for name, given in without.items() if given):
+        raise ShardplanError(f"plan: {name} with {text}, a program of its own; legal is a preset, or a config, with it")
+    source, comma, rest = text.partition(",")
+    changes = dict(parse_model(f"gpt{comma}{rest}", seq).fields)
+    size = changes.pop("seq", None)
+    if changes:
+        raise ShardplanError(f"plan: {next(iter(changes))} of {source}, a program of its own; legal is seq")
+    model = load_source(source, training=True)
+    if not isinstance(model, Model):
+        raise ShardplanError(f"plan: {source} is a trace, no model")
+    model = model if size is None else model.resize(seq=size)
+    named = [name for name, dims in model.dims.items() if "batch" in dims and name not in model.parameters]
+    batch = f"the batch is a dim of {', '.join(named)}" if named else "no dim is called batch"
+    note = f"{source} is a program of its own: in {model.fields['dtype']}, as it is, with AdamW; {batch}"
+    return AskedModel(source, model.name, {}, (note,)), model

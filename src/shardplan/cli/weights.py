@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardplan.cli.answers import print_answer
 from shardplan.cli.options import (
     AnyTopology,
     Json,
@@ -104,8 +105,6 @@ def refit(
 ) -> None:
     """Plan how a model's weights get from one framework's storage to another's."""
     from shardplan.movement.weights.refit import refit as plan_refit
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
     from shardplan.report.weights import refit_object, refit_text
 
     check_writable(report)
@@ -124,7 +123,7 @@ def refit(
         from shardplan.report.page.other_pages import refit_page
 
         write_atomic(report, refit_page(plan, f"refit of {source} to {target}").encode())
-    print(json_text(refit_object(plan)) if as_json else fold_lines(refit_text(plan)))
+    print_answer(as_json, lambda: refit_object(plan), lambda: refit_text(plan))
 
 
 def reshard(
@@ -176,8 +175,6 @@ def reshard(
     from shardplan.interop.checkpoint import reshard as run
     from shardplan.interop.checkpoint.conversion_sides import AskedConfig, source_weights, target_weights
     from shardplan.interop.checkpoint.sharing import launched_share
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
     from shardplan.report.weights import reshard_object, reshard_text
 
     limit = int(read_bytes("--memory-limit", memory_limit))
@@ -204,7 +201,7 @@ def reshard(
             compare_replicas=not no_replicas, changed_since=changed_since,
         )  # fmt: skip
     if not share.number:  # one of them says it
-        print(json_text(reshard_object(done)) if as_json else fold_lines(reshard_text(done, dry_run)))
+        print_answer(as_json, lambda: reshard_object(done), lambda: reshard_text(done, dry_run))
 
 
 def apply(
@@ -216,13 +213,11 @@ def apply(
     """Make the version of a delta out of its base: every byte of both is read, and another base is refused."""
     from shardplan.hardware.units import format_bytes
     from shardplan.interop.checkpoint import apply_delta
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
 
     done = apply_delta(delta, base, destination)
     said = {"version": done.version, "changed": done.changed, "tensors": done.tensors, "bytes": done.nbytes}
     text = f"version {done.version[:16]}: {done.changed} of {done.tensors} tensors changed, {format_bytes(done.nbytes)}"
-    print(json_text(said) if as_json else fold_lines(text))
+    print_answer(as_json, lambda: said, lambda: text)
 
 
 def _has_config(place: Path) -> bool:
@@ -259,8 +254,6 @@ def diff(
     from shardplan.cli.bar import progress_bar
     from shardplan.interop.checkpoint import diff as compare
     from shardplan.interop.checkpoint.conversion_sides import AskedConfig
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
     from shardplan.report.weights import diff_object, diff_text
 
     limit = int(read_bytes("--memory-limit", memory_limit))
@@ -275,7 +268,7 @@ def diff(
             a, b, weights=first, other=second, memory_limit=limit, ignore=ignore or (), drop=drop or (),
             differ=differ or (), compare_replicas=not no_replicas, progress=tell,
         )  # fmt: skip
-    print(json_text(diff_object(found)) if as_json else fold_lines(diff_text(found)))
+    print_answer(as_json, lambda: diff_object(found), lambda: diff_text(found))
     if not found.equal:
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardplan.cli.answers import print_answer
 from shardplan.cli.options import AnyTopology, Json, Nodes, check_writable, read_topology
 from shardplan.errors import ParseError, ShardplanError, excerpt, line
 
@@ -48,8 +49,6 @@ def why(
     from shardplan.launches.handover.handed_job import job_of
     from shardplan.launches.handover.handed_plan import find_handed
     from shardplan.launches.handover.measured_row import add_row, row_told
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
     from shardplan.report.why import SHOWN, gap_text, why_object, why_text
     from shardplan.simulation.simulate import simulate
     from shardplan.simulation.why import why as movements_of
@@ -82,26 +81,23 @@ def why(
 
         gap = step_gap(simulate(job, machine), read_kineto(measured, step))
         added = None if rows is None else add_row(rows, plan, gap.measured_seconds)
-        if as_json:
-            print(json_text(gap.to_dict() | ({} if added is None else {"row": added.id})))
-            return
-        print(fold_lines(gap_text(gap)))
-        if added is not None and rows is not None:
-            print(fold_lines(row_told(added, rows, plan.topology.name)))
+        told = [] if added is None or rows is None else [row_told(added, rows, plan.topology.name)]
+        print_answer(
+            as_json,
+            lambda: gap.to_dict() | ({} if added is None else {"row": added.id}),
+            lambda: "\n".join([gap_text(gap), *told]),
+        )
         return
     found = movements_of(job, machine).select(words)
-    print(json_text(why_object(found)) if as_json else fold_lines(why_text(found, top or SHOWN)))
+    print_answer(as_json, lambda: why_object(found), lambda: why_text(found, top or SHOWN))
 
 
 def _why_program(
     what: str, words: str, where: Topology | None, mesh: str | None, annotate: Sequence[str], top: int, as_json: bool
 ) -> None:
     """Say it of a program with annotations, or of a module that XLA compiled."""
-    from shardplan.interop.hlo_trace import HloTrace
-    from shardplan.interop.hlo_why import hlo_movements, hlo_why_text
+    from shardplan.interop.hlo_trace import HloTrace, hlo_movements, hlo_why_text
     from shardplan.interop.importers.source_text import load_source
-    from shardplan.report.fold import fold_lines
-    from shardplan.report.text import json_text
     from shardplan.report.why import why_object, why_text
     from shardplan.simulation.why import why as movements_of
 
@@ -112,7 +108,7 @@ def _why_program(
         if where is None:
             raise ShardplanError(f"why: {line(what)} is a trace, and takes as long as its links; legal is with --on")
         told = hlo_movements(source, where)
-        print(json_text({"movements": [m.to_dict() for m in told]}) if as_json else fold_lines(hlo_why_text(told, top)))
+        print_answer(as_json, lambda: {"movements": [m.to_dict() for m in told]}, lambda: hlo_why_text(told, top))
         return
     said: dict[str, str] = {}
     for one in annotate:
@@ -121,4 +117,4 @@ def _why_program(
             raise ParseError(f"why: --annotate {excerpt(one)}; legal is NAME=TYPE, each name once: 'a=f32[16@x, 16]'")
         said[name.strip()] = text.strip()
     found = movements_of(source, where, said, mesh).select(words)
-    print(json_text(why_object(found)) if as_json else fold_lines(why_text(found, top)))
+    print_answer(as_json, lambda: why_object(found), lambda: why_text(found, top))

@@ -14,8 +14,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ids import id_ranges
 from shardplan.core.program import Program
 from shardplan.core.reference import run_reference
-from shardplan.execution.record import Record
-from shardplan.execution.run import TIMEOUT, run_recorded
+from shardplan.execution.run import TIMEOUT, run
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.programs import TOTAL
@@ -37,9 +36,9 @@ class StepComparison(NamedTuple):
         return all(apart <= EQUAL for _, _, apart, _ in self.kinds)
 
 
-def draw_arrays(model: Model, batch: int, seed: int = 0) -> dict[str, np.ndarray]:
+def draw_arrays(model: Model, batch: int) -> dict[str, np.ndarray]:
     """Return random inputs of a step of so many sequences: parameters, zeros for state, ids that are legal."""
-    rng, big = np.random.default_rng(seed), model.resize(batch=batch)
+    rng, big = np.random.default_rng(0), model.resize(batch=batch)
     ranges, found = id_ranges(big.program), dict[str, np.ndarray]()
     for name, t in big.program.inputs:
         kind = numpy_dtype(t.dtype)
@@ -66,9 +65,7 @@ def step_of_whole(model: Model, given: Mapping[str, np.ndarray], batch: int) -> 
     return named | {name: found[name] for name in program.outputs if name not in model.replaced.values()}
 
 
-def step_beside_whole(
-    model: Model, job: Job, backend: str = "reference", timeout: float = TIMEOUT, record: Record | None = None
-) -> StepComparison:
+def step_beside_whole(model: Model, job: Job, backend: str = "reference", timeout: float = TIMEOUT) -> StepComparison:
     """Run a step of a job on random arrays, and compare every value with the whole model's.
 
     A value that one side lacks differs. `model` is what the job was made of. Under a launcher every process compares,
@@ -81,7 +78,7 @@ def step_beside_whole(
     """
     batch = job.strategy.sequences
     given = draw_arrays(model, batch)
-    found = run_recorded(job, given, backend, timeout, record)
+    found = run(job, given, backend, timeout)
     want = step_of_whole(model, given, batch)
     worst: dict[str, tuple[int, float, str]] = {}
     for name in sorted(found.keys() | want.keys()):

@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.job_arrays import batch_dim, check_step_arrays
 from shardplan.execution.jobs import JobRun, chain_of, everywhere, offer, parts
 from shardplan.execution.record import Record
-from shardplan.execution.run import TIMEOUT, HandMaker
+from shardplan.execution.run import TIMEOUT, load_backend
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.partition import partition
@@ -285,10 +284,7 @@ class Live:
 
     def _agree(self, asked: Offer) -> Hand | None:
         """Agree with the other processes on what runs now."""
-        hand: Hand | None = Hand()
-        if self.backend != "reference":
-            make = cast("HandMaker", import_module(f"shardplan.execution.{self.backend}.run").hand)
-            hand = make(asked, self.timeout)
+        hand = Hand() if self.backend == "reference" else load_backend(self.backend).hand(asked, self.timeout)
         self._hand = Hand(devices=frozenset()) if hand is None else hand
         return hand
 

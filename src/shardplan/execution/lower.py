@@ -16,9 +16,10 @@ import numpy as np
 from shardplan.core.ids import check_shard_ids
 from shardplan.core.messages import at_root
 from shardplan.core.op import Op
+from shardplan.core.ops.compute import LocalRun, at_place, computing
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
-from shardplan.errors import LayoutError
+from shardplan.errors import BackendError, LayoutError
 
 
 def place_of(t: TensorType, device: int) -> int | None:
@@ -64,6 +65,24 @@ def own_shards(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> 
             )
         found[name] = None if place is None else (place, shards[0])
     return found
+
+
+def by_output(program: Program, results: Sequence[Any], rank: int) -> list[list[Any]]:
+    """Return one array a result whose mesh has this rank, else none."""
+    return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
+
+
+def bind_local(
+    op: Op, operands: Sequence[TensorType], result: TensorType, device: int, backend: str
+) -> LocalRun | None:
+    """Return what a device computes in an op on its shards; None where it holds nothing of the results.
+
+    Raises `BackendError`, in the name of the backend, for an op that does not compute.
+    """
+    local, place = computing(op), place_of(result, device)
+    if local is None:
+        raise BackendError(f"{backend} cannot run {op.name}")
+    return local.bind(operands, at_place(place)) if place is not None and at_root(result)[place] else None
 
 
 def check_own_ids(program: Program, values: Mapping[str, Any], rank: int) -> None:

@@ -29,27 +29,19 @@ TIMEOUT = 300.0  # seconds that any wait may take: peers may still be loading a 
 
 
 class Backend(Protocol):
-    """What a backend's `run_program` is: inputs and results are a list, each with the shards of this process."""
+    """What the `run.py` of a backend has."""
 
-    def __call__(
+    def run_program(
         self, program: Program, inputs: Sequence[Sequence[Any]], *, timeout: float, record: Record | None
     ) -> list[list[Any]]:
-        """Run the program; `record`, where given, takes the start and end of every step."""
+        """Run a program on the shards of this process, a list an input; `record` takes the start and end of steps."""
         ...
 
-
-class Decliner(Protocol):
-    """What a backend's `decline` is."""
-
-    def __call__(self, program: Program, error: BaseException) -> None:
+    def decline(self, program: Program, error: BaseException) -> None:
         """Tell the other processes of a program that this one raises instead of running it."""
         ...
 
-
-class HandMaker(Protocol):
-    """What a backend's `hand` is."""
-
-    def __call__(self, offered: Offer, timeout: float) -> Hand | None:
+    def hand(self, offered: Offer, timeout: float) -> Hand | None:
         """Agree with the other processes on a step of a job; None for a process without a device of it."""
         ...
 
@@ -108,6 +100,12 @@ def run(program: Program | Plan | Job, shards: Any, backend: str = "reference", 
     return run_recorded(program, shards, backend, timeout, None)
 
 
+def load_backend(backend: str) -> Backend:
+    """Return a backend other than the reference; raises `MissingExtra` where its package is not installed."""
+    require_backend(backend)
+    return cast("Backend", import_module(f"shardplan.execution.{backend}.run"))
+
+
 def run_recorded(
     program: Program | Plan | Job, shards: Any, backend: str, timeout: float, record: Record | None
 ) -> Any:
@@ -127,17 +125,14 @@ def run_recorded(
     except ShardplanError as error:  # the other processes would wait for this one
         with contextlib.suppress(ShardplanError):  # nobody is there who could be told
             if backend != "reference":
-                require_backend(backend)
-                cast("Decliner", import_module(f"shardplan.execution.{backend}.run").decline)(program, error)
+                load_backend(backend).decline(program, error)
         raise
     if backend == "reference":
         given = dict(zip((name for name, _ in program.inputs), inputs, strict=False))
         check_shard_ids(program, lambda name, t: enumerate(check_shards(name, t, given.get(name, []))))
         outputs: list[list[Any]] = reference(program, inputs)
     else:
-        require_backend(backend)
-        found = cast("Backend", import_module(f"shardplan.execution.{backend}.run").run_program)
-        outputs = found(program, inputs, timeout=timeout, record=record)
+        outputs = load_backend(backend).run_program(program, inputs, timeout=timeout, record=record)
     return outputs[0] if len(outputs) == 1 and single else outputs
 
 
@@ -164,11 +159,7 @@ def _run_job(job: Job, arrays: Any, backend: str, timeout: float, record: Record
         given = check_step_arrays(job, arrays)
     except LayoutError as error:
         problem = error
-    hand: Hand | None = Hand()
-    if backend != "reference":
-        require_backend(backend)
-        make = cast("HandMaker", import_module(f"shardplan.execution.{backend}.run").hand)
-        hand = make(offer(job, problem), timeout)
+    hand = Hand() if backend == "reference" else load_backend(backend).hand(offer(job, problem), timeout)
     if problem is not None:
         raise problem
     return {} if hand is None else JobRun(job, hand, given, record).step()

@@ -117,7 +117,7 @@ def verify(plan: Plan) -> TrialVerdict:
         return TrialVerdict(("index",), shards, sum(n for n, _ in parts), total, sum(b for _, b in parts))
     for name in ("index", "random"):
         arrays = [index_data(t) if name == "index" else random_data(t, k) for k, t in enumerate(sources)]
-        results = execute(program, [distribute(a, t) for a, t in zip(arrays, sources, strict=True)])
+        results = _run_shards(program, [distribute(a, t) for a, t in zip(arrays, sources, strict=True)])
         arrived = results[: len(destinations)]  # behind them are inputs that the caller keeps
         for k, (array, found, t) in enumerate(zip(arrays, arrived, destinations, strict=True)):
             compare(found, program.output_types[k], array, t, f"output {k} on {name} data")
@@ -170,15 +170,15 @@ def _part_bytes(t: TensorType, positions: Positions) -> int:
     return int(np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1).sum()) * t.itemsize
 
 
-def execute(program: Program, inputs: Sequence[Shards], backend: str = "reference") -> list[list[Array]]:
+def _run_shards(program: Program, inputs: Sequence[Shards]) -> list[list[Array]]:
     """Run a program with a list of shards for each input, and return one for each output."""
     single = len(program.inputs) == 1
-    results: Any = run(program, inputs[0] if single else inputs, backend)
+    results: Any = run(program, inputs[0] if single else inputs)
     return [results] if single and len(program.outputs) == 1 else results
 
 
-def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
-    """Run a program on index data by a backend of the table.
+def run_index_data(program: Program) -> tuple[list[str], bool | None]:
+    """Run a program on index data, every device in this process.
 
     Returns the checksum of each output's global array, and whether every output that was only moved equals the input
     it comes from; None where all outputs are computed.
@@ -189,11 +189,9 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
         BackendError: Replicas of an output differ.
     """
     if too_large((*program.input_types, *program.output_types)):
-        if backend != "reference":
-            raise Infeasible(too_large((*program.input_types, *program.output_types)))
-        return _trial_parts(program)
+        return _run_index_parts(program)
     arrays = {name: index_data(t) for name, t in program.inputs}
-    results = execute(program, [distribute(arrays[name], t) for name, t in program.inputs], backend)
+    results = _run_shards(program, [distribute(arrays[name], t) for name, t in program.inputs])
     origin = {name: name for name, _ in program.inputs}
     for step in program.steps:
         origin |= {result: origin[operand] for operand, result in moved_values(step) if operand in origin}
@@ -210,8 +208,8 @@ def trial(program: Program, backend: str) -> tuple[list[str], bool | None]:
     return sums, all(equal) if equal else None
 
 
-def _trial_parts(program: Program) -> tuple[list[str], bool | None]:
-    """Run a program that only moves data by blocks; as `trial`."""
+def _run_index_parts(program: Program) -> tuple[list[str], bool | None]:
+    """Run a program that only moves data by blocks; as `run_index_data`."""
     sources = {out: name for name, _ in program.inputs for out in descent(program, name)}
     computed = [out for out in program.outputs if out not in sources]
     if computed:

@@ -11,7 +11,6 @@ Reading order:
 - `hlo`                the collectives of a compiled XLA program, and the script that moves their bytes
 - `hlo_groups`         the devices that such a collective names
 - `hlo_trace`          those collectives as a value, which is timed and replayed
-- `hlo_why`            of each who asks for it, and what it costs
 - `importers`          a folder: models of torch, JAX and ONNX as a `Model`
 - `start`              a job whose state lives in shards, from arrays or a checkpoint
 - `exports`            a folder: reduction programs for torch, JAX, MPI and MSCCL

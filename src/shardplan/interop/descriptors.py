@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.errors import LayoutError, excerpt
-from shardplan.movement.weights.refit import RefitPlan
+from shardplan.movement.weights.refit import RefitPlan, region_runs
 from shardplan.movement.weights.regions import RefitRegions
+from shardplan.movement.weights.weights import names_of
 
 
 class RefitDescriptor(NamedTuple):
@@ -71,9 +72,8 @@ peer_name='model.layers.0.mlp.down_proj.weight', peer_offset=12)
                 f"{'' if ends[0].dtype != ends[1].dtype else ' with another constant'}, which bytes alone do not say; "
                 "legal are equal dtypes and constants, or Refit, which casts"
             )
-    names = _NamesByRank(plan)
     held: RefitDescriptor | None = None
-    for run in _runs(plan, found, rank, names):
+    for run in _runs(plan, found, rank):
         if held is not None and _goes_on(held, run):
             held = held._replace(length=held.length + run.length)
             continue
@@ -84,53 +84,20 @@ peer_name='model.layers.0.mlp.down_proj.weight', peer_offset=12)
         yield held
 
 
-class _NamesByRank:
-    """The names of parameters of both sides by rank and number, made when they are asked for."""
-
-    def __init__(self, plan: RefitPlan) -> None:
-        self.plan = plan
-        self.known: dict[tuple[bool, int], list[str]] = {}
-
-    def __call__(self, source: bool, rank: int, number: int) -> str:
-        if (source, rank) not in self.known:
-            self.known[source, rank] = (self.plan.source if source else self.plan.target).names(rank)
-        return self.known[source, rank][number]
-
-
 def _goes_on(a: RefitDescriptor, b: RefitDescriptor) -> bool:
     same = (a.sends, a.peer, a.name, a.peer_name) == (b.sends, b.peer, b.name, b.peer_name)
     return same and a.offset + a.length == b.offset and a.peer_offset + a.length == b.peer_offset
 
 
-def _runs(plan: RefitPlan, found: RefitRegions, rank: int, names: _NamesByRank) -> Iterator[RefitDescriptor]:
+def _runs(plan: RefitPlan, found: RefitRegions, rank: int) -> Iterator[RefitDescriptor]:
     for k in range(len(found)):
-        source, target = int(found.source[k]), int(found.target[k])
         width = plan.itemsizes(int(found.move[k]))[2]
-        ends = (
-            names(True, source, int(found.source_parameter[k])),
-            names(False, target, int(found.target_parameter[k])),
-        )
-        sends = source == rank and target != rank
-        for offsets, length in _blocks_of(found, k):
-            for s, t in offsets:
-                here, there = (s, t) if sends else (t, s)
-                name, other = ends if sends else ends[::-1]
-                peer = target if sends else source
-                yield RefitDescriptor(sends, peer, name, here * width, length * width, other, there * width)
-
-
-def _blocks_of(found: RefitRegions, k: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
-    """Yield the starts of a region's runs at both ends, a part at a time, and the elements of each."""
-    sizes, s, t = (a[k].tolist() for a in (found.sizes, found.source_strides, found.target_strides))
-    length = 1
-    while sizes and (sizes[-1] == 1 or (s[-1] == length and t[-1] == length)):
-        length *= sizes.pop()
-    outer, inner = sizes[:-1], sizes[-1:]
-    along = np.arange(inner[0] if inner else 1, dtype=np.int64)
-    last = len(outer)
-    steps = (s[last], t[last]) if inner else (0, 0)
-    for at in np.ndindex(*outer):
-        start = int(found.source_offset[k]) + sum(i * x for i, x in zip(at, s, strict=False))
-        stop = int(found.target_offset[k]) + sum(i * x for i, x in zip(at, t, strict=False))
-        both = np.stack([start + along * steps[0], stop + along * steps[1]], axis=1)
-        yield [(a, b) for a, b in both.tolist()], length
+        for source, target, source_number, target_number, s, t, length in region_runs(found, k):
+            ends = (
+                (names_of(plan.source, source)[source_number], s),
+                (names_of(plan.target, target)[target_number], t),
+            )
+            sends = source == rank and target != rank
+            (name, here), (other, there) = ends if sends else ends[::-1]
+            peer = target if sends else source
+            yield RefitDescriptor(sends, peer, name, here * width, length * width, other, there * width)

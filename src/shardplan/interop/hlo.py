@@ -59,6 +59,11 @@ class HloCollective:
     is_async: bool = field(default=False, compare=False)  # whether it is begun, and waited for later
 
     @property
+    def moving_pairs(self) -> np.ndarray:
+        """Those of the pairs, int64 [n, 2], whose ends differ."""
+        return np.array([pair for pair in self.pairs if pair[0] != pair[1]], dtype=np.int64).reshape(-1, 2)
+
+    @property
     def moved_bytes(self) -> int:
         """What all devices receive together, by the bandwidth-optimal algorithm of the kind."""
         if self.kind == "collective-permute":
@@ -105,7 +110,7 @@ def hlo_script(collectives: Sequence[HloCollective], title: str = "hlo") -> Scri
 def _stages(number: int, one: HloCollective) -> Iterator[Stage]:
     """Yield the stages of a collective, in order; its groups go through each together."""
     if one.pairs:
-        ends = np.array([pair for pair in one.pairs if pair[0] != pair[1]], dtype=np.int64).reshape(-1, 2)
+        ends = one.moving_pairs
         if len(ends) and one.output_bytes:
             yield Stage(number, (ScriptRound(ends[:, 0], ends[:, 1], np.full(len(ends), one.output_bytes)),))
     yield from abreast(

@@ -223,7 +223,7 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: M
                 os.fsync(file.fileno())
             os.replace(partial, path)
             on_failure.pop_all()
-        _sync_directory(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise ShardplanError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -249,7 +249,8 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def _sync_directory(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Sync a folder, so that names in it last."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

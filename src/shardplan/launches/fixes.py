@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardplan.core.mesh import Mesh
 from shardplan.errors import ParseError
 from shardplan.hardware.placement import Placement, divisors
-from shardplan.launches.hostfile import host_names, hostfile_text, rankfile_text
+from shardplan.launches.hostfile import host_names, rankfile_text
 from shardplan.launches.launch import Launch, ring_of
 from shardplan.launches.megatron import (
     DEFAULT,
@@ -358,6 +358,24 @@ def torchrun_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> st
         f"# on {hosts[host]}\n{head} --node-rank={k} --master-addr={hosts[nodes[0]]} ...\n"
         for k, host in enumerate(nodes)
     )
+
+
+def hostfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> str | None:
+    """Return a hostfile that gives ranks their hosts, where its order alone can; arguments as for `rankfile_text`.
+
+    That is `host slots=n` where every host is one run of ranks, else MPICH's `host:n`, a line for every run. None where
+    some host's devices are not in the order of its ranks: that takes a rankfile, or a map of devices on the host.
+
+    >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
+    b slots=2
+    a slots=2
+    """
+    found = _hosts_of_ranks(device_of_rank, len(hosts))
+    if found is None:
+        return None
+    runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(found)]
+    form = " slots={}" if len(runs) == len(hosts) else ":{}"
+    return "".join(f"{hosts[host]}{form.format(n)}\n" for host, n in runs)
 
 
 def _hosts_of_ranks(device_of_rank: Mapping[int, int], count: int) -> list[int] | None:

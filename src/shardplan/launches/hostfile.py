@@ -251,9 +251,9 @@ def parse_rankfile(text: str, source: str = "rankfile", hosts: Hosts | None = No
     return Hosts(names, tuple(slots), tuple(ranks), source)
 
 
-def _first_names(names: Sequence[str], most: int = 6) -> str:
-    """The first of many names, for a message."""
-    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+def _first_names(names: Sequence[str]) -> str:
+    """The first 6 of many names, for a message."""
+    return ", ".join(names[:6]) + (f", ... ({len(names)} in all)" if len(names) > 6 else "")
 
 
 def host_level(topology: Topology, hosts: int | None = None) -> int:
@@ -279,6 +279,12 @@ def host_level(topology: Topology, hosts: int | None = None) -> int:
     )
 
 
+def host_size(topology: Topology, hosts: int | None = None) -> int:
+    """Return the devices of a host; of `host_level`, which raises as it does."""
+    j = host_level(topology, hosts)
+    return topology.size if j < 0 else topology.strides[j]
+
+
 def _units(topology: Topology, j: int) -> int:
     """How many units level j has in all."""
     return 1 if j < 0 else topology.size // topology.strides[j]
@@ -292,8 +298,7 @@ def devices_of(hosts: Hosts, topology: Topology) -> tuple[int, ...]:
     >>> devices_of(parse_hostfile("a:1\nb:1\na:1\nb:1"), Topology.load("dgx-a100").resize(nodes=2, gpus=2))
     (0, 2, 1, 3)
     """
-    j = host_level(topology, len(hosts.names))
-    room = topology.size if j < 0 else topology.strides[j]
+    room = host_size(topology, len(hosts.names))
     if not hosts.ranks:
         return tuple(host * room + k for host in hosts.order or range(len(hosts.names)) for k in range(room))
     if len(hosts.ranks) != topology.size:
@@ -368,30 +373,3 @@ def rankfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> st
     room = len(device_of_rank) // len(hosts)
     rows = sorted(device_of_rank.items())
     return "".join(f"rank {rank}={hosts[device // room]} slot={device % room}\n" for rank, device in rows)
-
-
-def hostfile_text(device_of_rank: Mapping[int, int], hosts: Sequence[str]) -> str | None:
-    """Return a hostfile that gives ranks their hosts, where its order alone can; arguments as for `rankfile_text`.
-
-    That is `host slots=n` where every host is one run of ranks, else MPICH's `host:n`, a line for every run. None where
-    some host's devices are not in the order of its ranks: that takes a rankfile, or a map of devices on the host.
-
-    >>> print(hostfile_text({0: 2, 1: 3, 2: 0, 3: 1}, ("a", "b")), end="")
-    b slots=2
-    a slots=2
-    """
-    room = len(device_of_rank) // len(hosts)
-    devices = [device for _, device in sorted(device_of_rank.items())]
-    runs: list[tuple[int, int]] = []
-    used = [0] * len(hosts)
-    for device in devices:
-        host, slot = divmod(device, room)
-        if slot != used[host]:
-            return None
-        used[host] += 1
-        if runs and runs[-1][0] == host:
-            runs[-1] = (host, runs[-1][1] + 1)
-        else:
-            runs.append((host, 1))
-    form = " slots={}" if len(runs) == len(hosts) else ":{}"
-    return "".join(f"{hosts[host]}{form.format(n)}\n" for host, n in runs)

@@ -7,11 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import to_builtins
+
 from shardplan.errors import LayoutError
 from shardplan.hardware.prices.library import library
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.launches.audit import WORTH, Audit
 from shardplan.launches.causes import uplink_word
+from shardplan.launches.fixes import Fix
 from shardplan.launches.launch import article, count_units
 from shardplan.launches.verdict import Stray
 from shardplan.report.fold import WIDTH, fold_lines, fold_python, fold_shell
@@ -174,25 +177,8 @@ def audit_object(found: Audit) -> dict[str, Any]:
         "topology_size": found.launch.topology.size,
         "library": library_object(found.launch.topology),
         "ids": list(found.launch.ids),
-        "strays": [
-            {
-                "axes": list(s.axes),
-                "level": s.level,
-                "ranks": list(s.ranks),
-                "spans": s.spans,
-                "expected": s.expected,
-            }
-            for s in findings.strays
-        ],
-        "rows": [
-            {
-                "axes": list(r.axes),
-                "spans": [list(x) for x in r.spans],
-                "per_uplink": list(r.per_uplink),
-                "detours": list(r.detours),
-            }
-            for r in found.rows
-        ],
+        "strays": to_builtins(findings.strays),
+        "rows": to_builtins(found.rows),
         "shares": [
             {
                 "axes": list(s.demand.axes),
@@ -216,19 +202,23 @@ def audit_object(found: Audit) -> dict[str, Any]:
         "cause": found.cause,
         "causes": list(found.causes),
         "fixes": found.fixes,
-        "fix": None
-        if text is None
-        else {
-            "torch": text.torch,
-            "torch_note": text.torch_note or None,
-            "jax": text.jax,
-            "megatron": text.megatron,
-            "megatron_order": text.megatron_order,
-            "megatron_rankfile": text.megatron_rankfile,
-            "rankfile": text.rankfile,
-            "srun": text.srun,
-            "torchrun": text.torchrun,
-            "hostfile": text.hostfile,
-            "nccl_tests": {",".join(axes): split for axes, split in text.nccl_tests},
-        },
+        "fix": None if text is None else _fix_object(text),
     }
+
+
+def _fix_object(text: Fix) -> dict[str, Any]:
+    names = (
+        "torch",
+        "jax",
+        "megatron",
+        "megatron_order",
+        "megatron_rankfile",
+        "rankfile",
+        "srun",
+        "torchrun",
+        "hostfile",
+    )
+    nccl_tests = {",".join(axes): split for axes, split in text.nccl_tests}
+    return {name: getattr(text, name) for name in names} | {
+        "torch_note": text.torch_note or None, "nccl_tests": nccl_tests,
+    }  # fmt: skip

@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 MONO = "ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 SANS = "system-ui,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif"
+MARGIN = 24
 INK, FAINT, LINE, PAPER = "#1f2933", "#616e7c", "#c3ccd5", "#ffffff"
 
 
@@ -72,3 +73,26 @@ class Canvas:
                 "",
             ]
         )
+
+
+class Page:
+    """A canvas that is filled from above: `y` is how far down it is used so far."""
+
+    def __init__(self) -> None:
+        """Start with a margin."""
+        self.canvas = Canvas()
+        self.y = float(MARGIN)
+
+    def write_line(
+        self,
+        text: str,
+        step: float,
+        size: float = 12,
+        fill: str = INK,
+        weight: int = 400,
+        font: str = "",
+        drop: float = 0,
+    ) -> None:
+        """Write a line at the left margin, `drop` below `y`, and go down by `step`."""
+        self.canvas.text(MARGIN, self.y + drop, text, size, fill, weight, font)
+        self.y += step

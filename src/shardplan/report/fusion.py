@@ -16,7 +16,7 @@ def fusion_text(found: Fusion[Any]) -> str:
         return lines[0]
     rows = [["place", "op", "sent", "unfused", "fused", "choice", "reason"]]
     rows += [_cells(row) for row in found.rows]
-    head, *told = table(rows, left=2)
+    head, *told = table(rows, left=(0, 1))
     lines += ["", head]
     for row, line in zip(found.rows, told, strict=True):
         lines += [line, f"  {' '.join(row.types[:-1])} -> {row.types[-1]}"]

@@ -60,20 +60,10 @@ def run_answer(cluster: Cluster, predicted: Sequence[Timeline], measured: Sequen
 
 def measurement_object(predicted: Timeline, m: Measurement) -> dict[str, Any]:
     """Return a measurement as an object, every repetition included."""
-    return {
-        "title": m.title,
-        "engine": m.engine,
+    names = ("title", "engine", "seconds", "min_seconds", "cv", "lateness", "cpu_share", "drops", "repeated", "voided",
+             "verified", "load")  # fmt: skip
+    return {name: getattr(m, name) for name in names} | {
         "predicted_seconds": predicted.seconds,
-        "seconds": m.seconds,
-        "min_seconds": m.min_seconds,
-        "cv": m.cv,
-        "lateness": m.lateness,
-        "cpu_share": m.cpu_share,
-        "drops": m.drops,
-        "repeated": m.repeated,
-        "voided": m.voided,
-        "verified": m.verified,
-        "load": m.load,
         "repetitions": [r.seconds for r in m.repetitions],
         "links": [
             {"link": name, "predicted_bytes": said, "payload_bytes": counted, "kernel_bytes": kernel}
@@ -159,7 +149,7 @@ def validate_text(v: ScoreVerdict) -> str:
     ]
     words = {True: "yes", False: "NO", None: "-"}
     held = [[t.claim, t.bar, t.found, words[t.holds]] for t in v.targets]
-    lines += table([["target", "bar", "found", "holds"], *held], left=4)
+    lines += table([["target", "bar", "found", "holds"], *held], left=range(4))
     if v.misses:
         lines += ["", f"misses ({len(v.misses)}):"]
         lines += [f"  {m.target}: {m.experiment}, {m.placement}: {m.text}" for m in v.misses[:MOST_MISSES]]

@@ -34,6 +34,7 @@ from shardplan.report.place import ranking_text
 from shardplan.report.placement_svg import svg_placement
 from shardplan.report.plan import answer_text, own_text, strategy_words
 from shardplan.report.svg import svg_picture
+from shardplan.report.text import clip_text
 from shardplan.report.timeline import timeline_text
 from shardplan.report.weights import refit_text, side_text
 from shardplan.report.why import gap_text
@@ -97,8 +98,10 @@ def shortened_parts(parts: Iterator[PagePart]) -> list[PagePart]:
 
 def _cut_head(part: PagePart) -> PagePart:
     """A part with a title, a note and numbers that are no longer than a line, and without a figure."""
-    cards = [(_cut_line(number), _cut_line(what)) for number, what in part.cards]
-    return replace(part, title=_cut_line(part.title), note=_cut_line(part.note), cards=cards, figure=None)
+    cards = [(clip_text(number, LONGEST), clip_text(what, LONGEST)) for number, what in part.cards]
+    return replace(
+        part, title=clip_text(part.title, LONGEST), note=clip_text(part.note, LONGEST), cards=cards, figure=None
+    )
 
 
 def _size(text: str) -> int:
@@ -109,7 +112,7 @@ def _cut_rows(rows: Sequence[Sequence[str]], left: int) -> tuple[list[list[str]]
     """Rows that there is room for, headings first, the room that is left, and how many rows are left out."""
     found: list[list[str]] = []
     for row in rows[: MOST_ROWS + 1]:
-        cells = [_cut_line(cell) for cell in row]
+        cells = [clip_text(cell, LONGEST) for cell in row]
         size = sum(map(_size, cells)) + 20
         if size > left - 1000:
             break
@@ -121,16 +124,12 @@ def _cut_rows(rows: Sequence[Sequence[str]], left: int) -> tuple[list[list[str]]
 def _cut_text(text: str, left: int) -> tuple[str, int, int]:
     lines, found = text.splitlines(), list[str]()
     for line in lines[:MOST_LINES]:
-        cut = _cut_line(line)
+        cut = clip_text(line, LONGEST)
         if _size(cut) > left - 1000:
             break
         found.append(cut)
         left -= _size(cut)
     return "\n".join(found), left, len(lines) - len(found)
-
-
-def _cut_line(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _type_parts(t: TensorType) -> Parts:

@@ -1,4 +1,4 @@
-"""What `place` and `reduce` print, and their JSON objects."""
+"""What `place`, `reduce` and `topologies` print, and their JSON objects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.library import library
+from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.placing.degradation import Degraded
 from shardplan.movement.placing.place import Ranking
 from shardplan.movement.placing.placement_price import Placed
 from shardplan.movement.reductions.enumeration import Reduction
 from shardplan.plans.plan import Plan
-from shardplan.report.text import library_object, plan_object
+from shardplan.report.text import library_object, plan_object, table
 
 SHOWN = 10  # placements printed unless more are asked for
 MOST_RENAMED = 8  # devices of a renaming printed
@@ -40,9 +41,8 @@ def ranking_text(found: Ranking, top: int = SHOWN, notes: Sequence[str] = ()) ->
         cells = (row.seconds, row.lower_bound_seconds, row.stock_seconds)
         seconds, bound, stock = map(format_seconds, cells)
         rows.append([str(number + 1), seconds, f"{over:.2f}", bound, stock, row.placement.describe()])
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     lines = [*traffic_lines(notes), ""] if notes else []
-    lines += ["  ".join([*(c.rjust(w) for c, w in zip(r, widths, strict=False)), r[-1]]) for r in rows]
+    lines += table(rows, left=(5,))
     if len(found) > top:
         lines.append(f"... and {len(found) - top} more, the last {found[-1].seconds / best.seconds:.3g} x the best")
     lines += ["", f"best       {best.placement.describe()} on {best.placement.topology.describe()}"]
@@ -192,4 +192,28 @@ def reductions_object(found: Sequence[Reduction], top: int | None) -> dict[str, 
             for one in found[:top]
         ],
         "library": library_object(found[0].placement.topology) if found else None,
+    }
+
+
+def topologies_text(found: Sequence[Topology]) -> str:
+    """Return a line for each topology: name, levels, library, and on what the library's prices were fitted."""
+    rows = [["topology", "levels", "library", "prices fitted on"]]
+    rows += [[t.name, t.describe(), t.library, library(t.library).measured or "nothing measured"] for t in found]
+    return "\n".join(table(rows, left=range(4)))
+
+
+def topologies_object(found: Sequence[Topology]) -> dict[str, Any]:
+    """Return topologies as an object; `text` is what a topology file says."""
+    return {
+        "topologies": [
+            {
+                "name": t.name,
+                "levels": t.describe(),
+                "size": t.size,
+                "library": t.library,
+                "measured": library(t.library).measured,
+                "text": str(t),
+            }
+            for t in found
+        ]
     }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from shardplan.hardware.placement import Placement
 from shardplan.launches.launch import Launch
 from shardplan.movement.placing.traffic import Demand, Traffic
-from shardplan.report.canvas import FAINT, LINE, MONO, PAPER, Canvas, pastels
+from shardplan.report.canvas import FAINT, LINE, MARGIN, MONO, PAPER, Page, pastels
 from shardplan.report.placement_picture import (
     Cell,
     HostBox,
@@ -26,7 +26,6 @@ from shardplan.report.placement_picture import (
     span_text,
 )
 
-MARGIN = 24
 MOST_BOXES = 8
 MOST_CELLS = 32
 ACROSS = 8  # cells of a line
@@ -54,14 +53,13 @@ def svg_placement(
     return _PlacementPage(scene(subject, traffic, MOST_BOXES)).document(title)
 
 
-class _PlacementPage:
-    """A canvas, and the height of it that is used so far."""
+class _PlacementPage(Page):
+    """Where a mesh lies, host by host."""
 
     def __init__(self, drawn: Scene) -> None:
+        super().__init__()
         self.drawn = drawn
         self.axes = drawn.launch.mesh.axes
-        self.canvas = Canvas()
-        self.y = float(MARGIN)
         shown = [cell for box in drawn.boxes for cell in box.cells[:MOST_CELLS]]
         groups = sorted({(i, g) for cell in shown for i, g in enumerate(cell.groups)})
         self.colours = dict(zip(groups, pastels(len(groups)), strict=True))
@@ -69,22 +67,18 @@ class _PlacementPage:
 
     def document(self, title: str) -> str:
         self.y += 10
-        self.canvas.text(MARGIN, self.y, title or heading(self.drawn), size=17, weight=600)
-        self.y += 24
+        self.write_line(title or heading(self.drawn), 24, size=17, weight=600)
         if title:
-            self.canvas.text(MARGIN, self.y, heading(self.drawn), fill=FAINT)
-            self.y += 20
+            self.write_line(heading(self.drawn), 20, fill=FAINT)
         self.table()
         self.legend()
         above = ""
         for box in self.drawn.boxes:
             if self.drawn.hidden and box is self.drawn.boxes[-1]:
                 word = self.drawn.level.name if self.drawn.level is not None else "host"
-                self.canvas.text(MARGIN, self.y + 10, f"... {self.drawn.hidden} more {word}s", fill=FAINT)
-                self.y += 26
+                self.write_line(f"... {self.drawn.hidden} more {word}s", 26, fill=FAINT, drop=10)
             if (pods := pod_name(box, self.drawn)) != above:
-                self.canvas.text(MARGIN, self.y + 12, pods, size=14, weight=600)
-                self.y += 24
+                self.write_line(pods, 24, size=14, weight=600, drop=12)
                 above = pods
             self.box(box)
         height = self.y + MARGIN - 12

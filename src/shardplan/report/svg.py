@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
-from shardplan.report.canvas import FAINT, INK, LINE, MONO, PAPER, Canvas
+from shardplan.report.canvas import FAINT, INK, LINE, MARGIN, MONO, PAPER, Page
 from shardplan.report.contents import LEGEND, Frame, HeldBox, cuts, frames, shape_text
 
-MARGIN = 24
 PANEL = 112  # the longer side of a drawn array
 GAP = 20  # between panels
 ACROSS = 8  # panels of a line
@@ -64,10 +63,11 @@ def svg_picture(subject: Program | TensorType, title: str = "", note: str = "") 
     return page.document(title or "What each device holds", texts)
 
 
-class _ContentsPage:
-    """A canvas, and the height of it that is used so far."""
+class _ContentsPage(Page):
+    """What devices hold, frame by frame."""
 
     def __init__(self, drawn: Sequence[Frame], lines: dict[tuple[int, ...], tuple[tuple[int, ...], ...]]) -> None:
+        super().__init__()
         self.drawn = drawn
         self.lines = lines
         count = max((len(f.held) for f in drawn), default=1)
@@ -75,18 +75,14 @@ class _ContentsPage:
         minor = mesh.sizes[-1] if mesh and mesh.sizes else 1
         self.across = min(count, ACROSS if minor > ACROSS else ACROSS // minor * minor)
         self.width = max(2 * MARGIN + self.across * (PANEL + GAP) - GAP, 640)
-        self.y = float(MARGIN)
-        self.canvas = Canvas()
 
     def document(self, title: str, notes: Sequence[str]) -> str:
         self.y += 10
         for line in textwrap.wrap(title, max(20, int((self.width - 2 * MARGIN) / 9.2))):
-            self.canvas.text(MARGIN, self.y, line, size=17, weight=600)
-            self.y += 22
+            self.write_line(line, 22, size=17, weight=600)
         for note in notes:
             for line in textwrap.wrap(note, max(20, int((self.width - 2 * MARGIN) / 6.6))):
-                self.canvas.text(MARGIN, self.y, line, size=12, fill=FAINT)
-                self.y += 17
+                self.write_line(line, 17, size=12, fill=FAINT)
         self.legend()
         for number, frame in enumerate(self.drawn):
             before = self.drawn[number - 1] if number else None
@@ -165,21 +161,18 @@ class _ContentsPage:
                 self.canvas.text(self.width - MARGIN, self.y, frame.note, size=12, fill=FAINT, anchor="end")
             self.y += 18
             for line in _wrapped(frame.op, columns):
-                self.canvas.text(MARGIN, self.y, line, size=11.5, font=MONO)
-                self.y += 16
+                self.write_line(line, 16, size=11.5, font=MONO)
         else:
             self.y += 12
         value = f"%{frame.value}: {frame.type}" if frame.value else str(frame.type)
         for line in _wrapped(value, columns):
-            self.canvas.text(MARGIN, self.y, line, size=11.5, font=MONO, fill=INK)
-            self.y += 16
+            self.write_line(line, 16, size=11.5, font=MONO, fill=INK)
         dims, wide, high = _shown(frame.type)
         for d, length in zip(reversed(dims), (wide, high), strict=False):
             positions = self.lines[frame.type.shape][d]
             if _crowded(positions, frame.type.shape[d], length):
                 text = f"dim {d} is cut into {len(positions) - 1} parts, whose lines are not drawn"
-                self.canvas.text(MARGIN, self.y, text, size=11.5, fill=FAINT)
-                self.y += 16
+                self.write_line(text, 16, size=11.5, fill=FAINT)
         below = 24 if frame.type.ndim == len(dims) else 36
         mark = "+" if frame.type.layout.partial else "\u2217" if frame.type.layout.root else ""
         for start in range(0, len(frame.held), self.across):
@@ -197,8 +190,7 @@ class _ContentsPage:
             self.y += (19 if several else 6) + high + below
         if frame.more:
             self.y += 8
-            self.canvas.text(MARGIN, self.y, f"... and {frame.more} more tensors", size=12, fill=FAINT)
-            self.y += 20
+            self.write_line(f"... and {frame.more} more tensors", 20, size=12, fill=FAINT)
 
     def panel(
         self, frame: Frame, held: HeldBox, x: float, y: float, dims: tuple[int, ...], wide: float, high: float
@@ -329,9 +321,10 @@ def _coordinates(frame: Frame, held: HeldBox) -> str:
     return named if len(named) * 5.6 <= PANEL + GAP - 4 else f"({', '.join(map(str, held.coordinates))})"
 
 
-def _wrapped(text: str, columns: int, most: int = 4) -> list[str]:
+def _wrapped(text: str, columns: int) -> list[str]:
+    """A text in at most 4 lines, the last of which says that it goes on."""
     lines = textwrap.wrap(text, columns, subsequent_indent="    ", break_long_words=True)
-    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1][: columns - 1] + "\u2026"]
+    return lines if len(lines) <= 4 else [*lines[:3], lines[3][: columns - 1] + "\u2026"]
 
 
 def _hatch(how: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,20 @@ def json_text(found: Mapping[str, Any]) -> str:
     return msgspec.json.encode(found).decode()
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Return rows as lines, headings first; the first `left` columns to the left, others to the right."""
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return rows as lines, headings first; the columns in `left` to the left, others to the right."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return [
         "  ".join(
-            c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+            c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
+
+
+def clip_text(text: str, most: int) -> str:
+    """Return a text of at most so many characters, whose end says that it goes on."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:

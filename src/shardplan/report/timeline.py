@@ -10,6 +10,7 @@ from typing import Any
 from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_rate, format_seconds
 from shardplan.launches.launch import plural
+from shardplan.report.text import clip_text, table
 from shardplan.simulation.interval import Interval
 from shardplan.simulation.timeline import Timeline, TimelineError
 
@@ -60,7 +61,7 @@ def timeline_text(timeline: Timeline) -> str:
         rows.append(
             [
                 _number(row),
-                _clipped(row.name),
+                clip_text(row.name, WIDEST),
                 str(len(row.seconds)),
                 *map(format_seconds, times),
                 format_bytes(row.received),
@@ -70,7 +71,7 @@ def timeline_text(timeline: Timeline) -> str:
     shares = [f"{kind} {100 * s / total:.3g} %" for kind, s in timeline.breakdown.items() if total]
     lines = [
         f"{timeline.source}{': ' if timeline.title else ''}{timeline.title}",
-        *_table(rows),
+        *table(rows, left=(1,)),
         f"makespan       {format_seconds(total)}",
         f"critical path  {', '.join(shares) or 'nothing takes time'}",
         f"idle           {format_seconds(timeline.idle_seconds)}, bubbles {format_seconds(timeline.bubble_seconds)}, "
@@ -113,7 +114,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
         rows.append(
             [
                 _number(known),
-                _clipped(known.name),
+                clip_text(known.name, WIDEST),
                 format_seconds(p.middle) if p else "-",
                 *(map(format_seconds, times) if times else ("-", "-", "-")),
                 _ratio(p.middle, m.middle) if p and m else "-",
@@ -121,7 +122,7 @@ def comparison_text(predicted: Timeline, measured: Timeline) -> str:
         )
     ends = (predicted.seconds, measured.seconds)
     rows.append(["", "makespan", format_seconds(ends[0]), "", format_seconds(ends[1]), "", _ratio(*ends)])
-    lines = _table(rows)
+    lines = table(rows, left=(1,))
     if ends[0] > 0 and not _is_near(*ends):
         lines.append("these are not the links that are predicted for: without --topology they are measured first")
     return "\n".join(lines)
@@ -162,22 +163,5 @@ def _number(row: _StepRow) -> str:
     return "-" if row.step is None else str(row.step)
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
-
-
 def _ratio(predicted: float, measured: float) -> str:
     return f"{measured / predicted:.2f}" if predicted > 0 and _is_near(predicted, measured) else "-"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two blanks apart: the second, the op, to the left, numbers to the right."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines: list[str] = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if k == 1 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -10,6 +10,6 @@ Reading order:
 - `compute`      the ops that compute
 - `wire`         `JaxWire`: how collectives address the devices of a mesh
 - `bits`         elements as unsigned integers, where a dtype cannot travel as it is
-- `agree`        that processes are about to run one program; `header` says so again at every run
+- `agree`        that processes are about to run one program; `executables` says so again at every run
 - `cache`        executables kept up to a number of bytes
 """

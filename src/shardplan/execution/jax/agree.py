@@ -5,7 +5,7 @@ the key-value store of `jax.distributed`, which every launch has: each process w
 the first process compares, and the others read its verdict. That is at most `MOST_OPERATIONS` operations for a process,
 however many there are, and none when the program runs again.
 
-Programs that have been agreed upon may still be run in different orders: see `header`.
+Programs that have been agreed upon may still be run in different orders: see `executables.guard_with_header`.
 
 What lies in the store, below `shardplan/PROCESSES/NUMBER` of a meeting: `came/PROCESS`, the digest of one, which the
 first process deletes, and `verdict`: the digests by process where they differ, else none. A process that raises instead
@@ -23,6 +23,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax  # pyright: ignore[reportMissingImports]
+from jax._src.distributed import global_state  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.program import Program
 from shardplan.errors import BackendError, TimedOut
@@ -72,24 +75,17 @@ def refuse(devices: Sequence[int], error: BaseException) -> None:
 
 def processes_of(devices: Sequence[int]) -> tuple[int, ...]:
     """Return the processes, ascending, that own devices, which are given by id."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     wanted = set(devices)
     return tuple(sorted({d.process_index for d in jax.devices() if d.id in wanted}))
 
 
 def _meeting_processes(devices: Sequence[int]) -> tuple[int, ...]:
     """Return the processes that own devices, given by id, where this is one of several; else none."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     processes = processes_of(devices) if jax.process_count() > 1 else ()
     return processes if len(processes) > 1 and jax.process_index() in processes else ()
 
 
 def _next_meeting(processes: tuple[int, ...], what: str) -> Meeting:
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax._src.distributed import global_state  # pyright: ignore[reportMissingImports]
-
     if global_state.client is None:
         raise BackendError("jax: several processes without jax.distributed.initialize(), so nothing can be compared")
     _meetings[processes] += 1
@@ -127,8 +123,6 @@ class Meeting:
 
         It raises nothing: who calls it is about to raise what goes before.
         """
-        import jax  # pyright: ignore[reportMissingImports]
-
         self.said = RAISED + why
         # Where the others are late, they find what this process said; where the store is lost, nobody hears anything.
         with contextlib.suppress(TimedOut, jax.errors.JaxRuntimeError):
@@ -141,8 +135,6 @@ class Meeting:
 
     def collect(self, seconds: float) -> Mapping[int, Word]:
         """Return what all say, once all have come; where some do not, the words of those that fail, or `TimedOut`."""
-        import jax  # pyright: ignore[reportMissingImports]
-
         deadline = time.monotonic() + seconds
         try:
             self.client.wait_at_barrier(self._key, max(1, _milliseconds(seconds)), list(self.processes))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import ml_dtypes
 import numpy as np
+from jax import lax  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.dtypes import short_name
 from shardplan.errors import LayoutError
@@ -36,9 +38,6 @@ def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def to_bits(x: Any) -> Any:
     """Return an array's elements as unsigned integers; a complex one's two halves lie along a new first dim."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     if x.dtype == bool:
         return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -51,9 +50,6 @@ def to_bits(x: Any) -> Any:
 
 def from_bits(bits: Any, dtype: np.dtype[Any]) -> Any:
     """Return the elements of `dtype` that `to_bits` made integers of."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     if dtype.kind == "b":
         return bits.astype(bool)
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -86,8 +82,6 @@ def is_narrow(dtype: np.dtype[Any]) -> bool:
 
 def _bits_of(dtype: np.dtype[Any]) -> int:
     """The bits of an element of less than 8, else 0; numpy knows bytes only."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-
     if dtype.itemsize > 1 or dtype.kind == "b":
         return 0
     bits = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from shardplan.core.namespace import Dtype, Namespace
@@ -27,8 +29,6 @@ def compute(op: Compute, arrays: Sequence[Any], types: Sequence[TensorType], wir
 @cache
 def jax_namespace() -> Namespace:
     """Return jax.numpy's functions; where 64 bits are off, integers are summed in 32, which has the same low bits."""
-    import jax  # pyright: ignore[reportMissingImports]
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
     def astype(x: Any, dtype: Dtype) -> Any:
         return jnp.asarray(x).astype(jax.dtypes.canonicalize_dtype(dtype))

@@ -8,13 +8,17 @@ on every device, and `check_vma` is on.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from jax import lax  # pyright: ignore[reportMissingImports]
+from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.mesh import Mesh
@@ -27,7 +31,6 @@ from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import processes_of
 from shardplan.execution.jax.bits import from_bits, is_narrow, to_bits
 from shardplan.execution.jax.cache import EXECUTABLES, code_bytes
-from shardplan.execution.jax.header import guard_with_header
 from shardplan.execution.jax.lower import lower
 from shardplan.execution.jax.wire import JaxWire
 
@@ -38,8 +41,6 @@ WIDE_BYTES = 8  # of a number, or of a half of a complex one: of this width JAX 
 @contextlib.contextmanager
 def program_context(program: Program) -> Generator[None]:
     """A context for one program: its 64-bit dtypes are kept, and a mesh that the caller set is set aside."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     parts = (
         itemsize(t.dtype) // (2 if t.dtype.startswith("c") else 1) for p in programs(program) for t in p.types.values()
     )
@@ -51,39 +52,25 @@ def program_context(program: Program) -> Generator[None]:
 
 def at_once() -> AbstractContextManager[Any]:
     """A context in which arrays move now, also where a function that is being traced holds them."""
-    is_clean, evaluating = _traces()
-    return _NOTHING if is_clean() else evaluating()
+    return _NOTHING if trace_state_clean() else jax.ensure_compile_time_eval()
 
 
 _NOTHING = contextlib.nullcontext()
 
 
-@cache
-def _traces() -> tuple[Callable[[], bool], Callable[[], AbstractContextManager[Any]]]:
-    """What says that nothing is traced, and the context that evaluates where something is: looked up once."""
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
-
-    return trace_state_clean, jax.ensure_compile_time_eval
-
-
 def local_devices(ids: Sequence[int]) -> list[Any]:
     """The devices of this process among `ids`, in their order."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     found = {d.id: d for d in jax.local_devices()}
     return [found[k] for k in ids if k in found]
 
 
 def jax_mesh(mesh: Mesh) -> Any:
     """Return the jax mesh of a mesh: one axis per prime sub-axis, or one of size 1 where there is none."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     axes = {a.name: a.size for a in mesh.atoms} or {"one": 1}
-    return _mesh_over(tuple(axes), tuple(axes.values()), mesh.devices, jax)
+    return _mesh_over(tuple(axes), tuple(axes.values()), mesh.devices)
 
 
-def _mesh_over(names: tuple[str, ...], sizes: tuple[int, ...], ids: Sequence[int], jax: Any) -> Any:
+def _mesh_over(names: tuple[str, ...], sizes: tuple[int, ...], ids: Sequence[int]) -> Any:
     by_id = {d.id: d for d in jax.devices()}
     devices = np.empty(len(ids), dtype=object)
     devices[:] = [by_id[k] for k in ids]
@@ -109,8 +96,6 @@ class CompiledPart:
 
     def run(self, inputs: list[list[Any]]) -> list[list[Any]]:
         """Return the shards of the outputs on the local devices, given those of the inputs."""
-        import jax  # pyright: ignore[reportMissingImports]
-
         if self.executable is None:
             return [_reorder_shards(x, t, u) for x, t, u in zip(inputs, self.sources, self.targets, strict=True)]
         stacked: list[Any] = []
@@ -194,8 +179,6 @@ def _crosses(program: Program, step: Step) -> bool:
 def _part(
     program: Program, numbers: tuple[int, ...], last: dict[str, int], kinds: dict[str, np.dtype[Any]]
 ) -> CompiledPart:
-    import jax  # pyright: ignore[reportMissingImports]
-
     steps = [program.steps[k] for k in numbers]
     made = [r for step in steps for r in step.results]
     inputs = tuple(dict.fromkeys(o for step in steps for o in step.operands if o not in made))
@@ -214,7 +197,7 @@ def _part(
             return CompiledPart(
                 numbers, where, steps[0].operands, steps[0].results, freed, devices, *ends, held, None, None, None
             )
-        target = _mesh_over((FLAT,), (len(devices),), devices, jax)
+        target = _mesh_over((FLAT,), (len(devices),), devices)
     else:
         devices, target = first.devices, jax_mesh(first)
     moved = lower_steps(program, steps, inputs, outputs, first, tuple(target.axis_names), checked=True,
@@ -312,8 +295,6 @@ def _trace_loop(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
 
     What is run ahead XLA orders as it does all else: values are the same.
     """
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     names = [name for name, _ in op.body.inputs]
     whole = len(names) - op.cut
 
@@ -330,3 +311,51 @@ def _trace_loop(op: Nested, arrays: list[Any], wire: JaxWire) -> Sequence[Any]:
     state = [wire.varying(x) for x in arrays[: op.carried_count]]
     state, stacks = lax.scan(run, state, arrays[whole:], length=op.times, reverse=op.backwards)
     return [*state, *stacks]
+
+
+WORDS = 4  # int32: two of the digest, and their complements, whose maximum tells the minimum
+Run = Callable[..., tuple[Any, ...]]
+
+
+def guard_with_header(run: Run, program: Program, outputs: Sequence[str], wire: JaxWire) -> Run:
+    """Return what one device does for some steps of a program, only where all devices do the same.
+
+    `run` is the steps, inside a `shard_map` over `wire.axes`, which are all devices that run them; it returns the
+    values `outputs` of the program. What is returned takes and gives what `run` does.
+    """
+    mine = digest_words(program, outputs)
+
+    def body(*shards: Any) -> tuple[Any, ...]:
+        most = lax.pmax(wire.varying(jnp.asarray(np.concatenate([mine, ~mine]))), wire.axes)
+        high, low = most[: mine.size], ~most[mine.size :]
+
+        def other(*_: Any) -> tuple[Any, ...]:
+            kind = jax.ShapeDtypeStruct((), np.int32)  # of what never comes back, but keeps the call in the program
+            never = wire.varying(jax.pure_callback(lambda *found: refuse(program, mine, found), kind, high, low))
+            types = (program.types[n] for n in outputs)
+            return tuple(jnp.full(t.local_shape() or (1,), never).astype(numpy_dtype(t.dtype)) for t in types)
+
+        def alike(*held: Any) -> tuple[Any, ...]:
+            return tuple(wire.varying(x) for x in run(*held))
+
+        return lax.cond((high == low).all(), alike, other, *shards)
+
+    return body
+
+
+def digest_words(program: Program, outputs: Sequence[str]) -> np.ndarray:
+    """Return the digest of the part of a program that makes `outputs`, int32 [WORDS / 2]."""
+    text = f"{program}\n{' '.join(outputs)}"
+    return np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32, WORDS // 2)
+
+
+def refuse(program: Program, mine: np.ndarray, found: Sequence[Any]) -> None:
+    """Raise the error of a run whose devices run several programs; `found` are the largest and the least digest word.
+
+    Each is int32 [WORDS / 2], of all devices word by word.
+    """
+    here, *others = (x.tobytes().hex() for x in (mine, *map(np.asarray, found)))
+    raise BackendError(
+        f"jax: this process runs the program {here} ({' '.join(s.op.name for s in program.steps)}), another process "
+        f"{' or '.join(sorted({*others} - {here}))}; nothing was moved: all must run their programs in one order"
+    )

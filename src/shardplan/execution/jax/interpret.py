@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from jax import lax  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.lowering import BufferBlock, Kernel
@@ -23,9 +25,6 @@ from shardplan.execution.rounds import PermuteRound, permute_rounds
 
 def interpret(op: Op, arrays: Sequence[Any], types: Sequence[TensorType], wire: JaxWire) -> list[Any]:
     """Return this device's shards of the results; the wire's places are the rows of `permute_rounds`."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     plan = permute_rounds(op, tuple(types))
     dtypes = {name: numpy_dtype(short) for name, short in plan.dtypes.items()}
     held = {f"x{k}": wire.varying(carry_bits(x)) for k, x in enumerate(arrays)}
@@ -55,9 +54,6 @@ def _compute_kernel(
     held: Mapping[str, Any], kernel: Kernel, dtypes: Mapping[str, Any], wire: JaxWire
 ) -> dict[str, Any]:
     """The buffers that a kernel writes; devices on which it is not live compute it too, and keep what they had."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     xp, row = jax_namespace(), int(np.flatnonzero(kernel.live)[0])  # all types are even: blocks are of one size
 
     def seen(x: Any, block: BufferBlock) -> Any:
@@ -85,8 +81,6 @@ def _compute_kernel(
 
 def reducer(reduction: str) -> Any:
     """Return the ufunc of jax.numpy that makes one of two addends; that of a sum is the maximum of bools."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-
     return getattr(jnp, COMBINE[reduction].__name__)
 
 
@@ -96,9 +90,6 @@ def _fit_ndim(x: Any, ndim: int) -> Any:
 
 def _window(x: Any, one: PermuteRound, wire: JaxWire) -> Any:
     """The piece that this device sends, at index 0 of a window of the round's shape."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     x = _fit_ndim(x, len(one.shape))
     if one.shape == x.shape and not one.start.any():
         return x
@@ -112,9 +103,6 @@ def _window(x: Any, one: PermuteRound, wire: JaxWire) -> Any:
 
 def _deliver(out: Any, piece: Any, one: PermuteRound, dtype: np.dtype[Any], wire: JaxWire) -> Any:
     """`out` with the piece that this device got, or folded with it, where it got one."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     shape, out = out.shape, _fit_ndim(out, len(one.into))
     piece = piece.reshape(one.into)
     inside: Any = True

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from jax import lax  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.dtypes import itemsize
 from shardplan.core.mesh import Mesh
@@ -40,8 +42,6 @@ _ADDED = ("sum", "max", "min")  # the reductions that XLA's all-reduce has
 
 
 def _gather(op: AllGather, arrays: list[Any], wire: JaxWire) -> list[Any]:
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     group = wire.group(wire.mesh.expand(op.axes))
     if isinstance(op.dim, int) and _can_use_tiled(op, arrays):
         return [lax.all_gather(arrays[0], axis=op.dim, tiled=True, **group)]
@@ -50,8 +50,6 @@ def _gather(op: AllGather, arrays: list[Any], wire: JaxWire) -> list[Any]:
 
 
 def _all_to_all(op: AllToAll, arrays: list[Any], wire: JaxWire) -> list[Any]:
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     order, into = wire.mesh.expand(op.axes), op.dst_dim
     split = {into: wire.mesh.expand(op.order or op.axes)}
     if not _can_use_tiled(op, arrays):
@@ -65,8 +63,6 @@ def _all_to_all(op: AllToAll, arrays: list[Any], wire: JaxWire) -> list[Any]:
 
 
 def _reduce_scatter(op: ReduceScatter, arrays: list[Any], wire: JaxWire) -> list[Any]:
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     group = wire.group(wire.mesh.expand(op.axes))
 
     def core(x: Any, dim: int = 0) -> Any:
@@ -81,9 +77,6 @@ def _reduce_scatter(op: ReduceScatter, arrays: list[Any], wire: JaxWire) -> list
 
 
 def _all_reduce(op: AllReduce | Reduce, arrays: list[Any], wire: JaxWire) -> list[Any]:
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     order = wire.mesh.expand(op.axes)
     q, group = _count(order, wire.mesh), wire.group(order)
 
@@ -99,17 +92,12 @@ def _all_reduce(op: AllReduce | Reduce, arrays: list[Any], wire: JaxWire) -> lis
 
 
 def _reduce(op: Reduce, arrays: list[Any], wire: JaxWire) -> list[Any]:
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-
     root = wire.index(wire.mesh.expand(op.axes)) == 0
     found = _all_reduce(op, arrays, wire)
     return [jnp.where(root, x, jnp.asarray(poison((), np.dtype(x.dtype)), x.dtype)) for x in found]
 
 
 def _broadcast(op: Broadcast, arrays: list[Any], wire: JaxWire) -> list[Any]:
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     order = wire.mesh.expand(op.axes)
 
     def core(x: Any) -> Any:
@@ -178,8 +166,6 @@ def _count(atoms: Atoms, mesh: Mesh) -> int:
 
 def _deal_tiles(tiles: Any, group: dict[str, Any]) -> Any:
     """A tile for every member in, one from every member out: [q, n]."""
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     return lax.all_to_all(tiles, split_axis=0, concat_axis=0, tiled=True, **group)
 
 
@@ -217,8 +203,6 @@ def _join(x: Any, join: dict[int, Atoms], order: Atoms, mesh: Mesh) -> Any:
 
 def _side_by_side(tiles: list[Any], core: Core) -> list[Any]:
     """Run a collective once for every dtype, on all that has it; elements lie along the last dim."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-
     found: dict[int, Any] = {}
     for dtype in dict.fromkeys(x.dtype for x in tiles):
         chosen = [k for k, x in enumerate(tiles) if x.dtype == dtype]
@@ -241,9 +225,6 @@ def _move_packed_boxes(
     Each operand is seen as [q, *body], one tile a member where the op deals tiles out and q is 1 where not; its result
     as [*(tiles, body) per dim]. A box is a part of the body.
     """
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
-
     mesh, order = wire.mesh, wire.mesh.expand(op.axes)
     dealt, joined = (order if dims else () for dims in (split, join))
     bodies = [tuple(n // _count(split.get(d, ()), mesh) for d, n in enumerate(x.shape)) for x in arrays]
@@ -270,8 +251,6 @@ def _move_packed_boxes(
 
 def _flat(op: AllReduce | Reduce | Broadcast, arrays: list[Any], wire: JaxWire, core: Core) -> list[Any]:
     """Operands flat, side by side, and in parts of one size; the last part overlaps that before it."""
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax import lax  # pyright: ignore[reportMissingImports]
 
     def in_parts(whole: Any) -> Any:
         count, step = loop_of(whole.size, op.chunks)

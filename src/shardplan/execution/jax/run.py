@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
@@ -23,7 +24,7 @@ from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import leaves, open_together, programs
-from shardplan.errors import BackendError, LayoutError, optional
+from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.drive import Running
 from shardplan.execution.hand import Hand, Offer, Shards
 from shardplan.execution.jax.agree import agree, refuse, refusing
@@ -58,7 +59,6 @@ def run_program(
         LayoutError: Wrong shards.
         TimedOut: Another process did not arrive.
     """
-    optional("jax", "jax")
     with refusing(program.devices):
         check(program)
         shards = [_place_shards(name, t, given) for (name, t), given in _pair_inputs(program, inputs)]
@@ -73,7 +73,6 @@ def decline(program: Program, error: BaseException) -> None:
 
 def hand(offered: Offer, timeout: float) -> Hand:
     """Return what runs a step of a job in this process, which has all devices; what JAX cannot run is refused first."""
-    jax = optional("jax", "jax")
     if offered.problem is not None:
         raise offered.problem
     if jax.process_count() > 1:
@@ -92,8 +91,6 @@ def hand(offered: Offer, timeout: float) -> Hand:
 
 def check(program: Program, placed: bool = True) -> None:
     """Raise `BackendError` for what JAX cannot run, before anything moves; `placed`: on devices that must exist."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     for name, t in (pair for p in programs(program) for pair in p.types.items()):
         if not t.all_even:
             how = "is unevenly tiled" if t.layout.boxes is None else "lies in a table of boxes"
@@ -132,8 +129,6 @@ def run_placed(
     `kinds` are the dtypes of inputs whose bits the program's types carry. The inputs named in `donated` are deleted as
     soon as no step needs them; the steps are then compiled and waited for one by one, so that their memory is free.
     """
-    import jax  # pyright: ignore[reportMissingImports]
-
     stepwise = record is not None or bool(donated)
     values: dict[str, list[Any]] = {n: list(x) for (n, _), x in zip(program.inputs, inputs, strict=True)}
     with program_context(program):
@@ -177,8 +172,6 @@ def _pair_inputs(
 
 def _place_shards(name: str, t: TensorType, shards: Sequence[Any]) -> list[Any]:
     """Put the shards on their devices, after checking them against the type."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     devices = local_devices(t.mesh.devices)
     if len(shards) != len(devices):
         raise LayoutError(f"input %{name}: {len(shards)} shards for the {len(devices)} devices of {t} in this process")

@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
+from jax import lax  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.mesh import Mesh
 
@@ -37,8 +40,6 @@ class JaxWire:
 
     def place(self) -> Any:
         """Return the place in mesh order of the device that runs this."""
-        from jax import lax  # pyright: ignore[reportMissingImports]
-
         return lax.axis_index(self.axes)
 
     def index(self, atoms: Atoms) -> Any:
@@ -51,14 +52,10 @@ class JaxWire:
 
     def own_row(self, table: np.ndarray) -> Any:
         """Return this device's row of a table [places, ...], int32."""
-        import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-
         return jnp.asarray(np.asarray(table, dtype=np.int32))[self.place()]
 
     def varying(self, x: Any) -> Any:
         """Return `x` marked as different on every device, where `check_vma` keeps count."""
-        import jax  # pyright: ignore[reportMissingImports]
-
         if not self.checked:
             return x
         held = jax.typeof(x).manual_axis_type.varying

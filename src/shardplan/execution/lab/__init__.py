@@ -11,11 +11,10 @@ Reading order:
 - `needs`       what the machine must allow
 - `network`     the links inside the lab's namespaces: built, entered, and read
 - `session`     `Lab`: keeps the ranks alive, and measures
-- `item`        what travels between session, host and ranks
+- `item`        what travels between session, host and ranks, jobs as bytes
 - `measurement` what comes out
 - `host`        the first process inside the namespaces, which forks the ranks
 - `rank`        one of those: runs its part by the torch backend's interpreter when it is told to
-- `job_bytes`   a job as bytes, for the ranks
 - `steps`       steps of jobs, whose compute is slept and whose messages are real
 - `experiments` what a sweep measures, with its predictions
 - `sweep`       measures it

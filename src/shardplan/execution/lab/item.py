@@ -6,7 +6,10 @@ the next order, and every order is answered by one message: what it returns, or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import io
+import pickle
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from shardplan.errors import BackendError, ParseError, ShardplanError, TimedOut, TopologyError
@@ -14,6 +17,7 @@ from shardplan.execution.record import NativeCall, StepSpan
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.script import Script
 from shardplan.simulation.scripts import Engine
+from shardplan.strategy.partition.job import Job
 
 
 class WrongResult(BackendError):
@@ -82,3 +86,28 @@ class Run:
     drops: int
     busy: float  # seconds that all processors of the machine worked meanwhile, in sum
     elapsed: float  # seconds in which these were counted
+
+
+class _JobPickler(pickle.Pickler):
+    """Takes read-only mappings, too, which `pickle` does not."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Say how a read-only mapping is made again."""
+        return (_make_proxy, (dict(obj),)) if isinstance(obj, MappingProxyType) else NotImplemented
+
+
+def _make_proxy(known: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(known)
+
+
+def pack_job(job: Job) -> bytes:
+    """Return a job as bytes, without what running it does not look at: its movements, and how it was settled."""
+    nothing: Any = None
+    out = io.BytesIO()
+    _JobPickler(out).dump(replace(job, movements={}, settled=nothing))
+    return out.getvalue()
+
+
+def unpack_job(data: bytes) -> Job:
+    """Return the job of such bytes."""
+    return pickle.loads(data)

@@ -26,12 +26,10 @@ import torch.distributed as dist
 
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
-from shardplan.execution.comparison import computes, first_difference
 from shardplan.execution.drive import finish
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
-from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult
-from shardplan.execution.lab.job_bytes import unpack_job
+from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult, unpack_job
 from shardplan.execution.lower import place_of, shape_of
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.dtypes import to_numpy, to_torch, torch_dtype
@@ -40,6 +38,7 @@ from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.run import TorchExecutable, Values
 from shardplan.execution.torch.steps import bind_step
 from shardplan.execution.torch.wire import Pending, TorchWire
+from shardplan.execution.trial import computes, first_difference
 from shardplan.simulation.script import Message, Script
 from shardplan.simulation.scripts import algorithm_of
 

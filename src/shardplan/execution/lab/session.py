@@ -222,14 +222,24 @@ class Lab:
 
     def _add_run(self, cell: _Cell) -> None:
         """Add one run to a cell; after `MOST_VOID` in which a rank started late, none."""
+        run, voided, cell.latest = self.run_on_time(cell.key)
+        cell.runs += [] if run is None else [run]
+        cell.voided += voided
+
+    def run_on_time(self, key: int) -> tuple[Run | None, int, float]:
+        """Run what is loaded until no rank starts late, at most `MOST_VOID` times.
+
+        Returns the run, None where none was on time; how many were thrown away; and the seconds by which the last was
+        late.
+        """
+        latest = 0.0
         for attempt in range(MOST_VOID):
-            run: Run = self.call("run", cell.key, False)
-            cell.latest = max((o.lateness for o in run.outcomes), default=0.0)
-            if cell.latest <= self.most_late:
-                cell.runs.append(run)
-                return
-            cell.voided += 1
+            run: Run = self.call("run", key, False)
+            latest = max((o.lateness for o in run.outcomes), default=0.0)
+            if latest <= self.most_late:
+                return run, attempt, latest
             time.sleep(PAUSE * 2 ** min(attempt, DOUBLINGS))  # what kept the ranks from the cores may pass
+        return None, MOST_VOID, latest
 
     def _item(self, task: Task, engine: Engine) -> tuple[Task, Item]:
         what = task.what

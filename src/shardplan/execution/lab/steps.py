@@ -7,16 +7,14 @@ verified. State is laid out before the instant at which ranks start, and results
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.errors import BackendError
 from shardplan.execution.jobs import parts
-from shardplan.execution.lab.item import Item, Run
-from shardplan.execution.lab.job_bytes import pack_job
+from shardplan.execution.lab.item import Item, Run, pack_job
 from shardplan.execution.lab.measurement import Repetition, RepetitionStatistics, repetition_of
-from shardplan.execution.lab.session import MOST_VOID, PAUSE, REPETITIONS, Lab
+from shardplan.execution.lab.session import MOST_VOID, REPETITIONS, Lab
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Job
 
@@ -37,7 +35,6 @@ def measure_steps(
     jobs: Sequence[tuple[str, Job]],
     topology: Topology,
     repetitions: int = REPETITIONS,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[StepMeasurement]:
     """Run a step of every job once, unmeasured, then of all of them in turn, `repetitions` times.
 
@@ -46,7 +43,6 @@ def measure_steps(
         jobs: Titles, and jobs whose devices are ranks.
         topology: What a device computes and reads a second; its links are not looked at.
         repetitions: Timed runs of each, at least 1; a run that a rank was late for is taken again.
-        progress: Called with the runs done and the runs to do.
 
     Returns:
         One measurement a job.
@@ -58,25 +54,22 @@ def measure_steps(
         raise BackendError("steps of jobs run on engines of messages; legal are ring, tree and direct")
     if repetitions < 1:
         raise BackendError(f"repetitions={repetitions}; legal are 1 and more")
-    total = (repetitions + 1) * len(jobs)
-    done = 0
     keys = [lab.new_key() for _ in jobs]
     runs: list[list[Run]] = [[] for _ in jobs]
     voided, load = [0] * len(jobs), os.getloadavg()[0]
     for key, (title, job) in zip(keys, jobs, strict=True):
         lab.call("load", key, _item(title, job, topology, lab))
         lab.call("run", key, False)
-        done += 1
-        if progress is not None:
-            progress(done, total)
     for _ in range(repetitions):
         for number, key in enumerate(keys):
-            run, late = _run_on_time(lab, key, jobs[number][0])
+            run, late, latest = lab.run_on_time(key)
+            if run is None:
+                raise BackendError(
+                    f"{jobs[number][0]}: in {MOST_VOID} runs a rank started late, in the last by {latest * 1e3:.1f} ms "
+                    f"(legal are {lab.most_late * 1e3:g} ms); the machine is too busy"
+                )
             runs[number].append(run)
             voided[number] += late
-            done += 1
-            if progress is not None:
-                progress(done, total)
     for key in keys:
         lab.call("forget", key)
     return [
@@ -90,21 +83,6 @@ def _item(title: str, job: Job, topology: Topology, lab: Lab) -> Item:
     if max(devices) >= lab.cluster.ranks:
         raise BackendError(f"{title}: device {max(devices)}; legal are ranks, 0 to {lab.cluster.ranks - 1}")
     return Item(title, lab.engine, {d: d for d in devices}, (), job=pack_job(job), topology=topology)
-
-
-def _run_on_time(lab: Lab, key: int, title: str) -> tuple[Run, int]:
-    """Return one run for which no rank was late, and how many were thrown away before it."""
-    latest = 0.0
-    for attempt in range(MOST_VOID):
-        run: Run = lab.call("run", key, False)
-        latest = max((o.lateness for o in run.outcomes), default=0.0)
-        if latest <= lab.most_late:
-            return run, attempt
-        time.sleep(PAUSE)
-    raise BackendError(
-        f"{title}: in {MOST_VOID} runs a rank started late, in the last by {latest * 1e3:.1f} ms (legal are "
-        f"{lab.most_late * 1e3:g} ms); the machine is too busy"
-    )
 
 
 def _slept_seconds(run: Run) -> tuple[float, ...]:

@@ -159,18 +159,18 @@ class AgreedPrograms:
         agreement = Agreement.in_tree(watch.ranks, watch.rank, Comes(digest))
         mail.post(agreement.open())
 
-        def done() -> bool:
+        def exchange_letters() -> bool:
             mail.post(agreement.hear({**mail.collect(), **self._end_words(watch.ranks, mail.key)}))
             return agreement.verdict is not None and self._letters.has_sent_all()
 
-        watch.gather(done, lambda: agreement.waits_for)
+        watch.gather(exchange_letters, lambda: agreement.waits_for)
         mail.close()
         if isinstance(agreement.verdict, Refusal):
             raise refusal_error(watch, agreement.verdict)
         agreed = AgreedProgram(mail.key, digest, run=1)
         made = self._made.setdefault(mail.key[0], [])
         made.append(agreed)
-        with watch.abort_on_timeout("its communicators were not made"):
+        with watch.abort_on_timeout():
             while len(made) > MOST_AGREED:  # every rank of the set forgets this one now
                 for communicator in made.pop(0).communicators.values():
                     communicator.Free()

@@ -140,12 +140,15 @@ class MpiWatch:
         self._waits_for = list[int]
 
     @contextlib.contextmanager
-    def abort_on_timeout(self, what: str) -> Generator[None]:
+    def abort_on_timeout(self) -> Generator[None]:
         """Abort the job from a second thread if the block, which cannot be polled, takes longer than the timeout.
 
-        `what` did not happen then, for the message. The second thread does nothing else, and only if time is up.
+        The block makes communicators. The second thread does nothing else, and only if time is up.
         """
-        error = TimedOut(f"{self.name} did not start: {what} by {format_ranks(self.ranks)} within {self.timeout:g} s")
+        error = TimedOut(
+            f"{self.name} did not start: its communicators were not made by {format_ranks(self.ranks)} within "
+            f"{self.timeout:g} s"
+        )
         timer = threading.Timer(self.timeout, abort, [error])
         timer.daemon = True
         timer.start()

@@ -28,12 +28,11 @@ from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.agreement import refusing
 from shardplan.execution.drive import Hands, Running, drive, finish, run_under_watch
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.lower import check_own_ids, own_shards, place_of
+from shardplan.execution.lower import by_output, check_own_ids, own_shards
 from shardplan.execution.mpi.agreed_programs import NotStarted, agreed_programs, program_name
-from shardplan.execution.mpi.binding import Binding, maker
 from shardplan.execution.mpi.faults import MpiWatch, abort
 from shardplan.execution.mpi.letters import letters
-from shardplan.execution.mpi.steps import bind_step
+from shardplan.execution.mpi.steps import Binding, bind_step, maker
 from shardplan.execution.mpi.wire import DATA, TAGS, MpiWire
 from shardplan.execution.mpi.world import start
 from shardplan.execution.record import Record, StepSpan
@@ -173,11 +172,6 @@ def rank_among(devices: Sequence[int], what: str) -> int:
             f"legal are 0 to {size - 1}"
         )
     return rank
-
-
-def by_output(program: Program, results: Sequence[Any], rank: int) -> list[list[np.ndarray]]:
-    """Return one array a result whose mesh has this rank, else none."""
-    return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
 
 
 def hand(offered: Offer, timeout: float) -> Hand | None:

@@ -2,32 +2,47 @@
 
 A movement op is its lowering (`execution.rank_rounds`), interpreted: rounds of messages straight from and into the
 rank's buffers, with copies while the messages travel and folds after them. Everything that follows from types is worked
-out once, in `bind_step`, datatypes included. A round is one `Ialltoallw` where `native` says so, else point-to-point
-messages. They meet in the order in which they are posted, under one tag on the program's communicator: all ranks go
-through rounds in one order, which follows from the types. What is counted is what is moved, and sums come out in the
-order of the lowering: MPI's own reductions know neither bf16 nor parts of a dim that is not major, do not fix the order
-of addends, and hide what they move.
+out once, in `bind_step`, datatypes included. A round is one `Ialltoallw` where `all_to_all_members` says so, else
+point-to-point messages. They meet in the order in which they are posted, under one tag on the program's communicator:
+all ranks go through rounds in one order, which follows from the types. What is counted is what is moved, and sums come
+out in the order of the lowering: MPI's own reductions know neither bf16 nor parts of a dim that is not major, do not
+fix the order of addends, and hide what they move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
+from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Op
+from shardplan.core.ops.collective import moving
 from shardplan.core.tensor import TensorType
 from shardplan.execution.drive import Bound, Running, wrap_blocking
-from shardplan.execution.lower import group_of, place_of
-from shardplan.execution.mpi.binding import Arrays, Binding
-from shardplan.execution.mpi.compute import compute, work
-from shardplan.execution.mpi.native import all_to_all_members
+from shardplan.execution.lower import bind_local, group_of, place_of, shape_of
 from shardplan.execution.mpi.wire import Messages, MpiWire, Pending, Types
 from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankKernel, RankRound, RankRounds, rank_rounds
 
 MOST_KEPT = 2**14  # an op of more messages and copies than these makes each round, and its datatypes, in its turn
+# By the algorithm of a lowering: from which part on, of all pairs of members that send or receive, an all-to-all is
+# taken to be worth an entry, mostly of no bytes, for each pair that has no message.
+NATIVE = {"direct": 0.5}
+
+
+Arrays = list[np.ndarray]
+
+
+@dataclass(slots=True)
+class Binding:
+    """What the steps of a program share on one device: their datatypes, and the groups that need a communicator."""
+
+    device: int  # its id
+    types: Types = field(default_factory=Types)
+    groups: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # device ids, in member order
 
 
 class MpiRound(NamedTuple):
@@ -93,7 +108,7 @@ def _move(
             for copy in one.meanwhile:
                 write(held, copy)
             for kernel in one.kernels:
-                work(held, kernel)
+                compute_kernel(held, kernel)
             if not started and (coming or unsent):
                 started = True
                 yield  # the first messages are under way in both directions; next they are waited for
@@ -172,3 +187,58 @@ def _cut(run: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the elements of a run in order, as views of these shapes."""
     ends = np.cumsum([x.size for x in like])
     return [run.reshape(-1)[end - x.size : end].reshape(x.shape) for x, end in zip(like, ends.tolist(), strict=True)]
+
+
+def compute(
+    op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], binding: Binding
+) -> Callable[[Arrays, MpiWire], Arrays]:
+    """Return the step of the device of `binding`; raises `BackendError` for an op that MPI cannot run."""
+    bound = bind_local(op, operands, results[0], binding.device, "MPI")
+    makers = [maker(u, binding.device) for u in results]
+
+    def run(arrays: Arrays, wire: MpiWire) -> Arrays:
+        out = [make() for make in makers]
+        if bound:
+            with np.errstate(all="ignore"):
+                for x, y in zip(out, bound(NUMPY, arrays), strict=True):
+                    x[...] = y
+        return out
+
+    return run
+
+
+def compute_kernel(held: Mapping[str, np.ndarray], kernel: RankKernel) -> None:
+    """Run what is computed between messages, on buffers."""
+    with np.errstate(all="ignore"):
+        found = kernel.target_elements(NUMPY, [block.flat(held) for block in kernel.sources])
+    for block, y in zip(kernel.targets, found, strict=True):
+        block.flat(held)[...] = y
+
+
+def all_to_all_members(op: Op, operands: Sequence[TensorType], group: Sequence[int]) -> tuple[int, ...]:
+    """Return the members of a group, device ids, whose rounds are all-to-alls; nothing where all is messages.
+
+    All members of the group find the same, since all look at the lowering of the whole group.
+    """
+    move = moving(op)
+    least = None if move is None else NATIVE.get(move.algorithm or move.algorithms[0])
+    if move is None or least is None or len(group) < 2:
+        return ()
+    ids = np.array(group)
+    pairs: set[tuple[int, int]] = set()
+    for one in move.lowering(operands, ids).rounds():
+        if not one.closes:  # an all-to-all waits for all members: nobody would be ahead
+            return ()
+        for put in one.puts:
+            there = put.source.elements() > 0
+            pairs |= set(zip(ids[there].tolist(), put.peer[there].tolist(), strict=True))
+        if len(pairs) == len(group) * (len(group) - 1):
+            break  # most often after one round
+    busy = {d for pair in pairs for d in pair}
+    return tuple(d for d in group if d in busy) if len(pairs) >= least * len(busy) * (len(busy) - 1) else ()
+
+
+def maker(t: TensorType, device: int) -> Callable[[], np.ndarray]:
+    """Return how the shard of a device, given by id, is allocated."""
+    shape, dtype = shape_of(t, device), numpy_dtype(t.dtype)
+    return lambda: np.empty(shape, dtype=dtype)

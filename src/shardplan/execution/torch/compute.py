@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from shardplan.core.dtypes import numpy_dtype, short_name
-from shardplan.core.messages import at_root
 from shardplan.core.namespace import NUMPY, Dtype, Namespace
 from shardplan.core.op import Op
-from shardplan.core.ops.compute import LocalRun, at_place, computing
+from shardplan.core.ops.compute import LocalRun
 from shardplan.core.tensor import TensorType
-from shardplan.errors import BackendError
-from shardplan.execution.lower import place_of
+from shardplan.execution.lower import bind_local
 from shardplan.execution.rank_rounds import RankKernel
 from shardplan.execution.torch.dtypes import FOREIGN, short_name_of, to_numpy, to_torch, torch_dtype
 from shardplan.execution.torch.pack import maker
@@ -27,14 +25,9 @@ if TYPE_CHECKING:
 
 def bind_compute(op: Op, operands: Sequence[TensorType], results: Sequence[TensorType], device: int) -> Any:
     """Return the bound step of a compute op on the device of that id; see `steps.bind`."""
-    local = computing(op)
-    if local is None:
-        raise BackendError(f"torch cannot run {op.name}")
+    bound = bind_local(op, operands, results[0], device, "torch")
     makers = [maker(u, device) for u in results]
     dtypes = [torch_dtype(u.dtype) for u in results]
-    place = place_of(results[0], device)
-    held = place is not None and bool(at_root(results[0])[place])
-    bound = local.bind(operands, at_place(place)) if place is not None and held else None
     foreign = any(torch_dtype(t.dtype) in FOREIGN for t in (*operands, *results))
 
     def run(arrays: list[torch.Tensor], wire: TorchWire) -> Generator[None, None, list[torch.Tensor]]:

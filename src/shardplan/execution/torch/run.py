@@ -23,7 +23,7 @@ from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
 from shardplan.execution.drive import Bound, Hands, Running, drive, finish, run_under_watch
 from shardplan.execution.hand import Hand, Offer, Shards
-from shardplan.execution.lower import check_own_ids, own_shards, place_of
+from shardplan.execution.lower import by_output, check_own_ids, own_shards, place_of
 from shardplan.execution.rank_names import NAME_DIGITS, format_ranks
 from shardplan.execution.record import Record, StepSpan
 from shardplan.execution.torch.clock import gather_spans, offset
@@ -331,11 +331,6 @@ def own_values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> 
     return {
         name: torch.empty(0, dtype=torch_dtype(t.dtype)) if own is None else _tensor(own[1]) for (name, t), own in given
     }
-
-
-def by_output(program: Program, results: Sequence[Any], rank: int) -> list[list[Any]]:
-    """Return one shard a result whose mesh has this rank, else none."""
-    return [[] if place_of(t, rank) is None else [x] for t, x in zip(program.output_types, results, strict=True)]
 
 
 def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchExecutable] = executable) -> Hand | None:

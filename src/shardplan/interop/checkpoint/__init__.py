@@ -24,8 +24,7 @@ Reading order:
 - `reshard`        the verb
 - `live`           the tensors of a live model, read as those of a checkpoint
 - `job_state`      the state of a live job, written by its processes, and read under any layout
-- `logical`        where an element stands in the model
-- `compare`        two checkpoints, or a live model and one, compared logically
+- `compare`        where an element stands in the model; two checkpoints, or a live model and one, compared so
 """
 
 from shardplan.interop.checkpoint.compare import diff

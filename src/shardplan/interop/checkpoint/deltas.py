@@ -17,32 +17,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from shardplan.core.decoding import decode_json, read_bytes
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import BackendError, LayoutError, ParseError, ShardplanError, excerpt, line, optional
 from shardplan.interop.checkpoint.filling import fill_part
 from shardplan.interop.checkpoint.gather import StoredTensor, WindowGather
 from shardplan.interop.checkpoint.jobs import CheckpointJob
-from shardplan.interop.checkpoint.manifest import MANIFEST, CheckpointManifest
+from shardplan.interop.checkpoint.manifest import FORMAT, MANIFEST, CheckpointManifest, FormatFields, read_format
 from shardplan.interop.checkpoint.output import checksum_of, sync_folder
 from shardplan.interop.checkpoint.sources import FileTensor, OpenCheckpoint, open_checkpoint
 from shardplan.interop.checkpoint.targets import DISTRIBUTED_FORMS
 from shardplan.interop.checkpoint.windows import windows
 
 DELTA = "delta.json"
-_FORMAT = 1
 _PIECE = 2**23  # bytes that are read at once
 Hashes = list[dict[str, str]]
 """Of every place the SHA-256 of every tensor, with its dtype and shape before it."""
 
 
-class _DeltaFields(msgspec.Struct):
+class _DeltaFields(FormatFields):
     """The file: of every place, by name, the hash in the base, that in the version, and the file where it changed."""
 
-    format: int
     base: str
     version: str
     places: list[dict[str, tuple[str, str, str | None]]]
@@ -122,7 +118,7 @@ def delta_job(job: CheckpointJob, base: Path) -> CheckpointJob:
                 kept.remove(parameter)
         files[k] = replace(file, parameters=tuple(kept))
     after = [{name: new for name, (_, new, _) in place.items()} for place in places]
-    data = {"format": _FORMAT, "base": version_of(before), "version": version_of(after), "places": places}
+    data = {"format": FORMAT, "base": version_of(before), "version": version_of(after), "places": places}
     text = (json.dumps(data, indent=1) + "\n").encode()
     left = [(f, o) for f, o in zip(files, job.owners, strict=True) if f.parameters]
     owners = tuple(o for _, o in left)
@@ -140,12 +136,7 @@ def read_delta(folder: Path) -> _DeltaFields:
     manifest = CheckpointManifest.of(folder)
     if manifest is None or not manifest.complete:
         raise ParseError(f"the delta {line(folder)} is of a reshard that has not ended; legal is to end it first")
-    try:
-        data = decode_json(read_bytes(path), _DeltaFields)
-    except ParseError as error:
-        raise ParseError(f"{line(path)}: {line(error)}; legal is what reshard wrote") from None
-    if data.format != _FORMAT:
-        raise ParseError(f"{line(path)}: format {excerpt(data.format)}; this version reads format {_FORMAT}")
+    data = read_format(path, _DeltaFields)
     if any(file is not None and file not in manifest.files for p in data.places for *_, file in p.values()):
         raise ParseError(f"{line(path)} names a file that was not written; legal is what reshard wrote")
     before = [{name: old for name, (old, _, _) in place.items()} for place in data.places]

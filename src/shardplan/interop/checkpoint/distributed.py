@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint: tensors of whole names, in chunks, each a file of torch.save within a file.
 
 Chunks are read by byte ranges too: torch.save stores a tensor's bytes uncompressed within its archive. What is pickled
-there, and in the folder's metadata, is read as data (`pickled`): a file can have nothing run. What is written is read
-by torch's own reader.
+there, and in the folder's metadata, is read as data (`pickle_reader`): a file can have nothing run. What is written is
+read by torch's own reader.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from shardplan.interop.checkpoint.sources import OpenCheckpoint
 from shardplan.interop.checkpoint.targets import DISTRIBUTED_FORMS, TargetFile
 from shardplan.interop.checkpoint.windows import PiecesOf, WindowPart, windows
 from shardplan.movement.weights.refit import RefitPlan
-from shardplan.movement.weights.weights import Weights
+from shardplan.movement.weights.weights import names_of
 
 
 def fill_file(
@@ -90,11 +90,3 @@ def fill_part(
         name = names_of(plan.source, rank)[int(r.source_parameter[k])]
         tensor = held.tensor(plan.source.place(rank), name)
         gather.fill(into, tensor, sizes, (s, t), (s_at, t_at - part.lo), source.entry.plus - target.entry.plus)
-
-
-def names_of(weights: Weights, rank: int) -> list[str]:
-    """Return the names of a rank, remembered with the weights."""
-    kept: dict[int, list[str]] = weights.__dict__.setdefault("_names_by_rank", {})
-    if rank not in kept:
-        kept[rank] = weights.names(rank)
-    return kept[rank]

@@ -1,7 +1,7 @@
 """`.metadata` of a folder of torch.distributed.checkpoint: read as data, without torch, and written as torch writes it.
 
-It is a pickle. Read, it is what `pickled` says of it: the classes that torch has put there are known by module and
-name, and none is imported.
+It is a pickle. Read, it is what `pickle_reader` says of it: the classes that torch has put there are known by module
+and name, and none is imported.
 """
 
 from __future__ import annotations

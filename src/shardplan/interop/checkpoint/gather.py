@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardplan.movement.weights.reference import convert_values
+from shardplan.movement.weights.regions import merge_levels
 
 READ, COPY = 1 / 6e9, 1 / 6e9  # seconds a byte, of a core that reads cached pages, and that copies
 CALL = 3e-6  # seconds of a read, beside its bytes
@@ -69,7 +70,7 @@ class WindowGather:
         levels = sorted(
             ((n, s, t) for n, s, t in zip(sizes, *strides, strict=True) if n > 1), key=lambda x: (-x[1], -x[2])
         )
-        self._fill(into, tensor, _merge_levels(levels), at, plus)
+        self._fill(into, tensor, merge_levels(levels), at, plus)
 
     def _fill(
         self, into: np.ndarray, tensor: StoredTensor, levels: list[tuple[int, int, int]], at: tuple[int, int], plus: int
@@ -124,17 +125,6 @@ class WindowGather:
         """Read, and count."""
         self.bytes_read += len(target)
         tensor.read_into(target, start)
-
-
-def _merge_levels(levels: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Join levels where one goes on where the next ends, at both ends."""
-    out: list[tuple[int, int, int]] = []
-    for count, s, t in levels:
-        if out and out[-1][1] == s * count and out[-1][2] == t * count:
-            out[-1] = (out[-1][0] * count, s, t)
-        else:
-            out.append((count, s, t))
-    return out
 
 
 def _view(flat: np.ndarray, shape: list[int], strides: list[int]) -> np.ndarray:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,13 +19,32 @@ from shardplan.plans.plan_file import write_atomic
 MANIFEST = "shardplan.json"
 ALONE = ProcessShare()
 Beat = Callable[[], None] | None
-_FORMAT = 1
+FORMAT = 1
 
 
-class _ManifestFields(msgspec.Struct):
-    """The file."""
+class FormatFields(msgspec.Struct):
+    """What a file of a reshard begins with."""
 
     format: Any
+
+
+Fields = TypeVar("Fields", bound=FormatFields)
+
+
+def read_format(path: Path, fields: type[Fields]) -> Fields:
+    """Return what a file of a reshard says; raises `ParseError` for one that is malformed, or of another format."""
+    try:
+        data = decode_json(read_bytes(path), fields)
+    except ParseError as error:
+        raise ParseError(f"{line(path)}: {line(error)}; legal is what reshard wrote") from None
+    if data.format != FORMAT:
+        raise ParseError(f"{line(path)}: format {excerpt(data.format)}; this version reads format {FORMAT}")
+    return data
+
+
+class _ManifestFields(FormatFields):
+    """The file."""
+
     request: str
     form: str
     weights: str
@@ -50,12 +69,7 @@ class CheckpointManifest:
         path = folder / MANIFEST
         if not path.is_file():
             return None
-        try:
-            data = decode_json(read_bytes(path), _ManifestFields)
-        except ParseError as error:
-            raise ParseError(f"{line(path)}: {line(error)}; legal is what reshard wrote") from None
-        if data.format != _FORMAT:
-            raise ParseError(f"{line(path)}: format {excerpt(data.format)}; this version reads format {_FORMAT}")
+        data = read_format(path, _ManifestFields)
         for name, said in data.files.items():
             count = said.get("bytes")
             if type(count) is not int or count < 0 or not isinstance(said.get("sha256"), str) or "\0" in name:
@@ -66,7 +80,7 @@ class CheckpointManifest:
 
     def save(self) -> None:
         """Write it, atomically; raises `ShardplanError` where that cannot be."""
-        data = {"format": _FORMAT, "request": self.request, "form": self.form, "complete": self.complete}
+        data = {"format": FORMAT, "request": self.request, "form": self.form, "complete": self.complete}
         data |= {"weights": self.weights, "files": self.files}
         try:
             write_atomic(self.folder / MANIFEST, (json.dumps(data, indent=1) + "\n").encode())

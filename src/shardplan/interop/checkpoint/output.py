@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from shardplan.errors import BackendError, ShardplanError, line
+from shardplan.interop.safetensors import sync_folder
 
 AGAIN = 2**20  # bytes of a read when a file is read again
 
@@ -140,12 +141,3 @@ class OutputFile:
 
     def _write_error(self, error: OSError) -> ShardplanError:
         return ShardplanError(f"cannot write {line(self.path)}: {error.strerror or error}")
-
-
-def sync_folder(path: Path) -> None:
-    """Sync a folder, so that names in it last."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.errors import line
-from shardplan.interop.checkpoint.filling import names_of
 from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.sources import OpenCheckpoint
 from shardplan.movement.weights.refit import RefitPlan
+from shardplan.movement.weights.regions import split_block
 from shardplan.movement.weights.replicas import copy_ends, first_unlike
+from shardplan.movement.weights.weights import names_of
 
 
 def compare_copies(
@@ -36,7 +37,7 @@ def compare_copies(
             move = replicas.moves[int(found.move[k])]
             dtype = numpy_dtype(plan.source.families[move.target_family].dtype)
             ends = list(zip(copy_ends(found, k), (ours, theirs), strict=True))
-            for start, sizes in _blocks(tuple(found.sizes[k].tolist()), size // dtype.itemsize):
+            for start, sizes in split_block(tuple(found.sizes[k].tolist()), size // dtype.itemsize):
                 count = math.prod(sizes)
                 own = tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
                 views: list[np.ndarray] = []
@@ -53,23 +54,3 @@ def compare_copies(
                 total += count * dtype.itemsize
             tell()
     return total
-
-
-def _blocks(sizes: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the parts (start, sizes) of a block that have at most so many elements, in order.
-
-    >>> list(_blocks((3, 4), 8)), len(list(_blocks((3, 4), 3)))
-    ([((0, 0), (2, 4)), ((2, 0), (1, 4))], 6)
-    """
-    if math.prod(sizes) <= most or not sizes:
-        yield (0,) * len(sizes), sizes
-        return
-    inner = math.prod(sizes[1:])
-    each = max(most // inner, 1)
-    for first in range(0, sizes[0], each):
-        count = min(each, sizes[0] - first)
-        if inner <= most:
-            yield (first, *(0 for _ in sizes[1:])), (count, *sizes[1:])
-        else:
-            for start, part in _blocks(sizes[1:], most):
-                yield (first, *start), (1, *part)

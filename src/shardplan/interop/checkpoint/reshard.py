@@ -28,13 +28,14 @@ from shardplan.interop.checkpoint.gather import WindowGather
 from shardplan.interop.checkpoint.jobs import CheckpointJob, Progress, Reshared, ResharedFile, job_of
 from shardplan.interop.checkpoint.layouts import layout_weights
 from shardplan.interop.checkpoint.manifest import CheckpointManifest, has_unfinished_run, resume_manifest
-from shardplan.interop.checkpoint.output import OutputFile, sync_folder
+from shardplan.interop.checkpoint.output import OutputFile
 from shardplan.interop.checkpoint.replicas import compare_copies
 from shardplan.interop.checkpoint.settings_files import WrittenSettings, written_settings
 from shardplan.interop.checkpoint.sharing import ProcessMeeting, ProcessShare, launched_share, note_path, notes_of
 from shardplan.interop.checkpoint.sources import INDEX, open_checkpoint
 from shardplan.interop.checkpoint.storage_detection import whole_weights
 from shardplan.interop.checkpoint.targets import DISTRIBUTED_FORMS, LARGEST_FILE, index_bytes
+from shardplan.interop.safetensors import sync_folder
 from shardplan.movement.weights.refit import refit
 from shardplan.movement.weights.weights import Weights
 from shardplan.plans.plan_file import write_atomic

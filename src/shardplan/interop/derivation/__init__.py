@@ -4,8 +4,7 @@ Reading order:
 
 - `forked_ranks`   ranks as forked processes over gloo
 - `model_class`    a class or a function by name, the models that it makes, and what they save and load
-- `size_formulas`  how the sizes of stored dims follow the fields of a config
-- `disk_table`     the table of what is saved, from names and shapes at several configs
+- `disk_table`     the table of what is saved, from names and shapes at several configs, whose fields sizes follow
 - `class_table`    the table of what a class holds after loading, on one rank and on several
 """
 

@@ -6,12 +6,13 @@ Reading order:
 - `writer`       the steps on such values, laid out where an op needs it
 - `composites`   what frameworks name as one operation, with our ops
 - `call`         one operation of a source; the error that lists all that are not known
+- `formulas`     functions that every framework has, as expressions
 - `constant_value` a constant by what its value says; `indexing` rows, windows, orders and sums so far
 - `flat`         from what was written to a `Model`: `repeat` recovered, names of dims and parameters; `columns` what
                  a tensor axis may cut
 - `torch_export` an `ExportedProgram`, or a module that is exported; `torch_constants` what torch evaluates of it;
                  `torch_table` what its operations are, with `torch_pointwise`, `torch_indexing` and `torch_complex`
-- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are, with `jax_indexing`
+- `jaxpr`        a closed jaxpr; `jax_table` what its primitives are
 - `scan`         a scan of either as `repeat`
 - `source_text`  a source by a text, as commands take it: a file, or `module:function`
 - `onnx`         an ONNX model; `onnx_table` what its operations are

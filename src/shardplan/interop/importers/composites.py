@@ -186,6 +186,11 @@ def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
     return Seen(name, (*v.dims[:dim], group, *v.dims[dim + 1 :]))
 
 
+def split_dim(w: FlatWriter, v: Seen, dim: int, sizes: Sequence[int]) -> list[Seen]:
+    """The parts of these sizes that follow one another along a dim."""
+    return [part(w, v, dim, sum(sizes[:k]), sum(sizes[: k + 1])) for k in range(len(sizes))]
+
+
 def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
     """After one another along a dim; those without elements add nothing."""
     dim %= len(views[0].dims)

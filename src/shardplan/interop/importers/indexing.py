@@ -16,7 +16,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ops import TopK
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.constant_value import write_constant
-from shardplan.interop.importers.views import Seen, Strand
+from shardplan.interop.importers.views import BROADCAST, Seen, Strand
 from shardplan.interop.importers.writer import FlatWriter
 
 MOST_SORTED = 1024  # elements along a dim that is sorted: each is compared with each
@@ -198,7 +198,7 @@ def top(w: FlatWriter, x: Seen, k: int, dim: int, *, largest: bool = True) -> tu
 def repeat(w: FlatWriter, x: Seen, dim: int, times: int) -> Seen:
     """Every element of a dim so often, one after another."""
     dim %= len(x.dims)
-    return Seen(x.name, (*x.dims[:dim], (*x.dims[dim], Strand(times, -1)), *x.dims[dim + 1 :]))
+    return Seen(x.name, (*x.dims[:dim], (*x.dims[dim], Strand(times, BROADCAST)), *x.dims[dim + 1 :]))
 
 
 def variance(w: FlatWriter, x: Seen, dims: Sequence[int], less: float, keep: bool) -> tuple[Seen, Seen]:

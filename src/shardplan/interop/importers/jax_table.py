@@ -1,4 +1,7 @@
-"""What each primitive of JAX is in ours: functions of a call, its operands, and its parameters by their names."""
+"""What each primitive of JAX is in ours: functions of a call, its operands, and its parameters by their names.
+
+Those that order, choose, sum so far, shift or convolve go by what `indexing` writes of views.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,29 @@ from collections.abc import Sequence
 from operator import eq, ge, gt, le, lt, ne
 from typing import Any
 
+import numpy as np
+
 from shardplan.core.layout import Layout
 from shardplan.core.ops import Pin
 from shardplan.core.shardings import mesh_of
 from shardplan.core.tensor import TensorType
 from shardplan.interop.importers import composites as ours
+from shardplan.interop.importers import indexing as at
 from shardplan.interop.importers.call import Handler, Operation
-from shardplan.interop.importers.jax_indexing import INDEXING
+from shardplan.interop.importers.formulas import (
+    FORMULAS,
+    FUNCTIONS,
+    SIGNS,
+    expression_handler,
+    logical_handler,
+    pass_through,
+    write_power,
+)
 from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
 from shardplan.interop.importers.writer import FlatWriter
 
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
 _COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
-
-
-def _expression(text: str) -> Handler:
-    return lambda c, *values, **_: c.write_elementwise(text, *values)
 
 
 def _compare_handler(sign: str) -> Handler:
@@ -33,10 +43,6 @@ def _compare_handler(sign: str) -> Handler:
         return _COMPARED[sign](x, y)
 
     return handler
-
-
-def _pass_through(c: Operation, x: Seen, **_: Any) -> Seen:
-    return x
 
 
 def _view(c: Operation, x: Any) -> Seen:
@@ -51,26 +57,12 @@ def _write_maximum(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
     return c.write_elementwise("maximum({a}, {b})", x, y)
 
 
-def _power(c: Operation, x: Seen, y: int, **_: Any) -> Seen:
-    return c.write_elementwise("{a} * {a}", x) if y == 2 else c.write_elementwise("{a} ** {b}", x, y)
-
-
 def _select_case(c: Operation, which: Any, *cases: Any, **_: Any) -> Any:
     if not isinstance(which, Seen):
         return cases[int(which)]
     if len(cases) != 2 or c.w.dtype(which) != "bool":
         raise NotImplementedError("of several cases")
     return c.write_elementwise("where({a}, {b}, {c})", which, cases[1], cases[0])
-
-
-def _logical(text: str) -> Handler:
-    def handler(c: Operation, *values: Any, **_: Any) -> Seen:
-        if c.dtype != "bool":
-            raise NotImplementedError(f"of {c.dtype}")
-        numbers = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in values]
-        return c.w.cast(c.write_elementwise(text, *numbers, dtype="i32"), "bool")
-
-    return handler
 
 
 def _reduce_handler(kind: str) -> Handler:
@@ -92,11 +84,6 @@ def _slice_dims(c: Operation, x: Seen, start_indices: Any, limit_indices: Any, s
     for d, (a, b) in enumerate(zip(start_indices, limit_indices, strict=True)):
         x = ours.part(c.w, x, d, int(a), int(b))
     return x
-
-
-def _split(c: Operation, x: Seen, sizes: Sequence[int], axis: int) -> list[Seen]:
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [ours.part(c.w, x, axis, int(a), int(a + n)) for a, n in zip(starts, sizes, strict=True)]
 
 
 def _product(c: Operation, x: Seen, y: Seen, dimension_numbers: Any, **_: Any) -> Seen:
@@ -166,32 +153,104 @@ def annotated_type(w: FlatWriter, x: Seen, sharding: Any) -> TensorType | None:
     return TensorType(t.dtype, t.shape, seen_axes(w, x, said), mesh_of(sharding.mesh))
 
 
-_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
-_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+def _cumulate(c: Operation, x: Seen, axis: int, reverse: bool = False) -> Seen:
+    return at.cumulate(c.w, x, axis, back=reverse)
+
+
+def _sort(c: Operation, x: Seen, *others: Seen, dimension: int, num_keys: int = 1, **_: Any) -> list[Seen]:
+    """By the first operand; the others in its order."""
+    if num_keys != 1:
+        raise NotImplementedError(f"by {num_keys} keys; legal is 1")
+    values, places = at.top(c.w, x, x.shape[dimension], dimension, largest=False)
+    return [values, *(at.choose(c.w, v, dimension, places) for v in others)]
+
+
+def _top(c: Operation, x: Seen, k: int, axis: int = -1, **_: Any) -> list[Seen]:
+    values, places = at.top(c.w, x, k, axis)
+    return [values, c.w.cast(places, c.kinds[1])]
+
+
+def _best_handler(*, largest: bool) -> Handler:
+    def handler(c: Operation, x: Seen, axes: Sequence[int], **_: Any) -> Seen:
+        (axis,) = axes
+        return c.w.cast(at.top(c.w, x, 1, axis, largest=largest)[1].squeeze_dims([axis]), c.dtype)
+
+    return handler
+
+
+def _flip(c: Operation, x: Seen, dimensions: Sequence[int]) -> Seen:
+    return at.flip(c.w, x, dimensions)
+
+
+def _pad(c: Operation, x: Seen, value: Any, padding_config: Sequence[tuple[int, int, int]]) -> Seen:
+    number = c.inline_constant(value, c.dtype)
+    if isinstance(number, Seen):
+        raise NotImplementedError("by a value that is no constant")
+    for d, (_, _, inside) in enumerate(padding_config):
+        x = _spread(c, x, d, inside + 1)
+    return at.pad(c.w, x, [(before, after) for before, after, _ in padding_config], float(number))
+
+
+def _spread(c: Operation, x: Seen, dim: int, stride: int) -> Seen:
+    """Zeros between the elements of a dim, and none after the last."""
+    return ours.part(c.w, at.spread(c.w, x, dim, stride), dim, 0, (x.shape[dim] - 1) * stride + 1)
+
+
+def _convolution(
+    c: Operation,
+    x: Seen,
+    weight: Seen,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int],
+    rhs_dilation: Sequence[int],
+    dimension_numbers: Any,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    **_: Any,
+) -> Seen:
+    if batch_group_count != 1:
+        raise NotImplementedError(f"of {batch_group_count} groups of the batch; legal is 1")
+    x, weight = x.permute_dims(dimension_numbers.lhs_spec), weight.permute_dims(dimension_numbers.rhs_spec)
+    for k, stride in enumerate(lhs_dilation):
+        x = _spread(c, x, 2 + k, stride)
+    y = at.convolution(c.w, x, weight, window_strides, padding, rhs_dilation, feature_group_count)
+    return y.permute_dims([int(d) for d in np.argsort(dimension_numbers.out_spec)])
+
+
+def _scatter_add(c: Operation, x: Seen, ids: Seen, values: Seen, dimension_numbers: Any, **_: Any) -> Seen:
+    """Rows added to those of ids of one dim, or of one id; ids out of bounds add nothing."""
+    d, ndim = dimension_numbers, len(x.dims)
+    plain = tuple(d.inserted_window_dims) == tuple(d.scatter_dims_to_operand_dims) == (0,)
+    lead = len(values.dims) - (ndim - 1)
+    if not plain or tuple(d.update_window_dims) != tuple(range(lead, lead + ndim - 1)) or d.operand_batching_dims:
+        raise NotImplementedError("of other than rows")
+    hot = at.one_hot(c.w, c.w.materialize_view(ids.squeeze_dims([-1])), x.shape[0], c.dtype)
+    batch, rest = [f"i{k}" for k in range(lead)], [f"d{k}" for k in range(ndim - 1)]
+    total = c.w.einsum([[*batch, "v"], [*batch, *rest]], ["v", *rest], hot, c.w.materialize_view(values))
+    return c.write_elementwise("{a} + {b}", x, total)
+
 
 TABLE: dict[str, Handler] = {
-    **INDEXING,
-    **{name: _expression(f"{name}({{a}})") for name in _FUNCTIONS},
-    **{name: _compare_handler(sign) for name, sign in _SIGNS.items()},
-    "erfc": _expression("1 - erf({a})"),
-    "logistic": _expression("sigmoid({a})"),
-    "neg": _expression("-{a}"),
-    "add": _expression("{a} + {b}"),
-    "add_any": _expression("{a} + {b}"),
-    "sub": _expression("{a} - {b}"),
-    "mul": _expression("{a} * {b}"),
-    "div": _expression("{a} / {b}"),
+    **{name: expression_handler(f"{name}({{a}})") for name in FUNCTIONS},
+    **{name: expression_handler(text) for name, text in FORMULAS.items()},
+    **{name: _compare_handler(sign) for name, sign in SIGNS.items()},
+    "logistic": expression_handler("sigmoid({a})"),
+    "neg": expression_handler("-{a}"),
+    "add": expression_handler("{a} + {b}"),
+    "add_any": expression_handler("{a} + {b}"),
+    "sub": expression_handler("{a} - {b}"),
+    "mul": expression_handler("{a} * {b}"),
+    "div": expression_handler("{a} / {b}"),
     "max": _write_maximum,
-    "min": _expression("minimum({a}, {b})"),
-    "pow": lambda c, x, y, **_: c.write_elementwise(
-        "exp({b} * log({a}))" if isinstance(y, Seen) else "{a} ** {b}", x, y
-    ),
-    "square": _expression("{a} * {a}"),
-    "integer_pow": _power,
+    "min": expression_handler("minimum({a}, {b})"),
+    "pow": write_power,
+    "square": expression_handler("{a} * {a}"),
+    "integer_pow": write_power,
     "select_n": _select_case,
-    "and": _logical("{a} * {b}"),
-    "or": _logical("maximum({a}, {b})"),
-    "not": _logical("1 - {a}"),
+    "and": logical_handler("{a} * {b}"),
+    "or": logical_handler("maximum({a}, {b})"),
+    "not": logical_handler("1 - {a}"),
     "reduce_sum": _reduce_handler("sum"),
     "reduce_max": _reduce_handler("max"),
     "reduce_min": _reduce_handler("min"),
@@ -204,17 +263,23 @@ TABLE: dict[str, Handler] = {
     "squeeze": lambda c, x, dimensions: x.squeeze_dims(dimensions),
     "expand_dims": lambda c, x, **_: c.w.reshape_view(_view(c, x), c.shape),
     "slice": _slice_dims,
-    "split": _split,
+    "split": lambda c, x, sizes, axis: ours.split_dim(c.w, x, axis, [int(n) for n in sizes]),
     "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),
     "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, Seen) else x,
     "sharding_constraint": _pin_sharding,
     "stop_gradient": lambda c, x, **_: c.w.stop_gradient(x) if isinstance(x, Seen) else x,
     "clamp": lambda c, low, x, high: c.write_elementwise("minimum(maximum({a}, {b}), {c})", x, low, high),
-    "log1p": _expression("log(1 + {a})"),
-    "expm1": _expression("exp({a}) - 1"),
-    "sign": _expression("where({a} > 0, 1, where({a} < 0, -1, 0))"),
     "is_finite": lambda c, x: c.compare(
         "<=", c.write_elementwise("abs({a})", x, dtype=c.w.dtype(x)), _LARGEST[c.w.dtype(x)]
     ),
-    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), _pass_through),
+    **dict.fromkeys(("copy", "copy_p", "name", "optimization_barrier"), pass_through),
+    "cumsum": _cumulate,
+    "sort": _sort,
+    "top_k": _top,
+    "argmax": _best_handler(largest=True),
+    "argmin": _best_handler(largest=False),
+    "rev": _flip,
+    "pad": _pad,
+    "conv_general_dilated": _convolution,
+    "scatter-add": _scatter_add,
 }

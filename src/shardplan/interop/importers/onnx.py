@@ -15,8 +15,9 @@ from shardplan.core.decoding import read_bytes
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import LayoutError, ParseError, ShardplanError, excerpt, line, optional
 from shardplan.interop.importers.call import Operation, Unknown, handle_operation
+from shardplan.interop.importers.constant_value import write_constant
 from shardplan.interop.importers.flat import Flattened
-from shardplan.interop.importers.onnx_table import TABLE, array_of
+from shardplan.interop.importers.onnx_table import TABLE
 from shardplan.interop.importers.views import Seen
 from shardplan.interop.importers.writer import FlatWriter
 
@@ -78,7 +79,7 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
         values |= zip(node.output, outs, strict=False)
     unknown.check()
     outputs = [_operand_value(values, x.name, "the graph's output") for x in source.graph.output]
-    outputs = [v if isinstance(v, Seen) else array_of(w, v) for v in outputs]
+    outputs = [v if isinstance(v, Seen) else write_constant(w, np.asarray(v)) for v in outputs]
     return Flattened(w, data, outputs, w.constants)
 
 

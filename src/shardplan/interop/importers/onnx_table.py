@@ -13,40 +13,16 @@ import numpy as np
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.error_function import erf
 from shardplan.interop.importers import composites as ours
-from shardplan.interop.importers.call import Handler, Operation, number
+from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.constant_value import write_constant
+from shardplan.interop.importers.formulas import pass_through, write_einsum
 from shardplan.interop.importers.views import Seen
-from shardplan.interop.importers.writer import FlatWriter
 
 _AXES_ARE_INPUTS = 13
 
 
-def array_of(w: FlatWriter, x: Any, dtype: str = "") -> Seen:
-    """A value whose elements are known: one number everywhere, a count, a triangle, or an input with this value."""
-    x = np.asarray(x)
-    kind = dtype or short_name(x.dtype)
-    if x.size and (x == x.flat[0]).all():
-        return w.constant(x.flat[0].item(), kind, x.shape)
-    flat = x.reshape([n for n in x.shape if n > 1])
-    if flat.ndim == 1 and x.dtype.kind in "iu" and np.array_equal(flat, np.arange(len(flat))):
-        return w.reshape_view(w.count(len(flat), kind), x.shape)
-    if flat.ndim == 2:
-        seen = np.tri(*flat.shape, dtype=bool)
-        inside, outside = np.unique(flat[seen]), np.unique(flat[~seen])
-        if len(inside) == len(outside) == 1:
-            rows, columns = (w.count(n, "i32") for n in flat.shape)
-            if x.dtype.kind in "biu":
-                ends = (str(int(inside[0])), str(int(outside[0])))
-                found = w.write_elementwise(f"where(a >= b, {ends[0]}, {ends[1]})", rows.with_one(1), columns)
-                return w.reshape_view(w.cast(found, kind), x.shape)
-            held = w.cast(w.write_elementwise("where(a >= b, 1, 0)", rows.with_one(1), columns), "bool")
-            ends = (number(inside[0], kind), number(outside[0], kind))
-            found = w.write_elementwise(f"where(a, b + {ends[0]}, {ends[1]})", held, w.constant(0, kind))
-            return w.reshape_view(found, x.shape)
-    return w.declare_constant(x.astype(numpy_dtype(kind)))
-
-
 def _view(c: Operation, x: Any, dtype: str = "") -> Seen:
-    return x if isinstance(x, Seen) else array_of(c.w, x, dtype or c.dtype)
+    return x if isinstance(x, Seen) else write_constant(c.w, np.asarray(x).astype(numpy_dtype(dtype or c.dtype)))
 
 
 def _elementwise_handler(expression: str, numpy: Callable[..., Any], *, boolean: bool = False) -> Handler:
@@ -75,7 +51,7 @@ def _scalar(x: Any) -> Any:
 def _power(c: Operation, x: Any, y: Any) -> Any:
     if isinstance(y, Seen):
         base = x if isinstance(x, Seen) else _scalar(x)
-        base = array_of(c.w, base) if isinstance(base, np.ndarray) else base
+        base = write_constant(c.w, base) if isinstance(base, np.ndarray) else base
         return c.write_elementwise("exp({b} * log({a}))", base, y, dtype=c.w.dtype(y))
     if not isinstance(x, Seen):
         return np.power(x, y)
@@ -89,7 +65,7 @@ def _compare_handler(sign: str, numpy: Callable[..., Any]) -> Handler:
     def handler(c: Operation, x: Any, y: Any) -> Any:
         if not isinstance(x, Seen) and not isinstance(y, Seen):
             return numpy(x, y)
-        given = (v if isinstance(v, Seen) or not isinstance(v, np.ndarray) else array_of(c.w, v)
+        given = (v if isinstance(v, Seen) or not isinstance(v, np.ndarray) else write_constant(c.w, v)
                  for v in (_scalar(v) if not isinstance(v, Seen) else v for v in (x, y)))  # fmt: skip
         return c.compare(sign, *given)
 
@@ -101,7 +77,7 @@ def _write_where(c: Operation, condition: Any, x: Any, y: Any) -> Any:
         return np.where(condition, x, y)
     kinds = [c.w.dtype(v) if isinstance(v, Seen) else short_name(np.asarray(v).dtype) for v in (x, y)]
     given = [v if isinstance(v, Seen) else _scalar(v) for v in (x, y)]
-    given = [array_of(c.w, v) if isinstance(v, np.ndarray) else v for v in given]
+    given = [write_constant(c.w, v) if isinstance(v, np.ndarray) else v for v in given]
     return c.write_elementwise("where({a}, {b}, {c})", _view(c, condition, "bool"), *given, dtype=kinds[0])
 
 
@@ -208,7 +184,7 @@ def _slice(c: Operation, x: Any, starts: Any = None, ends: Any = None, axes: Any
 def _gather(c: Operation, x: Any, ids: Any, *, axis: int = 0) -> Any:
     if not isinstance(x, Seen):
         if isinstance(ids, Seen):
-            x = array_of(c.w, x, short_name(np.asarray(x).dtype))
+            x = write_constant(c.w, np.asarray(x))
         else:
             return np.take(x, ids, axis)
     if isinstance(ids, Seen):
@@ -224,7 +200,7 @@ def _gather(c: Operation, x: Any, ids: Any, *, axis: int = 0) -> Any:
         return ours.part(c.w, x, axis, first, first + places.size)
     if axis:
         raise NotImplementedError("along another dim than the first")
-    return ours.rows(c.w, x, array_of(c.w, places, "i64"))
+    return ours.rows(c.w, x, write_constant(c.w, places.astype(np.int64)))
 
 
 def _concat(c: Operation, *values: Any, axis: int) -> Any:
@@ -241,7 +217,7 @@ def _split(c: Operation, x: Any, sizes: Any = None, *, axis: int = 0, split: Any
         parts = [min(each, n - k * each) for k in range(count)]
     if not isinstance(x, Seen):
         return np.split(x, np.cumsum(parts)[:-1], axis)
-    return [ours.part(c.w, x, axis, sum(parts[:k]), sum(parts[: k + 1])) for k in range(len(parts))]
+    return ours.split_dim(c.w, x, axis, parts)
 
 
 def _shape(c: Operation, x: Any, *, start: int = 0, end: int | None = None) -> Any:
@@ -269,17 +245,6 @@ def _triangle(c: Operation, x: Any, k: Any = 0, *, upper: int = 1) -> Any:
     if isinstance(x, Seen):
         raise NotImplementedError("of what is not known")
     return (np.triu if upper else np.tril)(x, int(np.asarray(k)))
-
-
-def _einsum(c: Operation, *views: Any, equation: str) -> Seen:
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    if "." in equation or not arrow or len(views) < 2:
-        raise NotImplementedError("with an ellipsis, without a result or of one operand")
-    return c.w.einsum([list(s) for s in left.split(",")], list(right), *(_view(c, v) for v in views))
-
-
-def _pass_through(c: Operation, x: Any, *_: Any, **__: Any) -> Any:
-    return x
 
 
 def _sigmoid(x: Any) -> Any:
@@ -313,7 +278,7 @@ TABLE: dict[str, Handler] = {
     "Where": _write_where,
     "MatMul": _matmul,
     "Gemm": _gemm,
-    "Einsum": _einsum,
+    "Einsum": lambda c, *views, equation: write_einsum(c, equation, [_view(c, v) for v in views]),
     "ReduceMean": _reduce_handler("mean"),
     "ReduceSum": _reduce_handler("sum"),
     "ReduceMax": _reduce_handler("max"),
@@ -338,6 +303,6 @@ TABLE: dict[str, Handler] = {
     "ConstantOfShape": _fill_shape,
     "Range": lambda c, a, b, s: np.arange(np.asarray(a).item(), np.asarray(b).item(), np.asarray(s).item()),
     "Trilu": _triangle,
-    "Identity": _pass_through,
-    "Dropout": _pass_through,
+    "Identity": pass_through,
+    "Dropout": pass_through,
 }

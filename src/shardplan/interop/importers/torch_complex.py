@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from shardplan.core.dtypes import itemsize
@@ -44,18 +43,14 @@ def _product(c: Operation, x: Any, y: Any) -> ComplexPair:
     return ComplexPair(*(c.write_elementwise(e, *values, dtype=kind) for e in _PRODUCT))
 
 
-def _map_parts(name: str) -> Callable[[dict[str, Handler]], Handler]:
-    """What a real operation does to both parts."""
+def _map_parts(handle: Handler) -> Handler:
+    """What a real operation does, to both parts."""
 
-    def of(table: dict[str, Handler]) -> Handler:
-        def handler(c: Operation, x: ComplexPair, *more: Any, **how: Any) -> ComplexPair:
-            kind = c.w.dtype(x.real)
-            real = c._replace(kinds=(kind,))
-            return ComplexPair(*(table[name](real, part, *more, **how) for part in x))
+    def handler(c: Operation, x: ComplexPair, *more: Any, **how: Any) -> ComplexPair:
+        real = c._replace(kinds=(c.w.dtype(x.real),))
+        return ComplexPair(*(handle(real, part, *more, **how) for part in x))
 
-        return handler
-
-    return of
+    return handler
 
 
 _BOTH = ("aten.view.default", "aten.reshape.default", "aten.unsqueeze.default", "aten.transpose.int",
@@ -84,7 +79,7 @@ def _absolute(c: Operation, x: ComplexPair) -> Seen:
 def complex_table(table: dict[str, Handler]) -> dict[str, Handler]:
     """The operations on pairs, where those on both parts are the table's."""
     return {
-        **{name: _map_parts(name)(table) for name in _BOTH},
+        **{name: _map_parts(table[name]) for name in _BOTH},
         "aten.view_as_real.default": _side_by_side,
         "aten.mul.Tensor": _product,
         "aten.add.Tensor": _sum_handler("+"),

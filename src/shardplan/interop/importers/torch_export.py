@@ -212,7 +212,7 @@ class _Graph:
             elif node.op == "output":
                 outputs += self._value(list(node.args[0]))
             elif node.op == "call_function":
-                self.values[node] = self._node(node)
+                self.values[node] = self._value_of_node(node)
         return [self.view(v) if is_tensor(v) else v for v in outputs]
 
     def _value(self, x: Any) -> Any:
@@ -221,7 +221,7 @@ class _Graph:
             return [self._value(item) for item in items]
         return self.values[x] if hasattr(x, "graph") and x in self.values else x
 
-    def _node(self, node: Any) -> Any:
+    def _value_of_node(self, node: Any) -> Any:
         name, unknown = _name(node), self.unknown
         args, kwargs = self._value(list(node.args)), {k: self._value(v) for k, v in node.kwargs.items()}
         if any(name.endswith(region) for region in _INLINED):

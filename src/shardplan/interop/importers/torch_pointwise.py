@@ -13,14 +13,10 @@ from typing import Any
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.interop.importers import indexing as at
 from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.formulas import FORMULAS, FUNCTIONS, SIGNS, expression_handler
 from shardplan.interop.importers.views import Seen
 
-_EXPM1 = "tanh({a} / 2) * (exp({a}) + 1)"  # which loses no digits where a is small
 _SOFTPLUS = "where({a} * {b} > {c}, {a}, log(1 + exp({a} * {b})) / {b})"
-
-
-def _formula(text: str) -> Handler:
-    return lambda c, *values, **_: c.write_elementwise(text, *values)
 
 
 def _elu(c: Operation, x: Seen, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Seen:
@@ -59,14 +55,14 @@ def _round(c: Operation, x: Seen, decimals: int = 0) -> Seen:
     return c.write_elementwise("where({b} - {a} == 0.5, where({b} - 2 * {c} == 1, {b} - 1, {b}), {b})", x, up, half)
 
 
-def _quotient(c: Operation, x: Any, y: Any, rounding: Any = None) -> Seen:
+def _quotient(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> Seen:
     """A quotient, whole numbers too; of these the digits of f64 are those that count."""
     kind = c.dtype
     wide = kind if numpy_dtype(kind).kind in "fV" else "f64"
     views = [c.w.cast(v, wide) if isinstance(v, Seen) else v for v in (x, y)]
     found = c.write_elementwise("{a} / {b}", *views, dtype=wide)
-    if rounding is not None:
-        found = (_write_floor if rounding == "floor" else _write_trunc)(c, found)
+    if rounding_mode is not None:
+        found = (_write_floor if rounding_mode == "floor" else _write_trunc)(c, found)
     return c.w.cast(found, kind)
 
 
@@ -75,10 +71,6 @@ def _rest_handler(rounding: str) -> Handler:
         return c.write_elementwise("{a} - {b} * {c}", x, y, _quotient(c, x, y, rounding))
 
     return handler
-
-
-def _divide(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> Seen:
-    return _quotient(c, x, y, rounding_mode)
 
 
 def _is_nan(c: Operation, x: Seen) -> Seen:
@@ -165,8 +157,13 @@ def _binary_cross_entropy(c: Operation, x: Seen, y: Seen, weight: Any = None, po
     text = f"(1 - {{b}}) * {{a}} + {by} * (log(1 + exp(-abs({{a}}))) + maximum(-{{a}}, 0))"
     found = c.write_elementwise(text, *given)
     found = found if weight is None else c.write_elementwise("{a} * {b}", found, weight)
+    return reduce_losses(c, found, reduction)
+
+
+def reduce_losses(c: Operation, losses: Seen, reduction: int) -> Seen:
+    """Losses as they are, their mean or their sum, by torch's number of the reduction."""
     kind = ("", "mean", "sum")[reduction]
-    return c.w.reduce_view(found, range(len(found.dims)), kind, False) if kind else found
+    return c.w.reduce_view(losses, range(len(losses.dims)), kind, False) if kind else losses
 
 
 def _bilinear(c: Operation, x: Seen, y: Seen, weight: Seen, bias: Any = None) -> Seen:
@@ -174,11 +171,6 @@ def _bilinear(c: Operation, x: Seen, y: Seen, weight: Seen, bias: Any = None) ->
     found = c.w.einsum([[*lead, "i"], ["o", "i", "j"]], [*lead, "o", "j"], x, weight)
     found = c.w.einsum([[*lead, "o", "j"], [*lead, "j"]], [*lead, "o"], found, y)
     return found if bias is None else c.w.write_elementwise("a + b", found, bias)
-
-
-def _clamp_between(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
-    x = x if low is None else c.write_elementwise("maximum({a}, {b})", x, low)
-    return x if high is None else c.write_elementwise("minimum({a}, {b})", x, high)
 
 
 def _copy(c: Operation, x: Seen, source: Any, *_: Any) -> Seen:
@@ -191,30 +183,22 @@ def _reduce_all(kind: str) -> Handler:
 
 
 _FORMULAS = {
-    "expm1": _EXPM1,
-    "log1p": "log(1 + {a})",
+    **FORMULAS,
     "log2": f"log({{a}}) * {1 / math.log(2)!r}",
     "log10": f"log({{a}}) * {1 / math.log(10)!r}",
-    "exp2": f"exp({{a}} * {math.log(2)!r})",
-    "erfc": "1 - erf({a})",
-    "sign": "where({a} > 0, 1, where({a} < 0, -1, 0))",
-    "sgn": "where({a} > 0, 1, where({a} < 0, -1, 0))",
-    "tan": "sin({a}) / cos({a})",
-    "sinh": "(exp({a}) - exp(-{a})) / 2",
-    "cosh": "(exp({a}) + exp(-{a})) / 2",
+    "sgn": FORMULAS["sign"],
     "log_sigmoid": "minimum({a}, 0) - log(1 + exp(-abs({a})))",
     "mish": "{a} * tanh(maximum({a}, 0) + log(1 + exp(-abs({a}))))",
 }
 _PRIMS = {"mul": "{a} * {b}", "add": "{a} + {b}", "sub": "{a} - {b}", "div": "{a} / {b}", "neg": "-{a}",
           "maximum": "maximum({a}, {b})", "minimum": "minimum({a}, {b})", "where": "where({a}, {b}, {c})"}  # fmt: skip
-_UNARY = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
-_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 POINTWISE: dict[str, Handler] = {
-    **{f"{room}.{name}.default": _formula(text) for name, text in _FORMULAS.items() for room in ("aten", "prims")},
-    **{f"prims.{name}.default": _formula(text) for name, text in _PRIMS.items()},
-    **{f"prims.{name}.default": _formula(f"{name}({{a}})") for name in _UNARY},
-    **{f"prims.{name}.default": (lambda c, x, y, sign=sign: c.compare(sign, x, y)) for name, sign in _SIGNS.items()},
+    **{f"{room}.{name}.default": expression_handler(text)
+       for room in ("aten", "prims") for name, text in _FORMULAS.items()},
+    **{f"prims.{name}.default": expression_handler(text) for name, text in _PRIMS.items()},
+    **{f"prims.{name}.default": expression_handler(f"{name}({{a}})") for name in FUNCTIONS},
+    **{f"prims.{name}.default": (lambda c, x, y, sign=sign: c.compare(sign, x, y)) for name, sign in SIGNS.items()},
     "prims.convert_element_type.default": lambda c, x, *_: c.w.cast(x, c.dtype),
     "prims.sum.default": lambda c, x, dims, **_: c.w.reduce_view(c.w.cast(x, c.dtype), dims, "sum", False),
     "aten.elu.default": _elu,
@@ -226,8 +210,8 @@ POINTWISE: dict[str, Handler] = {
     "aten.floor.default": _write_floor,
     "aten.ceil.default": _ceil,
     "aten.round.default": _round,
-    "aten.div.Tensor_mode": _divide,
-    "aten.div.Scalar_mode": _divide,
+    "aten.div.Tensor_mode": _quotient,
+    "aten.div.Scalar_mode": _quotient,
     "aten.floor_divide.default": lambda c, x, y: _quotient(c, x, y, "floor"),
     **{f"aten.remainder.{kind}": _rest_handler("floor") for kind in ("Scalar", "Tensor", "Scalar_Tensor")},
     **{f"aten.fmod.{kind}": _rest_handler("trunc") for kind in ("Scalar", "Tensor")},
@@ -244,14 +228,13 @@ POINTWISE: dict[str, Handler] = {
     "aten.cosine_similarity.default": _cosine,
     "aten.binary_cross_entropy_with_logits.default": _binary_cross_entropy,
     "aten.bilinear.default": _bilinear,
-    "aten.clamp.Tensor": _clamp_between,
     "aten.copy.default": _copy,
     "aten.fill.Scalar": _copy,
     "aten.fill.Tensor": _copy,
     "aten.max.default": _reduce_all("max"),
     "aten.min.default": _reduce_all("min"),
-    "aten.max.other": _formula("maximum({a}, {b})"),
-    "aten.min.other": _formula("minimum({a}, {b})"),
+    "aten.max.other": expression_handler("maximum({a}, {b})"),
+    "aten.min.other": expression_handler("minimum({a}, {b})"),
     **dict.fromkeys(("aten._assert_async.msg", "aten._assert_async.default", "aten._assert_scalar.default",
                      "aten._functional_assert_async.msg"), lambda c, *_, **__: None),
 }  # fmt: skip

@@ -7,14 +7,19 @@ from typing import Any
 
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
+from shardplan.interop.importers.formulas import (
+    FUNCTIONS,
+    SIGNS,
+    expression_handler,
+    logical_handler,
+    pass_through,
+    write_einsum,
+    write_power,
+)
 from shardplan.interop.importers.torch_complex import MADE, complex_table
 from shardplan.interop.importers.torch_indexing import INDEXING
-from shardplan.interop.importers.torch_pointwise import POINTWISE
+from shardplan.interop.importers.torch_pointwise import POINTWISE, reduce_losses
 from shardplan.interop.importers.views import Seen
-
-
-def _expression(text: str) -> Handler:
-    return lambda c, *values, **_: c.write_elementwise(text, *values)
 
 
 def _scaled_sum_handler(sign: str) -> Handler:
@@ -26,16 +31,6 @@ def _scaled_sum_handler(sign: str) -> Handler:
 
 def _compare_handler(sign: str) -> Handler:
     return lambda c, x, y: c.compare(sign, x, y)
-
-
-def _pass_through(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
-    return x
-
-
-def _power(c: Operation, x: Any, y: Any) -> Seen:
-    if isinstance(y, Seen):
-        return c.write_elementwise("exp({b} * log({a}))", x, y)
-    return c.write_elementwise("{a} * {a}", x) if y == 2 else c.write_elementwise("{a} ** {b}", x, y)
 
 
 def _clamp(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
@@ -68,16 +63,6 @@ def _write_where(c: Operation, condition: Seen, x: Any, y: Any) -> Seen:
 
 def _masked_fill(c: Operation, x: Seen, mask: Seen, value: Any) -> Seen:
     return c.write_elementwise("where({a}, {b}, {c})", mask, value, x)
-
-
-def _logical(text: str) -> Handler:
-    def handler(c: Operation, *values: Seen) -> Seen:
-        if c.dtype != "bool":
-            raise NotImplementedError(f"of {c.dtype}")
-        numbers = [c.w.cast(v, "i32") for v in values]
-        return c.w.cast(c.write_elementwise(text, *numbers, dtype="i32"), "bool")
-
-    return handler
 
 
 def _reduce_handler(kind: str) -> Handler:
@@ -125,9 +110,7 @@ def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, red
         raise NotImplementedError("with weights or smoothing")
     if len(targets.dims) > 1:
         x = x.permute_dims([0, *range(2, len(x.dims)), 1])
-    losses = ours.cross_entropy(c.w, x, targets)
-    kind = ("", "mean", "sum")[reduction]
-    return c.w.reduce_view(losses, range(len(losses.dims)), kind, False) if kind else losses
+    return reduce_losses(c, ours.cross_entropy(c.w, x, targets), reduction)
 
 
 def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
@@ -145,8 +128,7 @@ def _moved_order(ndim: int, source: int, target: int) -> list[int]:
 def _split(c: Operation, x: Seen, sizes: Any, dim: int = 0) -> list[Seen]:
     n = x.shape[dim]
     every = [min(sizes, n - k) for k in range(0, n, sizes)] if isinstance(sizes, int) else sizes
-    starts = [sum(every[:k]) for k in range(len(every))]
-    return [ours.part(c.w, x, dim, a, a + m) for a, m in zip(starts, every, strict=True)]
+    return ours.split_dim(c.w, x, dim, every)
 
 
 def _chunk(c: Operation, x: Seen, count: int, dim: int = 0) -> list[Seen]:
@@ -161,13 +143,6 @@ def _squeeze(c: Operation, x: Seen, dims: Any = None) -> Seen:
 def _stack(c: Operation, views: Sequence[Seen], dim: int = 0) -> Seen:
     at = dim % (len(views[0].dims) + 1)
     return ours.joined_along(c.w, [v.with_one(at) for v in views], at)
-
-
-def _einsum(c: Operation, spec: str, views: Sequence[Seen], path: Any = None) -> Seen:
-    left, arrow, right = spec.replace(" ", "").partition("->")
-    if "." in spec or not arrow or len(views) < 2:
-        raise NotImplementedError("with an ellipsis, without a result or of one operand")
-    return c.w.einsum([list(side) for side in left.split(",")], list(right), *views)
 
 
 def _addmm(c: Operation, bias: Seen, x: Seen, y: Seen, beta: Any = 1, alpha: Any = 1) -> Seen:
@@ -207,30 +182,29 @@ def _to(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
     return c.w.cast(x, c.dtype)
 
 
-_FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "relu", "sigmoid", "silu", "sin", "cos", "abs")
-_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-
+_FUNCTIONS = (*FUNCTIONS, "relu", "sigmoid", "silu")
 TABLE: dict[str, Handler] = {
     **POINTWISE,
     **INDEXING,
     **MADE,
-    **{f"aten.{name}.default": _expression(f"{name}({{a}})") for name in _FUNCTIONS},
-    **{f"aten.{name}.{kind}": _compare_handler(sign) for name, sign in _SIGNS.items() for kind in ("Tensor", "Scalar")},
+    **{f"aten.{name}.default": expression_handler(f"{name}({{a}})") for name in _FUNCTIONS},
+    **{f"aten.{name}.{kind}": _compare_handler(sign) for name, sign in SIGNS.items() for kind in ("Tensor", "Scalar")},
     **{f"aten.{n}.{k}": _scaled_sum_handler(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
     **{f"aten.{n}_.{k}": _scaled_sum_handler(s) for n, s in (("add", "+"), ("sub", "-")) for k in ("Tensor", "Scalar")},
-    **{f"aten.{n}{i}.{k}": _expression(f"{{a}} {s} {{b}}") for n, s in (("mul", "*"), ("div", "/"))
+    **{f"aten.{n}{i}.{k}": expression_handler(f"{{a}} {s} {{b}}") for n, s in (("mul", "*"), ("div", "/"))
        for k in ("Tensor", "Scalar") for i in ("", "_")},
-    "aten.rsub.Scalar": _expression("{b} - {a}"),
-    "aten.neg.default": _expression("-{a}"),
-    "aten.reciprocal.default": _expression("1 / {a}"),
+    "aten.rsub.Scalar": expression_handler("{b} - {a}"),
+    "aten.neg.default": expression_handler("-{a}"),
+    "aten.reciprocal.default": expression_handler("1 / {a}"),
     "aten.square.default": lambda c, x: c.write_elementwise("{a} * {a}", x),
-    "aten.pow.Tensor_Scalar": _power,
-    "aten.pow.Tensor_Tensor": _power,
-    "aten.pow.Scalar": _power,
-    "aten.maximum.default": _expression("maximum({a}, {b})"),
-    "aten.minimum.default": _expression("minimum({a}, {b})"),
+    "aten.pow.Tensor_Scalar": write_power,
+    "aten.pow.Tensor_Tensor": write_power,
+    "aten.pow.Scalar": write_power,
+    "aten.maximum.default": expression_handler("maximum({a}, {b})"),
+    "aten.minimum.default": expression_handler("minimum({a}, {b})"),
     "aten.clamp.default": _clamp,
     "aten.clamp_min.default": _clamp,
+    "aten.clamp.Tensor": _clamp,
     "aten.linalg_vector_norm.default": _norm,
     "aten.gelu.default": _gelu,
     "aten.where.self": _write_where,
@@ -238,12 +212,12 @@ TABLE: dict[str, Handler] = {
     "aten.where.ScalarOther": _write_where,
     "aten.masked_fill.Scalar": _masked_fill,
     "aten.masked_fill.Tensor": _masked_fill,
-    "aten.logical_and.default": _logical("{a} * {b}"),
-    "aten.bitwise_and.Tensor": _logical("{a} * {b}"),
-    "aten.logical_or.default": _logical("maximum({a}, {b})"),
-    "aten.bitwise_or.Tensor": _logical("maximum({a}, {b})"),
-    "aten.logical_not.default": _logical("1 - {a}"),
-    "aten.bitwise_not.default": _logical("1 - {a}"),
+    "aten.logical_and.default": logical_handler("{a} * {b}"),
+    "aten.bitwise_and.Tensor": logical_handler("{a} * {b}"),
+    "aten.logical_or.default": logical_handler("maximum({a}, {b})"),
+    "aten.bitwise_or.Tensor": logical_handler("maximum({a}, {b})"),
+    "aten.logical_not.default": logical_handler("1 - {a}"),
+    "aten.bitwise_not.default": logical_handler("1 - {a}"),
     "aten.mean.dim": _reduce_handler("mean"),
     "aten.mean.default": _reduce_handler("mean"),
     "aten.sum.dim_IntList": _reduce_handler("sum"),
@@ -255,7 +229,7 @@ TABLE: dict[str, Handler] = {
     "aten.mm.default": lambda c, x, y: ours.matmul(c.w, x, y),
     "aten.bmm.default": lambda c, x, y: ours.matmul(c.w, x, y),
     "aten.addmm.default": _addmm,
-    "aten.einsum.default": _einsum,
+    "aten.einsum.default": lambda c, spec, views, path=None: write_einsum(c, spec, views),
     "aten.layer_norm.default": _layer_norm,
     "aten.rms_norm.default": _rms_norm,
     "aten.softmax.int": lambda c, x, dim, dtype=None: ours.softmax(c.w, c.w.cast(x, c.dtype), dim),
@@ -303,7 +277,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default",
                      "aten._to_copy.default", "aten.float.default"), _to),
     **dict.fromkeys(("aten.contiguous.default", "aten.clone.default", "aten.alias.default",
-                     "aten.lift_fresh_copy.default"), _pass_through),
+                     "aten.lift_fresh_copy.default"), pass_through),
     **dict.fromkeys(("aten.detach.default", "aten.detach_.default"), lambda c, x: c.w.stop_gradient(x)),
     "aten._assert_tensor_metadata.default": lambda c, *_, **__: None,
 }  # fmt: skip

@@ -363,7 +363,6 @@ class FlatWriter:
             v = self.merge_dim(v, d) if not all(a.has_axis for a in v.dims[d]) else v
         axes = tuple(a.axis for d in gone for a in v.dims[d])
         name = self.draft(ReduceDims(axes, kind), v.name) if axes else v.name
-        left = sorted(a.axis for d, g in enumerate(v.dims) for a in g if a.has_axis and d not in gone)
         ndim = self.draft.types[v.name].ndim
         left = [k for k in range(ndim) if k not in axes]
         place = {axis: k for k, axis in enumerate(left)}
@@ -373,10 +372,10 @@ class FlatWriter:
         )  # fmt: skip
         return Seen(name, groups)
 
-    def move_dim_last(self, v: Seen, dim: int = -1) -> tuple[Seen, str]:
-        """A value with a dim that the source sees as our last one, and its name."""
-        v = self.merge_dim(v, dim % len(v.dims))
-        (atom,) = v.dims[dim]
+    def move_dim_last(self, v: Seen) -> tuple[Seen, str]:
+        """A value whose last dim, as the source sees it, is our last one too, and its name."""
+        v = self.merge_dim(v, len(v.dims) - 1)
+        (atom,) = v.dims[-1]
         rest = sorted((a for a in v.atoms if a.has_axis and a != atom), key=lambda a: a.axis)
         name = self.materialize_groups(v, [*((a,) for a in rest), (atom,)])
         place = {a: k for k, a in enumerate((*rest, atom))}

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+from jax.extend.core.primitives import convert_element_type_p  # pyright: ignore[reportMissingImports]
+from jax.sharding import AbstractMesh  # pyright: ignore[reportMissingImports]
+
 from shardplan.core.program import Program
 from shardplan.errors import BackendError
 from shardplan.execution.jax.agree import agree, processes_of, refusing
@@ -42,8 +46,6 @@ class JaxMove:
 
 def reshard_array(array: Any, sharding: Any, memory_limit: int | None = None, donate: bool = False) -> Any:
     """Return one array under another sharding, with exactly that sharding; `array` itself where it has it."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     source = array.sharding
     if source == sharding and array.committed:
         return array
@@ -123,8 +125,6 @@ def _planned_way(
 
 
 def _check_concrete(sharding: Any) -> None:
-    from jax.sharding import AbstractMesh  # pyright: ignore[reportMissingImports]
-
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         raise BackendError(
             f"reshard: {sharding.spec} is on an AbstractMesh, which names no devices; outside jit legal is a "
@@ -145,8 +145,6 @@ def _explicit(sharding: Any) -> bool:
 
 def _compile_way(way: Way) -> tuple[Any, int]:
     """What runs a direct way, and the bytes that it takes, for the cache of executables."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     several = len(processes_of(way.program.devices)) > 1
 
     def function(x: Any) -> Any:
@@ -165,8 +163,6 @@ def _compile_way(way: Way) -> tuple[Any, int]:
 
 def _on_shards(moves: Sequence[JaxMove], program: Program, memory_limit: int | None) -> list[Any]:
     """Run a program on the shards of arrays; donated arrays are deleted, under a limit as soon as they can be."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     inputs: list[list[Any]] = []
     for m, t in zip(moves, program.input_types, strict=True):
         shards = {s.device.id: s.data for s in m.array.addressable_shards}
@@ -188,8 +184,6 @@ def _on_shards(moves: Sequence[JaxMove], program: Program, memory_limit: int | N
 @lru_cache(maxsize=MOST_MARKS)
 def _weak(sharding: Any) -> Any:
     """What marks an array as of a weak type, as a Python number is."""
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax.extend.core.primitives import convert_element_type_p  # pyright: ignore[reportMissingImports]
 
     def mark(x: Any) -> Any:
         return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)

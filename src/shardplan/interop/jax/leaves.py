@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import jax  # pyright: ignore[reportMissingImports]
+from jax._src.array import ArrayImpl  # pyright: ignore[reportMissingImports]
+from jax.core import Tracer  # pyright: ignore[reportMissingImports]
+from jax.experimental.layout import Format  # pyright: ignore[reportMissingImports]
+from jax.sharding import NamedSharding, PartitionSpec, Sharding  # pyright: ignore[reportMissingImports]
 
 from shardplan.core.shardings import type_of
 from shardplan.errors import BackendError, Infeasible, LayoutError
 from shardplan.execution.jax.bits import carrier
+from shardplan.hardware.units import limit_of
 from shardplan.interop.jax.eager_move import JaxMove, move_together, reshard_array
 from shardplan.interop.jax.primitive import bind_reshard
 
@@ -27,22 +35,16 @@ class Leaf:
     @property
     def is_traced(self) -> bool:
         """Whether it stands for an array in a function that JAX transforms or compiles."""
-        from jax.core import Tracer  # pyright: ignore[reportMissingImports]
-
         return isinstance(self.x, Tracer)
 
     @property
     def is_placed(self) -> bool:
         """Whether it is an array on devices."""
-        import jax  # pyright: ignore[reportMissingImports]
-
         return isinstance(self.x, jax.Array) and not self.is_traced
 
     @property
     def key(self) -> bool:
         """Whether it is an array of random keys, whose elements are arrays of integers."""
-        import jax  # pyright: ignore[reportMissingImports]
-
         dtype = getattr(self.x, "dtype", None)
         return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
@@ -54,8 +56,6 @@ class Leaf:
 
 def leaves_of(x: Any, sharding: Any, source: Any, donate: Any, may_alias: Any) -> tuple[list[Leaf], Any]:
     """Return the leaves of a pytree, with what is asked of each, and the tree to put them back into."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     found, tree = jax.tree.flatten(x)
     asked = {"sharding": sharding, "source": source, "donate": donate, "may_alias": may_alias}
     each = [_broadcast_prefix(name, prefix, x) for name, prefix in asked.items()]
@@ -64,8 +64,6 @@ def leaves_of(x: Any, sharding: Any, source: Any, donate: Any, may_alias: Any) -
 
 def _broadcast_prefix(name: str, prefix: Any, tree: Any) -> list[Any]:
     """What a prefix of a pytree says of every leaf."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     out: list[Any] = []
     try:
         jax.tree.map(
@@ -83,8 +81,6 @@ def _broadcast_prefix(name: str, prefix: Any, tree: Any) -> list[Any]:
 
 
 def _leaf(x: Any, given: Any, source: Any, donate: bool, may_alias: bool | None) -> Leaf:
-    from jax.experimental.layout import Format  # pyright: ignore[reportMissingImports]
-
     if donate and may_alias:
         raise LayoutError("reshard: donate=True and may_alias=True; legal is one of them")
     form = given if isinstance(given, Format) else None
@@ -94,9 +90,6 @@ def _leaf(x: Any, given: Any, source: Any, donate: bool, may_alias: bool | None)
 
 def end_of(given: Any, x: Any) -> Any:
     """Return the sharding that is meant: by a spec, one of the mesh that is set; by a device, its own; None stays."""
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax.sharding import NamedSharding, PartitionSpec, Sharding  # pyright: ignore[reportMissingImports]
-
     if given is None or isinstance(given, Sharding):
         return given
     if isinstance(given, jax.Device):
@@ -138,8 +131,6 @@ def _reshard_each(leaves: dict[int, Leaf]) -> dict[int, Any]:
 
 
 def _reshard_leaf(leaf: Leaf, memory_limit: int | None) -> Any:
-    import jax  # pyright: ignore[reportMissingImports]
-
     if leaf.is_traced:
         if leaf.donate:
             raise BackendError("reshard: donate=True of an array that is traced; legal is donate_argnums of jax.jit")
@@ -188,8 +179,6 @@ def _reshard_within_limit(leaves: dict[int, Leaf], memory_limit: int) -> dict[in
 
 def _host_bytes(leaf: Leaf) -> int:
     """The bytes that each device gets of what is placed from the host."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     t = jax.typeof(leaf.x)
     if leaf.sharding is None or not t.size:
         return t.size * t.dtype.itemsize
@@ -198,22 +187,16 @@ def _host_bytes(leaf: Leaf) -> int:
 
 def _raw(leaf: Leaf) -> Any:
     """The array of numbers: of random keys, their data, with one dim more."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     return jax.random.key_data(leaf.x) if leaf.key else leaf.x
 
 
 def _rewrap_keys(leaf: Leaf, found: Any) -> Any:
     """The array of keys whose data were moved; of another array what was moved."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(leaf.x)) if leaf.key else found
 
 
 def _finish_leaf(leaf: Leaf, found: Any) -> Any:
     """The result in the layout asked for, and a copy where it may not share memory."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     if leaf.form is not None and leaf.form.layout is not None:
         return jax.device_put(found, leaf.form)
     if leaf.may_alias is False and leaf.is_placed and _pointers(leaf.x) & _pointers(found):
@@ -224,3 +207,64 @@ def _finish_leaf(leaf: Leaf, found: Any) -> Any:
 def _pointers(x: Any) -> set[int]:
     """Where the shards of an array lie in memory."""
     return set() if x.is_deleted() else {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
+
+
+def reshard(
+    array: Any,
+    sharding: Any,
+    source: Any = None,
+    memory_limit: int | str | None = None,
+    donate: Any = False,
+    may_alias: Any = None,
+) -> Any:
+    """Return arrays under other shardings, moved by the cheapest certified plan.
+
+    Args:
+        array: A jax array, inside `jit` a tracer; or a pytree of them. Numbers and numpy arrays are placed from the
+            host, which moves nothing between devices: `jax.device_put` does that.
+        sharding: As `jax.device_put` takes it: a `Sharding`, a `PartitionSpec` of the mesh that is set, a device, a
+            `Format`, None (where it is, or on the default device), or a pytree of them that is a prefix of `array`.
+            Inside `jit` a `NamedSharding` on the same devices in the same order, in explicit mode on the array's own
+            mesh.
+        source: The sharding that the array has, or a prefix, needed inside `jit` in auto mode, where a tracer carries
+            none.
+        memory_limit: Bytes, or their text, that a device may hold during the move, by the certificate: the arrays,
+            which stay unless they are donated, the results and staging, over the whole pytree; inside `jit` of one.
+        donate: Whether an array may be given up, or a prefix: its memory is freed as soon as the plan allows.
+        may_alias: Whether a result may share memory with its array, or a prefix; None: where nothing is to be moved.
+
+    Returns:
+        The arrays, with exactly the shardings asked for; an array itself where it has its sharding. Differentiable in
+        forward and reverse mode, and batched by `vmap`: a gradient is moved back, by a plan of its own.
+
+    Raises:
+        BackendError: No `source` where it is needed; meshes that cannot meet inside `jit`; a sum still to be made.
+        LayoutError: A dim that is unconstrained or uneven, a sharding that names no axes, no prefix of the pytree.
+        Infeasible: A limit that no plan keeps; `least_bytes` says which would do.
+
+    >>> import jax
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> a = reshard(jax.numpy.arange(4), NamedSharding(mesh, PartitionSpec("x")))
+    >>> tuple(a.sharding.spec), reshard(a, a.sharding) is a
+    (('x',), True)
+    """
+    limit = limit_of("memory limit", memory_limit)
+    if donate is False and may_alias is None and _is_plain_array(type(array)) and _is_sharding(type(sharding)):
+        return reshard_array(array, sharding, limit)
+    leaves, tree = leaves_of(array, sharding, source, donate, may_alias)
+    return jax.tree.unflatten(tree, move_all(leaves, limit))
+
+
+# Known once a type: an array on devices to a sharding is the usual call, and its cost is compared with device_put's.
+
+
+@cache
+def _is_plain_array(kind: type) -> bool:
+    """Whether these are arrays of numbers on devices."""
+    return issubclass(kind, ArrayImpl)
+
+
+@cache
+def _is_sharding(kind: type) -> bool:
+    return issubclass(kind, Sharding)

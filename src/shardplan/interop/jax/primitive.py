@@ -10,6 +10,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
+from jax._src.mesh import get_concrete_mesh  # pyright: ignore[reportMissingImports]
+from jax.core import Tracer  # pyright: ignore[reportMissingImports]
+from jax.extend.core import Primitive  # pyright: ignore[reportMissingImports]
+from jax.interpreters import ad, batching, mlir  # pyright: ignore[reportMissingImports]
+from jax.sharding import AbstractMesh, NamedSharding  # pyright: ignore[reportMissingImports]
+
 from shardplan.interop.jax.traced_move import check_source, is_fully_explicit, own_mesh, part_of, reshard_traced, unsaid
 
 
@@ -29,10 +37,6 @@ def bind_reshard(x: Any, sharding: Any, source: Any, memory_limit: int | None) -
 
 def _on_mesh(x: Any, sharding: Any) -> Any:
     """Say to `jit` where an array lies, where it is in auto mode: it would see no mesh, and compile for one device."""
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax._src.core import trace_state_clean  # pyright: ignore[reportMissingImports]
-    from jax.core import Tracer  # pyright: ignore[reportMissingImports]
-
     traced = (
         _known_sharding(x) is None if isinstance(x, Tracer) else not trace_state_clean()
     )  # then a constant of what is traced
@@ -44,9 +48,6 @@ def _on_mesh(x: Any, sharding: Any) -> Any:
 
 def _known_sharding(x: Any) -> Any:
     """The sharding of the array behind a tracer, as the traced function sees it; None where there is none (in jit)."""
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax.core import Tracer  # pyright: ignore[reportMissingImports]
-
     if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
     if hasattr(x, "primal"):
@@ -60,9 +61,6 @@ def _known_sharding(x: Any) -> Any:
 
 def _on_devices(sharding: Any, x: Any) -> Any:
     """A sharding on devices, also where its mesh names none: of a mesh of that shape, the array's or that is set."""
-    from jax._src.mesh import get_concrete_mesh  # pyright: ignore[reportMissingImports]
-    from jax.sharding import AbstractMesh, NamedSharding  # pyright: ignore[reportMissingImports]
-
     if not isinstance(sharding.mesh, AbstractMesh):
         return sharding
     for mesh in (getattr(getattr(x, "sharding", None), "mesh", None), get_concrete_mesh()):
@@ -88,10 +86,6 @@ def _with(sharding: Any, at: int, axis: Any) -> Any:
 @cache
 def primitive() -> Any:
     """Return the primitive, with its rules."""
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax.extend.core import Primitive  # pyright: ignore[reportMissingImports]
-    from jax.interpreters import ad, batching, mlir  # pyright: ignore[reportMissingImports]
-
     p = Primitive("shardplan_reshard")
 
     @p.def_impl

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
+
 from shardplan.core.dtypes import short_name
 from shardplan.core.program import Program
 from shardplan.errors import BackendError, LayoutError
@@ -49,8 +53,6 @@ def sum_by(plan: Plan | Program) -> Callable[[Any], Any]:
         return _map_sum(program, str(x.dtype), tuple(x.shape[1:]))(x)
 
     def apply(tree: Any) -> Any:
-        import jax  # pyright: ignore[reportMissingImports]
-
         return jax.tree.map(total, tree)
 
     return apply
@@ -59,10 +61,6 @@ def sum_by(plan: Plan | Program) -> Callable[[Any], Any]:
 @lru_cache(maxsize=MOST_SUMS)
 def _map_sum(program: Program, dtype: str, shape: tuple[int, ...]) -> Any:
     """The sum of payloads of a shape, mapped over a mesh with an axis a factor."""
-    import jax  # pyright: ignore[reportMissingImports]
-    import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-    from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
-
     n = math.prod(shape)
     sized = resize_payload(program, short_name(dtype), n)
     check(sized)

@@ -6,6 +6,9 @@ from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
+import jax  # pyright: ignore[reportMissingImports]
+from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
+
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.shardings import mesh_of, type_of
@@ -25,8 +28,6 @@ def reshard_traced(x: Any, sharding: Any, source: Any, memory_limit: int | None)
 
     Raises as `reshard`; `memory_limit` is in bytes.
     """
-    import jax  # pyright: ignore[reportMissingImports]
-
     own = own_mesh(x)
     _check_manual(own, source, sharding)
     if source is None:
@@ -58,8 +59,6 @@ def reshard_traced(x: Any, sharding: Any, source: Any, memory_limit: int | None)
 
 def check_source(x: Any, own: Any, source: Any) -> None:
     """Raise `BackendError` where `source` says otherwise than an array's type over the Explicit axes of its mesh."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     said, known = part_of(source.spec, own.explicit_axes), part_of(jax.typeof(x).sharding.spec, own.explicit_axes)
     if said != known:
         raise BackendError(
@@ -70,8 +69,6 @@ def check_source(x: Any, own: Any, source: Any) -> None:
 
 def unsaid(x: Any) -> BackendError:
     """Return the error for an array whose sharding nobody says."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     own = own_mesh(x)
     where = f"over the Auto axes {', '.join(own.auto_axes)}" if own.explicit_axes else "in auto mode"
     return BackendError(
@@ -85,8 +82,6 @@ def own_mesh(x: Any) -> Any:
 
     It says of every axis whether it is Explicit, Auto, or Manual, which an enclosing `shard_map` makes of its own.
     """
-    import jax  # pyright: ignore[reportMissingImports]
-
     mesh = jax.typeof(x).sharding.mesh
     return mesh if mesh.explicit_axes or mesh.manual_axes else jax.sharding.get_abstract_mesh()
 
@@ -103,8 +98,6 @@ def part_of(spec: Any, axes: Collection[str]) -> Any:
     >>> tuple(part_of(PartitionSpec(("a", "b"), "b", None, "a"), ("b",)))
     ('b', 'b')
     """
-    from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
-
     dims = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
     found = [tuple(a for a in dim if a in axes) for dim in dims]
     while found and not found[-1]:
@@ -128,8 +121,6 @@ def _check_manual(own: Any, source: Any, sharding: Any) -> None:
 
 def _on_sub_axes(x: Any, source: Any, sharding: Any, memory_limit: int | None) -> Any:
     """Move an array of which JAX knows no mesh: over a mesh of sub-axes, with a constraint at the end."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     if [d.id for d in source.mesh.devices.flat] != [d.id for d in sharding.mesh.devices.flat]:
         raise _unmet("a jit has one list of devices", source, sharding)
     if not sharding.mesh.are_all_axes_auto:
@@ -149,8 +140,6 @@ def _on_sub_axes(x: Any, source: Any, sharding: Any, memory_limit: int | None) -
 
 def _over_own_axes(x: Any, own: Any, source: Any, sharding: Any, memory_limit: int | None) -> Any:
     """Move an array over the axes of its own mesh, those of an enclosing `shard_map` aside."""
-    import jax  # pyright: ignore[reportMissingImports]
-
     home = sharding.mesh  # concrete where the source's is not
     if own.manual_axes:
         home = jax.sharding.AbstractMesh(
@@ -177,9 +166,6 @@ def map_program(program: Program, home: Any = None, header: bool = False) -> Any
     devices along it get equal parts, JAX cannot see of a permute or a gather. An array of a dtype that the program's
     types have no name for is moved as integers of its bits.
     """
-    import jax  # pyright: ignore[reportMissingImports]
-    from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
-
     check(program, placed=home is None)
     (s,), (t,) = program.input_types, program.output_types
     mesh = home or jax_mesh(s.mesh)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
+
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 
@@ -18,8 +20,6 @@ def spec_of(t: TensorType) -> Any:
     >>> tuple(spec_of(TensorType("f32", (8, 4), (("data", "model"), None), Mesh(data=2, model=2))))
     (('data', 'model'), None)
     """
-    from jax.sharding import PartitionSpec  # pyright: ignore[reportMissingImports]
-
     parts = [a for a in t.layout.used_axes if not t.mesh.span(a).whole]
     if parts or t.layout.root or not t.all_even or t.layout.reduction not in (None, "sum"):
         what = f"the sub-axis {parts[0]!r}" if parts else "an uneven dim" if not t.all_even else t.layout.suffix()

@@ -4,8 +4,7 @@ What a framework cannot say is a line in its file and in the answer, with the st
 
 Reading order:
 
-- `handed_plan`    `HandedPlan`: what is handed over, as `plan.json`, and back
-- `written_files`  `WrittenFiles`: what a framework gets, and what it cannot say
+- `handed_plan`    `HandedPlan`: what is handed over, as `plan.json`, and back; `WrittenFiles` of a framework
 - `torchtitan`     a function that sets a config of torchtitan 0.3, and the same as overrides
 - `megatron`       arguments of Megatron-LM
 - `specs`          how the tensors of a checkpoint are cut: torch's mesh and plan, JAX's mesh and specs

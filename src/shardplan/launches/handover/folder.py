@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardplan.errors import ParseError, ShardplanError, line
-from shardplan.launches.handover.handed_plan import HandedPlan
+from shardplan.launches.handover.handed_plan import HandedPlan, WrittenFiles
 from shardplan.launches.handover.megatron import write_megatron
 from shardplan.launches.handover.scripts import write_scripts
 from shardplan.launches.handover.specs import write_jax, write_torch
 from shardplan.launches.handover.torchtitan import write_torchtitan
-from shardplan.launches.handover.written_files import WrittenFiles
 from shardplan.plans.plan_file import write_atomic
 
 WRITERS: Sequence[Callable[[HandedPlan], WrittenFiles]] = (write_torchtitan, write_megatron, write_torch, write_jax)

@@ -1,7 +1,8 @@
-"""`HandedPlan`: a model, a topology, a strategy and what was predicted of it, as one file of JSON, and back."""
+"""`HandedPlan`: a model, a topology, a strategy, what was predicted, as JSON and back; `WrittenFiles` of it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,10 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardplan.core import border
 from shardplan.core.decoding import decode_json, read_text
 from shardplan.errors import ParseError, ShardplanError, excerpt, line
 from shardplan.hardware.topology import Topology
+from shardplan.simulation.searching.certifier import even_cuts
+from shardplan.simulation.searching.plans import RankedPlan
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.strategy import FIELDS, Strategy
@@ -47,6 +52,17 @@ class HandedPlan:
     def model(self) -> Model:
         """The model."""
         return Model.load(self.name, **dict(self.fields))
+
+    def device_mesh(self) -> np.ndarray:
+        """Return the topology's id at every coordinate, int64 [pipeline, data, context, tensor]."""
+        return RankedPlan(self.strategy, 0.0, 0.0, self.order).device_mesh()
+
+    def stage_layers(self) -> list[range]:
+        """Return the layers of every stage, in every round of an interleaved schedule: those of the plan's cuts."""
+        model, stages = self.model, self.strategy.pipeline * (self.strategy.interleave or 1)
+        layers = int(model.fields["layers"])
+        bounds = [0, *(even_cuts(model, self.strategy) or (k * layers // stages for k in range(1, stages))), layers]
+        return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
     def to_json(self) -> str:
         """Return it as a file.
@@ -105,3 +121,18 @@ def find_handed(path: str | Path) -> HandedPlan | None:
     with suppress(OSError, UnicodeDecodeError), where.open() as file:
         return HandedPlan.load(where) if FORMAT.rpartition(" ")[0] in file.read(200) else None
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """Texts by file name; what cannot be said, a line each; and the strategy that runs there, whose price counts."""
+
+    framework: str
+    files: Mapping[str, str]
+    lines: tuple[str, ...]
+    runs: Strategy
+
+
+def comment_lines(lines: tuple[str, ...]) -> str:
+    """Return lines as the comments that begin a file; nothing where there are none."""
+    return "".join(f"# cannot be said: {line}\n" for line in lines)

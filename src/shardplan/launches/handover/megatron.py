@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardplan.launches.handover.handed_plan import ORDER, HandedPlan
-from shardplan.launches.handover.written_files import WrittenFiles, comment_lines
-from shardplan.simulation.searching.certifier import even_cuts
+from shardplan.launches.handover.handed_plan import ORDER, HandedPlan, WrittenFiles, comment_lines
 from shardplan.strategy.strategy import Strategy
 
 SWAPPED = ("data", "pipeline", "context", "tensor")  # outermost first: `--use-tp-pp-dp-mapping`
@@ -86,7 +84,7 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
         yield f"--cp-comm-type {KINDS[s.context_kind]}"
     layers, stages = int(plan.model.fields.get("layers", 1)), s.pipeline * (s.interleave or 1)
     if s.pipeline > 1 and layers % stages:
-        yield f"--pipeline-model-parallel-layout {_layout(plan, layers, stages)}"
+        yield f"--pipeline-model-parallel-layout {_layout(plan)}"
     elif (s.interleave or 1) > 1:
         yield f"--num-layers-per-virtual-pipeline-stage {layers // stages}"
     if s.fsdp or s.zero >= 2:
@@ -117,11 +115,9 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
         yield "--tp-comm-overlap"
 
 
-def _layout(plan: HandedPlan, layers: int, stages: int) -> str:
+def _layout(plan: HandedPlan) -> str:
     """The plan's cuts as a layout: E the embedding, t a layer, L the loss, | between stages."""
-    cuts = even_cuts(plan.model, plan.strategy) or tuple(k * layers // stages for k in range(1, stages))
-    bounds = [0, *cuts, layers]
-    parts = ["t" * (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = ["t" * len(layers) for layers in plan.stage_layers()]
     return f"'{'|'.join(['E' + parts[0], *parts[1:-1], parts[-1] + 'L'])}'"
 
 

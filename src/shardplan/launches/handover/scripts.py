@@ -5,15 +5,12 @@ from __future__ import annotations
 from shardplan.core.mesh import Mesh
 from shardplan.launches.audit import Audit, audit
 from shardplan.launches.handover.handed_plan import ORDER, HandedPlan
-from shardplan.launches.hostfile import host_level
-from shardplan.simulation.searching.plans import RankedPlan
+from shardplan.launches.hostfile import host_size
 
 
 def nodes_of(plan: HandedPlan) -> tuple[int, int]:
     """Return how many nodes a plan's topology has, and devices of each."""
-    inside = plan.topology.size
-    for level in plan.topology.levels[: host_level(plan.topology) + 1]:
-        inside //= level.size
+    inside = host_size(plan.topology)
     return plan.topology.size // inside, inside
 
 
@@ -51,5 +48,4 @@ def write_scripts(plan: HandedPlan) -> dict[str, str]:
 def audit_plan(plan: HandedPlan) -> Audit:
     """Return the audit of the launch that the scripts make: ranks in a row, which the plan's mesh numbers."""
     sizes = {axis: getattr(plan.strategy, axis) for axis in ORDER}
-    ids = RankedPlan(plan.strategy, 0.0, 0.0, plan.order).device_mesh()
-    return audit(ids, Mesh(sizes), plan.topology)
+    return audit(plan.device_mesh(), Mesh(sizes), plan.topology)

@@ -13,9 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.launches.fixes import strided_text
-from shardplan.launches.handover.handed_plan import HandedPlan
-from shardplan.launches.handover.written_files import WrittenFiles, comment_lines
-from shardplan.simulation.searching.plans import RankedPlan
+from shardplan.launches.handover.handed_plan import HandedPlan, WrittenFiles, comment_lines
 from shardplan.strategy.model import Model
 from shardplan.strategy.parameter import Parameter
 from shardplan.strategy.partition.tables import Axes
@@ -66,11 +64,6 @@ def _spec(p: Parameter, dims: tuple[str, ...], cuts: tuple[Axes, ...], sizes: di
     return tuple(out) if said == sum(len(by_dim[d]) for d in dims if f"{{{d}}}" not in p.file) else None
 
 
-def _ids(plan: HandedPlan) -> np.ndarray:
-    """Ids of the topology by coordinate, [pipeline, data, context, tensor]."""
-    return RankedPlan(plan.strategy, 0.0, 0.0, plan.order).device_mesh()
-
-
 def _array_text(ids: np.ndarray, arange: str, permute: str, literal: str) -> str:
     plain = f"{arange}({ids.size}).reshape({', '.join(map(str, ids.shape))})"
     if np.array_equal(ids.reshape(-1), np.arange(ids.size)):
@@ -100,7 +93,7 @@ def write_jax(plan: HandedPlan) -> WrittenFiles:
         lines.append(f"zero={s.zero}: lay the optimizer's state by STATE; gradients follow where XLA finds it cheaper")
     held = {name: cut.held for name, cut in cuts.items()}
     stored = {name: cut.stored for name, cut in cuts.items()}
-    grid = _array_text(_ids(plan).reshape(tuple(axes.values())), "np.arange", "transpose", "np.array")
+    grid = _array_text(plan.device_mesh().reshape(tuple(axes.values())), "np.arange", "transpose", "np.array")
     tables = {"PARAMETERS": stored}
     if stored != held:
         tables["HELD"] = held
@@ -159,7 +152,7 @@ def write_torch(plan: HandedPlan) -> WrittenFiles:
     kinds = {name.removesuffix(".weight").replace("{layer}", "*"): kind
              for name, cut in cuts.items() if (kind := _kind(name, cut.held))}  # fmt: skip
     group = s.shard or s.data
-    grid = _array_text(_ids(plan), "torch.arange", "permute", "torch.tensor")
+    grid = _array_text(plan.device_mesh(), "torch.arange", "permute", "torch.tensor")
     if group < s.data:
         grid += f".reshape({s.pipeline}, {s.data // group}, {group}, {s.context}, {s.tensor})"
     axes = ("pipeline", *(("replica",) if group < s.data else ()), "data", "context", "tensor")

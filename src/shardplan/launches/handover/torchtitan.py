@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardplan.launches.handover.handed_plan import ORDER, HandedPlan
-from shardplan.launches.handover.written_files import WrittenFiles, comment_lines
-from shardplan.simulation.searching.certifier import even_cuts
+from shardplan.launches.handover.handed_plan import ORDER, HandedPlan, WrittenFiles, comment_lines
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import schedule
 from shardplan.strategy.strategy import Strategy
@@ -110,11 +108,7 @@ def _schedule(s: Strategy) -> Schedule:
 
 def _parts(plan: HandedPlan) -> list[list[str]]:
     """The modules of every stage: the plan's cuts."""
-    model, stages = plan.model, plan.strategy.pipeline * (plan.strategy.interleave or 1)
-    layers = int(model.fields["layers"])
-    cuts = even_cuts(model, plan.strategy) or tuple(k * layers // stages for k in range(1, stages))
-    bounds = [0, *cuts, layers]
-    parts = [[f"layers.{k}" for k in range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [[f"layers.{k}" for k in layers] for layers in plan.stage_layers()]
     return [["tok_embeddings", *parts[0]], *parts[1:-1], [*parts[-1], "norm", "lm_head"]]
 
 

@@ -101,7 +101,7 @@ class RefitPlan:
         """
         found = self.regions(rank)
         for k in range(len(found)):
-            yield from _contiguous(found, k)
+            yield from region_runs(found, k)
 
     def itemsizes(self, move: int) -> tuple[int, int, int]:
         """Return the bytes of an element of a move: at the source, at the target, and under way."""
@@ -194,16 +194,19 @@ class RefitPlan:
         return apply_refit(self, arrays, self.replicas.check if compare_replicas else lambda _: None)
 
 
-def _contiguous(found: RefitRegions, k: int) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+def region_runs(found: RefitRegions, k: int) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+    """Yield the contiguous runs of a region, as `RefitPlan.runs` has them."""
     sizes, s, t = (a[k].tolist() for a in (found.sizes, found.source_strides, found.target_strides))
     length = 1
     while sizes and (sizes[-1] == 1 or (s[-1] == length and t[-1] == length)):
         length *= sizes.pop()
     head = (int(found.source[k]), int(found.target[k]), int(found.source_parameter[k]), int(found.target_parameter[k]))
+    start = np.array([found.source_offset[k], found.target_offset[k]])
+    steps = np.array([s[: len(sizes)], t[: len(sizes)]], dtype=np.int64)
+    along = np.arange(sizes.pop())[:, None] * steps[:, -1] if sizes else np.zeros((1, 2), dtype=np.int64)
     for at in np.ndindex(*sizes):
-        source = int(found.source_offset[k]) + sum(i * x for i, x in zip(at, s, strict=False))
-        target = int(found.target_offset[k]) + sum(i * x for i, x in zip(at, t, strict=False))
-        yield (*head, source, target, length)
+        for source, target in (start + steps[:, : len(sizes)] @ np.array(at, dtype=np.int64) + along).tolist():
+            yield (*head, source, target, length)
 
 
 def refit(

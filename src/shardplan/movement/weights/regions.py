@@ -6,7 +6,8 @@ both ends list what goes between them in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -263,15 +264,41 @@ def _group_blocks(found: list[tuple[tuple[Level, ...], tuple[int, ...]]]) -> lis
     return [DimBlocks(levels, np.array(at, dtype=np.int64)) for levels, at in by_levels.items()]
 
 
+def merge_levels(levels: Iterable[Level]) -> list[Level]:
+    """Join levels where one goes on where the next ends, at both ends; the outermost is first."""
+    out: list[Level] = []
+    for count, one, other in levels:
+        if out and out[-1][1:] == (one * count, other * count):
+            out[-1] = (out[-1][0] * count, one, other)
+        else:
+            out.append((count, one, other))
+    return out
+
+
+def split_block(sizes: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the parts (start, sizes) of a block that have at most so many elements, in order.
+
+    >>> list(split_block((3, 4), 8)), len(list(split_block((3, 4), 3)))
+    ([((0, 0), (2, 4)), ((2, 0), (1, 4))], 6)
+    """
+    if math.prod(sizes) <= most or not sizes:
+        yield (0,) * len(sizes), sizes
+        return
+    inner = math.prod(sizes[1:])
+    each = max(most // inner, 1)
+    for first in range(0, sizes[0], each):
+        count = min(each, sizes[0] - first)
+        if inner <= most:
+            yield (first, *(0 for _ in sizes[1:])), (count, *sizes[1:])
+        else:
+            for start, part in split_block(sizes[1:], most):
+                yield (first, *start), (1, *part)
+
+
 def _fewest(levels: tuple[Level, ...], at: np.ndarray) -> tuple[tuple[Level, ...], np.ndarray]:
     """Levels joined where one goes on where the next ends, and at most `NDIM`: more become blocks."""
     ordered = sorted((x for x in levels if x[0] > 1), key=lambda x: (-abs(x[1]), -abs(x[2])))
-    merged: list[Level] = []
-    for count, t, s in ordered:
-        if merged and merged[-1][1] == t * count and merged[-1][2] == s * count:
-            merged[-1] = (merged[-1][0] * count, t, s)
-        else:
-            merged.append((count, t, s))
+    merged = merge_levels(ordered)
     while len(merged) > NDIM:
         fewest = min(range(len(merged)), key=lambda k: merged[k][0])
         count, t, s = merged.pop(fewest)

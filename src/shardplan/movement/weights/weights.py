@@ -328,3 +328,11 @@ def _scalars(config: Mapping[str, Any], keys: Iterable[str]) -> tuple[tuple[str,
 def _spans(devices: tuple[int, ...]) -> str:
     low, high = min(devices), max(devices)
     return f"{low} to {high}" if high - low + 1 == len(devices) else excerpt(devices)
+
+
+def names_of(weights: Weights, rank: int) -> list[str]:
+    """Return the names of a rank, remembered with the weights."""
+    kept: dict[int, list[str]] = weights.__dict__.setdefault("_names_by_rank", {})
+    if rank not in kept:
+        kept[rank] = weights.names(rank)
+    return kept[rank]

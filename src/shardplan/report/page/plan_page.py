@@ -153,7 +153,7 @@ MOST_NODES = 24  # drawn, after folding
 def placed_markup(plan: HandedPlan) -> str:
     """Return the nodes of a plan's cluster as HTML; colours are pipeline ranks."""
     nodes, inside = nodes_of(plan)
-    mesh = RankedPlan(plan.strategy, 0.0, 0.0, plan.order).device_mesh()
+    mesh = plan.device_mesh()
     at = np.empty((mesh.size, len(ORDER)), dtype=np.int64)
     at[mesh.reshape(-1)] = np.indices(mesh.shape).reshape(len(ORDER), -1).T
     wide = [k for k, axis in enumerate(ORDER) if getattr(plan.strategy, axis) > 1]

@@ -15,7 +15,7 @@ from shardplan.errors import Infeasible
 from shardplan.hardware.units import format_bytes
 from shardplan.interop.torch.refit.hops import RefitHop
 from shardplan.movement.weights.refit import RefitPlan
-from shardplan.movement.weights.regions import RefitRegions
+from shardplan.movement.weights.regions import RefitRegions, split_block
 
 MOST = 4 * 2**20  # bytes of a slot without a limit: larger ones leave the caches of a core
 RESERVED = tuple(2**k for k in range(12, 3, -1))  # bytes that every pair has at least: the largest that fits
@@ -41,12 +41,12 @@ def slots(hop: RefitHop) -> dict[tuple[int, int], int]:
     pairs = list(zip(source, target, strict=True))
     limit = hop.plan.memory_limit
     if limit is None:
-        return {pair: _up(min(size, MOST)) for pair, size in zip(pairs, total, strict=True)}
+        return {pair: _align_up(min(size, MOST)) for pair, size in zip(pairs, total, strict=True)}
     beside = scratch_bytes(hop.plan)
     room_for = limit - beside
     held: dict[int, int] = {}
     for reserved in RESERVED:
-        least = [_up(min(size, reserved)) for size in total]
+        least = [_align_up(min(size, reserved)) for size in total]
         held = _by_rank(pairs, least)
         if max(held.values(), default=0) <= room_for:
             more = [max(size - low, 0) for size, low in zip(total, least, strict=True)]
@@ -54,7 +54,7 @@ def slots(hop: RefitHop) -> dict[tuple[int, int], int]:
             out: dict[tuple[int, int], int] = {}
             for pair, low, size in zip(pairs, least, more, strict=True):
                 room = min((room_for - held[r]) * size // max(wanted[r], 1) for r in pair)
-                out[pair] = min(low + room // ALIGNED * ALIGNED, _up(MOST), _up(low + size))
+                out[pair] = min(low + room // ALIGNED * ALIGNED, _align_up(MOST), _align_up(low + size))
             return out
     raise Infeasible(
         f"a refit within {format_bytes(limit)} a rank: rank {max(held, key=lambda r: held[r])} needs "
@@ -80,7 +80,7 @@ def _by_rank(pairs: list[tuple[int, int]], sizes: list[int]) -> dict[int, int]:
     return out
 
 
-def _up(size: int) -> int:
+def _align_up(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
@@ -116,7 +116,9 @@ def _split(rows: RefitRegions, width: np.ndarray, slot: int) -> RefitRegions:
     shape: list[tuple[int, ...]] = []
     for k in range(len(rows)):
         sizes = tuple(rows.sizes[k].tolist())
-        for at, part in pieces(sizes, slot // int(width[rows.move[k]])) if large[k] else [((0,) * len(sizes), sizes)]:
+        for at, part in (
+            split_block(sizes, slot // int(width[rows.move[k]])) if large[k] else [((0,) * len(sizes), sizes)]
+        ):
             number.append(k)
             start.append(at)
             shape.append(part)
@@ -133,17 +135,3 @@ def _split(rows: RefitRegions, width: np.ndarray, slot: int) -> RefitRegions:
         found.source_strides,
         found.target_strides,
     )
-
-
-def pieces(sizes: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a shape into parts (start, sizes) of at most so many elements, in order."""
-    inner = 1
-    for size in sizes[1:]:
-        inner *= size
-    rest = sizes[1:]
-    if inner <= most:
-        step = max(most // inner, 1)
-        zero = (0,) * len(rest)
-        return [((a, *zero), (min(step, sizes[0] - a), *rest)) for a in range(0, sizes[0], step)]
-    below = pieces(rest, most)
-    return [((a, *at), (1, *part)) for a in range(sizes[0]) for at, part in below]

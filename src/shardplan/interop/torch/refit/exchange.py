@@ -7,7 +7,8 @@ contiguous run of a parameter, in the dtype that travels, goes from or to the pa
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 
 from shardplan.errors import LayoutError
-from shardplan.interop.torch.refit.chunks import RefitChunk, chunks, pieces, scratch_bytes, slots
+from shardplan.execution.torch.wire import TorchWire
+from shardplan.interop.torch.refit.chunks import RefitChunk, chunks, scratch_bytes, slots
 from shardplan.interop.torch.refit.hops import RefitHop, hops
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
-from shardplan.movement.weights.regions import RefitRegions
+from shardplan.movement.weights.regions import RefitRegions, split_block
 
 
 @dataclass(slots=True)
@@ -239,7 +241,60 @@ class HopExchange:
         if self.scratch is None:
             self.scratch = torch.empty(scratch_bytes(self.hop.plan) // 8, dtype=torch.float64, device=into.device)
         scratch = self.scratch.view(wide)
-        for at, sizes in pieces(tuple(into.shape), scratch.numel()):
+        for at, sizes in split_block(tuple(into.shape), scratch.numel()):
             within = tuple(slice(a, a + n) for a, n in zip(at, sizes, strict=True))
             part = into[within]
             copies.added.append((part, out_of[within], scratch[: part.numel()].view(part.shape), plus))
+
+
+DIGEST = 16  # bytes
+
+
+class HopDeltas:
+    """What one rank remembers of what it sent in a hop, and what is said before one."""
+
+    def __init__(self, hop: HopExchange) -> None:
+        """Make what is said between this rank and its peers of a hop: a byte to a sender, a byte a message from it."""
+        self.hop = hop
+        self.to = {t: len(c) for (s, t), c in hop.cut.items() if s == hop.rank}
+        self.by = {s: len(c) for (s, t), c in hop.cut.items() if t == hop.rank}
+        self.asks = {peer: torch.zeros(1, dtype=torch.uint8) for peer in (*self.to, *self.by)}
+        self.asked = {peer: torch.zeros(1, dtype=torch.uint8) for peer in self.to}
+        self.goes = {peer: torch.zeros(n, dtype=torch.uint8) for peer, n in self.to.items()}
+        self.comes = {peer: torch.zeros(n, dtype=torch.uint8) for peer, n in self.by.items()}
+        self.known: dict[int, list[bytes]] = {}
+        self.found: dict[int, list[bytes]] = {}
+
+    def settle(self, wire: TorchWire, everything: bool) -> None:
+        """Say what is needed, and learn what comes; `everything` where this rank has not what it had after a call."""
+        for peer in self.by:
+            self.asks[peer].fill_(everything)
+        self._say(wire, [(p, self.asked[p]) for p in self.to], [(p, self.asks[p]) for p in self.by])
+        self.found = {peer: [] for peer in self.to}
+        for sends, _ in self.hop.rounds:
+            for message in sends:
+                message.copies.run()
+                self.found[message.peer].append(hashlib.blake2b(message.data.numpy().data, digest_size=DIGEST).digest())
+        for peer, digests in self.found.items():
+            known = [b""] * len(digests) if self.asked[peer].item() else self.known.get(peer, [b""] * len(digests))
+            for k, (old, new) in enumerate(zip(known, digests, strict=True)):
+                self.goes[peer][k].fill_(old != new)
+        self._say(wire, list(self.comes.items()), list(self.goes.items()))
+
+    def travelling_messages(
+        self, k: int, sends: Sequence[RefitMessage], receives: Sequence[RefitMessage]
+    ) -> tuple[list[RefitMessage], list[RefitMessage]]:
+        """Return those messages of a round that travel."""
+        return [m for m in sends if self.goes[m.peer][k]], [m for m in receives if self.comes[m.peer][k]]
+
+    def keep(self) -> None:
+        """Remember what was sent: every rank has it."""
+        self.known = self.found
+
+    @staticmethod
+    def _say(
+        wire: TorchWire, ins: Sequence[tuple[int, torch.Tensor]], outs: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        taken, sent = wire.post(ins, outs)
+        wire.wait(taken)
+        wire.wait(sent)

@@ -15,13 +15,9 @@ from shardplan.errors import BackendError, LayoutError, excerpt
 from shardplan.execution.torch.faults import TorchWatch
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.wire import TorchWire
-from shardplan.interop.torch.refit.commit import RefitCommit
-from shardplan.interop.torch.refit.deltas import HopDeltas
-from shardplan.interop.torch.refit.exchange import RefitExchange
-from shardplan.interop.torch.refit.meeting import RefitMeeting, close_store, store_of
-from shardplan.interop.torch.refit.pending import RefitStarted
-from shardplan.interop.torch.refit.serving import ServedVersion, served_by
-from shardplan.interop.torch.refit.sides import join_sides
+from shardplan.interop.torch.refit.commit import RefitCommit, RefitStarted, ServedVersion, served_by
+from shardplan.interop.torch.refit.exchange import HopDeltas, RefitExchange
+from shardplan.interop.torch.refit.meeting import RefitMeeting, close_store, join_sides, store_of
 from shardplan.interop.torch.refit.tensors import BoundTensors
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights

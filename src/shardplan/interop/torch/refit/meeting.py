@@ -12,18 +12,20 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from shardplan.errors import BackendError, LayoutError, ParseError, excerpt, line
+from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, excerpt, line
 from shardplan.execution.agreement import Agreement, Comes, Refusal, Word, Words, late_error, meet
 from shardplan.execution.rank_names import name_ranks
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.interop.torch.refit.store import MeetingStore
+from shardplan.movement.weights.refit import RefitPlan, refit
+from shardplan.movement.weights.weights import Weights
 
 LEGAL = "tcp://HOST:PORT, tcp://SECRET@HOST:PORT, file:///PATH, or a store of torch.distributed"
 POLL = 0.01, 0.25  # seconds between two looks for ranks that have not come: at first, and at the longest
@@ -169,3 +171,33 @@ def unlike_error(heard: Mapping[int, Mapping[str, str]], name: str) -> LayoutErr
         f"{name}: {name_ranks(other)} of {len(heard)} ranks came with another plan: {said}; legal is one plan on all "
         "ranks, and nothing was sent"
     )
+
+
+def join_sides(
+    weights: Weights,
+    side: str,
+    rank: int,
+    store: Any,
+    settings: tuple[Any, Any, Any],
+    timeout: float,
+    name: str,
+    drop: str | Iterable[str] = (),
+    differ: str | Iterable[str] = (),
+) -> RefitPlan:
+    """Return the plan of this side and the other; see `Refit.join`, and `shardplan.refit` of what may differ."""
+    sides = ("source", "target")
+    if side not in sides:
+        raise LayoutError(f"side = {excerpt(side)}; legal are {' and '.join(sides)}")
+    weights.place(rank)
+    texts = PrefixStore(f"shardplan/refit/{name}/sides", store)
+    if rank == min(weights.devices):
+        texts.set(side, str(weights))
+    other = sides[1 - sides.index(side)]
+    try:
+        texts.wait([other], timedelta(seconds=timeout))
+    except (RuntimeError, dist.DistError):
+        raise TimedOut(f"refit: the {other}'s side did not arrive within {timeout:g} s") from None
+    found = Weights.parse(texts.get(other).decode())
+    source, target = (weights, found) if side == "source" else (found, weights)
+    limit, topology, only = settings
+    return refit(source, target, topology, limit, only, drop=drop, differ=differ)

@@ -249,7 +249,7 @@ def _agree_moves(
 def _local_state_view(
     state: Mapping[str, Any], tensors: Tensors, asked: Mapping[str, Any], texts: Mapping[str, str]
 ) -> StateView:
-    """Return what this rank brings."""
+    """Return what this rank brings to a move of a state; raises `LayoutError` for what cannot be moved as asked."""
     layouts, device_mesh, donate = asked["layouts"], asked["device_mesh"], asked["donate"]
     names = {path: name_of(path) for path in tensors}
     for name in names.values():
