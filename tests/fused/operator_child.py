@@ -108,7 +108,7 @@ def gemms(asked: CallContext, shown: Shown) -> None:
                 rows = starts(tile_sizes(len(a), n))
                 local = (a[rank], b[rank]) if scatter == 0 else (a[rows[rank] : rows[rank + 1]], b)
                 for tiles in (1, 3):
-                    more = CallContext(asked.heap, tiles, ("remote_first", "natural")[epoch % 2], asked.seconds)
+                    more = CallContext(asked.heap, tiles, asked.seconds)
                     found = gemm.forward(more, *(torch.from_numpy(x.copy()) for x in local), scatter=scatter)
                     shown(
                         f"gemm {m} {depth} {columns} scatter {scatter} tiles {tiles} epoch {epoch}", away(found, wanted)
@@ -184,7 +184,7 @@ def gemvs(asked: CallContext, shown: Shown) -> None:
                 rounded = (torch.from_numpy(v).to(dtype).float().numpy() for v in (a, x))
                 wanted = core_gemv(n, *rounded)
                 for algorithm in ("one_shot", "two_shot", "auto"):
-                    found = gemv.forward(CallContext(asked.heap, 2, asked.order, asked.seconds), la, lx, algorithm)
+                    found = gemv.forward(CallContext(asked.heap, 2, asked.seconds), la, lx, algorithm)
                     shown(f"gemv {m} {depth} {columns} {algorithm} {dtype}", away(found, wanted, dtype))
                     bits = asked.heap.gather(found.contiguous().view(torch.uint8).numpy().tobytes()[:4000])
                     shown(f"gemv {algorithm} bits", "" if len(set(bits)) == 1 else "other bits on other ranks")
@@ -241,7 +241,7 @@ def embeddings(asked: CallContext, shown: Shown) -> None:
         wanted = whole[at[rank] : at[rank + 1]]
         what = f"embedding {mode} weights {weighted} {dtype} dim {dim} batch {batch} held {held.tolist()}"
         for tiles in (1, 3):
-            more = CallContext(asked.heap, tiles, asked.order, asked.seconds)
+            more = CallContext(asked.heap, tiles, asked.seconds)
             for _ in range(EPOCHS):
                 found = embedding.forward(more, *data[rank], mode, batch, held.tolist() if k % 3 == 0 else None, given)
                 shown(what, away(found, wanted.detach(), dtype))

@@ -36,8 +36,8 @@ class LocalKernels(Protocol):
         """Return the result of `operators.gemm.forward`, in `out` where that is given, which lies in `into`."""
         ...
 
-    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
-        """Return the sum over ranks of a [M, K_r] times x [K_r, C]: [M, C]."""
+    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int, out: torch.Tensor) -> None:
+        """Store the sum over ranks of a [M, K_r] times x [K_r, C] in out [M, C], contiguous."""
         ...
 
     def bags(
@@ -86,7 +86,7 @@ class LocalKernels(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """The heap of the group, tiles a destination (0: chosen by size), their order, and the seconds of a wait.
+    """The heap of the group, tiles a destination (0: chosen by size), and the seconds of a wait.
 
     Ranks must say the same of `backward`, whether autograd would call it here. With `tile_sizes` ranks have as many
     rows.
@@ -94,7 +94,6 @@ class CallContext:
 
     heap: SymmetricHeap
     tiles: int = 0
-    order: str = "remote_first"
     seconds: float = 30.0
     backward: bool = True
     even: bool = False

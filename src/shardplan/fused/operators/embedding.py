@@ -38,8 +38,8 @@ def _check_tables(asked: CallContext, tables: Sequence[torch.Tensor], dim: int, 
         raise TypingError(f"{NAME}: a batch of {batch}; legal are integers from 0")
 
 
-_FACTS = ("tables", "batch", "dim", "dtype", "splits", "counts", "tiles", "order", "out", "backward")
-_ALIKE = ("batch", "splits", "counts", "tiles", "order", "out")
+_FACTS = ("tables", "batch", "dim", "dtype", "splits", "counts", "tiles", "out", "backward")
+_ALIKE = ("batch", "splits", "counts", "tiles", "out")
 KIND = CallKind(NAME, _FACTS, _ALIKE)
 BACK = CallKind(f"{NAME}_backward", (*_FACTS, "gradient"), (*_ALIKE, "gradient"))
 
@@ -87,7 +87,7 @@ class BagsCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
             return cls(who)
-        schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
+        schedule = TileSchedule(tiles=tiles)
         made = instance(asked.heap, NAME, schedule, "", asked.seconds, out)
         return cls(who, made, made.call(who.cuts.shape(), {"result": who.dtype}, (who.dim,)))
 
@@ -126,7 +126,7 @@ class BagOperands:
         self.tiles = asked.tile_count(max(1, batch // heap.ranks), LEAST)
         self.out = find_out_tensor(NAME, heap, out)
         said = (None if given is None else tuple(given), None if counts is None else tuple(counts))
-        asks = (self.tiles, asked.order, None if self.out is None else self.out.offset, asked.backward)
+        asks = (self.tiles, None if self.out is None else self.out.offset, asked.backward)
         self.facts: tuple[Hashable, ...] = (len(tables), batch, dim, dtype, *said, *asks)
 
 

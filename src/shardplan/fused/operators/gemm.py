@@ -30,8 +30,8 @@ NAME = "gemm_all_to_all"
 LEAST = 64  # rows of a tile: below, packing b again for every tile costs more than it hides (measured, one core)
 
 
-_FACTS = ("rows", "N", "scatter", "sends", "receives", "dtype", "tiles", "order", "out", "backward", "even")
-_ALIKE = ("N", "dtype", "scatter", "tiles", "order", "out", "even")
+_FACTS = ("rows", "N", "scatter", "sends", "receives", "dtype", "tiles", "out", "backward", "even")
+_ALIKE = ("N", "dtype", "scatter", "tiles", "out", "even")
 _DATA = ("sends", "receives")
 KIND = CallKind(NAME, _FACTS, _ALIKE, _DATA)
 BACK = CallKind(f"{NAME}_backward", (*_FACTS, "gradient"), (*_ALIKE, "gradient"), _DATA)
@@ -48,7 +48,7 @@ def _facts(
 ) -> tuple[Hashable, ...]:
     """What this rank says of a call: values of `_FACTS`."""
     splits = (None if sent is None else tuple(sent), None if received is None else tuple(received))
-    asks = (asked.tiles, asked.order, offset, asked.backward, asked.even)
+    asks = (asked.tiles, offset, asked.backward, asked.even)
     return a.shape[0], b.shape[1], scatter, *splits, a.dtype, *asks
 
 
@@ -171,7 +171,7 @@ class GemmCall:
         shape = cuts.shape()
         sizes = [box[0][1] - box[0][0] for row in shape.boxes for box in row]
         tiles = asked.tile_count(sum(sizes) // len(sizes), LEAST)
-        schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
+        schedule = TileSchedule(tiles=tiles)
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds, out)
         return cls(cuts, varying, cuts.own_boxes(asked.heap.rank), made, made.call(shape, {"result": dtype}))
 

@@ -43,8 +43,7 @@ class BlockMove:
         more = tuple(trailing)
         if asked.kernels is not None:
             return cls(op, cuts, more, varying, None, None)
-        schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
-        made = instance(asked.heap, op, schedule, "", asked.seconds)
+        made = instance(asked.heap, op, TileSchedule(), "", asked.seconds)
         return cls(op, cuts, more, varying, made, made.call(cuts.shape(), {"result": dtype}, more))
 
     def run(self, asked: CallContext, g: torch.Tensor) -> torch.Tensor:

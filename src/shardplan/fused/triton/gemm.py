@@ -70,7 +70,6 @@ def gemm_prepared(
     if not isinstance(cuts, BlockCuts):
         cuts = _cuts_of(memory, b, cuts, scatter, parts)
     _check_gemm(memory, a, b, cuts, activation)
-    options.check_order(NAME, "remote_first", "natural")
     columns, depth = b.shape[2], a.shape[1]
     made = block_kernel(memory, NAME, options.programs, str(a.dtype), options.seconds, out)
     call = made.call(cuts, a.dtype, varying)
@@ -80,7 +79,7 @@ def gemm_prepared(
         **tile.names, **described, "biased": bias is not None,
         "activation": ACTIVATIONS.index(activation), "aligned": call.aligned and columns % 16 == depth % 16 == 0,
         "upcast": interpreted and a.dtype == torch.bfloat16, "stamped": 0,
-        "remote_first": options.order == "remote_first", **options.launch(memory, gemm_kernel, tile=tile),
+        **options.launch(memory, gemm_kernel, tile=tile),
     }  # fmt: skip
     arguments = (
         *operands,

@@ -30,15 +30,16 @@ def gemv_all_reduce(
     block: tuple[int, int] = (16, 256),
     tiles: int = 0,
     options: KernelOptions | None = None,
+    out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Return for each rank here the sum over ranks of a [M, K_r] times x [K_r, C], C at most 16: [M, C].
 
     `a` and `x` have one tensor a rank here; depths may differ. In one shot all ranks get all addends, in two an owner
     sums a tile and spreads it, with `tiles` tiles an owner (one a program, if 0). Addends and sums are f32, rounded
-    once, and of the same bits on all ranks. Collective; raises `TypingError` where operands do not fit, and as
-    `FusedKernel.run`.
+    once, and of the same bits on all ranks. `out` [here, M, C], contiguous, is where they come. Collective; raises
+    `TypingError` where operands do not fit, and as `FusedKernel.run`.
     """
-    made, call, arguments, constants, out = gemv_prepared(memory, a, x, shots, block, tiles, options)
+    made, call, arguments, constants, out = gemv_prepared(memory, a, x, shots, block, tiles, options, out)
     made.run(gemv_kernel, call, *arguments, **constants)
     return list(out.unbind())
 
@@ -51,6 +52,7 @@ def gemv_prepared(
     block: tuple[int, int],
     tiles: int,
     options: KernelOptions | None,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Return the instance, the call, the kernel's arguments and constants, and where results come: [here, M, C]."""
     torch = optional("torch", "torch")
@@ -87,7 +89,8 @@ def gemv_prepared(
 
     call = made.cached_call(key, fresh)
     parts = torch.empty((memory.here, height, wide), dtype=torch.float32, device=memory.device)
-    out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
+    if out is None:
+        out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
     constants = {"ranks": memory.ranks, "wide": wide, "block_m": block[0], "block_k": block[1]}
     upcast = is_interpreted(gemv_kernel) and a[0].dtype == torch.bfloat16
     constants |= {"lanes": 1 if wide == 1 else 16, "upcast": upcast}

@@ -45,7 +45,6 @@ def grouped_multiply(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the results of `operators.grouped.grouped_multiply`; collective. Raises as `BlockKernel.run`."""
     torch = optional("torch", "torch")
-    options.check_order(NAME, "remote_first")
     made = block_kernel(memory, NAME, options.programs, str(a.dtype), options.seconds)
     every, depth, columns = gather_counts(memory, NAME, counts, options), a.shape[1], b.shape[2]
     call = made.call_on_device(matrix_of(every, capacity), capacity, columns, a.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.errors import TypingError, excerpt
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.triton.launches import FusedKernel
 from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
@@ -14,21 +13,15 @@ from shardplan.fused.triton.product_tiles import ProductTile
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Programs a rank, order of destinations, seconds of a wait, and Triton's own options.
+    """Programs a rank, seconds of a wait, and Triton's own options.
 
     Programs of a launch whose own others they wait for must all run at once: at most what the processors hold.
     """
 
     programs: int = 2
-    order: str = "remote_first"
     seconds: float = 30.0
     warps: int = 4
     stages: int = 3
-
-    def check_order(self, op: str, *legal: str) -> None:
-        """Raise `TypingError` where a kernel has not this order."""
-        if self.order not in legal:
-            raise TypingError(f"{op}: order {excerpt(self.order)} of kernels of Triton; legal are {', '.join(legal)}")
 
     def schedule(self, memory: TileMemory, kernel: Any, **fields: Any) -> TileSchedule:
         """Return the schedule.
@@ -37,8 +30,7 @@ class KernelOptions:
         """
         if memory.here > 1 and is_interpreted(kernel):
             fields["waits"] = "second_launch"
-        all_fields: dict[str, Any] = {"order": self.order, "programs": self.programs} | fields
-        return TileSchedule(**all_fields)
+        return TileSchedule(**{"programs": self.programs} | fields)
 
     def kernel_instance(self, memory: TileMemory, op: str, schedule: TileSchedule, kind: str) -> FusedKernel:
         """Return the operator's instance on this memory, new where there is none."""

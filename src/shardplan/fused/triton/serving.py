@@ -56,7 +56,7 @@ class TritonKernels:
     def _options(self, asked: CallContext, op: str) -> KernelOptions:
         """So many programs on each processor of a GPU as `FIT` says."""
         programs = self.programs * (1 if self.heap.device == "cpu" else FIT[op])
-        return KernelOptions(programs, asked.order, seconds=asked.seconds)
+        return KernelOptions(programs, asked.seconds)
 
     def _tile(self, a: torch.Tensor, blocks: int, rows: int, columns: int, describable: bool) -> ProductTile:
         """The tile of a product whose blocks have at most so many rows."""
@@ -95,11 +95,11 @@ class TritonKernels:
             found = gemm_all_to_all(self.memory, *operands, mine, *given)[0]
             return found if out is None else result_or_out("gemm_all_to_all", found, out)
 
-    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
-        """Return the result of `gemv_all_reduce`, [M, C]."""
+    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int, out: torch.Tensor) -> None:
+        """Store the result of `gemv_all_reduce`, [M, C]."""
         with self._propagate_errors("gemv_all_reduce"):
-            given = (shots, self.vector, asked.tiles, self._options(asked, "gemv"))
-            return gemv_all_reduce(self.memory, [a.contiguous()], [x], *given)[0]
+            given = (shots, self.vector, asked.tiles, self._options(asked, "gemv"), out[None])
+            gemv_all_reduce(self.memory, [a.contiguous()], [x], *given)
 
     def bags(
         self,

@@ -73,7 +73,7 @@ def multiply_scatter(
     depth, columns = a.shape[1], b.shape[2]
     described, operands = tile.operands(a, b, memory.here)
     constants = _constants(a, tile) | described | {
-        "biased": False, "activation": 0, "stamped": 0, "remote_first": True,
+        "biased": False, "activation": 0, "stamped": 0,
         "aligned": call.aligned and columns % 16 == depth % 16 == 0,
     }  # fmt: skip
     arguments = (*operands, a, call.cuts, depth, columns, call.out)
