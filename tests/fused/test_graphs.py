@@ -22,7 +22,13 @@ HERE = Path(__file__).parent
 KERNELS = tuple(KernelConstants(kind, KernelRates(flops=1e9)) for kind in ("product", "vector", "bags"))
 EAGER = FusedConstants("shm", 1e-6, 1e3, 1e2, 0.0, kernels=KERNELS, source="made up")
 GROUPS = {"g": GraphGroup(2)}
-OPERATORS = ("gemm_all_to_all", "gemv_all_reduce", "embedding_bag_all_to_all")
+OPERATORS = (
+    "gemm_all_to_all",
+    "gemv_all_reduce",
+    "embedding_bag_all_to_all",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+)
 
 
 def called(graph: object) -> list[str]:

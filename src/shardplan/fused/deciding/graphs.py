@@ -1,23 +1,42 @@
 """`fuse_graph`: the pass on graphs of torch.fx, as AOT makes them, with functional collectives.
 
 A product, perhaps with a bias and an activation, whose blocks of rows or of columns go to their ranks; a thin product
-that is summed; bags of tables, side by side, that go to the ranks of the batch. The rest of a graph stays as it is.
+that is summed; a product whose sum is cut by rows, or whose rows are gathered; bags of tables, side by side, that go to
+the ranks of the batch. The rest of a graph stays as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import TopologyError, optional
 from shardplan.fused.calls.groups import bound_groups
 from shardplan.fused.deciding.fuse import SLOTS, constants_of
-from shardplan.fused.deciding.graph_nodes import shape_of_node, tables, trace_producers, value, written_between
-from shardplan.fused.deciding.graph_patterns import GraphMatch, PatternUnfit, bag_match, gemm_match, gemv_match, is_thin
+from shardplan.fused.deciding.graph_nodes import (
+    product_between,
+    shape_of_node,
+    tables,
+    trace_consumers,
+    trace_producers,
+    value,
+    written_between,
+)
+from shardplan.fused.deciding.graph_patterns import (
+    GraphMatch,
+    PatternUnfit,
+    bag_match,
+    gather_match,
+    gemm_match,
+    gemv_match,
+    grouped_match,
+    is_thin,
+    scatter_match,
+)
 from shardplan.fused.deciding.rows import Fusion, FusionRow, seconds_of
 from shardplan.fused.kernels.vectors import dtype_name
 from shardplan.hardware.prices.fused import UNFUSED, FusedConstants, FusedWork, decide
@@ -51,8 +70,9 @@ def fuse_graph(
         groups: By name the process groups, by default those that have a symmetric heap.
 
     Returns:
-        A new graph, which calls `torch.ops.shardplan`, and a row for every all-to-all of a product or of bags, and for
-        every sum of a thin product.
+        A new graph, which calls `torch.ops.shardplan`, and a row for every all-to-all of a product or of bags, every
+        sum of a thin product, every reduce-scatter of a product and every all-gather before one. A product between two
+        collectives is fused with the first of them.
 
     Raises:
         TopologyError: Constants without kernels that are needed.
@@ -80,22 +100,57 @@ def fuse_graph(
     return Fusion(made, tuple(rows), constants.source or constants.backend)
 
 
-def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]) -> FusionRow | None:
-    """Fuse what is behind a collective where it pays; its row, None where it is no candidate."""
+class _Pair(NamedTuple):
+    """A collective and the computation beside it: products or bags, what stands between, and what of that is strange."""
+
+    name: str
+    ends: list[Any]
+    between: list[Any]
+    strange: list[Any]
+    match: Callable[..., GraphMatch]
+
+
+def _pair_of(move: Any, waits: Sequence[Any]) -> _Pair | None:
+    """The pair of a collective, None where there is none."""
     found = tables()
-    reduces = move.op == "call_function" and move.target in found.all_reduce
-    if not reduces and not (move.op == "call_function" and move.target in found.all_to_all):
+    if move.op != "call_function" or not waits:
         return None
-    ends, between, strange = trace_producers(move.args[0])
-    if not ends or (reduces and not (len(ends) == 1 and ends[0].target in found.products and is_thin(ends[0]))):
+    if move.target in found.all_gather:
+        ends, *rest = trace_consumers(waits[0])
+        return _Pair("all_gather_gemm", ends, *rest, gather_match) if ends else None
+    if move.target not in found.all_to_all | found.all_reduce | found.reduce_scatter:
         return None
-    bags = ends[0].target in found.bags
-    name = "gemv_all_reduce" if reduces else "embedding_bag_all_to_all" if bags else "gemm_all_to_all"
+    ends, *rest = trace_producers(move.args[0])
+    if not ends:
+        return None
+    of = {end.target for end in ends}
+    if of & found.grouped:
+        return _Pair("grouped_gemm_all_to_all", ends, *rest, grouped_match)
+    if move.target in found.all_to_all:
+        if of & found.bags:
+            return _Pair("embedding_bag_all_to_all", ends, *rest, bag_match)
+        return _Pair("gemm_all_to_all", ends, *rest, gemm_match)
+    if of & found.bags:
+        return None
+    if move.target in found.reduce_scatter:
+        return _Pair("gemm_reduce_scatter", ends, *rest, scatter_match)
+    return _Pair("gemv_all_reduce", ends, *rest, gemv_match) if len(ends) == 1 and is_thin(ends[0]) else None
+
+
+def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]) -> FusionRow | None:
+    """Fuse a collective and the computation beside it where it pays; its row, None where it is no candidate."""
+    found = tables()
+    waits = [u for u in move.users if u.target is found.wait]
+    pair = _pair_of(move, waits)
+    if pair is None:
+        return None
+    name, ends, inside, strange, match_pair = pair
+    gathers, thin = move.target in found.all_gather, move.target in found.all_reduce
     operands = [n for end in ends for n in end.all_input_nodes]
     row = FusionRow(
         move.name,
         name,
-        (*(_text(n) for n in operands), _text(move)),
+        (*(_text(n) for n in operands), _text(ends[0] if gathers else move)),
         _bytes(move.args[0]),
         {},
         str(UNFUSED),
@@ -108,34 +163,37 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
 
     group_name = move.args[-1]
     group = groups.get(group_name)
-    inner = {*ends, *between, move}
-    for node in (*ends, *between, move):
-        if node is not move and (others := [u for u in node.users if u not in inner and not _dead(u)]):
-            return refused("several_users", node, f"it is read by {others[0].name}, too; legal is by the move alone")
-    waits = [u for u in move.users if u.target is found.wait]
+    inner = {*ends[:1], waits[0], *inside} if gathers else {*ends, *inside, move}
+    for node in (waits[0], *inside) if gathers else (*ends, *inside):
+        if others := [u for u in node.users if u not in inner and not _dead(u)]:
+            legal = "one product" if gathers else "the move alone"
+            return refused("several_users", node, f"it is read by {others[0].name}, too; legal is by {legal}")
     if len(waits) != 1 or len(move.users) != 1:
         return refused("several_users", move, f"{len(move.users)} nodes read it; legal is one wait_tensor")
-    if reduces and move.args[1] != "sum":
+    sums = thin or move.target in found.reduce_scatter
+    if sums and move.args[1] != "sum":
         return refused("not_sum", move, f"reduction {move.args[1]}; legal is sum")
     if strange:
         return refused("effect_between", strange[0], "it stands between the computation and the move")
-    if (writer := written_between(graph, ends[0], move, operands)) is not None:
-        return refused("effect_between", writer, "it writes what the computation reads, before the move")
+    read = (move, ends[0], [move.args[0]]) if gathers else (ends[0], move, operands)
+    if (writer := written_between(graph, *read)) is not None:
+        return refused("effect_between", writer, "it writes what is read by the other step of the pair")
+    if (gathers or (sums and not thin)) and (other := product_between(graph, move, waits[0])) is not None:
+        return refused("overlapped", other, "it runs while the move does, which is hidden as it is")
     if group is None:
         legal = ", ".join(groups) or "none yet: bind_group"
         return refused("unknown_group", move, f"group {group_name!r} has no symmetric heap; known are {legal}")
     if not group.peers:
         return refused("no_peer_access", move, f"ranks of {group_name!r} do not map each other's memory")
-    kind = dtype_name(value(ends[0])) if not bags else dtype_name(value(ends[0].args[0]))
+    kind = dtype_name(value(ends[0].args[0] if ends[0].target in found.bags else ends[0]))
     if kind not in DTYPES:
         return refused("dtype", ends[0], f"{kind}; legal are {', '.join(DTYPES)}")
     try:
-        match = (gemv_match if reduces else bag_match if bags else gemm_match)(
-            ends, between, move, waits[0], group.ranks
-        )
+        match = match_pair(ends, inside, move, waits[0], group.ranks)
     except PatternUnfit as error:
         return refused(error.reason, error.node, str(error))
-    if (need := SLOTS * _bytes(waits[0]) * (group.ranks if reduces else 1)) > group.room:
+    landing = max(_bytes(waits[0]) * (group.ranks if thin else 1), int(match.addend_bytes))
+    if (need := SLOTS * landing) > group.room:
         return refused("memory", move, f"{need} B for {SLOTS} slots; the heap of {group_name!r} has {group.room} B")
     decision = decide(_work(match, group.ranks, constants), constants.of_kind(match.kind))
     row = replace(row, seconds=seconds_of(decision))
@@ -151,8 +209,9 @@ def _work(match: GraphMatch, ranks: int, constants: FusedConstants) -> FusedWork
         raise TopologyError(
             f"fuse_graph: constants of {constants.backend} without kernels {match.kind}; legal are some"
         )
-    seconds, own = kernel.seconds(match.flops, match.read, match.nbytes)
-    return FusedWork(seconds, match.nbytes, ranks, match.sum_bytes > 0, match.sum_bytes, own)
+    seconds, own = kernel.seconds(match.flops, match.read, match.written)
+    sums = match.sum_bytes > 0, match.sum_bytes
+    return FusedWork(seconds, match.nbytes, ranks, *sums, own, match.addend_bytes)
 
 
 def _dead(node: Any) -> bool:
