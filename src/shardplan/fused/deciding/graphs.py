@@ -71,8 +71,7 @@ def fuse_graph(
 
     Returns:
         A new graph, which calls `torch.ops.shardplan`, and a row for every all-to-all of a product or of bags, every
-        sum of a thin product, every reduce-scatter of a product and every all-gather before one. A product between two
-        collectives is fused with the first of them.
+        sum of a thin product, every reduce-scatter of a product and every all-gather before one.
 
     Raises:
         TopologyError: Constants without kernels that are needed.
@@ -90,24 +89,53 @@ def fuse_graph(
     made = torch.fx.GraphModule(graph_module, graph)
     for old, new in zip(graph_module.graph.nodes, graph.nodes, strict=True):
         new.meta = dict(old.meta)
-    rows: list[FusionRow] = []
     with torch.utils._python_dispatch._disable_current_modes():  # numbers are real ones, whoever traces
-        for node in list(graph.nodes):
-            row = _candidate(graph, node, constants, known)
-            rows += [] if row is None else [row]
+        rows = _rewrite(graph, constants, known)
     graph.lint()
     made.recompile()
     return Fusion(made, tuple(rows), constants.source or constants.backend)
 
 
+def _rewrite(graph: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]) -> list[FusionRow]:
+    """Fuse the pairs that pay, of two with one product that which saves more; the rows of all."""
+    tried = {node: _candidate(graph, node, constants, groups) for node in graph.nodes}
+    found = {node: one for node, one in tried.items() if one is not None}
+    rows = {node: one.row for node, one in found.items()}
+    taken: dict[Any, Any] = {}
+    for node in sorted(found, key=lambda node: -rows[node].saved_seconds):
+        if not rows[node].is_fused:
+            continue
+        other = next((taken[end] for end in found[node].ends if end in taken), None)
+        if other is None:
+            taken |= dict.fromkeys(found[node].ends, node)
+        else:
+            text = "its product is that of this pair, which saves more"
+            rows[node] = replace(rows[node], reason="taken", choice=str(UNFUSED), blocked=other.name, text=text)
+    for node in [node for node, row in rows.items() if row.is_fused]:
+        now = _candidate(graph, node, constants, groups)  # what it reads may have been rewritten
+        assert now is not None
+        rows[node] = now.row
+        if now.write is not None:
+            now.write()
+    return list(rows.values())
+
+
 class _Pair(NamedTuple):
-    """A collective and the computation beside it: products or bags, what stands between, and what of that is strange."""
+    """A collective and the computation beside it: products or bags, what stands between, what of that is strange."""
 
     name: str
     ends: list[Any]
     between: list[Any]
     strange: list[Any]
     match: Callable[..., GraphMatch]
+
+
+class _Candidate(NamedTuple):
+    """A pair: its row, its products or bags, and what writes it where it is fused."""
+
+    row: FusionRow
+    ends: list[Any]
+    write: Callable[[], None] | None = None
 
 
 def _pair_of(move: Any, waits: Sequence[Any]) -> _Pair | None:
@@ -137,8 +165,8 @@ def _pair_of(move: Any, waits: Sequence[Any]) -> _Pair | None:
     return _Pair("gemv_all_reduce", ends, *rest, gemv_match) if len(ends) == 1 and is_thin(ends[0]) else None
 
 
-def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]) -> FusionRow | None:
-    """Fuse a collective and the computation beside it where it pays; its row, None where it is no candidate."""
+def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]) -> _Candidate | None:
+    """Return a collective and the computation beside it, to be fused where it pays; None where it is no candidate."""
     found = tables()
     waits = [u for u in move.users if u.target is found.wait]
     pair = _pair_of(move, waits)
@@ -158,8 +186,8 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
         source=constants.source or constants.backend,
     )
 
-    def refused(reason: str, node: Any, text: str) -> FusionRow:
-        return replace(row, reason=reason, blocked=node.name, text=text)
+    def refused(reason: str, node: Any, text: str) -> _Candidate:
+        return _Candidate(replace(row, reason=reason, blocked=node.name, text=text), ends)
 
     group_name = move.args[-1]
     group = groups.get(group_name)
@@ -198,9 +226,9 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
     decision = decide(_work(match, group.ranks, constants), constants.of_kind(match.kind))
     row = replace(row, seconds=seconds_of(decision))
     if decision.best_variant == UNFUSED:
-        return replace(row, reason="not_faster")
-    match.write(graph, decision.best_variant)
-    return replace(row, reason="fused", choice=str(decision.best_variant))
+        return _Candidate(replace(row, reason="not_faster"), ends)
+    row = replace(row, reason="fused", choice=str(decision.best_variant))
+    return _Candidate(row, ends, lambda: match.write(graph, decision.best_variant))
 
 
 def _work(match: GraphMatch, ranks: int, constants: FusedConstants) -> FusedWork:
