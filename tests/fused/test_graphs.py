@@ -83,9 +83,8 @@ def test_the_other_reasons() -> None:
 
 @pytest.mark.parametrize(("depth", "columns", "chosen"), [(30, 2, 0), (2, 30, 1)])
 def test_of_two_pairs_with_one_product_that_which_saves_more_is_fused(depth: int, columns: int, chosen: int) -> None:
-    one = GraphCase(
-        lambda a, b, g: cut_sum(gathered(a, g) @ b, g), lambda: [torch.ones(4, depth), torch.ones(depth, columns)]
-    )
+    given = [torch.ones(4, depth), torch.ones(depth, columns)]
+    one = GraphCase(lambda a, b, g: cut_sum(gathered(a, g) @ b, g), lambda: given)
     found = fuse_graph(traced(one, "g"), EAGER, GROUPS)
     wanted: list[tuple[str, str]] = [("all_gather_gemm", "taken"), ("gemm_reduce_scatter", "taken")]
     wanted[chosen] = (wanted[chosen][0], "fused")

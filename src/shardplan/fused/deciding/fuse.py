@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TypeVar, cast
 from shardplan.core.accounting import books_of
 from shardplan.core.fusing import FusionPlace, Place, fusable, fused_with
 from shardplan.core.nested import as_nested
-from shardplan.core.ops.fused import Fused
+from shardplan.core.ops.fused import Fused, GemmAllToAll
+from shardplan.core.ops.fused_forms import GemmForm
 from shardplan.core.pattern import Overlap
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
@@ -165,7 +167,7 @@ def _row(
     if work is None or constants is None:
         return blocked(one.move, "not_faster", "its groups have one device; nothing is sent"), None
     decision = decide(work, constants)
-    row = replace(row, seconds=seconds_of(decision))
+    row = replace(row, seconds=seconds_of(decision), text=_experts(one.op))
     far = [wire.level.name for wire, n in zip(fabric.wires[: fabric.far], moved.level_bytes, strict=False) if n > 0]
     if far and (measured is None or measured.backend not in FAR_BACKENDS):
         text = f"its groups cross the level {far[0]}, over which no device writes another's memory"
@@ -178,6 +180,16 @@ def _row(
     if best == UNFUSED:
         return replace(row, reason="not_faster"), None
     return replace(row, reason="fused", choice=str(best)), apply_variant(one.op, best)
+
+
+def _experts(op: Fused) -> str:
+    """Why products of several experts a device are as many calls of one operator."""
+    form = op.form
+    if not isinstance(form, GemmForm) or not form.batch or not isinstance(op, GemmAllToAll):
+        return ""
+    letters = dict(zip(form.sides[0], op.body.input_types[form.a].local_shape(0), strict=True))
+    each = math.prod(letters[c] for c in form.batch)
+    return f"{each} products of as many rows each, a call each; grouped_gemm_all_to_all is of uneven ones" * (each > 1)
 
 
 def apply_variant(op: Fused, way: FusedVariant) -> Fused:
