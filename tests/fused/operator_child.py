@@ -29,6 +29,7 @@ from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.kernels import native as natives
 from shardplan.fused.operators import embedding, gemm, gemv
 from shardplan.fused.operators.call_context import CallContext, starts, tile_sizes
+from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.tiles.schedule import TileSchedule
 
 EPOCHS = 3
@@ -284,7 +285,7 @@ def silent(rank: int, exchange: Exchange) -> Any:
         for _ in range(2):
             gemm.forward(asked, a, b)
         if rank == 0:
-            call = next(v for v in heap.kept[KNOWN].values() if isinstance(v, gemm.GemmCall)).call
+            call = next(v for v in heap.kept[KNOWN].values() if isinstance(v, BlockMove)).call
             steps = [list(each) for each in call.steps]
             signals = [k for k, step in enumerate(steps[0]) if isinstance(step, SignalStep)]
             last = max(k for k in signals if steps[0][k - 1].to == 1)

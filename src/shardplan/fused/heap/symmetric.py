@@ -120,7 +120,7 @@ class SymmetricHeap:
         self.seconds = SECONDS  # that an operator waits
         self.tally: Any = None  # that counts what operators move, where somebody asks: `calls.moved_tally`
         self.tensors: dict[int, SymmetricTensor] = {}  # by offset
-        self.kernels: Any = None  # that run the operators where those of CPUs do not: `operators.asked.LocalKernels`
+        self.kernels: Any = None  # that run the operators where those of CPUs do not: `triton.serving.TritonKernels`
         self.parts: list[torch.Tensor] = []  # the data of every rank, where that is on GPUs
         self._segment: DeviceSegment | None = None  # which owns what `parts` may only point to
         self.device = "cpu"  # the kind of device on which data are, as torch names it

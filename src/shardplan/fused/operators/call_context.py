@@ -5,83 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shardplan.errors import TypingError, excerpt
-from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
-from shardplan.fused.kernels.bags import BagCall
-from shardplan.fused.tiles.shapes import BlockCuts, cut
+from shardplan.fused.heap.symmetric import SymmetricHeap
+from shardplan.fused.tiles.shapes import cut
 
 if TYPE_CHECKING:
     import torch
 
+    from shardplan.fused.triton.serving import TritonKernels
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # the last one on CPUs only
-
-
-class LocalKernels(Protocol):
-    """The operators on local tensors by kernels that a heap has instead of those of CPUs; operands are checked."""
-
-    def gemm(
-        self,
-        asked: CallContext,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str,
-        cuts: BlockCuts,
-        varying: bool,
-        into: SymmetricTensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the result of `operators.gemm.forward`, in `out` where that is given, which lies in `into`."""
-        ...
-
-    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int, out: torch.Tensor) -> None:
-        """Store the sum over ranks of a [M, K_r] times x [K_r, C] in out [M, C], contiguous."""
-        ...
-
-    def bags(
-        self,
-        asked: CallContext,
-        call: BagCall,
-        held: Sequence[int],
-        batches: Sequence[int],
-        dim: int,
-        dtype: torch.dtype,
-        into: SymmetricTensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the bags of all tables for this rank's batch: rank s holds `held[s]` tables, d has `batches[d]` bags.
-
-        An index that is no row of its table is a `TypingError` at the next call, or at `SymmetricHeap.check`.
-        """
-        ...
-
-    def gather_multiply(
-        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of `operators.tensor_parallel.gather_multiply`."""
-        ...
-
-    def multiply_scatter(self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
-        """Return the result of `operators.tensor_parallel.multiply_scatter`."""
-        ...
-
-    def grouped_multiply(
-        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of `operators.grouped.grouped_multiply`; the host does not read `counts`."""
-        ...
-
-    def move_grouped_back(
-        self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
-    ) -> torch.Tensor:
-        """Return the rows of g that this rank's experts made, by destination and expert; `most` are any rank's."""
-        ...
-
-    def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
-        """Return the blocks of all ranks, put together."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +34,20 @@ class CallContext:
     even: bool = False
 
     @property
-    def kernels(self) -> LocalKernels | None:
+    def kernels(self) -> TritonKernels | None:
         """What runs the operators where those of CPUs do not."""
         return self.heap.kernels
 
     def tile_count(self, rows: int, least: int, most: int = 8) -> int:
         """Return the tiles of a destination of so many rows: as asked, or of `least` rows each, at most `most`."""
         return self.tiles or max(1, min(most, rows // least))
+
+    def check_product(self, name: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Raise `TypingError` where a and b are no [M, K] and [K, N] of one dtype, and as `check_operands`."""
+        if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
+            said = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (a, b))
+            raise TypingError(f"{name}: {said}; legal are [M, K] and [K, N] of one dtype")
+        self.check_operands(name, a, b, bias)
 
     def check_operands(
         self, name: str, *operands: torch.Tensor | None, numbers: Sequence[torch.Tensor | None] = ()

@@ -113,6 +113,15 @@ class BlockCuts:
             return sum(self.counts[rank])
         return sum(self.counts[0]) if self.form == "beside" else self.counts[0][rank]
 
+    def mean_rows(self) -> int:
+        """Return the rows that a block has in the mean.
+
+        >>> BlockCuts("rows", ((1, 2), (3, 2)), 4).mean_rows(), BlockCuts("stack", ((3, 5), (4, 1))).mean_rows()
+        (2, 4)
+        """
+        every = self.counts if self.form == "rows" else self.counts[:1]
+        return sum(map(sum, every)) // (len(every) * self.ranks)
+
     def largest_block(self) -> tuple[int, int]:
         """Return the most rows, and the most columns, that a block has.
 

@@ -32,7 +32,7 @@ FIT = {"gemm": 1, "gemv": 2, "embedding": 4, "move": 8}
 
 
 class TritonKernels:
-    """The operators on local tensors, as `call_context.LocalKernels` says, on the memory of a heap.
+    """The operators on checked local tensors by Triton, in place of the kernels of CPUs, on the memory of a heap.
 
     On a GPU a rank runs as many programs a processor as `FIT` says, whose tiles are the kernel's own: `tiles` that a
     call asks for are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what
@@ -86,7 +86,7 @@ class TritonKernels:
         into: SymmetricTensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of `gemm_all_to_all`."""
+        """Return the result of `gemm_all_to_all`, in `out` where that is given, which lies in `into`."""
         operands = (a.contiguous(), b.contiguous()[None])
         tile = self._tile(a, self.heap.ranks, *cuts.largest_block(), can_describe(*operands, 1))
         given = (cuts, 0, activation, tile, self._options(asked, "gemm"), None, varying, into)
@@ -112,7 +112,10 @@ class TritonKernels:
         into: SymmetricTensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of `embedding_bag_all_to_all`."""
+        """Return the bags of all tables for this rank's batch: rank s holds `held[s]` tables, d has `batches[d]` bags.
+
+        An index that is no row of its table is a `TypingError` at the next call, or at `SymmetricHeap.check`.
+        """
         operands = (call.tables, call.indices, call.offsets, call.weights)
         given = (held, batches, dim, call.mode, 1, 16, self._options(asked, "embedding"), dtype, into)
         with self._propagate_errors("embedding_bag_all_to_all"):
