@@ -340,12 +340,10 @@ def preset(rank: int, exchange: Exchange) -> Any:
         made = instance(heap, "gemm_all_to_all", TileSchedule(tiles=4), "torch.float32", 5.0)
         heap.barrier()
         made.epoch = (2**31 // 4) - 2
-        assert made.flags is not None
-        made.flags.words(rank)[:, 0] = 4 * made.epoch
+        assert made.flags
+        made.flags[rank][:, 0] = 4 * made.epoch
         heap.barrier()
-        return [bool((gemm.forward(asked, a * k, b) == 4 * k).all()) for k in range(6)], int(
-            made.flags.words(rank)[0, 0]
-        ) < 0
+        return [bool((gemm.forward(asked, a * k, b) == 4 * k).all()) for k in range(6)], int(made.flags[rank][0, 0]) < 0
 
 
 def main() -> None:

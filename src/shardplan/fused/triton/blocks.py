@@ -203,7 +203,7 @@ def block_kernel(
     memory: TileMemory, op: str, programs: int, kind: str, seconds: float, out: SymmetricTensor | None = None
 ) -> BlockKernel:
     """Return the instance of an operator on this memory, new where there is none."""
-    key = f"triton {op} {programs} {kind} {'' if out is None else out.offset}"
+    key = (op, programs, kind, None if out is None else out.offset)
     found: BlockKernel = cache_on_heap(memory, key, lambda: BlockKernel(memory, op, programs, out))
     found.seconds = seconds
     return found

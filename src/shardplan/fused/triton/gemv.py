@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.operators.call_context import starts
 from shardplan.fused.tiles.events import TilePut, TileRead
+from shardplan.fused.tiles.schedule import TileSchedule, TileWaits
 from shardplan.fused.tiles.shapes import RowShape
 from shardplan.fused.triton.gemv_kernel import gemv_kernel
-from shardplan.fused.triton.launches import KernelCall
-from shardplan.fused.triton.memory import TileMemory, is_interpreted
+from shardplan.fused.triton.launches import FusedKernel, KernelCall
+from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
 from shardplan.fused.triton.options import KernelOptions
 from shardplan.fused.triton.rows import Detail
 
@@ -63,17 +64,14 @@ def gemv_prepared(
     vectors = torch.cat([each.t().reshape(-1) for each in x])
     depths = [each.shape[1] for each in a]
     operands = list(zip(starts([d * height for d in depths]), starts([d * wide for d in depths]), depths, strict=False))
-    alone = memory.here > 1 and is_interpreted(gemv_kernel) and shots == 1  # one program a rank sums what has come
-    programs = 1 if alone else options.programs
-    schedule = options.schedule(
-        memory,
-        gemv_kernel,
-        tiles=tiles or programs,
-        programs=programs,
-        shots=shots,
-        waits="last_program" if shots == 1 else "owner",
-    )
-    made = options.kernel_instance(memory, NAME, schedule, f"{a[0].dtype}")
+    # Virtual ranks in the interpreter are one sequence of programs: only a second launch may wait.
+    virtual = memory.here > 1 and is_interpreted(gemv_kernel)
+    programs = 1 if virtual and shots == 1 else options.programs
+    waits: TileWaits = "second_launch" if virtual else "last_program" if shots == 1 else "owner"
+    schedule = TileSchedule(tiles=tiles or programs, programs=programs, waits=waits, shots=shots)
+    key = (NAME, schedule, a[0].dtype)
+    made: FusedKernel = cache_on_heap(memory, key, lambda: FusedKernel(memory, NAME, schedule))
+    made.seconds = options.seconds
     shape = RowShape(height)
     key = (tuple(depths), height, wide)
 

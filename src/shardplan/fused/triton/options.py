@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.triton.launches import FusedKernel
-from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
+from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.product_tiles import ProductTile
 
 
@@ -22,21 +20,6 @@ class KernelOptions:
     seconds: float = 30.0
     warps: int = 4
     stages: int = 3
-
-    def schedule(self, memory: TileMemory, kernel: Any, **fields: Any) -> TileSchedule:
-        """Return the schedule.
-
-        Virtual ranks in the interpreter are one sequence of programs, so that only a second launch may wait.
-        """
-        if memory.here > 1 and is_interpreted(kernel):
-            fields["waits"] = "second_launch"
-        return TileSchedule(**{"programs": self.programs} | fields)
-
-    def kernel_instance(self, memory: TileMemory, op: str, schedule: TileSchedule, kind: str) -> FusedKernel:
-        """Return the operator's instance on this memory, new where there is none."""
-        found = cache_on_heap(memory, f"triton {op} {schedule} {kind}", lambda: FusedKernel(memory, op, schedule))
-        found.seconds = self.seconds
-        return found
 
     def launch(
         self, memory: TileMemory, kernel: Any, waits: bool = False, tile: ProductTile | None = None
