@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from shardplan.errors import TypingError, excerpt
+from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.tiles.shapes import cut
 
@@ -59,10 +60,17 @@ class CallContext:
         for each in (*operands, *numbers):
             if each is not None and each.device.type != self.heap.device:
                 raise TypingError(f"{name}: an operand on {each.device}; legal is {self.heap.device}, as the heap's")
+        legal = _legal_dtypes(self.kernels is None)
         for each in operands:
-            legal = DTYPES[: 3 if self.kernels is not None else 4]
-            if each is not None and (kind := str(each.dtype).removeprefix("torch.")) not in legal:
-                raise TypingError(f"{name}: an operand of {kind}; legal are {', '.join(legal)}")
+            if each is not None and each.dtype not in legal:
+                words = [str(kind).removeprefix("torch.") for kind in (each.dtype, *legal)]
+                raise TypingError(f"{name}: an operand of {words[0]}; legal are {', '.join(words[1:])}")
+
+
+@cache
+def _legal_dtypes(on_cpus: bool) -> tuple[torch.dtype, ...]:
+    torch = optional("torch", "torch")
+    return tuple(getattr(torch, name) for name in (DTYPES if on_cpus else DTYPES[:-1]))
 
 
 def tile_sizes(n: int, parts: int) -> list[int]:

@@ -13,7 +13,7 @@ from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.calls.agreement import ALL_BACK, SAME, CallKind, Facts, agree_on_call, check_alike
 from shardplan.fused.calls.instance import PutStep
 from shardplan.fused.heap.failures import HeapMismatch
-from shardplan.fused.kernels.activation import activation_gradient, apply_activation
+from shardplan.fused.kernels.activation import activation_gradient, apply_activation, check_activation
 from shardplan.fused.operators.call_context import CallContext, splits, tile_sizes
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
@@ -111,7 +111,7 @@ def forward(
     raises `TypingError` where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
     sent, received = check_operands(asked, a, b, bias, scatter, send_splits, recv_splits)
-    apply_activation(a[:0], activation)  # an unknown one is refused before anything is sent
+    check_activation(activation)  # before anything is sent
     heap, into = asked.heap, find_out_tensor(NAME, asked.heap, out)
 
     def make(said: Sequence[Facts], varying: bool) -> BlockMove:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.heap.symmetric import SymmetricTensor
+from shardplan.fused.kernels.activation import ACTIVATIONS
 from shardplan.fused.operators.call_context import splits, tile_sizes
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.blocks import block_kernel
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "gemm_all_to_all"
-ACTIVATIONS = ("none", "relu", "gelu", "silu")
 
 
 def gemm_all_to_all(
