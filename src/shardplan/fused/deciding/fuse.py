@@ -18,6 +18,7 @@ from shardplan.core.program import Program
 from shardplan.core.text import op_text
 from shardplan.errors import ShardplanError, TopologyError, excerpt, line
 from shardplan.fused.deciding.rows import Fusion, FusionRow, seconds_of
+from shardplan.fused.tiles.schedule import SLOTS
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import price_overlap
 from shardplan.hardware.prices.fused import UNFUSED, FusedConstants, FusedVariant, decide
@@ -25,7 +26,6 @@ from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.strategy.partition.job import Job
 
 FAR_BACKENDS = ("net",)  # whose constants are of a transport between nodes
-SLOTS = 2  # of a fused op's memory: epochs take turns
 Runs = TypeVar("Runs", Program, Job)
 Chosen = dict[Place, tuple[FusionPlace, Fused]]
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan.core.ops.fused import ADDEND
+from shardplan.core.ops.fused_forms import THIN
 from shardplan.errors import TypingError, optional
 from shardplan.fused.deciding.graph_nodes import MOST_ELEMENTS, propagate_indices, shape_of_node, tables, value
-from shardplan.fused.operators.gemv import MOST
 from shardplan.hardware.prices.fused import FusedVariant
-
-WIDE = 4  # bytes of an addend
 
 
 class PatternUnfit(TypingError):
@@ -103,7 +102,7 @@ def is_thin(node: Any) -> bool:
     except PatternUnfit:
         return False
     m, _, n = found.shape
-    return found.bias is None and 1 <= min(m, n) <= MOST
+    return found.bias is None and 1 <= min(m, n) <= THIN
 
 
 def _splits(move: Any, ranks: int) -> tuple[list[int], list[int]]:
@@ -198,7 +197,7 @@ def scatter_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: 
         _replace_node(graph, wait, new, [wait, move, *reversed(between), ends[0]])
 
     flops, read, written = x.work(ends[0])
-    return GraphMatch("product", flops, read, written, written, 0.0, float(m * n * WIDE), write)
+    return GraphMatch("product", flops, read, written, written, 0.0, float(m * n * ADDEND), write)
 
 
 def grouped_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
@@ -244,7 +243,7 @@ def gemv_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
     m, _, n = x.shape
     own = torch.arange(m * n, dtype=torch.int32).view(_static(ends[0]))
     _numbers(ends[0], between, {ends[0]: own}, m * n, move.args[0])  # what is summed is made of the product alone
-    turned = n > MOST or (m <= MOST and m < n)  # the thin one comes first
+    turned = n > THIN or (m <= THIN and m < n)  # the thin one comes first
 
     def write(graph: Any, way: FusedVariant) -> None:
         aten, op = torch.ops.aten, torch.ops.shardplan.gemv_all_reduce.default
@@ -269,7 +268,7 @@ def gemv_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
         graph.erase_node(move)
 
     flops, read, written = x.work(ends[0])
-    return GraphMatch("vector", flops, read, written, written, written, float(m * n * WIDE), write)
+    return GraphMatch("vector", flops, read, written, written, written, float(m * n * ADDEND), write)
 
 
 def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:

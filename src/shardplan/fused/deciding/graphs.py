@@ -14,9 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardplan.core.fusing import DTYPES
 from shardplan.errors import TopologyError, optional
 from shardplan.fused.calls.groups import bound_groups
-from shardplan.fused.deciding.fuse import SLOTS, constants_of
+from shardplan.fused.deciding.fuse import constants_of
 from shardplan.fused.deciding.graph_nodes import (
     product_between,
     shape_of_node,
@@ -39,12 +40,11 @@ from shardplan.fused.deciding.graph_patterns import (
 )
 from shardplan.fused.deciding.rows import Fusion, FusionRow, seconds_of
 from shardplan.fused.kernels.vectors import dtype_name
+from shardplan.fused.tiles.schedule import SLOTS
 from shardplan.hardware.prices.fused import UNFUSED, FusedConstants, FusedWork, decide
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
-
-DTYPES = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True, slots=True)

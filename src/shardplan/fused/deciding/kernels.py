@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.ops.fused import AllGatherGemm, Fused, GemmReduceScatter
+from shardplan.core.ops.fused import ADDEND, AllGatherGemm, Fused, GemmReduceScatter
 from shardplan.core.ops.fused_forms import BagForm, GemmForm, GemvForm
 from shardplan.errors import optional
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators import embedding, gemm, gemv, tensor_parallel
-from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.operators.call_context import CallContext, count_tiles
+from shardplan.fused.tiles.schedule import SLOTS
 from shardplan.fused.tiles.shapes import RowShape
 
 if TYPE_CHECKING:
     import torch
 
-SLOTS = 2  # epochs take turns
 WORDS = 1 << 17  # bytes for the counters of an operator, and for what is rounded up
-WIDE = 4  # bytes of an addend
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,8 @@ def fused_call(op: Fused, ranks: int) -> FusedCall:
             run = _gemm(op, form, ranks) if isinstance(form, GemmForm) else _bags(op, form, ranks)
             return FusedCall(op, ranks, SLOTS * room + WORDS, (room * (ranks - 1) // ranks,) * ranks, run)
         case GemvForm():
-            wide = math.prod(after.local_shape(0)) * WIDE
-            need = wide * ranks if op.in_one_shot else wide + WIDE * ranks + result
+            wide = math.prod(after.local_shape(0)) * ADDEND
+            need = wide * ranks if op.in_one_shot else wide + ADDEND * ranks + result
             return FusedCall(op, ranks, SLOTS * need + WORDS, _gemv_bytes_received(op, form, ranks), _gemv(op, form))
         case _:
             assert_never(form)
@@ -135,16 +134,11 @@ def _gemv_bytes_received(op: Fused, form: GemvForm, ranks: int) -> tuple[int, ..
     sizes = _sizes(op)
     rows, columns = (math.prod(sizes[c] for c in letters) for letters in (form.rows, form.columns))
     if op.in_one_shot:
-        return ((ranks - 1) * rows * columns * WIDE,) * ranks
+        return ((ranks - 1) * rows * columns * ADDEND,) * ranks
     size = numpy_dtype(op.move_with_types[2].dtype).itemsize
-    tiles = RowShape(rows).tiles(ranks, gemv_tiles(op.tiles, rows, ranks))
+    tiles = RowShape(rows).tiles(ranks, count_tiles(op.tiles, rows // ranks, gemv.LEAST))
     own = [sum(last - first for first, last in each) for each in tiles]
-    return tuple(columns * ((ranks - 1) * n * WIDE + (rows - n) * size) for n in own)
-
-
-def gemv_tiles(asked: int, rows: int, ranks: int) -> int:
-    """Return the tiles of an owner as the operator chooses them: as asked, or by the rows."""
-    return asked or max(1, min(8, rows // ranks // gemv.LEAST))
+    return tuple(columns * ((ranks - 1) * n * ADDEND + (rows - n) * size) for n in own)
 
 
 def _bags(

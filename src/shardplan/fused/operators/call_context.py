@@ -39,10 +39,6 @@ class CallContext:
         """What runs the operators where those of CPUs do not."""
         return self.heap.kernels
 
-    def tile_count(self, rows: int, least: int, most: int = 8) -> int:
-        """Return the tiles of a destination of so many rows: as asked, or of `least` rows each, at most `most`."""
-        return self.tiles or max(1, min(most, rows // least))
-
     def check_product(self, name: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Raise `TypingError` where a and b are no [M, K] and [K, N] of one dtype, and as `check_operands`."""
         if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
@@ -71,6 +67,15 @@ class CallContext:
 def _legal_dtypes(on_cpus: bool) -> tuple[torch.dtype, ...]:
     torch = optional("torch", "torch")
     return tuple(getattr(torch, name) for name in (DTYPES if on_cpus else DTYPES[:-1]))
+
+
+def count_tiles(asked: int, rows: int, least: int) -> int:
+    """Return the tiles of so many rows: as asked, or where that is 0 of `least` rows each, at most 8.
+
+    >>> count_tiles(0, 640, 64), count_tiles(0, 10, 64), count_tiles(3, 10, 64)
+    (8, 1, 3)
+    """
+    return asked or max(1, min(8, rows // least))
 
 
 def tile_sizes(n: int, parts: int) -> list[int]:

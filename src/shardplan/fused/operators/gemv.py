@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardplan.core.ops.fused_forms import THIN
 from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.calls.agreement import CallKind, Facts, agree_on_call
 from shardplan.fused.calls.instance import (
@@ -26,7 +27,7 @@ from shardplan.fused.calls.instance import (
     instance,
 )
 from shardplan.fused.kernels.vectors import LANE, WANT, fits, one_shot, rows_times, sum_dtype, thin
-from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.operators.call_context import CallContext, count_tiles
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import RowShape
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 NAME = "gemv_all_reduce"
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 ONE_SHOT = 64 << 10  # bytes that a rank sends at most in one shot, where `auto` chooses
-MOST = 16  # columns
 _FACTS = ("M", "C", "shots", "tiles", "dtype")
 KIND = CallKind(NAME, _FACTS, _FACTS)
 LEAST = 256  # rows of a tile
@@ -56,8 +56,8 @@ def forward(
     if a.ndim != 2 or x.ndim not in (1, 2) or x.shape[0] != a.shape[1] or a.dtype != x.dtype:
         said = f"{list(a.shape)} and {list(x.shape)}"
         raise TypingError(f"{NAME}: {said}; legal are [M, K] and [K] or [K, C] of one dtype")
-    if x.ndim == 2 and not 1 <= x.shape[1] <= MOST:
-        raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {MOST}")
+    if x.ndim == 2 and not 1 <= x.shape[1] <= THIN:
+        raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {THIN}")
     if algorithm not in ALGORITHMS:
         raise TypingError(f"{NAME}: algorithm {excerpt(algorithm)}; legal are {', '.join(ALGORITHMS)}")
     asked.check_operands(NAME, a, x, out)
@@ -133,7 +133,7 @@ class GemvCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
             return cls()
-        tiles = 1 if one else asked.tile_count(m // asked.heap.ranks, LEAST)
+        tiles = 1 if one else count_tiles(asked.tiles, m // asked.heap.ranks, LEAST)
         schedule = TileSchedule(tiles=tiles, shots=1 if one else 2)
         dtypes = {"result": wide} if one else {"partial": wide, "result": dtype}
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
 from shardplan.fused.heap.symmetric import SymmetricTensor
-from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.operators.call_context import CallContext, count_tiles
 from shardplan.fused.tiles.events import TileBox
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts
@@ -54,7 +54,7 @@ class BlockMove:
         given = (op, cuts, tuple(trailing), varying)
         if asked.kernels is not None:
             return cls(*given, said=said)
-        tiles = asked.tile_count(cuts.mean_rows(), least) if least else 1
+        tiles = count_tiles(asked.tiles, cuts.mean_rows(), least) if least else 1
         made = instance(asked.heap, op, TileSchedule(tiles=tiles), "", asked.seconds, out)
         call = made.call(cuts.shape(), {"result": dtype}, tuple(trailing))
         return cls(*given, cuts.own_boxes(asked.heap.rank), made, call, said)

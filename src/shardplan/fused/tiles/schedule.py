@@ -12,6 +12,7 @@ from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
 from shardplan.fused.tiles.generate import Plainly, block_protocol, two_shot_protocol
 from shardplan.fused.tiles.shapes import BlockShape, TileShape
 
+SLOTS = 2  # of memory: epochs take turns
 TileOrder = Literal["remote_first", "natural"]
 TileWaits = Literal["last_program", "second_launch", "owner"]
 
@@ -42,7 +43,7 @@ class TileSchedule:
     slice: int = 1
     programs: int = 1
     waits: TileWaits = "last_program"
-    slots: int = 2
+    slots: int = SLOTS
     acks: bool = False
     shots: int = 1
 
