@@ -34,7 +34,8 @@ class FusionRow:
     `place` says where its last step is: its number, behind those of the repeats that it is in (`2.5`), of a job
     behind the program (`0F 2.5`), of a graph a node's name. `types` are those of the operands and of the result, as
     text; `nbytes` is what a device sends; `seconds` has by way to run it what it takes, empty where nothing could be
-    priced. `choice` is one of these ways, `reason` one of `REASONS`; what blocks it is `blocked`, `text` says why.
+    priced. `choice` is one of these ways, `reason` one of `REASONS`; what blocks it is `blocked`, `text` says why, or
+    of products of several experts why they are a call each.
     `source` says where the constants of the prices come from.
     """
 
@@ -74,8 +75,7 @@ class FusionRow:
         head = f"{self.place}  {self.op}  {' '.join(self.types[:-1])} -> {self.types[-1]}  {format_bytes(self.nbytes)}"
         if self.unfused_seconds is not None and self.best_seconds is not None:
             head += f"  {format_seconds(self.unfused_seconds)} unfused, {format_seconds(self.best_seconds)} fused"
-        why = f"{self.reason}: {self.blocked}: {self.text}" if self.blocked else self.reason
-        return f"{head}  {self.choice} ({why})"
+        return f"{head}  {self.choice} ({': '.join(filter(None, (self.reason, self.blocked, self.text)))})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as an object of JSON."""
