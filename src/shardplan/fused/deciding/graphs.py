@@ -144,25 +144,25 @@ def _pair_of(move: Any, waits: Sequence[Any]) -> _Pair | None:
     if move.op != "call_function" or not waits:
         return None
     if move.target in found.all_gather:
-        ends, *rest = trace_consumers(waits[0])
-        return _Pair("all_gather_gemm", ends, *rest, gather_match) if ends else None
+        ends, inside, strange = trace_consumers(waits[0])
+        return _Pair("all_gather_gemm", ends, inside, strange, gather_match) if ends else None
     if move.target not in found.all_to_all | found.all_reduce | found.reduce_scatter:
         return None
-    ends, *rest = trace_producers(move.args[0])
+    ends, inside, strange = trace_producers(move.args[0])
     if not ends:
         return None
     of = {end.target for end in ends}
     if of & found.grouped:
-        return _Pair("grouped_gemm_all_to_all", ends, *rest, grouped_match)
+        return _Pair("grouped_gemm_all_to_all", ends, inside, strange, grouped_match)
     if move.target in found.all_to_all:
         if of & found.bags:
-            return _Pair("embedding_bag_all_to_all", ends, *rest, bag_match)
-        return _Pair("gemm_all_to_all", ends, *rest, gemm_match)
+            return _Pair("embedding_bag_all_to_all", ends, inside, strange, bag_match)
+        return _Pair("gemm_all_to_all", ends, inside, strange, gemm_match)
     if of & found.bags:
         return None
     if move.target in found.reduce_scatter:
-        return _Pair("gemm_reduce_scatter", ends, *rest, scatter_match)
-    return _Pair("gemv_all_reduce", ends, *rest, gemv_match) if len(ends) == 1 and is_thin(ends[0]) else None
+        return _Pair("gemm_reduce_scatter", ends, inside, strange, scatter_match)
+    return _Pair("gemv_all_reduce", ends, inside, strange, gemv_match) if len(ends) == 1 and is_thin(ends[0]) else None
 
 
 def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]) -> _Candidate | None:

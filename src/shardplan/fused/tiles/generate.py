@@ -143,7 +143,7 @@ def two_shot_protocol(plan: Plainly, ranks: int, shape: RowShape) -> TileProtoco
     Slices are single tiles, and sums need no acks: who has all sums of an epoch knows that all addends were read.
     """
     if plan.acks:
-        raise TileScheduleError(f"tile schedule {plan.name}: acks=1 of a sum in two shots; legal is acks=0")
+        raise TileScheduleError(f"tile schedule {plan.name}: acks=1 of a sum in two shots; legal are the others")
     n = plan.tiles
     tiles = shape.tiles(ranks, n)
     starts = [[sum(b - a for a, b in own[:k]) for k in range(n + 1)] for own in tiles]

@@ -40,9 +40,9 @@ def gemv_all_reduce(
     once, and of the same bits on all ranks. `out` [here, M, C], contiguous, is where they come. Collective; raises
     `TypingError` where operands do not fit, and as `FusedKernel.run`.
     """
-    made, call, arguments, constants, out = gemv_prepared(memory, a, x, shots, block, tiles, options, out)
+    made, call, arguments, constants, found = gemv_prepared(memory, a, x, shots, block, tiles, options, out)
     made.run(gemv_kernel, call, *arguments, **constants)
-    return list(out.unbind())
+    return list(found.unbind())
 
 
 def gemv_prepared(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import optional
 from shardplan.fused.tiles.shapes import BlockCuts
@@ -49,7 +49,10 @@ def grouped_multiply(
     call = made.call_on_device(matrix_of(every, capacity), capacity, columns, a.dtype)
     made.record.lengths, made.record.indexed = [capacity, len(a)], "the rows of a result, or of a"
     told, operands = options.product(memory, grouped_kernel, tile, a, b, True)
-    constants = told | {"experts": b.shape[0], "numbers": 1 << (every[:, :, 0].numel() - 1).bit_length()}
+    constants: dict[str, Any] = told | {
+        "experts": b.shape[0],
+        "numbers": 1 << (every[:, :, 0].numel() - 1).bit_length(),
+    }
     arguments = (*operands, every, len(a), depth, columns, capacity, call.out)
     (out,) = made.run(grouped_kernel, call, *arguments, **constants)
     return out, every[:, :, memory.rank0].clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import optional
 from shardplan.fused.tiles.shapes import BlockCuts
@@ -68,7 +68,7 @@ def multiply_scatter(
     call = made.call(cuts, torch.float32, adds=True)
     depth, columns = a.shape[1], b.shape[2]
     told, operands = options.product(memory, gemm_kernel, tile, a, b, call.aligned)
-    constants = told | {"biased": False, "activation": 0, "stamped": 0}
+    constants: dict[str, Any] = told | {"biased": False, "activation": 0, "stamped": 0}
     arguments = (*operands, a, call.cuts, depth, columns, call.out)
     found = made.run(gemm_kernel, call, *arguments, **constants)
     return [each.to(a.dtype) for each in found]
