@@ -337,7 +337,7 @@ def preset(rank: int, exchange: Exchange) -> Any:
         asked = CallContext(heap, 4, seconds=5.0)
         a, b = torch.ones(8 * heap.ranks, 4), torch.ones(4, 4)
         gemm.forward(asked, a, b)
-        made = instance(heap, "gemm_all_to_all", TileSchedule(tiles=4), "torch.float32", 5.0)
+        made = instance(heap, "gemm_all_to_all", TileSchedule(tiles=4), "", 5.0)
         heap.barrier()
         made.epoch = (2**31 // 4) - 2
         assert made.flags
