@@ -90,7 +90,7 @@ def cases(
 
 
 def _even(ranks: int) -> list[int]:
-    from shardplan.fused.operators.call_context import tile_sizes
+    from shardplan.fused.tiles.shapes import tile_sizes
 
     return tile_sizes(BATCH, ranks)
 

@@ -28,9 +28,10 @@ from shardplan.fused.calls.instance import SignalStep, instance
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.kernels import native as natives
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.call_context import CallContext, starts, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.tiles.schedule import TileSchedule
+from shardplan.fused.tiles.shapes import starts, tile_sizes
 
 EPOCHS = 3
 

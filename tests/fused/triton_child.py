@@ -24,7 +24,7 @@ from tests.fused.forked import Exchange, forked, refused
 from tests.fused.operator_child import away
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.call_context import starts, tile_sizes
+from shardplan.fused.tiles.shapes import starts, tile_sizes
 from shardplan.fused.triton import (
     FusedKernel,
     KernelOptions,

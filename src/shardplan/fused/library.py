@@ -21,7 +21,8 @@ from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.library_operands import product_operands, refuse_tangents
 from shardplan.fused.library_spec import OperatorSpec, register_operator
 from shardplan.fused.operators import embedding, gemm, gemv, grouped, tensor_parallel
-from shardplan.fused.operators.call_context import CallContext, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.tiles.shapes import tile_sizes
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from shardplan.core.accounting import books_of
 from shardplan.core.fusing import FusionPlace, Place, fusable, fused_with
 from shardplan.core.nested import as_nested
-from shardplan.core.ops.fused import Fused, GemmAllToAll
+from shardplan.core.ops.fused import Fused
 from shardplan.core.ops.fused_forms import GemmForm
 from shardplan.core.pattern import Overlap
 from shardplan.core.program import Program
@@ -185,7 +185,7 @@ def _row(
 def _experts(op: Fused) -> str:
     """Why products of several experts a device are as many calls of one operator."""
     form = op.form
-    if not isinstance(form, GemmForm) or not form.batch or not isinstance(op, GemmAllToAll):
+    if not isinstance(form, GemmForm) or not (form.batch and form.cut and form.gathered):
         return ""
     letters = dict(zip(form.sides[0], op.body.input_types[form.a].local_shape(0), strict=True))
     each = math.prod(letters[c] for c in form.batch)

@@ -120,7 +120,7 @@ def _rewrite(graph: Any, constants: FusedConstants, groups: Mapping[str, GraphGr
     return list(rows.values())
 
 
-class _Pair(NamedTuple):
+class _GraphPair(NamedTuple):
     """A collective and the computation beside it: products or bags, what stands between, what of that is strange."""
 
     name: str
@@ -130,7 +130,7 @@ class _Pair(NamedTuple):
     match: Callable[..., GraphMatch]
 
 
-class _Candidate(NamedTuple):
+class _GraphCandidate(NamedTuple):
     """A pair: its row, its products or bags, and what writes it where it is fused."""
 
     row: FusionRow
@@ -138,14 +138,14 @@ class _Candidate(NamedTuple):
     write: Callable[[], None] | None = None
 
 
-def _pair_of(move: Any, waits: Sequence[Any]) -> _Pair | None:
+def _pair_of(move: Any, waits: Sequence[Any]) -> _GraphPair | None:
     """The pair of a collective, None where there is none."""
     found = tables()
     if move.op != "call_function" or not waits:
         return None
     if move.target in found.all_gather:
         ends, inside, strange = trace_consumers(waits[0])
-        return _Pair("all_gather_gemm", ends, inside, strange, gather_match) if ends else None
+        return _GraphPair("all_gather_gemm", ends, inside, strange, gather_match) if ends else None
     if move.target not in found.all_to_all | found.all_reduce | found.reduce_scatter:
         return None
     ends, inside, strange = trace_producers(move.args[0])
@@ -153,19 +153,25 @@ def _pair_of(move: Any, waits: Sequence[Any]) -> _Pair | None:
         return None
     of = {end.target for end in ends}
     if of & found.grouped:
-        return _Pair("grouped_gemm_all_to_all", ends, inside, strange, grouped_match)
+        return _GraphPair("grouped_gemm_all_to_all", ends, inside, strange, grouped_match)
     if move.target in found.all_to_all:
         if of & found.bags:
-            return _Pair("embedding_bag_all_to_all", ends, inside, strange, bag_match)
-        return _Pair("gemm_all_to_all", ends, inside, strange, gemm_match)
+            return _GraphPair("embedding_bag_all_to_all", ends, inside, strange, bag_match)
+        return _GraphPair("gemm_all_to_all", ends, inside, strange, gemm_match)
     if of & found.bags:
         return None
     if move.target in found.reduce_scatter:
-        return _Pair("gemm_reduce_scatter", ends, inside, strange, scatter_match)
-    return _Pair("gemv_all_reduce", ends, inside, strange, gemv_match) if len(ends) == 1 and is_thin(ends[0]) else None
+        return _GraphPair("gemm_reduce_scatter", ends, inside, strange, scatter_match)
+    return (
+        _GraphPair("gemv_all_reduce", ends, inside, strange, gemv_match)
+        if len(ends) == 1 and is_thin(ends[0])
+        else None
+    )
 
 
-def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]) -> _Candidate | None:
+def _candidate(
+    graph: Any, move: Any, constants: FusedConstants, groups: Mapping[str, GraphGroup]
+) -> _GraphCandidate | None:
     """Return a collective and the computation beside it, to be fused where it pays; None where it is no candidate."""
     found = tables()
     waits = [u for u in move.users if u.target is found.wait]
@@ -186,8 +192,8 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
         source=constants.source or constants.backend,
     )
 
-    def refused(reason: str, node: Any, text: str) -> _Candidate:
-        return _Candidate(replace(row, reason=reason, blocked=node.name, text=text), ends)
+    def refused(reason: str, node: Any, text: str) -> _GraphCandidate:
+        return _GraphCandidate(replace(row, reason=reason, blocked=node.name, text=text), ends)
 
     group_name = move.args[-1]
     group = groups.get(group_name)
@@ -226,9 +232,9 @@ def _candidate(graph: Any, move: Any, constants: FusedConstants, groups: Mapping
     decision = decide(_work(match, group.ranks, constants), constants.of_kind(match.kind))
     row = replace(row, seconds=seconds_of(decision))
     if decision.best_variant == UNFUSED:
-        return _Candidate(replace(row, reason="not_faster"), ends)
+        return _GraphCandidate(replace(row, reason="not_faster"), ends)
     row = replace(row, reason="fused", choice=str(decision.best_variant))
-    return _Candidate(row, ends, lambda: match.write(graph, decision.best_variant))
+    return _GraphCandidate(row, ends, lambda: match.write(graph, decision.best_variant))
 
 
 def _work(match: GraphMatch, ranks: int, constants: FusedConstants) -> FusedWork:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.ops.fused import ADDEND, AllGatherGemm, Fused, GemmReduceScatter
+from shardplan.core.ops.fused import ADDEND, Fused
 from shardplan.core.ops.fused_forms import BagForm, GemmForm, GemvForm
 from shardplan.errors import optional
 from shardplan.fused.heap.symmetric import SymmetricHeap
@@ -88,7 +88,7 @@ def _gemm(
     shape = [ranks if c == "@" else sizes[c] for c in labels]
     order = [labels.index(c) for c in spread]
     after = op.body.output_types[0].local_shape(0)
-    multiply = _product_call(op, form)
+    multiply = _product_call(form)
 
     def run(heap: SymmetricHeap, seconds: float, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         torch = optional("torch", "torch")
@@ -102,15 +102,13 @@ def _gemm(
     return run
 
 
-def _product_call(op: Fused, form: GemmForm) -> Callable[[CallContext, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The operator of a product on matrices."""
-    match op:
-        case AllGatherGemm():
-            return lambda asked, a, b: tensor_parallel.gather_multiply(asked, a, b)[0]
-        case GemmReduceScatter():
-            return tensor_parallel.multiply_scatter
-        case _:
-            return lambda asked, a, b: gemm.forward(asked, a, b, None, form.activation, form.scatter)
+def _product_call(form: GemmForm) -> Callable[[CallContext, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The operator of a product on matrices: what it cuts and gathers says which."""
+    if not form.cut:
+        return lambda asked, a, b: tensor_parallel.gather_multiply(asked, a, b)[0]
+    if not form.gathered:
+        return tensor_parallel.multiply_scatter
+    return lambda asked, a, b: gemm.forward(asked, a, b, None, form.activation, form.scatter)
 
 
 def _gemv(op: Fused, form: GemvForm) -> Callable[[SymmetricHeap, float, Sequence[torch.Tensor]], torch.Tensor]:

@@ -29,11 +29,11 @@ from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.kernels.native import native
 from shardplan.fused.kernels.vectors import rows_times, thin
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.call_context import CallContext, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.gemv import in_order
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts, RowShape, TileShape
+from shardplan.fused.tiles.shapes import BlockCuts, RowShape, TileShape, tile_sizes
 from shardplan.hardware.prices.fused import variants
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Reading order:
 
-- `call_context`     what all operators are asked beside their tensors: group, tiles, order, how long to wait
+- `call_context`     what all operators are asked beside their tensors: group, tiles, how long to wait
 - `moving`           blocks that move back: the inverse all-to-all of gradients
 - `gemm`             a product whose blocks of rows or columns go to all ranks
 - `gemv`             a thin product whose addends are summed on all ranks

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from shardplan.errors import TypingError, excerpt, optional
+from shardplan.errors import TypingError, optional
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.tiles.shapes import cut
 
 if TYPE_CHECKING:
     import torch
@@ -76,35 +74,3 @@ def count_tiles(asked: int, rows: int, least: int) -> int:
     (8, 1, 3)
     """
     return asked or max(1, min(8, rows // least))
-
-
-def tile_sizes(n: int, parts: int) -> list[int]:
-    """Return the sizes of parts by the tiling rule.
-
-    >>> tile_sizes(7, 3), tile_sizes(1, 3)
-    ([3, 3, 1], [1, 0, 0])
-    """
-    return [stop - start for start, stop in cut(0, n, parts)]
-
-
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Return where parts begin, and the end of the last one.
-
-    >>> starts([2, 0, 3])
-    [0, 2, 2, 5]
-    """
-    return list(accumulate(sizes, initial=0))
-
-
-def splits(name: str, sizes: Sequence[int] | None, parts: int, whole: int | None) -> list[int] | None:
-    """Return checked splits, None where none are given; `whole` is their sum where it is known.
-
-    Raises `TypingError`.
-    """
-    if sizes is None:
-        return None
-    found = [int(n) for n in sizes]
-    if len(found) != parts or min(found, default=0) < 0 or (whole is not None and sum(found) != whole):
-        legal = f"{parts} integers from 0" + ("" if whole is None else f" that sum to {whole}")
-        raise TypingError(f"{name} {excerpt(found)}; legal are {legal}")
-    return found

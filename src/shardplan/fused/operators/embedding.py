@@ -17,10 +17,10 @@ from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_
 from shardplan.fused.calls.instance import PutStep, SignalStep, TileStep, WaitStep
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
-from shardplan.fused.operators.call_context import CallContext, splits, starts, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, splits, starts, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,7 @@ def forward(
     known = agree_on_call(asked.heap, KIND, got.facts, asked.seconds, make)
     who: BagBlocks = known.said
     if asked.kernels is not None:
-        return asked.kernels.bags(asked, got.call, who.held, who.batches, who.dim, who.dtype, got.out, out)
+        return asked.kernels.bags(asked.seconds, got.call, who.held, who.batches, who.dim, who.dtype, got.out, out)
     made = known.made
     assert made is not None
     bag, wide = starts(who.batches), sum(who.held) * who.dim

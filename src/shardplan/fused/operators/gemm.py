@@ -14,10 +14,10 @@ from shardplan.fused.calls.agreement import ALL_BACK, SAME, CallKind, Facts, agr
 from shardplan.fused.calls.instance import PutStep
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.activation import activation_gradient, apply_activation, check_activation
-from shardplan.fused.operators.call_context import CallContext, splits, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, splits, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ def forward(
     facts = _facts(asked, a, b, scatter, sent, received, None if into is None else into.offset)
     found = agree_on_call(heap, KIND, facts, asked.seconds, make)
     if asked.kernels is not None:
-        return asked.kernels.gemm(asked, a, b, bias, activation, found.cuts, found.varying, into, out)
+        return asked.kernels.gemm(asked.seconds, a, b, bias, activation, found.cuts, found.varying, into, out)
     exact = a.dtype.itemsize >= 4
     torch = optional("torch", "torch")
 

@@ -76,7 +76,7 @@ def forward(
     result = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
     whole = result.view(m, columns)
     if asked.kernels is not None:
-        asked.kernels.gemv(asked, a, x.reshape(-1, columns), 1 if one else 2, whole)
+        asked.kernels.gemv(asked.seconds, a, x.reshape(-1, columns), 1 if one else 2, asked.tiles, whole)
         return result
     assert known.made is not None and known.call is not None
     made, call, wide, places = known.made, known.call, thin(x), known.places

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardplan.errors import TypingError, optional
 from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_call, check_alike
 from shardplan.fused.calls.instance import PutStep
-from shardplan.fused.operators.call_context import CallContext, starts
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, starts
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def grouped_multiply(
     torch = optional("torch", "torch")
     found, rank = _agree(asked, KIND, a, b, counts, capacity), asked.heap.rank
     if asked.kernels is not None:
-        return asked.kernels.grouped_multiply(asked, a, b, counts, capacity)
+        return asked.kernels.grouped_multiply(asked.seconds, a, b, counts, capacity)
     assert found.move is not None
     own, boxes = found.counts[rank], found.move.cuts.shape().boxes[rank]
     first = starts([n for each in own for n in each])  # of a's rows, by expert and destination
@@ -104,7 +104,7 @@ def grouped_multiply_backward(
     torch = optional("torch", "torch")
     found, rank = _agree(asked, BACK, a, b, counts, capacity), asked.heap.rank
     if asked.kernels is not None:
-        came = asked.kernels.move_grouped_back(asked, g, counts, len(a), found.most)
+        came = asked.kernels.move_grouped_back(asked.seconds, g, counts, len(a), found.most)
     else:
         assert found.move is not None
         came = found.move.run(asked, g[: found.move.cuts.count_rows(rank)])

@@ -74,7 +74,7 @@ class BlockMove:
         """Return the blocks of all ranks, put together; collective. Raises as `FusedInstance.run`."""
         g = g.contiguous()
         if asked.kernels is not None:
-            return asked.kernels.move(asked, self.op, self.cuts, g, self.varying)
+            return asked.kernels.move(asked.seconds, self.op, self.cuts, g, self.varying)
 
         def put(step: PutStep) -> None:
             step.view.copy_(g[tuple(slice(a, b) for a, b in self.own[step.to])])

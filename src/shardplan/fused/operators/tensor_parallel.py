@@ -15,9 +15,9 @@ from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_
 from shardplan.fused.calls.instance import PutStep, ReadStep
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.vectors import sum_dtype
-from shardplan.fused.operators.call_context import CallContext, splits, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, splits, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def gather_multiply(
     """
     found, rank = _agree(asked, GATHER, a, b, parts, back), asked.heap.rank
     if asked.kernels is not None:
-        return asked.kernels.gather_multiply(asked, a, b, found.cuts)
+        return asked.kernels.gather_multiply(asked.seconds, a, b, found.cuts)
     torch = optional("torch", "torch")
     out = torch.empty(found.cuts.result(rank)[0], b.shape[1], dtype=a.dtype)
     begin = found.cuts.shape().boxes[rank][rank][0][0]
@@ -101,7 +101,7 @@ def multiply_scatter(
     """
     found, rank = _agree(asked, SCATTER, a, b, parts, back), asked.heap.rank
     if asked.kernels is not None:
-        return asked.kernels.multiply_scatter(asked, a, b, found.cuts)
+        return asked.kernels.multiply_scatter(asked.seconds, a, b, found.cuts)
     torch, wide = optional("torch", "torch"), sum_dtype(a)
     total = torch.zeros(found.cuts.counts[0][rank], b.shape[1], dtype=wide)
 

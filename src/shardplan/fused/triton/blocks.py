@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import BackendError, TypingError, optional
 from shardplan.fused.heap.symmetric import SymmetricTensor, size_class
-from shardplan.fused.operators.call_context import starts
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, starts
 from shardplan.fused.tiles.symmetry import prove
 from shardplan.fused.triton.memory import LINE, TileMemory, cache_on_heap, is_interpreted
 from shardplan.fused.triton.read_kernel import ack_kernel, read_kernel

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.errors import TypingError, excerpt
 from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.activation import ACTIVATIONS
-from shardplan.fused.operators.call_context import splits, tile_sizes
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, splits, tile_sizes
 from shardplan.fused.triton.blocks import block_kernel
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.memory import TileMemory

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, excerpt, optional
-from shardplan.fused.operators.call_context import starts
 from shardplan.fused.tiles.events import TilePut, TileRead
 from shardplan.fused.tiles.schedule import TileSchedule, TileWaits
-from shardplan.fused.tiles.shapes import RowShape
+from shardplan.fused.tiles.shapes import RowShape, starts
 from shardplan.fused.triton.gemv_kernel import gemv_kernel
 from shardplan.fused.triton.launches import FusedKernel, KernelCall
 from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
