@@ -25,9 +25,9 @@ from benchmarks.fused_pairs import RankPair, Sizes, away, pair_of, shape_of
 from tests.fused.forked import Exchange, forked
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.call_context import starts, tile_sizes
 from shardplan.fused.tiles.events import TilePut
 from shardplan.fused.tiles.schedule import TileSchedule
+from shardplan.fused.tiles.shapes import starts, tile_sizes
 
 RANKS = 2
 RATIOS = (0.25, 0.5, 1.0, 2.0)

@@ -39,7 +39,8 @@ from torch import distributed as dist
 from shardplan.fused.deciding.calibrate import calibrate, pair_work
 from shardplan.fused.deciding.trials import shape_work
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.call_context import CallContext, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.tiles.shapes import tile_sizes
 from shardplan.hardware.prices.fused import LEAST_GAIN, FusedConstants, FusedVariant, variant_seconds
 
 RANKS, CHUNKS = 2, 4

@@ -25,6 +25,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from shardplan.execution.lab.needs import namespace_command
 from shardplan.fused.calls import instance
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.hardware.prices.fused import FusedConstants, FusedWork, fused_seconds, unfused_seconds
 
 SIZES = Sizes("embedding", (8, 4096, 1, 64))  # tables of a rank, batch of all, bag, dim
@@ -72,10 +74,21 @@ def slept(seconds: float, whole: float) -> Any:
     return lambda: setattr(instance.FusedInstance, "run", plain)
 
 
+def order_instances() -> None:
+    """Have every instance of this process serve in `ORDER`: operators of their own accord begin with the next rank."""
+    plain = instance.FusedInstance.__init__
+
+    def begin(self: Any, heap: SymmetricHeap, op: str, schedule: TileSchedule, *rest: Any) -> None:
+        plain(self, heap, op, replace(schedule, order=ORDER), *rest)
+
+    instance.FusedInstance.__init__ = begin  # type: ignore[method-assign]
+
+
 def on_rank(rank: int, exchange: Exchange, cluster: Cluster, seconds: float, count: int) -> dict[str, Any]:
     """Every variant so often, in turns."""
     network.enter(cluster.home(rank))
     torch.set_num_threads(1)
+    order_instances()
     pair = BagsPair(SIZES, rank, RANKS)
     backend = f"net:{address(cluster.interface())}@{rank // PER_NODE}"
     times: dict[str, list[float]] = {"unfused": [], **{f"fused n={n}": [] for n in TILES}}
@@ -91,10 +104,10 @@ def on_rank(rank: int, exchange: Exchange, cluster: Cluster, seconds: float, cou
                 began = time.perf_counter()
                 if name == "unfused":
                     time.sleep(seconds)
-                    found = pair.run_unfused(CallContext(heap, 1, ORDER))  # type: ignore[arg-type]
+                    found = pair.run_unfused(CallContext(heap, 1))
                 else:
                     undo = slept(seconds, pair.out.numel())
-                    found = pair.run_fused(CallContext(heap, int(name.split("=")[1]), ORDER), name)  # type: ignore[arg-type]
+                    found = pair.run_fused(CallContext(heap, int(name.split("=")[1])), name)
                     undo()
                 took = time.perf_counter() - began
                 wrong = max(wrong, away(found, pair.wanted))

@@ -17,8 +17,8 @@ import torch
 from shardplan.fused.deciding.trials import ROWS, BagsTrial, ProductTrial, Shape, VectorTrial, shape_work
 from shardplan.fused.kernels.bags import TILE, BagKernel
 from shardplan.fused.kernels.vectors import rows_times, thin
-from shardplan.fused.operators.call_context import CallContext, starts, tile_sizes
-from shardplan.fused.tiles.shapes import BlockShape
+from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.tiles.shapes import BlockShape, starts, tile_sizes
 
 TRIALS = {"gemm": "product", "embedding": "bags", "gemv": "vector"}
 KINDS = tuple(TRIALS)

@@ -26,14 +26,13 @@ from typing import Any
 import numpy as np
 from benchmarks.common import ROOT, arguments, record, table, write
 
-from shardplan.fused.deciding.calibrate import least_squares
+from shardplan.fused.deciding.calibrate import fit_logarithms
 from shardplan.hardware.prices.fused import LEAST_GAIN, FusedConstants, FusedWork, fused_seconds, unfused_seconds
 
 ROWS = ROOT / "tests" / "data" / "fused_pairs.jsonl"
 MEAN, WORST = 0.05, 0.15  # what is asked of the rows that were left out
 # Usual values: seconds, FLOP/s, B/s, B/s, seconds, seconds, a share; of rows a second where a table says no sizes.
 USUAL = {"launch": 1e-5, "rate": 1e15, "bandwidth": 5e11, "copy": 2e12, "latency": 1e-5, "signal": 1e-6, "tax": 1e-2}
-HELD = 0.02  # weight of a constant's distance from the usual, in natural logarithms, beside a row's error
 MISSING = (
     {
         "table": "vllm-project/vllm issue 55261",
@@ -122,12 +121,11 @@ def fit(pairs: Sequence[Pair]) -> dict[str, float]:
     names = list(start)
     origin = np.log([start[n] for n in names])
 
-    def errors(x: np.ndarray) -> np.ndarray:
+    def errors(x: np.ndarray) -> list[float]:
         constants = dict(zip(names, np.exp(x), strict=True))
-        said = [math.log(a / b) for p in pairs for a, b in zip(p.predicted(constants), p.measured, strict=True)]
-        return np.concatenate([said, HELD * (x - origin)])
+        return [math.log(a / b) for p in pairs for a, b in zip(p.predicted(constants), p.measured, strict=True)]
 
-    best = least_squares(errors, origin)
+    best = fit_logarithms(errors, origin)
     return dict(zip(names, np.exp(best).tolist(), strict=True))
 
 

@@ -26,7 +26,7 @@ KERNELS: dict[str, dict[str, Any]] = {
                   "like": "*bf16"},
         "constants": {
             "biased": False, "activation": 0, "upcast": False,
-            "stamped": 0, "remote_first": True, **PUTS,
+            "stamped": 0, **PUTS,
         },
         "aligned": ("a", "b", "bias", "like", "depth", "columns"),
         "options": {},

@@ -276,7 +276,7 @@ SCHEDULES = (
     "0F0,0SEND_F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
 )
 SCHEDULE_TEXTS = ("schedule 1f1b, 2 microbatches\n0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1",)
-TILES = ("order=remote_first waits=consumer slice=2", "order=1,0 programs=4 slots=2 acks=1")
+TILES = ("order=remote_first waits=second_launch slice=2", "order=1,0 programs=4 slots=2 acks=1")
 FUSED = (
     'backend = "here"\nlatency = "2 us"\nsignal = "1 us"\nbandwidth = "10 GB/s"\ncopy_bandwidth = "40 GB/s"\n'
     "tile_tax = { 1 = 1.0, 8 = 1.25 }\n"

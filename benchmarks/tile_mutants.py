@@ -41,7 +41,7 @@ def costs() -> dict[str, TileProtocol]:
         "tiles=8 slice=2 acks=1": rows,
         "tiles=4 programs=4": rows,
         "tiles=4 programs=16 waits=second_launch": rows,
-        "tiles=8 programs=8 waits=consumer acks=1": rows,
+        "tiles=8 programs=8 waits=second_launch acks=1": rows,
         "tiles=1 shots=2": RowShape(4096),
         "tiles=4 programs=4 waits=owner shots=2": RowShape(4096),
     }

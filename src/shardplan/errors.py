@@ -7,6 +7,7 @@ error to 2.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -123,6 +124,9 @@ def optional(module: str, extra: str) -> ModuleType:
     >>> optional("json", "none").__name__
     'json'
     """
+    found = sys.modules.get(module)
+    if found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False):
+        return found  # unless another thread is importing it
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -67,6 +67,20 @@ LAYERS = """program
     output %v
   }: f32[4@x, 6]
   output %r"""
+GATHER = """program
+  mesh y=2, x=3
+  input %a: f32[12@(y,x), 3]
+  input %b: f32[3, 6@x]
+  %g = all_gather(%a; dim=0, axes=(x)): f32[12@y, 3]
+  %y = einsum(%g, %b; spec="sk,kn->sn"): f32[12@y, 6@x]
+  output %y"""
+SCATTER = """program
+  mesh x=3
+  input %a: f32[6, 9@x]
+  input %b: f32[9@x, 2]
+  %z = einsum(%a, %b; spec="sk,kn->sn"): f32[6, 2]{+x}
+  %y = reduce_scatter(%z; dim=0, axes=(x)): f32[6@x, 2]
+  output %y"""
 TEXTS = {"gemm_all_to_all": EXPERTS, "gemv_all_reduce": GEMV, "embedding_bag_all_to_all": BAGS}
 
 
@@ -93,7 +107,7 @@ def assert_alike(one: Program, other: Program, seed: int = 0) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("text", [EXPERTS, ULYSSES, GEMV, BAGS, LAYERS])
+@pytest.mark.parametrize("text", [EXPERTS, ULYSSES, GEMV, BAGS, LAYERS, GATHER, SCATTER])
 def test_fusing_keeps_types_and_results_and_is_undone(text: str) -> None:
     program = Program.parse(text)
     found = all_fused(program)
@@ -134,6 +148,14 @@ def test_forms() -> None:
     one = forms["gemv_all_reduce"]
     assert (one.rows, one.inner, one.columns, one.a, one.b) == ("m", "k", "c", 0, 1)
     assert forms["embedding_bag_all_to_all"].tables == ((4, -1), (0, 1), (2, 3))
+    for text, cut, gathered, landing in ((GATHER, "", "s", 6 * 3 * 4), (SCATTER, "s", "", 6 * 2 * 4)):
+        (found,) = fusable(Program.parse(text))
+        assert found.op is not None
+        one = found.op.form
+        assert isinstance(one, GemmForm)
+        assert (one.rows, one.inner, one.columns, one.cut, one.gathered) == ("s", "k", "n", cut, gathered)
+        assert found.op.landing_bytes == landing
+        assert found.move == (0 if gathered else 1)
 
 
 REFUSED = {
@@ -145,6 +167,10 @@ REFUSED = {
         GEMV.replace("mesh x=4", "mesh y=2, x=2").replace("@x", "@(y,x)").replace("{+x}", "{+y,+x}").replace(
             "%y = all_reduce(%z; axes=(x)): f32[6, 3]", "%y = all_reduce(%z; axes=(x)): f32[6, 3]{+y}"
         ), -1, "is summed in parts"),
+    "overlapped": (
+        GATHER.replace("  %y =", """  %c = einsum(%a, %b; spec="sk,kn->sn"): f32[12@(y,x), 6]
+  %y =""").replace("3, 6@x]", "3, 6]").replace("12@y, 6@x", "12@y, 6").replace("output %y", "output %y, %c"),
+        1, "it runs while the move does"),
 }  # fmt: skip
 
 
@@ -157,9 +183,89 @@ def test_what_blocks_is_said(reason: str) -> None:
     assert blocked < 0 or one.blocked == blocked
 
 
+def through(text: str, name: str, step: str) -> str:
+    """A program with one more step, which makes %r, between what makes a value and the step that reads it."""
+    head, _, tail = text.partition(f"(%{name}")
+    at = head.rindex("  %y =") if "  %y =" in head else head.rindex("  %")
+    return f"{head[:at]}  %r = {step}\n{head[at:]}(%r{tail}"
+
+
+MORE = {  # more that blocks: the text, the reason, what is said
+    "gathered sums": (
+        GATHER.replace("f32[12@(y,x), 3]", "f32[12@y, 3@x]").replace("dim=0", "dim=1"),
+        "splits_unknown",
+        "the dim k is one of both operands",
+    ),
+    "gather read twice": (GATHER.replace("output %y", "output %y, %g"), "several_users", "%g is read by the program"),
+    "gather, then relu": (
+        through(GATHER, "g", 'elementwise(%g; expr="relu(a)"): f32[12@y, 3]'),
+        "effect_between",
+        "elementwise between gather and product",
+    ),
+    "sum of parts": (
+        SCATTER.replace("mesh x=3", "mesh y=3, x=3")
+        .replace("9@x", "9@(y,x)")
+        .replace("{+x}", "{+y,+x}")
+        .replace("f32[6@x, 2]", "f32[6@x, 2]{+y}"),
+        "not_sum",
+        "is summed in parts",
+    ),
+    "scaled sum": (
+        through(SCATTER, "z", 'elementwise(%z; expr="a * 2"): f32[6, 2]{+x}'),
+        "effect_between",
+        "elementwise between product and sum",
+    ),
+    "sum that a product hides": (
+        SCATTER.replace("  output %y", '  %c = einsum(%a, %b; spec="sk,kn->sn"): f32[6, 2]{+x}\n  output %y, %c'),
+        "overlapped",
+        "it runs while the move does",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_blocks_gathers_and_sums_is_said(name: str) -> None:
+    text, reason, says = MORE[name]
+    (one,) = fusable(Program.parse(text))
+    assert (one.reason, one.op) == (reason, None)
+    assert says in one.text
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_random_products_are_fused_and_mean_the_same(data: st.DataObject) -> None:
+def test_random_products_with_gathers_and_sums_are_fused_and_mean_the_same(data: st.DataObject) -> None:
+    """All orders of dims of products whose operand is gathered, or whose sum is cut."""
+    ranks, gathers = data.draw(st.sampled_from([2, 3])), data.draw(st.booleans())
+    batch = data.draw(st.sampled_from(["", "e"]))
+    one, other = ("".join(data.draw(st.permutations(batch + side + "k"))) for side in ("ab", "cd"))
+    result = "".join(data.draw(st.permutations("abcd" + batch)))
+    moved = data.draw(st.sampled_from("abcd"))
+    sizes = {c: 2 * ranks if c in (moved, "k") else 2 for c in result + "k"}
+
+    def typed(side: str, cut: str) -> str:
+        return ", ".join(f"{sizes[c]}@x" if c == cut else str(sizes[c]) for c in side)
+
+    spec = f'spec="{one},{other}->{result}"'
+    if gathers:
+        name, side = ("a", one) if moved in one else ("b", other)
+        given_ = [("a", one), ("b", other)]
+        text = "".join(f"  input %{n}: f32[{typed(s, moved if n == name else '')}]\n" for n, s in given_)
+        text += f"  %g = all_gather(%{name}; dim={side.index(moved)}, axes=(x)): f32[{typed(side, '')}]\n"
+        operands = "%g, %b" if name == "a" else "%a, %g"
+        text += f"  %y = einsum({operands}; {spec}): f32[{typed(result, '')}]\n"
+    else:
+        text = f"  input %a: f32[{typed(one, 'k')}]\n  input %b: f32[{typed(other, 'k')}]\n"
+        text += f"  %z = einsum(%a, %b; {spec}): f32[{typed(result, '')}]{{+x}}\n"
+        text += f"  %y = reduce_scatter(%z; dim={result.index(moved)}, axes=(x)): f32[{typed(result, moved)}]\n"
+    program = Program.parse(f"program\n  mesh x={ranks}\n{text}  output %y")
+    (found,) = fusable(program)
+    assert found.op is not None, found.text
+    assert_alike(program, all_fused(program))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_random_products_are_are_fused_and_mean_the_same(data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from([2, 3, 4]))
     letters = data.draw(st.permutations("abcd"))
     # The first operand has a, b and k, the other c, d and k; e is a batch, or is not there.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import shardplan as sp
-from core.test_fused import BAGS, EXPERTS, GEMV, LAYERS, ULYSSES, shards
+from core.test_fused import BAGS, EXPERTS, GATHER, GEMV, LAYERS, SCATTER, ULYSSES, shards
 from shardplan.core.gradients import gradients
 from shardplan.core.ops import Einsum, Elementwise, ReduceDims
 from shardplan.core.program import Program
@@ -86,6 +86,8 @@ def cases() -> list[FusedCase]:
         program_case("gemv in one shot", Program.parse(GEMV), ONE_SHOT),
         program_case("ulysses", Program.parse(ULYSSES.replace("y=2, x=3", "y=2, x=2"))),
         program_case("bags", Program.parse(BAGS)),
+        program_case("gathered rows", Program.parse(GATHER.replace("x=3", "x=2"))),
+        program_case("cut sums", Program.parse(SCATTER.replace("x=3", "x=2").replace("9@x", "8@x"))),
         program_case("dlrm step", recommender()),
         job_case("llama decode", "llama", decode, {"tensor": 2, "global_batch": 4, "microbatch": 4}),
         job_case("mixture step", "moe", {"optimizer": "sgd"}, {"data": 2, "expert": 2, "global_batch": 4}),

@@ -18,7 +18,7 @@ from benchmarks.peers.hlo import largest_bytes, received_bytes
 import conformance
 import shardplan as sp
 from benchmarks import suites
-from core.test_fused import BAGS, EXPERTS, GEMV, all_fused
+from core.test_fused import BAGS, EXPERTS, GATHER, GEMV, SCATTER, all_fused
 from execution.jax_child import main, told
 from shardplan.core.accounting import account
 from shardplan.core.box_table import BoxTable
@@ -194,8 +194,8 @@ def alone() -> list[tuple[Any, list[TensorType]]]:
 
 
 def fused_ops() -> Iterator[tuple[Op, list[TensorType]]]:
-    """What can be fused of three programs, with the types of its operands; every table has seven rows."""
-    for text in (EXPERTS, GEMV, BAGS.replace("f32[5,", "f32[7,")):
+    """What can be fused of five programs, with the types of its operands; every table has seven rows."""
+    for text in (EXPERTS, GEMV, GATHER, SCATTER, BAGS.replace("f32[5,", "f32[7,")):
         program = all_fused(Program.parse(text))
         step = program.steps[-1]
         yield step.op, list(program.step_types(step)[0])

@@ -16,6 +16,8 @@ CALLS = {
     "gemv in one shot": 1,
     "ulysses": 1,
     "bags": 1,
+    "gathered rows": 1,
+    "cut sums": 1,
     "dlrm step": 1,
     "llama decode": 6,
     "mixture step": 8,

@@ -23,6 +23,30 @@ def summed(x: Tensor, group: str, how: str = "sum") -> Tensor:
     return c10d.wait_tensor(c10d.all_reduce(x, how, group))
 
 
+def cut_sum(x: Tensor, group: str, how: str = "sum") -> Tensor:
+    """A reduce-scatter of rows."""
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x, how, 2, group))
+
+
+def gathered(x: Tensor, group: str) -> Tensor:
+    """The rows of both ranks."""
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, group))
+
+
+def _hidden(a: Tensor, b: Tensor, g: str) -> Tensor:
+    x = c10d.all_gather_into_tensor(a, 2, g)
+    y = a @ b
+    return c10d.wait_tensor(x) @ b + torch.cat([y, y])
+
+
+def _strewn(a: Tensor, b: Tensor, g: str) -> Tensor:
+    return torch.cat(gathered(a, g).chunk(2), 1).view(8, 3) @ b
+
+
+def _experts(a: Tensor, b: Tensor, ends: Tensor, g: str) -> Tensor:
+    return sent(torch.nn.functional.grouped_mm(a, b, offs=ends), g)
+
+
 class GraphCase(NamedTuple):
     """A function of tensors and a group's name, tensors, what becomes of it, and a node that blocks."""
 
@@ -111,6 +135,29 @@ CASES = {
     "sum with others": GraphCase(lambda a, b, g: summed(torch.cat([a @ b, b]), g), _vector, "splits_unknown", "cat"),
     "largest of bags": GraphCase(lambda t, i, o, u, j, p, g: sent(_bag(t, i, o, "max"), g), _bags, "not_sum",
                                  "_embedding_bag_forward_only"),
+    "cut sum": GraphCase(lambda a, b, g: cut_sum(a @ b, g), _pair),
+    "cut sum of a linear": GraphCase(lambda a, b, g: cut_sum(aten.linear.default(a, b).view(4, 2, 3), g),
+                                     lambda: [torch.randn(4, 3), torch.randn(6, 3)]),
+    "gathered": GraphCase(lambda a, b, g: gathered(a, g) @ b, _pair),
+    "gathered, with a bias": GraphCase(
+        lambda a, b, c, g: torch.addmm(c, gathered(a.view(2, 2, 3), g).view(8, 3), b),
+        lambda: [*_pair(), torch.randn(6)]),
+    "gathered, a batch of one": GraphCase(lambda a, b, g: torch.bmm(gathered(a, g)[None], b[None]), _pair),
+    "largest, cut": GraphCase(lambda a, b, g: cut_sum(a @ b, g, "max"), _pair, "not_sum", "reduce_scatter_tensor"),
+    "biases, cut": GraphCase(lambda a, b, c, g: cut_sum(torch.addmm(c, a, b), g), lambda: [*_pair(), torch.randn(6)],
+                             "effect_between", "addmm"),
+    "columns, cut": GraphCase(lambda a, b, g: cut_sum((a @ b).t().contiguous(), g), _pair, "splits_unknown",
+                              "reduce_scatter_tensor"),
+    "gathered, then relu": GraphCase(lambda a, b, g: gathered(a, g).relu() @ b, _pair, "effect_between", "relu"),
+    "gathered for two": GraphCase(lambda a, b, g: (x := gathered(a, g)) @ b - x @ b, _pair, "several_users",
+                                  "wait_tensor"),
+    "gathered second": GraphCase(lambda a, b, g: b @ gathered(a, g), lambda: [torch.randn(2, 3), torch.randn(5, 4)],
+                                 "splits_unknown", "mm"),
+    "gathered along columns": GraphCase(_strewn, lambda: [torch.randn(4, 3), torch.randn(3, 6)], "splits_unknown",
+                                        "mm"),
+    "hidden": GraphCase(_hidden, _pair, "overlapped", "mm"),
+    "experts": GraphCase(_experts, lambda: [torch.randn(4, 8).bfloat16(), torch.randn(2, 8, 8).bfloat16(),
+                                            torch.tensor([2, 4], dtype=torch.int32)], "splits_unknown", "_grouped_mm"),
     "double": GraphCase(lambda a, b, g: sent(a @ b, g), lambda: [x.double() for x in _pair()], "dtype", "mm"),
 }  # fmt: skip
 BLIND = {  # no candidates

@@ -27,9 +27,9 @@ def whole(rank: int, exchange: Exchange) -> Any:
         for epoch in range(1, 4):
             for to in range(heap.ranks):
                 x.peer(to)[rank] = torch.tensor([rank, to, epoch], dtype=torch.float32)
-                flags.words(to)[rank, 0] = epoch
+                flags[to][rank, 0] = epoch
             for source in range(heap.ranks):
-                heap.header.wait(flags.words(rank)[source], epoch, 10.0, str, "test")
+                heap.header.wait(flags[rank][source], epoch, 10.0, str, "test")
             seen = x.local.tolist()
             assert seen == [[source, rank, epoch] for source in range(heap.ranks)], seen
             heap.barrier()

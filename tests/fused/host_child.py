@@ -92,7 +92,7 @@ def work(rank: int, exchange: Exchange) -> dict[str, Any]:
             x = largest[: sum(send)]
             return lambda: fused.gemm_all_to_all(x, b, group="host", send_splits=send, recv_splits=receive)
 
-        facts = (ROWS, COLUMNS, 0, None, None, a.dtype, 0, "remote_first", None, True, True)
+        facts = (ROWS, COLUMNS, 0, None, None, a.dtype, 0, None, True, True)
         spec = next(one for one in SPECS if one.name == product.NAME)
         schema = f"({spec.arguments}, Tensor? anchor=None) -> Tensor"
 
@@ -101,7 +101,7 @@ def work(rank: int, exchange: Exchange) -> dict[str, Any]:
             return torch.empty(0)
 
         torch.library.custom_op("host::nothing", nothing, mutates_args=(), schema=schema)
-        given = (a, b, None, "host", "none", 0, None, None, 0, "remote_first", None)
+        given = (a, b, None, "host", "none", 0, None, None, 0, None)
         with torch.no_grad():
             cases: dict[str, Callable[[int], Callable[[], Any]]] = {
                 "an empty operator and the exchange": lambda k: lambda: torch.ops.host.nothing(*given),

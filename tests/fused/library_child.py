@@ -90,7 +90,7 @@ def cases(
 
 
 def _even(ranks: int) -> list[int]:
-    from shardplan.fused.operators.call_context import tile_sizes
+    from shardplan.fused.tiles.shapes import tile_sizes
 
     return tile_sizes(BATCH, ranks)
 
@@ -198,10 +198,21 @@ def into(ranks: int, rank: int, exchange: Exchange) -> dict[str, Any]:
         for x, scale in pairs:
             ops.gemm_all_to_all_out(x, scale * a, b, None, "into", "none")
         said["apart"] = [torch.equal(x, fused.gemm_all_to_all(scale * a, b, group="into")) for x, scale in pairs]
-        vector = torch.full((6,), torch.nan)
         a, x = torch.randn(6, 3), torch.randn(3)
-        ops.gemv_all_reduce_out(vector, a, x, "into", "auto")
-        said["vector"] = bool(torch.equal(vector, fused.gemv_all_reduce(a, x, group="into")))
+        places = (torch.full((6,), torch.nan), heap.alloc((6,), "f32", "vector").local)  # elsewhere, and in the heap
+        said["vector"] = True
+        for place in places:
+            for way in ("one_shot", "two_shot"):
+                ops.gemv_all_reduce_out(place.fill_(torch.nan), a, x, "into", way)
+                said["vector"] &= torch.equal(place, fused.gemv_all_reduce(a, x, group="into", algorithm=way))
+        half, wide = torch.zeros(6, 2, dtype=torch.bfloat16), torch.randn(3, 2).bfloat16()
+        ops.gemv_all_reduce_out(half, a.bfloat16(), wide, "into", "two_shot")
+        whole_sum = fused.gemv_all_reduce(a.bfloat16(), wide, group="into", algorithm="two_shot")
+        said["vector"] &= torch.equal(half, whole_sum)
+        said["vectors"] = [
+            refused(lambda o=wrong: ops.gemv_all_reduce_out(o, a, x, "into", "auto"))
+            for wrong in (torch.empty(7), torch.empty(6, 1), torch.empty(6).double(), torch.empty(12)[::2])
+        ]
         for name, wrong in (("elsewhere", torch.empty(ranks * 3, 4)), ("middle", whole.local[1:])):
             operands = (torch.randn(ranks * 3, 5), torch.randn(5, 4), None, "into")
             said[name] = refused(lambda o=wrong, x=operands: ops.gemm_all_to_all_out(o, *x))

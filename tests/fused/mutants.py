@@ -37,13 +37,13 @@ def of_schedule(rng: Random) -> TileProtocol:
     tiles = 1 if ranks == 3 or summed else rng.choice((1, 2, 2, 3))
     programs = rng.choice((1, 1, 2)) if ranks == 2 and tiles < 3 and not summed else 1
     slots = rng.choice((1, 2, 2))
-    order = rng.choice(("remote_first", "natural", "local_first"))
+    order = rng.choice(("remote_first", "natural", (0, 1, 2)[:ranks]))
     if summed:
         waits = rng.choice(("last_program", "second_launch", "owner"))
         if ranks == 2 and rng.random() < 0.3:
             programs, tiles = 2, rng.choice((1, 2))
         return TileSchedule(order, tiles, 1, programs, waits, slots, shots=2).protocol(ranks, RowShape(ranks * tiles))
-    waits = rng.choice(("last_program", "second_launch", "consumer"))
+    waits = rng.choice(("last_program", "second_launch"))
     schedule = TileSchedule(
         order, tiles, rng.randint(1, tiles), programs, waits, slots, slots == 1 or rng.random() < 0.2
     )

@@ -28,8 +28,10 @@ from shardplan.fused.calls.instance import SignalStep, instance
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.kernels import native as natives
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.call_context import CallContext, starts, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.tiles.schedule import TileSchedule
+from shardplan.fused.tiles.shapes import starts, tile_sizes
 
 EPOCHS = 3
 
@@ -108,7 +110,7 @@ def gemms(asked: CallContext, shown: Shown) -> None:
                 rows = starts(tile_sizes(len(a), n))
                 local = (a[rank], b[rank]) if scatter == 0 else (a[rows[rank] : rows[rank + 1]], b)
                 for tiles in (1, 3):
-                    more = CallContext(asked.heap, tiles, ("remote_first", "natural")[epoch % 2], asked.seconds)
+                    more = CallContext(asked.heap, tiles, asked.seconds)
                     found = gemm.forward(more, *(torch.from_numpy(x.copy()) for x in local), scatter=scatter)
                     shown(
                         f"gemm {m} {depth} {columns} scatter {scatter} tiles {tiles} epoch {epoch}", away(found, wanted)
@@ -184,7 +186,7 @@ def gemvs(asked: CallContext, shown: Shown) -> None:
                 rounded = (torch.from_numpy(v).to(dtype).float().numpy() for v in (a, x))
                 wanted = core_gemv(n, *rounded)
                 for algorithm in ("one_shot", "two_shot", "auto"):
-                    found = gemv.forward(CallContext(asked.heap, 2, asked.order, asked.seconds), la, lx, algorithm)
+                    found = gemv.forward(CallContext(asked.heap, 2, asked.seconds), la, lx, algorithm)
                     shown(f"gemv {m} {depth} {columns} {algorithm} {dtype}", away(found, wanted, dtype))
                     bits = asked.heap.gather(found.contiguous().view(torch.uint8).numpy().tobytes()[:4000])
                     shown(f"gemv {algorithm} bits", "" if len(set(bits)) == 1 else "other bits on other ranks")
@@ -241,7 +243,7 @@ def embeddings(asked: CallContext, shown: Shown) -> None:
         wanted = whole[at[rank] : at[rank + 1]]
         what = f"embedding {mode} weights {weighted} {dtype} dim {dim} batch {batch} held {held.tolist()}"
         for tiles in (1, 3):
-            more = CallContext(asked.heap, tiles, asked.order, asked.seconds)
+            more = CallContext(asked.heap, tiles, asked.seconds)
             for _ in range(EPOCHS):
                 found = embedding.forward(more, *data[rank], mode, batch, held.tolist() if k % 3 == 0 else None, given)
                 shown(what, away(found, wanted.detach(), dtype))
@@ -284,7 +286,7 @@ def silent(rank: int, exchange: Exchange) -> Any:
         for _ in range(2):
             gemm.forward(asked, a, b)
         if rank == 0:
-            call = next(v for v in heap.kept[KNOWN].values() if isinstance(v, gemm.GemmCall)).call
+            call = next(v for v in heap.kept[KNOWN].values() if isinstance(v, BlockMove)).call
             steps = [list(each) for each in call.steps]
             signals = [k for k, step in enumerate(steps[0]) if isinstance(step, SignalStep)]
             last = max(k for k in signals if steps[0][k - 1].to == 1)
@@ -336,15 +338,13 @@ def preset(rank: int, exchange: Exchange) -> Any:
         asked = CallContext(heap, 4, seconds=5.0)
         a, b = torch.ones(8 * heap.ranks, 4), torch.ones(4, 4)
         gemm.forward(asked, a, b)
-        made = instance(heap, "gemm_all_to_all", TileSchedule(tiles=4), "torch.float32", 5.0)
+        made = instance(heap, "gemm_all_to_all", TileSchedule(tiles=4), "", 5.0)
         heap.barrier()
         made.epoch = (2**31 // 4) - 2
-        assert made.flags is not None
-        made.flags.words(rank)[:, 0] = 4 * made.epoch
+        assert made.flags
+        made.flags[rank][:, 0] = 4 * made.epoch
         heap.barrier()
-        return [bool((gemm.forward(asked, a * k, b) == 4 * k).all()) for k in range(6)], int(
-            made.flags.words(rank)[0, 0]
-        ) < 0
+        return [bool((gemm.forward(asked, a * k, b) == 4 * k).all()) for k in range(6)], int(made.flags[rank][0, 0]) < 0
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from tests.fused.forked import Exchange, forked, refused
 
 from shardplan import fused
 from shardplan.errors import ShardplanError
-from shardplan.fused.operators.call_context import tile_sizes
+from shardplan.fused.tiles.shapes import tile_sizes
 
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float64: 1e-12}
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardplan as sp
-from core.test_fused import BAGS, EXPERTS, GEMV, LAYERS, REFUSED, ULYSSES, assert_alike
+from core.test_fused import BAGS, EXPERTS, GATHER, GEMV, LAYERS, REFUSED, SCATTER, ULYSSES, assert_alike
 from execution.fused_cases import EAGER, box, recommender
 from shardplan.core.fusing import decompose_fused
 from shardplan.core.nested import as_nested
@@ -44,7 +44,7 @@ def one_row(text: str, where: sp.Topology | None = None, constants: FusedConstan
     return row
 
 
-@pytest.mark.parametrize("text", [EXPERTS, ULYSSES, GEMV, BAGS, LAYERS])
+@pytest.mark.parametrize("text", [EXPERTS, ULYSSES, GEMV, BAGS, LAYERS, GATHER, SCATTER])
 def test_what_pays_is_fused_and_means_the_same(text: str) -> None:
     program = Program.parse(text)
     found = fuse(program, box(program.devices[-1] + 1), EAGER)
@@ -57,6 +57,42 @@ def test_what_pays_is_fused_and_means_the_same(text: str) -> None:
     assert fuse(found.program, box(program.devices[-1] + 1), EAGER).rows == ()
 
 
+# A product of what is gathered, whose sum is cut: of two pairs one takes the product.
+BOTH = """program
+  mesh x=2, t=2
+  input %a: f32[8@x, 6@t]
+  input %b: f32[6@t, 2]
+  %g = all_gather(%a; dim=0, axes=(x)): f32[8, 6@t]
+  %z = einsum(%g, %b; spec="mk,kn->mn"): f32[8, 2]{+t}
+  %y = reduce_scatter(%z; dim=0, axes=(t)): f32[8@t, 2]
+  output %y"""
+
+
+def test_of_two_pairs_with_one_product_that_which_saves_more_is_fused() -> None:
+    program = Program.parse(BOTH)
+    found = fuse(program, box(4), EAGER)
+    assert [(row.place, row.op, row.reason) for row in found.rows] == [
+        ("1", "all_gather_gemm", "fused"),
+        ("2", "gemm_reduce_scatter", "taken"),
+    ]
+    assert found.rows[1].blocked == "step 1" and found.rows[1].choice == "unfused"
+    assert_alike(program, found.program)
+    # The sum is the larger one of wide columns.
+    wide = Program.parse(BOTH.replace(", 2]", ", 50]"))
+    found = fuse(wide, box(4), EAGER)
+    assert [row.reason for row in found.rows] == ["taken", "fused"]
+    assert_alike(wide, found.program)
+
+
+def test_addends_of_half_precision_are_priced_as_they_are_sent() -> None:
+    """A sum of bf16 sends f32: twice the bytes of the collective, in which half the gain is lost."""
+    whole = SCATTER.replace("f32[6, 9@x]", "f32[600, 9@x]").replace("f32[6, 2]", "f32[600, 2]").replace("6@x", "600@x")
+    rows = [one_row(whole.replace("f32", dtype)) for dtype in ("f32", "bf16")]
+    unfused, fused = ([getattr(row, f"{way}_seconds") for row in rows] for way in ("unfused", "best"))
+    assert unfused[1] == pytest.approx(unfused[0] / 2, rel=1e-2)
+    assert fused[1] == pytest.approx(fused[0], rel=1e-2)
+
+
 def reasons() -> dict[str, FusionRow]:
     """A row of each reason that programs have."""
     found = {reason: one_row(text) for reason, (text, _, _) in REFUSED.items()}
@@ -67,6 +103,7 @@ def reasons() -> dict[str, FusionRow]:
     moved = Program.parse(str(across).replace("mesh x=2", f"mesh {mesh}"))
     found["no_peer_access"] = one_row(str(moved), NODES)
     found["unknown_group"] = one_row(GEMV, box(2))
+    found["taken"] = fuse(Program.parse(BOTH), box(4), EAGER).rows[1]
     found["memory"] = one_row(EXPERTS.replace("4,", "40,").replace("4@x", "40@x"), NODES)
     return found
 
@@ -201,7 +238,7 @@ def test_other_values_are_refused() -> None:
 
 
 def test_the_simulator_prices_a_fused_op_as_the_row_says() -> None:
-    for text in (EXPERTS, GEMV, BAGS):
+    for text in (EXPERTS, GEMV, BAGS, GATHER, SCATTER):
         program, where = Program.parse(text.replace("f32", "bf16")), sp.Topology.load("dgx-a100", nodes=1)
         big = Program.parse(str(program).replace("4, 3", "4, 3"))
         found = fuse(big, where)
@@ -272,7 +309,7 @@ def _steps(program: Program) -> Iterator[Step]:
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(1, 3), st.sampled_from([EXPERTS, ULYSSES, GEMV, BAGS, LAYERS]), st.booleans())
+@given(st.integers(1, 3), st.sampled_from([EXPERTS, ULYSSES, GEMV, BAGS, LAYERS, GATHER]), st.booleans())
 def test_fusing_a_program_of_several_keeps_its_results(copies: int, text: str, eager: bool) -> None:
     """Copies of a program one after another in one: some fused, or none."""
     one = Program.parse(text)

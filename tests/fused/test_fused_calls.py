@@ -13,7 +13,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
-from core.test_fused import BAGS, EXPERTS, GEMV, ULYSSES, all_fused, shards
+from core.test_fused import BAGS, EXPERTS, GATHER, GEMV, SCATTER, ULYSSES, all_fused, shards
 from rank_threads import Hub
 from shardplan.core.ops.fused import Fused, as_fused
 from shardplan.core.program import Program
@@ -40,6 +40,22 @@ CASES = {
     ),
     "gemv": GEMV,
     "bags": BAGS,
+    "gathered rows": GATHER,
+    "gathered rows of two experts": """program
+  mesh x=2
+  input %a: f32[2, 3, 8@x, 4]
+  input %b: f32[2, 5, 4]
+  %g = all_gather(%a; dim=2, axes=(x)): f32[2, 3, 8, 4]
+  %y = einsum(%b, %g; spec="enk,emsk->smne"): f32[8, 3, 5, 2]
+  output %y""",
+    "cut sums": SCATTER,
+    "cut sums of two experts": """program
+  mesh x=2
+  input %a: f32[2, 6@x, 8]
+  input %b: f32[2, 4, 6@x, 5]
+  %z = einsum(%a, %b; spec="eks,enkm->snme"): f32[8, 4, 5, 2]{+x}
+  %y = reduce_scatter(%z; dim=1, axes=(x)): f32[8, 4@x, 5, 2]
+  output %y""",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ if importlib.util.find_spec("torch") is None:
     pytest.skip("torch is not installed", allow_module_level=True)
 
 import torch
-from tests.fused.graph_cases import BLIND, CASES, traced
+from tests.fused.graph_cases import BLIND, CASES, GraphCase, cut_sum, gathered, traced
 
 from shardplan.errors import TopologyError
 from shardplan.fused.deciding.graphs import GraphGroup, fuse_graph
@@ -22,7 +22,13 @@ HERE = Path(__file__).parent
 KERNELS = tuple(KernelConstants(kind, KernelRates(flops=1e9)) for kind in ("product", "vector", "bags"))
 EAGER = FusedConstants("shm", 1e-6, 1e3, 1e2, 0.0, kernels=KERNELS, source="made up")
 GROUPS = {"g": GraphGroup(2)}
-OPERATORS = ("gemm_all_to_all", "gemv_all_reduce", "embedding_bag_all_to_all")
+OPERATORS = (
+    "gemm_all_to_all",
+    "gemv_all_reduce",
+    "embedding_bag_all_to_all",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+)
 
 
 def called(graph: object) -> list[str]:
@@ -72,7 +78,19 @@ def test_the_other_reasons() -> None:
         (row,) = fuse_graph(graph, constants, groups).rows
         assert (row.reason, row.choice) == (reason, "unfused")
         assert bool(row.blocked) == (reason != "not_faster")
-    assert {*given, *(one.reason for one in CASES.values())} == set(REASONS)
+    assert {"taken", *given, *(one.reason for one in CASES.values())} == set(REASONS)
+
+
+@pytest.mark.parametrize(("depth", "columns", "chosen"), [(30, 2, 0), (2, 30, 1)])
+def test_of_two_pairs_with_one_product_that_which_saves_more_is_fused(depth: int, columns: int, chosen: int) -> None:
+    given = [torch.ones(4, depth), torch.ones(depth, columns)]
+    one = GraphCase(lambda a, b, g: cut_sum(gathered(a, g) @ b, g), lambda: given)
+    found = fuse_graph(traced(one, "g"), EAGER, GROUPS)
+    wanted: list[tuple[str, str]] = [("all_gather_gemm", "taken"), ("gemm_reduce_scatter", "taken")]
+    wanted[chosen] = (wanted[chosen][0], "fused")
+    assert [(row.op, row.reason) for row in found.rows] == wanted
+    assert found.rows[1 - chosen].blocked == found.rows[chosen].place
+    assert sum("_c10d_functional" in target for target in called(found.program)) == 2
 
 
 def test_what_is_under_way_is_read_by_one_wait_alone() -> None:

@@ -156,9 +156,9 @@ def test_virtual_ranks_are_threads() -> None:
     def work(rank: int, heap: SymmetricHeap) -> None:
         flags = heap.flags(3, "f")
         for to in range(3):
-            flags.words(to)[rank, 0] = 10 + rank
+            flags[to][rank, 0] = 10 + rank
         heap.barrier(10.0)
-        found[rank] = flags.words(rank)[:, 0].tolist()
+        found[rank] = flags[rank][:, 0].tolist()
         heap.barrier(10.0)
 
     on_heaps(["virtual"] * 3, work)

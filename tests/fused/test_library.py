@@ -49,6 +49,14 @@ def test_out_must_lie_in_the_heap(into: list[dict[str, Any]]) -> None:
             )
 
 
+def test_a_vector_goes_into_any_tensor_of_its_shape(into: list[dict[str, Any]]) -> None:
+    legal = "legal is a contiguous [6] of the dtype of the operands"
+    wrong = ("float32[7]", "float32[6, 1]", "float64[6]", "float32[6]")
+    for each in into:
+        assert each["vector"]
+        assert each["vectors"] == [f"TypingError: gemv_all_reduce: out is {one}; {legal}" for one in wrong]
+
+
 def test_what_moved_is_what_the_schedule_says(into: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(into):
         gemm = 3 * RANKS * 4 * 4  # 3 rows of every rank

@@ -17,17 +17,17 @@ from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import BlockCuts, BlockShape, RowShape
 from shardplan.fused.tiles.symmetry import element_shape, prove
 
-WAITS = ("last_program", "second_launch", "consumer", "owner")
+WAITS = ("last_program", "second_launch", "owner")
 Change = Callable[[list[Any]], list[Any]]
 
 
 def drawn(rng: Random) -> tuple[TileSchedule, int]:
     """A schedule of up to three ranks, twelve tiles and seven programs, in half of the cases a big one of its kind."""
     waits = rng.choice(WAITS)
-    shots = 2 if waits == "owner" or (waits != "consumer" and rng.random() < 0.2) else 1
+    shots = 2 if waits == "owner" or rng.random() < 0.2 else 1
     tiles = rng.randint(1, 5)
     slots = 2 if shots == 2 else rng.choice((1, 2, 2))
-    order = rng.choice(("remote_first", "natural", "local_first"))
+    order = rng.choice(("remote_first", "natural"))
     acks = slots == 1 or (shots == 1 and rng.random() < 0.2)
     ranks, programs = rng.randint(1, 3), rng.choice((1, 2, 3, 7))
     return TileSchedule(order, tiles, rng.randint(1, 4), programs, waits, slots, acks, shots), ranks  # type: ignore[arg-type]

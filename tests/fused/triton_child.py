@@ -24,7 +24,7 @@ from tests.fused.forked import Exchange, forked, refused
 from tests.fused.operator_child import away
 
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators.call_context import starts, tile_sizes
+from shardplan.fused.tiles.shapes import starts, tile_sizes
 from shardplan.fused.triton import (
     FusedKernel,
     KernelOptions,
@@ -73,7 +73,7 @@ def gemms(memory: TileMemory, found: Found) -> None:
     cases = [
         (0, "none", torch.float32, KernelOptions(programs=2 if n < 8 else 1)),
         (0, "gelu", torch.bfloat16, KernelOptions(programs=3 if n < 8 else 2)),
-        (1, "silu", torch.float32, KernelOptions(programs=1, order="natural")),
+        (1, "silu", torch.float32, KernelOptions(programs=1)),
     ]
     for k, (scatter, activation, dtype, options) in enumerate(cases):
         rng = np.random.default_rng(k)

@@ -43,7 +43,7 @@ def fuse(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the program.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Fuse collectives into the computations before them where that pays, and say for each why or why not."""
+    """Fuse collectives with the computations beside them where that pays, and say for each why or why not."""
     from shardplan.fused.deciding.fuse import fuse as fused
     from shardplan.plans.plan import Plan
     from shardplan.plans.plan_file import write_atomic

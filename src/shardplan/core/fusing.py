@@ -1,8 +1,10 @@
-"""Where a program could be fused: computations with a collective behind them, what blocks each, and what it would be.
+"""Where a program could be fused: computations and collectives that follow each other, what blocks each pair.
 
-A candidate is an all-to-all or an all-reduce of one value that a product, or bags of embeddings, make, perhaps through
-steps that no kernel has: those are then what blocks it. `fusable` finds them in a program and in the bodies of its
-repeats, `fused_with` rewrites a program, `decompose_fused` takes fused ops apart again.
+A candidate is an all-to-all, an all-reduce or a reduce-scatter of one value that a product, or bags of embeddings,
+make, or a product of what an all-gather brings, perhaps through steps that no kernel has: those are then what blocks
+it. A gather or a reduce-scatter beside which another product runs is hidden by that one, and stays. `fusable` finds
+candidates in a program and in the bodies of its repeats, `fused_with` rewrites a program, `decompose_fused` takes
+fused ops apart again.
 """
 
 from __future__ import annotations
@@ -15,26 +17,34 @@ from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops.arithmetic import Elementwise, Expand
 from shardplan.core.ops.bodies import Repeat
-from shardplan.core.ops.fused import EmbeddingBagAllToAll, Fused, GemmAllToAll, GemvAllReduce, as_fused
+from shardplan.core.ops.fused import (
+    AllGatherGemm,
+    EmbeddingBagAllToAll,
+    Fused,
+    GemmAllToAll,
+    GemmReduceScatter,
+    GemvAllReduce,
+    as_fused,
+)
 from shardplan.core.ops.fused_forms import THIN, unfit
 from shardplan.core.ops.layers import Concat, EmbeddingBag
-from shardplan.core.ops.movement import AllToAll
+from shardplan.core.ops.movement import AllGather, AllToAll
 from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.ops.products import Einsum
-from shardplan.core.ops.reduction import AllReduce
+from shardplan.core.ops.reduction import AllReduce, ReduceScatter
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import TypingError, line
 
 FARTHEST = 512  # steps behind a move that are looked at: a recommender has two for each of its tables
 DTYPES = ("f32", "bf16", "f16")  # of which there are kernels
-Place = tuple[int, ...]  # numbers of steps: of repeats, each in the body of the one before, then of the move
+Place = tuple[int, ...]  # numbers of steps: of repeats, each in the body of the one before, then of its last step
 _THROUGH = (Elementwise, Expand, Reshape, Cast, Concat)  # what may stand between, or blocks there
 
 
 @dataclass(frozen=True, slots=True)
 class FusionPlace:
-    """A candidate: the steps of it, the move last, by number in the program, or the body, at `place[:-1]`.
+    """A candidate: the steps of it, by number in the program, or the body, at `place[:-1]`.
 
     `op` is what it would be and `operands` on what, None where something blocks it: then `reason` is a word of the
     closed set, `blocked` the number of the step that blocks, and `text` says it in words.
@@ -49,9 +59,14 @@ class FusionPlace:
     blocked: int = -1
     text: str = ""
 
+    @property
+    def move(self) -> int:
+        """The number of the step that moves."""
+        return self.steps[0 if self.kind.gathers else -1]
 
-def fusable(program: Program, path: Place = ()) -> Iterator[FusionPlace]:
-    """Yield every candidate of a program and of the bodies of its repeats, in order.
+
+def fusable(program: Program, path: Place = (), ahead: int = 0) -> Iterator[FusionPlace]:
+    """Yield every candidate of a program, and of the bodies of its repeats, in order; its first steps may run `ahead`.
 
     >>> from shardplan.core.ops import matmul
     >>> steps = [Step(matmul(), ("a", "b"), ("y",)), Step(AllToAll(0, 1, ("x",)), ("y",), ("z",))]
@@ -69,12 +84,29 @@ def fusable(program: Program, path: Place = ()) -> Iterator[FusionPlace]:
     users = Counter((*(o for step in program.steps for o in step.operands), *program.outputs))
     for number, step in enumerate(program.steps):
         if isinstance(step.op, Repeat):
-            yield from fusable(step.op.body, (*path, number))
-        elif isinstance(step.op, AllToAll | AllReduce):
-            found = _candidate(program, makers, number)
-            if found is not None:
-                kind, numbers = found
-                yield _judge_place(program, users, (*path, number), kind, numbers)
+            yield from fusable(step.op.body, (*path, number), step.op.ahead)
+            continue
+        found = list(_steps_after_gathers(program, makers, number)) if isinstance(step.op, Einsum) else []
+        if isinstance(step.op, AllToAll | AllReduce | ReduceScatter):
+            found = [_candidate(program, makers, number)]
+        for kind, numbers in filter(None, found):
+            yield _judge_place(program, users, (*path, number), kind, numbers, ahead)
+
+
+def _steps_after_gathers(
+    program: Program, makers: Mapping[str, int], number: int
+) -> Iterator[tuple[type[Fused], tuple[int, ...]]]:
+    """The steps from each all-gather to a product that reads it."""
+    for name in dict.fromkeys(program.steps[number].operands):
+        chain = [number]
+        while (k := makers.get(name)) is not None and len(chain) < FARTHEST:
+            chain.insert(0, k)
+            step = program.steps[k]
+            if isinstance(step.op, AllGather):
+                yield AllGatherGemm, tuple(chain)
+            if not isinstance(step.op, _THROUGH) or len(step.operands) != 1:
+                break
+            (name,) = step.operands
 
 
 def _candidate(program: Program, makers: Mapping[str, int], number: int) -> tuple[type[Fused], tuple[int, ...]] | None:
@@ -103,6 +135,8 @@ def _candidate(program: Program, makers: Mapping[str, int], number: int) -> tupl
         product = [program.steps[k] for k in numbers if isinstance(program.steps[k].op, Einsum)]
         thin = bool(product) and _thin(program, product[0])
         return (GemvAllReduce, numbers) if thin and not bags else None
+    if isinstance(program.steps[number].op, ReduceScatter):
+        return None if bags else (GemmReduceScatter, numbers)
     return (EmbeddingBagAllToAll if bags else GemmAllToAll), numbers
 
 
@@ -144,7 +178,7 @@ def _thin(program: Program, step: Step) -> bool:
 
 
 def _judge_place(
-    program: Program, users: Mapping[str, int], place: Place, kind: type[Fused], numbers: tuple[int, ...]
+    program: Program, users: Mapping[str, int], place: Place, kind: type[Fused], numbers: tuple[int, ...], ahead: int
 ) -> FusionPlace:
     """The candidate, with what blocks it."""
     steps = [program.steps[k] for k in numbers]
@@ -168,7 +202,27 @@ def _judge_place(
     t = program.types[steps[0].results[0]]
     if t.dtype not in DTYPES:
         return refused("dtype", numbers[0], f"{t.dtype}; legal are {', '.join(DTYPES)}")
+    if (other := _hiding_step(program, kind, numbers, ahead)) is not None:
+        return refused("overlapped", other, "it runs while the move does, which is hidden as it is")
     return FusionPlace(place, kind, numbers, op, operands)
+
+
+def _hiding_step(program: Program, kind: type[Fused], numbers: tuple[int, ...], ahead: int) -> int | None:
+    """A product, or a repeat, that runs while a gather or a reduce-scatter does; None where there is none.
+
+    A gather that runs ahead does so beside what is left of the row before.
+    """
+    first, last, steps = numbers[0], numbers[-1], program.steps
+    if kind.gathers:
+        if first < ahead <= last:
+            return last
+        beside = range(first + 1, last)
+    elif kind.move is ReduceScatter:
+        (made,), rest = steps[last].results, range(last + 1, len(steps))
+        beside = range(last + 1, next((k for k in rest if made in steps[k].operands), len(steps)))
+    else:
+        return None
+    return next((k for k in beside if isinstance(steps[k].op, Einsum | Repeat)), None)
 
 
 def fused_with(program: Program, chosen: Mapping[Place, tuple[FusionPlace, Fused]]) -> Program:

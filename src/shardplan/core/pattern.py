@@ -145,11 +145,12 @@ class AtOnce:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlap:
-    """Kernels whose result goes out tile by tile: the steps of the kernels, and that of the move alone.
+    """Kernels whose result goes out tile by tile, or whose operand comes so: the steps of the kernels, and of the move.
 
-    `nbytes` are those of a device's result before the move, `whole` those of the sums of a reduction, else 0. `tiles`
-    are those of a destination, 0 where whoever prices it chooses; in one shot addends go to all, and nothing is
-    gathered.
+    `nbytes` are those of a device's result before the move, or of its operand once it has come, `whole` those of the
+    sums of an all-reduce, else 0. `tiles` are those of a destination, 0 where whoever prices it chooses; in one shot
+    addends go to all, and nothing is gathered. `addends` are the bytes of those of a sum as kernels send them, 0 where
+    nothing is summed, `written` those of the kernels' result.
     """
 
     kernels: tuple[StepPattern, ...]
@@ -159,6 +160,8 @@ class Overlap:
     tiles: int = 0
     one_shot: bool = False
     kind: str = "product"  # of the kernels: product, vector (of a matrix and a thin one) or bags
+    addends: int = 0
+    written: int = 0
 
 
 Pattern = Groups | Messages | Local | Work | InTurn | AtOnce | Overlap

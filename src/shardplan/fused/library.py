@@ -19,9 +19,10 @@ from shardplan.fused.calls.groups import bind, bound
 from shardplan.fused.heap.devices import DEVICES
 from shardplan.fused.heap.symmetric import SymmetricHeap
 from shardplan.fused.library_operands import product_operands, refuse_tangents
-from shardplan.fused.library_spec import ORDER, OperatorSpec, register_operator
+from shardplan.fused.library_spec import OperatorSpec, register_operator
 from shardplan.fused.operators import embedding, gemm, gemv, grouped, tensor_parallel
-from shardplan.fused.operators.call_context import CallContext, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.tiles.shapes import tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,6 @@ def gemm_all_to_all(
     send_splits: Sequence[int] | None = None,
     recv_splits: Sequence[int] | None = None,
     tiles: int = 0,
-    order: str = ORDER,
 ) -> torch.Tensor:
     """Return what all ranks computed for this one, of a [M, K] and b [K, N] on each, tile by tile on its way.
 
@@ -98,7 +98,7 @@ def gemm_all_to_all(
     splits = (_ints(send_splits), _ints(recv_splits))
     a, b, *some = product_operands(gemm.NAME, a, b, *([] if bias is None else [bias]))
     bias = some[0] if some else None
-    given = (a, b, bias, group, activation, scatter, *splits, tiles, order, _gradient_anchor(group, a, b, bias))
+    given = (a, b, bias, group, activation, scatter, *splits, tiles, _gradient_anchor(group, a, b, bias))
     return torch.ops.shardplan.gemm_all_to_all(*given)
 
 
@@ -211,13 +211,6 @@ def _fake_gemv(heap: SymmetricHeap, a: Any, x: Any, *_: Any) -> Any:
     return a.new_empty(a.shape[0], *x.shape[1:])
 
 
-def _write_gemv(asked: CallContext, out: Any, a: Any, x: Any, group: str, algorithm: str) -> None:
-    found = gemv.forward(asked, a, x, algorithm)
-    if out.shape != found.shape or out.dtype != found.dtype:
-        raise TypingError(f"{gemv.NAME}: out is {list(out.shape)}; legal is {list(found.shape)} of its dtype")
-    out.copy_(found)
-
-
 def _fake_gather(heap: SymmetricHeap, a: Any, b: Any, group: str, splits: Any) -> Any:
     rows = sum(splits) if splits is not None else heap.ranks * a.shape[0]
     return a.new_empty(rows, b.shape[1]), a.new_empty(rows, a.shape[1])
@@ -278,7 +271,7 @@ SPECS = (
         gemm.NAME,
         ("a", "b", "bias?"),
         "str group, str activation='none', int scatter=0, SymInt[]? send_splits=None, SymInt[]? recv_splits=None, "
-        "int tiles=0, str order='remote_first'",
+        "int tiles=0",
         forward=lambda asked, a, b, bias, group, *settings: gemm.forward(asked, a, b, bias, *settings[:4]),
         fake=_fake_gemm,
         backward=lambda asked, g, a, b, bias, group, *settings: gemm.backward(asked, g, a, b, bias, *settings[:4]),
@@ -288,10 +281,10 @@ SPECS = (
         gemv.NAME,
         ("A", "x"),
         "str group, str algorithm='auto'",
-        forward=lambda asked, a, x, group, algorithm: gemv.forward(asked, a, x, algorithm).contiguous(),
+        forward=lambda asked, a, x, group, algorithm: gemv.forward(asked, a, x, algorithm),
         fake=_fake_gemv,
         local_gradient=gemv.backward,
-        write=_write_gemv,
+        write=lambda asked, out, a, x, group, algorithm: gemv.forward(asked, a, x, algorithm, out),
     ),
     OperatorSpec(
         tensor_parallel.GATHER,

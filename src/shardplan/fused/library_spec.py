@@ -22,7 +22,6 @@ else:
     torch = optional("torch", "torch")
 
 Run = Callable[..., Any]
-ORDER = "remote_first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +76,11 @@ class OperatorSpec:
         return [k for k, name in enumerate(self.tensors) if name not in self.constants]
 
 
-def call_context(group: str, tiles: int = 0, order: str = ORDER) -> CallContext:
+def call_context(group: str, tiles: int = 0) -> CallContext:
     """Return what an operator is asked beside its tensors, by the name of a group."""
     heap = bound(group)
     # In a forward that autograd differentiates it is off; where it is on here, no operand needs a gradient.
-    return CallContext(heap, tiles, order, heap.seconds, backward=not torch.is_grad_enabled(), even=True)
+    return CallContext(heap, tiles, heap.seconds, backward=not torch.is_grad_enabled(), even=True)
 
 
 def register_custom(name: str, schema: str, run: Run, fake: Run) -> Any:
@@ -102,11 +101,10 @@ def register_operator(spec: OperatorSpec) -> None:
     """Register an operator, its gradient, and its form that writes a result into a tensor of the heap."""
     count = len(spec.tensors)
     names = [part.split()[-1].split("=")[0] for part in spec.settings.split(", ")]
-    group, tiles, order = (names.index(name) if name in names else -1 for name in ("group", "tiles", "order"))
+    group, tiles = (names.index(name) if name in names else -1 for name in ("group", "tiles"))
 
     def context(settings: Sequence[Any]) -> CallContext:
-        asks = (settings[tiles] if tiles >= 0 else 0, settings[order] if order >= 0 else ORDER)
-        return call_context(settings[group], *asks)
+        return call_context(settings[group], settings[tiles] if tiles >= 0 else 0)
 
     def settings_of(given: Sequence[Any]) -> Sequence[Any]:
         return given[count : count + len(names)]

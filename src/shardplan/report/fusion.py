@@ -20,7 +20,7 @@ def fusion_text(found: Fusion[Any]) -> str:
     lines += ["", head]
     for row, line in zip(found.rows, told, strict=True):
         lines += [line, f"  {' '.join(row.types[:-1])} -> {row.types[-1]}"]
-    blocked = [f"{row.place}: {row.blocked}: {row.text}" for row in found.rows if row.blocked]
+    blocked = [": ".join(filter(None, (row.place, row.blocked, row.text))) for row in found.rows if row.text]
     return "\n".join([*lines, *([""] if blocked else []), *blocked])
 
 

@@ -24,7 +24,8 @@
 - `updates`   updates of parameters: Sgd, AdamW, Adafactor
 - `opaque`    what an import keeps without knowing it: Opaque
 - `bodies`    those with a program in them: Repeat, Together
-- `fused`     a computation and the collective behind it as one: GemmAllToAll, GemvAllReduce, EmbeddingBagAllToAll
+- `fused`     a computation and its collective as one: GemmAllToAll, AllGatherGemm, GemmReduceScatter, GemvAllReduce,
+                EmbeddingBagAllToAll
 - `fused_forms`  what such a kernel has to know of its body
 
 To add an op: one class in a file of this folder, and its name in `OPS`.
@@ -39,7 +40,7 @@ from shardplan.core.ops.bodies import Repeat, Together
 from shardplan.core.ops.collective import Collective
 from shardplan.core.ops.composed import Backward
 from shardplan.core.ops.compute import Compute
-from shardplan.core.ops.fused import EmbeddingBagAllToAll, GemmAllToAll, GemvAllReduce
+from shardplan.core.ops.fused import AllGatherGemm, EmbeddingBagAllToAll, GemmAllToAll, GemmReduceScatter, GemvAllReduce
 from shardplan.core.ops.general import Exchange, Permute, Send
 from shardplan.core.ops.indexing import Constant, Gather, Iota, ScatterAdd, Write
 from shardplan.core.ops.layers import (
@@ -126,12 +127,15 @@ OPS.update(
         GemmAllToAll,
         GemvAllReduce,
         EmbeddingBagAllToAll,
+        AllGatherGemm,
+        GemmReduceScatter,
     )
 )
 
 __all__ = [
     "OPS",
     "Adafactor",
+    "AllGatherGemm",
     "AdamW",
     "Attention",
     "ClassSums",
@@ -183,6 +187,7 @@ __all__ = [
     "ScatterAdd",
     "EmbeddingBagAllToAll",
     "GemmAllToAll",
+    "GemmReduceScatter",
     "GemvAllReduce",
     "Repeat",
     "ScaledEinsum",

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.core.ops.arithmetic import Elementwise, Expand
 from shardplan.core.ops.layers import Concat, EmbeddingBag
-from shardplan.core.ops.movement import AllToAll
+from shardplan.core.ops.movement import AllGather, AllToAll
 from shardplan.core.ops.products import Einsum
-from shardplan.core.ops.reduction import AllReduce
+from shardplan.core.ops.reduction import AllReduce, ReduceScatter
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -41,8 +41,9 @@ def unfit(error: TypingError) -> str:
 class GemmForm:
     """A product as matrices `[batch, rows, inner] [batch, inner, columns]`, each a string of letters.
 
-    `sides` are the letters of the body's inputs `a` and `b`, by number. With `scatter` 0 blocks of rows go out, whose
-    first letter is cut; with 1 blocks of columns, cut along their first letter, and rows begin with the gathered one.
+    `sides` are the letters of the body's inputs `a` and `b`, by number. `cut` is the letter that the ranks get parts
+    of, the first of rows, or with `scatter` 1 of columns; `gathered` the one of which the result has all ranks' blocks,
+    the first of rows but for `scatter` 0 of an all-to-all. Where there is none of the two it is empty.
     """
 
     a: int
@@ -52,10 +53,11 @@ class GemmForm:
     rows: str
     inner: str
     columns: str
-    scatter: int
-    gathered: str  # the letter that the move gathers
     result: str
-    activation: str
+    cut: str
+    gathered: str
+    scatter: int = 0
+    activation: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +83,18 @@ class BagForm:
 FusedForm = GemmForm | GemvForm | BagForm
 
 
-def _product(name: str, body: Program, step: Step) -> tuple[tuple[str, str], str, tuple[int, int]]:
+def _product(
+    name: str, body: Program, step: Step, gathered: tuple[str, str] = ("", "")
+) -> tuple[tuple[str, str], str, tuple[int, int]]:
+    """The letters of both operands, of the result, and the operands' numbers; `gathered` has an input's names."""
     if not isinstance(step.op, Einsum) or len(step.operands) != 2:
         raise Unfit(name, "", f"{step.op.name} of {len(step.operands)} operands; legal is an einsum of two")
     (one, other), result = step.op.sides
     if any(len(set(side)) < len(side) for side in (one, other)):
         raise Unfit(name, "", f"einsum {step.op.spec} has a dim twice in an operand; legal is once")
-    names = [n for n, _ in body.inputs]
-    if any(o not in names for o in step.operands):
-        raise Unfit(name, "", "the product's operands are made inside; legal are the body's inputs")
+    names = [gathered[1] if n == gathered[0] else n for n, _ in body.inputs]
+    if any(o not in names for o in step.operands) or step.operands.count(gathered[1]) > 1:
+        raise Unfit(name, "", "the product's operands are made inside; legal are the body's inputs, each once")
     lost = [c for c in one + other if c not in result and (c in one) != (c in other)]
     if lost:
         raise Unfit(name, "", f"einsum {step.op.spec} sums {lost[0]} of one operand; legal are dims of both")
@@ -129,17 +134,69 @@ def gemm_form(name: str, body: Program) -> GemmForm:
         raise Unfit(name, "splits_unknown", f"the dim {cut} is one of both operands; legal to cut is one of either")
     if cut in other:
         (one, other), numbers = (other, one), (numbers[1], numbers[0])
+    if gathered in other and gathered not in one:  # as blocks of columns the result needs no transposition
+        found = _in_matrices((other, one), result, (numbers[1], numbers[0]), gathered, cut, gathered)
+        return replace(found, columns=cut + found.columns.replace(cut, ""), scatter=1, activation=activation)
+    return replace(_in_matrices((one, other), result, numbers, cut, cut, gathered), activation=activation)
+
+
+def gather_form(name: str, body: Program) -> GemmForm:
+    """Return a body of an all-gather and an einsum of what it gathers as matrices; raises `TypingError`."""
+    first, *between, product = body.steps
+    if not isinstance(first.op, AllGather) or not isinstance(first.op.dim, int):
+        raise Unfit(name, "splits_unknown", f"{first.op.name} first; legal is an all_gather along one dim")
+    if between:
+        raise Unfit(name, "effect_between", f"{between[0].op.name} between gather and product; legal is nothing")
+    (given,), (came,) = first.operands, first.results
+    (one, other), result, numbers = _product(name, body, product, (given, came))
+    _check_even(name, *body.input_types, body.types[came], *body.output_types)
+    if product.operands[1] == came:
+        (one, other), numbers = (other, one), (numbers[1], numbers[0])
+    gathered = one[first.op.dim]
+    if gathered in other:
+        raise Unfit(
+            name, "splits_unknown", f"the dim {gathered} is one of both operands; legal to gather is one of rows"
+        )
+    return _in_matrices((one, other), result, numbers, gathered, "", gathered)
+
+
+def scatter_form(name: str, body: Program) -> GemmForm:
+    """Return a body of an einsum over a sharded factor and a reduce-scatter as matrices; raises `TypingError`."""
+    product, *between, last = body.steps
+    if not isinstance(last.op, ReduceScatter) or not isinstance(last.op.dim, int):
+        raise Unfit(name, "splits_unknown", f"{last.op.name} at the end; legal is a reduce_scatter along one dim")
+    if between:
+        raise Unfit(name, "effect_between", f"{between[0].op.name} between product and sum; legal is nothing")
+    (one, other), result, numbers = _product(name, body, product)
+    _check_summed(name, body, last.op.reduction)
+    cut = result[last.op.dim]
+    if cut in one and cut in other:
+        raise Unfit(name, "splits_unknown", f"the dim {cut} is one of both operands; legal to cut is one of either")
+    if cut in other:
+        (one, other), numbers = (other, one), (numbers[1], numbers[0])
+    return _in_matrices((one, other), result, numbers, cut, cut, "")
+
+
+def _in_matrices(
+    sides: tuple[str, str], result: str, numbers: tuple[int, int], first: str, cut: str, gathered: str
+) -> GemmForm:
+    """The form of a product whose rows begin with a letter."""
+    one, other = sides
     batch = "".join(c for c in result if c in one and c in other)
     inner = "".join(c for c in one if c in other and c not in result)
-    rows = cut + "".join(c for c in result if c in one and c not in other and c != cut)
+    rows = first + "".join(c for c in result if c in one and c not in other and c != first)
     columns = "".join(c for c in result if c in other and c not in one)
-    scatter = 0
-    if gathered in columns:  # as blocks of columns the result needs no transposition
-        (one, other), numbers = (other, one), (numbers[1], numbers[0])
-        rows, columns = gathered + columns.replace(gathered, ""), rows
-        scatter = 1
-    sides = one, other
-    return GemmForm(*numbers, sides, batch, rows, inner, columns, scatter, gathered, result, activation)
+    return GemmForm(*numbers, sides, batch, rows, inner, columns, result, cut, gathered)
+
+
+def _check_summed(name: str, body: Program, reduction: str) -> None:
+    """A sum, over all axes at once, of even tiles."""
+    if reduction != "sum":
+        raise Unfit(name, "not_sum", f"{body.steps[-1].op.name} with {reduction}; legal is sum")
+    t, u = body.types[body.steps[-1].operands[0]], body.output_types[0]
+    _check_even(name, *body.input_types, t, u)
+    if any(x.layout.partial for x in body.input_types) or u.layout.partial:
+        raise Unfit(name, "not_sum", f"{t} is summed in parts; legal is over all its axes at once")
 
 
 def gemv_form(name: str, body: Program) -> GemvForm:
@@ -149,13 +206,9 @@ def gemv_form(name: str, body: Program) -> GemvForm:
         raise Unfit(name, "", f"{last.op.name} at the end; legal is an all_reduce of one value")
     if between:
         raise Unfit(name, "effect_between", f"{between[0].op.name} between product and sum; legal is nothing")
-    if last.op.reduction != "sum":
-        raise Unfit(name, "not_sum", f"all_reduce with {last.op.reduction}; legal is sum")
     (one, other), result, numbers = _product(name, body, product)
-    t, u = body.types[last.operands[0]], body.types[last.results[0]]
-    _check_even(name, *body.input_types, t, u)
-    if any(x.layout.partial for x in body.input_types) or u.layout.partial:
-        raise Unfit(name, "not_sum", f"{t} is summed in parts; legal is over all its axes at once")
+    _check_summed(name, body, last.op.reduction)
+    t = body.types[last.operands[0]]
     if any(c in one and c in other for c in result):
         raise Unfit(name, "", f"einsum of {one} and {other} to {result} has a batch; legal is none")
     sizes = dict(zip(result, t.local_shape(0), strict=True))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardplan.errors import BackendError, TypingError
 from shardplan.fused.calls.agreement import KNOWN
 from shardplan.fused.heap.header import Words, has_reached, wrap_int32
-from shardplan.fused.heap.symmetric import Flags, SymmetricHeap, SymmetricTensor, size_class
+from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor, size_class
 from shardplan.fused.kernels.native import native, why_not
 from shardplan.fused.tiles.events import TileBox, TileProtocol, TilePut, TileSignal, TileWait
 from shardplan.fused.tiles.schedule import TileSchedule
@@ -93,7 +93,7 @@ class FusedInstance:
             raise BackendError(f"{op}: {why}")
         self.heap, self.op, self.schedule, self.seconds = heap, op, schedule, seconds
         self.epoch = self.grown = 0
-        self.flags: Flags | None = None
+        self.flags: list[Words] = []
         self.out = out
         self.data: dict[str, SymmetricTensor] = {} if out is None else {"result": out}
         self.owed: list[tuple[SignalStep, int]] = []
@@ -112,7 +112,7 @@ class FusedInstance:
         """
         prove(self.schedule, self.heap.ranks, ("ranks",))
         protocol = self.schedule.protocol(self.heap.ranks, shape)
-        if self.flags is None:
+        if not self.flags:
             self.flags = self.heap.flags(protocol.counters, f"{self.op} flags")
         self._grow(protocol, dtypes, math.prod(trailing))
         return self._compile_call(protocol, dtypes, tuple(trailing))
@@ -176,7 +176,6 @@ class FusedInstance:
         self, protocol: TileProtocol, whole: dict[tuple[str, int], torch.Tensor], senders: dict[int, tuple[int, int]]
     ) -> list[TileStep]:
         """The rank's events on memory; of a slice only the last arrival signals."""
-        assert self.flags is not None
         rank = self.heap.rank
         found: list[TileStep] = []
         totals, arrived = _count_signals(protocol, rank), defaultdict[int, int](int)
@@ -189,10 +188,10 @@ class FusedInstance:
                     arrived[part] += part >= 0
                     if part < 0 or arrived[part] % of == 0:
                         sent[to, counter] += 1
-                        word = self.flags.words(to)[counter]
+                        word = self.flags[to][counter]
                         found.append(SignalStep(to, word, word.ctypes.data, sent[to, counter], totals[to, counter]))
                 case TileWait(counter, want, step):
-                    word = self.flags.words(rank)[counter]
+                    word = self.flags[rank][counter]
                     source, of = senders.get(counter, (rank, 1))
                     found.append(WaitStep(word, word.ctypes.data, want, step, source, of))
                 case _:

@@ -27,7 +27,7 @@ LEARNT: tuple[Shape, ...] = (
         (6, 1536, 1, 128), (6, 768, 6, 64), (12, 768, 2, 96), (3, 1536, 12, 128), (2, 320, 40, 32))),
     *(("vector", s) for s in ((768, 768), (3072, 384), (12288, 128), (384, 1536), (24576, 96), (640, 96))),
 )  # fmt: skip
-HELD = 0.02  # weight of a constant's distance from what pings say, beside a row's error, in natural logarithms
+HELD = 0.02  # weight of a constant's distance from its usual value, beside a row's error, in natural logarithms
 SETTLED = 1e-9  # of a sum of squares, what a step must gain
 USUAL_TAX, USUAL_COPY = 1e-2, 8e9
 BUSY = 1.15  # seconds of the wall over those of the thread, from which neighbours count
@@ -95,15 +95,14 @@ def _fit_kind(kind: str, measured: Measured, start: Sequence[float]) -> KernelCo
 
     works = [pair_work(shape, (m.get("library", m["kernel"]), m["kernel"])) for shape, m in measured]
 
-    def errors(x: np.ndarray) -> np.ndarray:
+    def errors(x: np.ndarray) -> list[float]:
         constants = FusedConstants("shm", 0.0, 1.0, 1.0, 0.0, kernels=(made(x),)).of_kind(kind)
-        said = [
+        return [
             math.log(float(variant_seconds(work, way, constants)) / m[str(way)])
             for (_, m), work in zip(measured, works, strict=True) for way in variants(kind == "vector")
         ]  # fmt: skip
-        return np.concatenate([said, HELD * (x - origin)])
 
-    return made(least_squares(errors, origin))
+    return made(fit_logarithms(errors, origin))
 
 
 def pair_work(shape: Shape, seconds: tuple[float, float], ranks: int = RANKS) -> FusedWork:
@@ -128,14 +127,18 @@ def fit_rates(shapes: Sequence[Shape], seconds: Sequence[float]) -> KernelRates:
     return KernelRates(start, *(1 / x if x > 0 else math.inf for x in each))
 
 
-def least_squares(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
-    """Return where a sum of squares is least, by damped steps from a start."""
-    best, damping = start.copy(), 1.0
-    now = errors(best)
+def fit_logarithms(errors: Callable[[np.ndarray], Sequence[float]], usual: np.ndarray) -> np.ndarray:
+    """Return the logarithms of constants where errors are least, in squares, held near usual ones, by damped steps."""
+
+    def held(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(x), HELD * (x - usual)])
+
+    best, damping = usual.copy(), 1.0
+    now = held(best)
     for _ in range(300):
-        slopes = np.stack([(errors(best + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(best))], axis=1)
+        slopes = np.stack([(held(best + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(best))], axis=1)
         step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(best)), -slopes.T @ now)
-        then = errors(best + np.clip(step, -2, 2))
+        then = held(best + np.clip(step, -2, 2))
         if then @ then < now @ now:
             settled = then @ then > (1 - SETTLED) * (now @ now)
             best, now, damping = best + np.clip(step, -2, 2), then, max(damping / 3, 1e-6)

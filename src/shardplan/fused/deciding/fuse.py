@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from shardplan.core.accounting import books_of
 from shardplan.core.fusing import FusionPlace, Place, fusable, fused_with
 from shardplan.core.nested import as_nested
 from shardplan.core.ops.fused import Fused
+from shardplan.core.ops.fused_forms import GemmForm
 from shardplan.core.pattern import Overlap
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
 from shardplan.errors import ShardplanError, TopologyError, excerpt, line
 from shardplan.fused.deciding.rows import Fusion, FusionRow, seconds_of
+from shardplan.fused.tiles.schedule import SLOTS
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import price_overlap
 from shardplan.hardware.prices.fused import UNFUSED, FusedConstants, FusedVariant, decide
@@ -23,13 +26,12 @@ from shardplan.plans.pricing import Where, fabric_of, where_of
 from shardplan.strategy.partition.job import Job
 
 FAR_BACKENDS = ("net",)  # whose constants are of a transport between nodes
-SLOTS = 2  # of a fused op's memory: epochs take turns
 Runs = TypeVar("Runs", Program, Job)
 Chosen = dict[Place, tuple[FusionPlace, Fused]]
 
 
 def fuse(program: Runs, placement: Where | str, calibration: FusedConstants | str | Path | None = None) -> Fusion[Runs]:
-    """Return a program, or a job, in which computations and the collectives behind them are one where that pays.
+    """Return a program, or a job, in which computations and the collectives beside them are one where that pays.
 
     Fused is what is predicted at least 5 % faster, in the number of tiles that is fastest; the rest stays as it is, and
     its row says why. Types and meaning are the same. A job's rows are those of each program once.
@@ -100,15 +102,23 @@ def _job(job: Job, where: Where, measured: FusedConstants | None) -> Fusion[Job]
 def _program(
     program: Program, where: Where, measured: FusedConstants | None, before: str
 ) -> tuple[Program, tuple[FusionRow, ...]]:
-    chosen: Chosen = {}
-    rows: list[FusionRow] = []
     held = max(books_of(program).step_workspaces, default=0)
-    for one in fusable(program):
-        inside = _enclosing_program(program, one.place)
-        row, op = _row(inside, one, where, measured, held)
-        rows.append(replace(row, place=before + row.place))
-        if op is not None:
-            chosen[one.place] = one, op
+    candidates = list(fusable(program))
+    tried = [_row(_enclosing_program(program, one.place), one, where, measured, held) for one in candidates]
+    rows = [replace(row, place=before + row.place) for row, _ in tried]
+    chosen: Chosen = {}
+    taken: dict[Place, str] = {}
+    for k in sorted(range(len(rows)), key=lambda k: -rows[k].saved_seconds):
+        one, op = candidates[k], tried[k][1]
+        steps = [(*one.place[:-1], number) for number in one.steps]
+        if op is None:
+            continue
+        if other := next((taken[step] for step in steps if step in taken), ""):
+            text = f"its product is that of the pair at {other}, which saves more"
+            rows[k] = replace(rows[k], reason="taken", choice=str(UNFUSED), blocked=f"step {other}", text=text)
+            continue
+        taken |= dict.fromkeys(steps, rows[k].place)
+        chosen[one.place] = one, op
     return (fused_with(program, chosen) if chosen else program), tuple(rows)
 
 
@@ -125,13 +135,14 @@ def _row(
     program: Program, one: FusionPlace, where: Where, measured: FusedConstants | None, held: int
 ) -> tuple[FusionRow, Fused | None]:
     """Return the row of a candidate, and what it becomes, None where it stays."""
-    move = program.steps[one.place[-1]]
+    move = program.steps[one.move]
     operands, results = program.step_types(move)
     given = one.operands or tuple(_outer_operands(program, one))
+    made = program.steps[one.steps[-1]].results
     row = FusionRow(
         ".".join(map(str, one.place)),
         one.kind.name,
-        tuple(str(program.types[name]) for name in (*given, *move.results)),
+        tuple(str(program.types[name]) for name in (*given, *made)),
         int(move.op.sent_bytes(*operands)[1].max(initial=0)),
         {},
         str(UNFUSED),
@@ -149,26 +160,36 @@ def _row(
     try:
         fabric = fabric_of(where, [results[0].mesh])
     except TopologyError as error:
-        return blocked(one.place[-1], "unknown_group", line(str(error))), None
+        return blocked(one.move, "unknown_group", line(str(error))), None
     pattern = one.op.pattern(*(program.types[name] for name in one.operands))
     assert isinstance(pattern, Overlap)
     work, constants, moved = price_overlap(pattern, fabric, measured=measured)
     if work is None or constants is None:
-        return blocked(one.place[-1], "not_faster", "its groups have one device; nothing is sent"), None
+        return blocked(one.move, "not_faster", "its groups have one device; nothing is sent"), None
     decision = decide(work, constants)
-    row = replace(row, seconds=seconds_of(decision))
+    row = replace(row, seconds=seconds_of(decision), text=_experts(one.op))
     far = [wire.level.name for wire, n in zip(fabric.wires[: fabric.far], moved.level_bytes, strict=False) if n > 0]
     if far and (measured is None or measured.backend not in FAR_BACKENDS):
         text = f"its groups cross the level {far[0]}, over which no device writes another's memory"
-        return blocked(one.place[-1], "no_peer_access", text), None
-    need, memory = SLOTS * results[0].local_bytes(), fabric.topology.device.memory
+        return blocked(one.move, "no_peer_access", text), None
+    need, memory = SLOTS * one.op.landing_bytes, fabric.topology.device.memory
     if held + need > memory:
         text = f"{need} B for {SLOTS} slots beside {held} B of the program; the device has {memory:.0f} B"
-        return blocked(one.place[-1], "memory", text), None
+        return blocked(one.move, "memory", text), None
     best = decision.best_variant
     if best == UNFUSED:
         return replace(row, reason="not_faster"), None
     return replace(row, reason="fused", choice=str(best)), apply_variant(one.op, best)
+
+
+def _experts(op: Fused) -> str:
+    """Why products of several experts a device are as many calls of one operator."""
+    form = op.form
+    if not isinstance(form, GemmForm) or not (form.batch and form.cut and form.gathered):
+        return ""
+    letters = dict(zip(form.sides[0], op.body.input_types[form.a].local_shape(0), strict=True))
+    each = math.prod(letters[c] for c in form.batch)
+    return f"{each} products of as many rows each, a call each; grouped_gemm_all_to_all is of uneven ones" * (each > 1)
 
 
 def apply_variant(op: Fused, way: FusedVariant) -> Fused:

@@ -26,6 +26,9 @@ class GraphTables(NamedTuple):
     activations: Mapping[Any, str]
     all_to_all: frozenset[Any]
     all_reduce: frozenset[Any]
+    reduce_scatter: frozenset[Any]
+    all_gather: frozenset[Any]
+    grouped: frozenset[Any]
     wait: Any
 
 
@@ -49,6 +52,9 @@ def tables() -> GraphTables:
         activations,
         frozenset({c10d.all_to_all_single.default}),
         frozenset({c10d.all_reduce.default}),
+        frozenset({c10d.reduce_scatter_tensor.default}),
+        frozenset({c10d.all_gather_into_tensor.default}),
+        frozenset({op("_grouped_mm")} if hasattr(aten, "_grouped_mm") else ()),
         c10d.wait_tensor.default,
     )
 
@@ -71,6 +77,7 @@ def trace_producers(node: Any) -> tuple[list[Any], list[Any], list[Any]]:
     All in the order of the graph; a walk that meets something else ends there.
     """
     found, between, ends = tables(), dict[Any, None](), dict[Any, None]()
+    wanted = found.products | found.bags | found.grouped
     pending = [node]
     while pending and len(between) < MOST_NODES:
         one = pending.pop()
@@ -78,7 +85,7 @@ def trace_producers(node: Any) -> tuple[list[Any], list[Any], list[Any]]:
             continue
         if one.op != "call_function":
             continue
-        if one.target in found.products or one.target in found.bags:
+        if one.target in wanted:
             ends[one] = None
             continue
         between[one] = None
@@ -93,6 +100,37 @@ def trace_producers(node: Any) -> tuple[list[Any], list[Any], list[Any]]:
         return sorted(nodes, key=lambda one: order[one])
 
     return sorted_(ends), sorted_(between), sorted_(strange)
+
+
+def trace_consumers(node: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the products that read a value, the nodes between, and of these what is no layout; in order."""
+    found, between, ends = tables(), dict[Any, None](), dict[Any, None]()
+    pending = [node]
+    while pending and len(between) < MOST_NODES:
+        for user in pending.pop().users:
+            if user.target in found.products:
+                ends[user] = None
+            elif user not in between and (user.target in found.layouts or user.target in found.activations):
+                between[user] = None
+                pending.append(user)
+    every = [one for one in node.graph.nodes if one in between or one in ends]
+    return (
+        [one for one in every if one in ends],
+        [one for one in every if one in between],
+        [one for one in every if one.target in found.activations],
+    )
+
+
+def product_between(graph: Any, first: Any, last: Any) -> Any | None:
+    """Return a product that stands between two nodes; None where there is none."""
+    found, inside = tables(), False
+    for node in graph.nodes:
+        if node is last:
+            return None
+        if inside and (node.target in found.products or node.target in found.grouped):
+            return node
+        inside |= node is first
+    return None
 
 
 def _leads(node: Any, ends: Mapping[Any, None]) -> bool:

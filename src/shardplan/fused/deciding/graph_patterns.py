@@ -1,15 +1,17 @@
-"""The three patterns in graphs of torch.fx: what goes to whom, by the numbers of elements; and the rewriting."""
+"""The patterns in graphs of torch.fx: what goes to whom, by the numbers of elements; and the rewriting."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan.core.ops.fused import ADDEND
+from shardplan.core.ops.fused_forms import THIN
 from shardplan.errors import TypingError, optional
 from shardplan.fused.deciding.graph_nodes import MOST_ELEMENTS, propagate_indices, shape_of_node, tables, value
-from shardplan.fused.operators.gemv import MOST
 from shardplan.hardware.prices.fused import FusedVariant
 
 
@@ -23,13 +25,15 @@ class PatternUnfit(TypingError):
 
 @dataclass(frozen=True, slots=True)
 class GraphMatch:
-    """A match: the `kind` of its kernels, operations, bytes read, bytes as in `FusedWork`, and what writes it."""
+    """A match: the `kind` of its kernels, operations, bytes read and written, and as in `FusedWork`; what writes it."""
 
     kind: str
     flops: float
     read: float
+    written: float
     nbytes: float
     sum_bytes: float
+    addend_bytes: float
     write: Callable[[Any, FusedVariant], None]
 
 
@@ -43,6 +47,18 @@ class _Matrices:
     shape: tuple[int, int, int]  # M, K, N
     transposed: bool = False  # b is [N, K]
     batched: bool = False
+
+    def operands(self, graph: Any) -> tuple[Any, Any]:
+        """Write both as matrices."""
+        aten = optional("torch", "torch").ops.aten
+        a, b = (graph.call_function(aten.squeeze.dim, (v, 0)) if self.batched else v for v in (self.a, self.b))
+        return a, graph.call_function(aten.t.default, (b,)) if self.transposed else b
+
+    def work(self, node: Any) -> tuple[float, float, float]:
+        """Operations, bytes read, and bytes of the result."""
+        m, k, n = self.shape
+        size = value(node).dtype.itemsize
+        return 2.0 * m * k * n, float((m + n) * k * size), float(m * n * size)
 
 
 def _static(node: Any) -> tuple[int, ...]:
@@ -86,7 +102,7 @@ def is_thin(node: Any) -> bool:
     except PatternUnfit:
         return False
     m, _, n = found.shape
-    return found.bias is None and 1 <= min(m, n) <= MOST
+    return found.bias is None and 1 <= min(m, n) <= THIN
 
 
 def _splits(move: Any, ranks: int) -> tuple[list[int], list[int]]:
@@ -122,7 +138,7 @@ def gemm_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
     if len(ends) != 1:
         raise PatternUnfit("effect_between", ends[1], "several products are sent at once; legal is one")
     x = _matrices(ends[0])
-    m, k, n = x.shape
+    m, _, n = x.shape
     acts = [node for node in between if node.target in found.activations]
     if len(acts) > 1 or any(node.kwargs.get("approximate", "none") != "none" for node in acts):
         raise PatternUnfit("effect_between", acts[-1], "legal is one activation: relu, gelu as it is, or silu")
@@ -144,29 +160,90 @@ def gemm_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
     def write(graph: Any, way: FusedVariant) -> None:
         aten, op = torch.ops.aten, torch.ops.shardplan.gemm_all_to_all.default
         with graph.inserting_before(move):
-            a = graph.call_function(aten.squeeze.dim, (x.a, 0)) if x.batched else x.a
-            b = graph.call_function(aten.squeeze.dim, (x.b, 0)) if x.batched else x.b
-            b = graph.call_function(aten.t.default, (b,)) if x.transposed else b
-            args = (a, b, x.bias, move.args[3], activation, scatter, send, receive, way.tiles)
+            args = (*x.operands(graph), x.bias, move.args[3], activation, scatter, send, receive, way.tiles)
             new = graph.call_function(op, args)
             new = graph.call_function(aten.view.default, (new, list(_static(wait))))
         _replace_node(graph, wait, new, [wait, move, *reversed(between), ends[0]])
 
-    size = value(ends[0]).dtype.itemsize
-    return GraphMatch("product", 2.0 * m * k * n, float((m + n) * k * size), float(m * n * size), 0.0, write)
+    flops, read, written = x.work(ends[0])
+    return GraphMatch("product", flops, read, written, written, 0.0, 0.0, write)
+
+
+def _product_alone(ends: Sequence[Any], between: Sequence[Any]) -> _Matrices:
+    """The one product whose sum is moved, with nothing else but layouts between."""
+    if acts := [node for node in between if node.target in tables().activations]:
+        raise PatternUnfit("effect_between", acts[0], "it stands between the product and its sum; legal is nothing")
+    if len(ends) != 1:
+        raise PatternUnfit("effect_between", ends[1], "several products are summed at once; legal is one")
+    return _matrices(ends[0])
+
+
+def scatter_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
+    """Return the match of a product and a reduce-scatter of its rows; raises `PatternUnfit`."""
+    torch, x = optional("torch", "torch"), _product_alone(ends, between)
+    m, _, n = x.shape
+    if x.bias is not None:
+        raise PatternUnfit("effect_between", ends[0], "every rank adds a bias; legal is none")
+    own = torch.arange(m * n, dtype=torch.int32).view(_static(ends[0]))
+    sent = _numbers(ends[0], between, {ends[0]: own}, m * n, move.args[0])
+    if m % ranks or not torch.equal(sent, own.reshape(-1)):
+        raise PatternUnfit("splits_unknown", move, "it cuts other dims than the rows of the product")
+
+    def write(graph: Any, way: FusedVariant) -> None:
+        op = torch.ops.shardplan.gemm_reduce_scatter.default
+        with graph.inserting_before(move):
+            new = graph.call_function(op, (*x.operands(graph), move.args[-1]))
+            new = graph.call_function(torch.ops.aten.view.default, (new, list(_static(wait))))
+        _replace_node(graph, wait, new, [wait, move, *reversed(between), ends[0]])
+
+    flops, read, written = x.work(ends[0])
+    return GraphMatch("product", flops, read, written, written, 0.0, float(m * n * ADDEND), write)
+
+
+def grouped_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
+    """Products of several experts: always a `PatternUnfit`, as a graph says how many rows go to whom, not whose."""
+    text = "how many rows of which expert go to whom no graph says; legal is a call of grouped_gemm_all_to_all"
+    raise PatternUnfit("splits_unknown", ends[0], text)
+
+
+def gather_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
+    """Return the match of an all-gather and a product of its rows; raises `PatternUnfit`."""
+    product = ends[0]
+    torch, x = optional("torch", "torch"), _matrices(product)
+    m, k, _ = x.shape
+    whole = _static(wait)
+    own = torch.arange(math.prod(whole), dtype=torch.int32).view(whole)
+    if x.a is not wait and x.a not in between:
+        raise PatternUnfit("splits_unknown", product, "what it reads second is gathered; legal is what it reads first")
+    came = _numbers(wait, between, {wait: own}, m * k, x.a)
+    if not torch.equal(came, own.reshape(-1)):
+        raise PatternUnfit("splits_unknown", product, "its rows are not those of rank after rank")
+
+    def write(graph: Any, way: FusedVariant) -> None:
+        aten, op = torch.ops.aten, torch.ops.shardplan.all_gather_gemm.default
+        with graph.inserting_before(product):
+            read, b = x.operands(graph)
+            if read is not x.a:
+                graph.erase_node(read)
+            a = graph.call_function(aten.reshape.default, (move.args[0], [m // ranks, k]))
+            new = graph.call_function(op, (a, b, move.args[-1]))
+            new = graph.call_function(operator.getitem, (new, 0))
+            if x.bias is not None:
+                new = graph.call_function(aten.add.Tensor, (new, x.bias))
+            new = graph.call_function(aten.view.default, (new, list(_static(product))))
+        _replace_node(graph, product, new, [product, *reversed(between), wait, move])
+
+    flops, read, written = x.work(product)
+    return GraphMatch("product", flops, read, written, float(m * k * value(wait).dtype.itemsize), 0.0, 0.0, write)
 
 
 def gemv_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
     """Return the match of a thin product and a sum; raises `PatternUnfit`."""
-    torch, found = optional("torch", "torch"), tables()
-    x = _matrices(ends[0])
-    m, k, n = x.shape
-    if acts := [node for node in between if node.target in found.activations]:
-        raise PatternUnfit("effect_between", acts[0], "it stands between the product and its sum; legal is nothing")
+    torch, x = optional("torch", "torch"), _product_alone(ends, between)
+    m, _, n = x.shape
     own = torch.arange(m * n, dtype=torch.int32).view(_static(ends[0]))
     _numbers(ends[0], between, {ends[0]: own}, m * n, move.args[0])  # what is summed is made of the product alone
-    turned = n > MOST or (m <= MOST and m < n)  # the thin one comes first
-    vector = len(_static(x.b)) == 1
+    turned = n > THIN or (m <= THIN and m < n)  # the thin one comes first
 
     def write(graph: Any, way: FusedVariant) -> None:
         aten, op = torch.ops.aten, torch.ops.shardplan.gemv_all_reduce.default
@@ -175,14 +252,12 @@ def gemv_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
             return graph.call_function(target, args)
 
         with graph.inserting_before(ends[0]):
-            a, b = (call(aten.squeeze.dim, v, 0) if x.batched else v for v in (x.a, x.b))
+            a, b = x.operands(graph)
             if turned:
-                matrix = b if x.transposed else call(aten.t.default, b)
-                new = call(op, matrix, call(aten.t.default, a), move.args[2], way.kind)
+                new = call(op, call(aten.t.default, b), call(aten.t.default, a), move.args[2], way.kind)
                 new = call(aten.clone.default, call(aten.t.default, new))
             else:
-                other = call(aten.t.default, b) if x.transposed and not vector else b
-                new = call(op, a, other, move.args[2], way.kind)
+                new = call(op, a, b, move.args[2], way.kind)
             new = call(aten.view.default, new, list(_static(ends[0])))
         new.meta["val"] = value(ends[0])
         ends[0].replace_all_uses_with(new)
@@ -192,9 +267,8 @@ def gemv_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any
         graph.erase_node(wait)
         graph.erase_node(move)
 
-    size = value(ends[0]).dtype.itemsize
-    read = float((m + n) * k * size)
-    return GraphMatch("vector", 2.0 * m * k * n, read, float(m * n * 4), float(m * n * size), write)
+    flops, read, written = x.work(ends[0])
+    return GraphMatch("vector", flops, read, written, written, written, float(m * n * ADDEND), write)
 
 
 def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any, ranks: int) -> GraphMatch:
@@ -243,7 +317,8 @@ def bag_match(ends: Sequence[Any], between: Sequence[Any], move: Any, wait: Any,
 
     size = value(first.table).dtype.itemsize
     rows = float(sum(one.ids for one in bags))
-    return GraphMatch("bags", rows * dim, rows * (dim * size + 8), float(count * elements * size), 0.0, write)
+    made = float(count * elements * size)
+    return GraphMatch("bags", rows * dim, rows * (dim * size + 8), made, made, 0.0, 0.0, write)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from shardplan.core.dtypes import numpy_dtype
-from shardplan.core.ops.fused import Fused
+from shardplan.core.ops.fused import ADDEND, Fused
 from shardplan.core.ops.fused_forms import BagForm, GemmForm, GemvForm
 from shardplan.errors import optional
 from shardplan.fused.heap.symmetric import SymmetricHeap
-from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.operators import embedding, gemm, gemv, tensor_parallel
+from shardplan.fused.operators.call_context import CallContext, count_tiles
+from shardplan.fused.tiles.schedule import SLOTS
 from shardplan.fused.tiles.shapes import RowShape
 
 if TYPE_CHECKING:
     import torch
 
-SLOTS = 2  # epochs take turns
 WORDS = 1 << 17  # bytes for the counters of an operator, and for what is rounded up
-WIDE = 4  # bytes of an addend
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +47,13 @@ def fused_call(op: Fused, ranks: int) -> FusedCall:
     result = after.local_bytes()
     form = op.form
     match form:
-        case GemmForm():
-            came = result * (ranks - 1) // ranks
-            return FusedCall(op, ranks, SLOTS * result + WORDS, (came,) * ranks, _gemm(op, form, ranks))
-        case BagForm():
-            came = result * (ranks - 1) // ranks
-            return FusedCall(op, ranks, SLOTS * result + WORDS, (came,) * ranks, _bags(op, form, ranks))
+        case GemmForm() | BagForm():
+            room = op.landing_bytes
+            run = _gemm(op, form, ranks) if isinstance(form, GemmForm) else _bags(op, form, ranks)
+            return FusedCall(op, ranks, SLOTS * room + WORDS, (room * (ranks - 1) // ranks,) * ranks, run)
         case GemvForm():
-            wide = math.prod(after.local_shape(0)) * WIDE
-            need = wide * ranks if op.in_one_shot else wide + WIDE * ranks + result
+            wide = math.prod(after.local_shape(0)) * ADDEND
+            need = wide * ranks if op.in_one_shot else wide + ADDEND * ranks + result
             return FusedCall(op, ranks, SLOTS * need + WORDS, _gemv_bytes_received(op, form, ranks), _gemv(op, form))
         case _:
             assert_never(form)
@@ -84,23 +81,34 @@ def _gemm(
     op: Fused, form: GemmForm, ranks: int
 ) -> Callable[[SymmetricHeap, float, Sequence[torch.Tensor]], torch.Tensor]:
     sizes = _sizes(op)
-    cut = (form.columns if form.scatter else form.rows)[0]
-    sizes[cut] //= ranks
-    labels = f"{form.batch}@{form.rows}{form.columns}"  # @: whose block it is
+    if form.cut:
+        sizes[form.cut] //= ranks
+    spread = form.result.replace(form.gathered, f"@{form.gathered}") if form.gathered else form.result
+    labels = f"{form.batch}{'@' * bool(form.gathered)}{form.rows}{form.columns}"  # @: whose block it is
     shape = [ranks if c == "@" else sizes[c] for c in labels]
-    order = [labels.index(c) for c in form.result.replace(form.gathered, f"@{form.gathered}")]
-    after = op.move_with_types[2].local_shape(0)
+    order = [labels.index(c) for c in spread]
+    after = op.body.output_types[0].local_shape(0)
+    multiply = _product_call(form)
 
     def run(heap: SymmetricHeap, seconds: float, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         torch = optional("torch", "torch")
         asked = CallContext(heap, op.tiles, seconds=seconds)
         a = _matrices(arrays[form.a], form.sides[0], form.batch, form.rows, form.inner)
         b = _matrices(arrays[form.b], form.sides[1], form.batch, form.inner, form.columns)
-        parts = [gemm.forward(asked, x, y, None, form.activation, form.scatter) for x, y in zip(a, b, strict=True)]
+        parts = [multiply(asked, x, y) for x, y in zip(a, b, strict=True)]
         whole = parts[0] if len(parts) == 1 else torch.stack(parts)
         return whole.view(shape).permute(order).reshape(after)
 
     return run
+
+
+def _product_call(form: GemmForm) -> Callable[[CallContext, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The operator of a product on matrices: what it cuts and gathers says which."""
+    if not form.cut:
+        return lambda asked, a, b: tensor_parallel.gather_multiply(asked, a, b)[0]
+    if not form.gathered:
+        return tensor_parallel.multiply_scatter
+    return lambda asked, a, b: gemm.forward(asked, a, b, None, form.activation, form.scatter)
 
 
 def _gemv(op: Fused, form: GemvForm) -> Callable[[SymmetricHeap, float, Sequence[torch.Tensor]], torch.Tensor]:
@@ -124,16 +132,11 @@ def _gemv_bytes_received(op: Fused, form: GemvForm, ranks: int) -> tuple[int, ..
     sizes = _sizes(op)
     rows, columns = (math.prod(sizes[c] for c in letters) for letters in (form.rows, form.columns))
     if op.in_one_shot:
-        return ((ranks - 1) * rows * columns * WIDE,) * ranks
+        return ((ranks - 1) * rows * columns * ADDEND,) * ranks
     size = numpy_dtype(op.move_with_types[2].dtype).itemsize
-    tiles = RowShape(rows).tiles(ranks, gemv_tiles(op.tiles, rows, ranks))
+    tiles = RowShape(rows).tiles(ranks, count_tiles(op.tiles, rows // ranks, gemv.LEAST))
     own = [sum(last - first for first, last in each) for each in tiles]
-    return tuple(columns * ((ranks - 1) * n * WIDE + (rows - n) * size) for n in own)
-
-
-def gemv_tiles(asked: int, rows: int, ranks: int) -> int:
-    """Return the tiles of an owner as the operator chooses them: as asked, or by the rows."""
-    return asked or max(1, min(8, rows // ranks // gemv.LEAST))
+    return tuple(columns * ((ranks - 1) * n * ADDEND + (rows - n) * size) for n in own)
 
 
 def _bags(

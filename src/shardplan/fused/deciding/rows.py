@@ -19,6 +19,8 @@ REASONS = (
     "no_peer_access",
     "splits_unknown",
     "effect_between",
+    "overlapped",
+    "taken",
     "dtype",
     "memory",
 )
@@ -29,10 +31,11 @@ Subject = TypeVar("Subject")
 class FusionRow:
     """A candidate.
 
-    `place` says where its move is: the number of a step, behind those of the repeats that it is in (`2.5`), of a job
+    `place` says where its last step is: its number, behind those of the repeats that it is in (`2.5`), of a job
     behind the program (`0F 2.5`), of a graph a node's name. `types` are those of the operands and of the result, as
     text; `nbytes` is what a device sends; `seconds` has by way to run it what it takes, empty where nothing could be
-    priced. `choice` is one of these ways, `reason` one of `REASONS`; what blocks it is `blocked`, `text` says why.
+    priced. `choice` is one of these ways, `reason` one of `REASONS`; what blocks it is `blocked`, `text` says why, or
+    of products of several experts why they are a call each.
     `source` says where the constants of the prices come from.
     """
 
@@ -62,13 +65,17 @@ class FusionRow:
         """What the best fused way takes, chosen or not; None where it has no price."""
         return min((s for way, s in self.seconds.items() if way != str(UNFUSED)), default=None)
 
+    @property
+    def saved_seconds(self) -> float:
+        """What fusing it saves; 0 where it stays."""
+        return self.seconds[str(UNFUSED)] - self.seconds[self.choice] if self.is_fused else 0.0
+
     def __str__(self) -> str:
         """One line."""
         head = f"{self.place}  {self.op}  {' '.join(self.types[:-1])} -> {self.types[-1]}  {format_bytes(self.nbytes)}"
         if self.unfused_seconds is not None and self.best_seconds is not None:
             head += f"  {format_seconds(self.unfused_seconds)} unfused, {format_seconds(self.best_seconds)} fused"
-        why = f"{self.reason}: {self.blocked}: {self.text}" if self.blocked else self.reason
-        return f"{head}  {self.choice} ({why})"
+        return f"{head}  {self.choice} ({': '.join(filter(None, (self.reason, self.blocked, self.text)))})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as an object of JSON."""
@@ -97,15 +104,15 @@ class Fusion(Generic[Subject]):
     @property
     def saved_seconds(self) -> float:
         """What the fused candidates save, each counted once."""
-        pairs = ((row.unfused_seconds, row.seconds.get(row.choice)) for row in self.rows if row.is_fused)
-        return sum(before - after for before, after in pairs if before is not None and after is not None)
+        return sum(row.saved_seconds for row in self.rows)
 
     @property
     def summary(self) -> str:
         """One line: how many candidates, how many fused, and why the others are not."""
         if not self.rows:
             return (
-                "no candidates: nowhere does an all-to-all or a sum follow a product, or bags, of one of the patterns"
+                "no candidates: nowhere does an all-to-all or a sum follow a product, or bags, or a gather feed a "
+                "product, of one of the patterns"
             )
         found = Counter(row.reason for row in self.rows)
         words = ", ".join(f"{found[reason]} {reason}" for reason in REASONS if found[reason])

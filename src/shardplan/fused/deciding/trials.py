@@ -29,11 +29,11 @@ from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
 from shardplan.fused.kernels.native import native
 from shardplan.fused.kernels.vectors import rows_times, thin
 from shardplan.fused.operators import embedding, gemm, gemv
-from shardplan.fused.operators.call_context import CallContext, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.gemv import in_order
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts, RowShape, TileShape
+from shardplan.fused.tiles.shapes import BlockCuts, RowShape, TileShape, tile_sizes
 from shardplan.hardware.prices.fused import variants
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class VectorTrial:
     def run_unfused(self, asked: CallContext, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute all by the library, then send all addends to all, and sum them."""
         addends = self.library()[None]
-        made = instance(asked.heap, self.name, TileSchedule(order=asked.order), "", asked.seconds)  # type: ignore[arg-type]
+        made = instance(asked.heap, self.name, TileSchedule(), "", asked.seconds)
         call = kept_call(made, self.out, self.shape, (1,))
 
         def put(step: PutStep) -> None:
@@ -216,8 +216,7 @@ def move_blocks(
     asked: CallContext, op: str, cuts: BlockCuts, x: torch.Tensor, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the blocks of all ranks, put together, in `out` of the heap if there is one."""
-    schedule = TileSchedule(order=asked.order)  # type: ignore[arg-type]
-    made = instance(asked.heap, op, schedule, "", asked.seconds, find_out_tensor(op, asked.heap, out))
+    made = instance(asked.heap, op, TileSchedule(), "", asked.seconds, find_out_tensor(op, asked.heap, out))
     call, boxes = kept_call(made, x, cuts.shape(), tuple(x.shape[2:])), cuts.own_boxes(asked.heap.rank)
 
     def put(step: PutStep) -> None:

@@ -69,23 +69,6 @@ class SymmetricTensor:
         return raw.view(getattr(torch, _TORCH[self.dtype])).view(self.shape)
 
 
-class Flags:
-    """Counters on every rank, each on a line of its own: `words(rank)[k]` is counter k of a rank, int32."""
-
-    def __init__(self, tensor: SymmetricTensor) -> None:
-        """Take i32 [count, 16]."""
-        self.tensor = tensor
-        self.count = tensor.shape[0]
-        memory, end = tensor.heap.memory, tensor.offset + tensor.nbytes
-        self.all: list[Words] = [
-            part[tensor.offset : end].view(np.int32).reshape(self.count, LINE // 4) for part in memory
-        ]
-
-    def words(self, rank: int) -> Words:
-        """Return the counters of a rank, int32 [count, 16], of which column 0 counts."""
-        return self.all[rank]
-
-
 class SymmetricHeap:
     """Memory of the same layout on every rank of a group, which all of them map (paper, section 3.1).
 
@@ -120,7 +103,7 @@ class SymmetricHeap:
         self.seconds = SECONDS  # that an operator waits
         self.tally: Any = None  # that counts what operators move, where somebody asks: `calls.moved_tally`
         self.tensors: dict[int, SymmetricTensor] = {}  # by offset
-        self.kernels: Any = None  # that run the operators where those of CPUs do not: `operators.asked.LocalKernels`
+        self.kernels: Any = None  # that run the operators where those of CPUs do not: `triton.serving.TritonKernels`
         self.parts: list[torch.Tensor] = []  # the data of every rank, where that is on GPUs
         self._segment: DeviceSegment | None = None  # which owns what `parts` may only point to
         self.device = "cpu"  # the kind of device on which data are, as torch names it
@@ -319,11 +302,16 @@ class SymmetricHeap:
             return None
         return self.tensors.get(x.data_ptr() - int(self.table[self.rank]))
 
-    def flags(self, count: int, label: str) -> Flags:
-        """Return `count` counters on every rank, each on a line of its own; collective; refused for data on GPUs."""
+    def flags(self, count: int, label: str) -> list[Words]:
+        """Return `count` counters of every rank, by rank int32 [count, 16], of which column 0 counts; collective.
+
+        Each is on a line of its own. Refused for data on GPUs.
+        """
         if self.parts:
             raise BackendError(f"symmetric heap {self.name}: flags {label} on {self.device}; legal is memory of CPUs")
-        return Flags(self.alloc((count, LINE // 4), "i32", label))
+        made = self.alloc((count, LINE // 4), "i32", label)
+        span = slice(made.offset, made.offset + made.nbytes)
+        return [part[span].view(np.int32).reshape(count, LINE // 4) for part in self.memory]
 
     def check(self) -> None:
         """Return once all calls so far have ended on this rank's device; raises what failed in one of them.

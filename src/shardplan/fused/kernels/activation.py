@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
 
 
-def apply_activation(z: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the activation of z; `gelu` is the exact one.
+def check_activation(name: str) -> None:
+    """Raise `TypingError` where there is no activation of that name."""
+    if name not in ACTIVATIONS:
+        raise TypingError(f"activation {excerpt(name)}; legal are {', '.join(ACTIVATIONS)}")
 
-    Raises `TypingError` where there is none of that name.
-    """
+
+def apply_activation(z: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the activation of z; `gelu` is the exact one. Raises as `check_activation`."""
+    check_activation(name)
     functional = optional("torch.nn.functional", "torch")
     match name:
         case "none":
@@ -25,14 +29,13 @@ def apply_activation(z: torch.Tensor, name: str) -> torch.Tensor:
             return z.relu()
         case "gelu":
             return functional.gelu(z)
-        case "silu":
-            return functional.silu(z)
         case _:
-            raise TypingError(f"activation {excerpt(name)}; legal are {', '.join(ACTIVATIONS)}")
+            return functional.silu(z)
 
 
 def activation_gradient(g: torch.Tensor, z: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the gradient of z, given that of its activation."""
+    """Return the gradient of z, given that of its activation. Raises as `check_activation`."""
+    check_activation(name)
     torch = optional("torch", "torch")
     match name:
         case "none":
@@ -41,7 +44,5 @@ def activation_gradient(g: torch.Tensor, z: torch.Tensor, name: str) -> torch.Te
             return g * (z > 0)
         case "gelu":
             return torch.ops.aten.gelu_backward(g, z)
-        case "silu":
-            return torch.ops.aten.silu_backward(g, z)
         case _:
-            raise TypingError(f"activation {excerpt(name)}; legal are {', '.join(ACTIVATIONS)}")
+            return torch.ops.aten.silu_backward(g, z)

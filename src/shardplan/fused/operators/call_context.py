@@ -4,89 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
+from typing import TYPE_CHECKING
 
-from shardplan.errors import TypingError, excerpt
-from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
-from shardplan.fused.kernels.bags import BagCall
-from shardplan.fused.tiles.shapes import BlockCuts, cut
+from shardplan.errors import TypingError, optional
+from shardplan.fused.heap.symmetric import SymmetricHeap
 
 if TYPE_CHECKING:
     import torch
 
+    from shardplan.fused.triton.serving import TritonKernels
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # the last one on CPUs only
-
-
-class LocalKernels(Protocol):
-    """The operators on local tensors by kernels that a heap has instead of those of CPUs; operands are checked."""
-
-    def gemm(
-        self,
-        asked: CallContext,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str,
-        cuts: BlockCuts,
-        varying: bool,
-        into: SymmetricTensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the result of `operators.gemm.forward`, in `out` where that is given, which lies in `into`."""
-        ...
-
-    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
-        """Return the sum over ranks of a [M, K_r] times x [K_r, C]: [M, C]."""
-        ...
-
-    def bags(
-        self,
-        asked: CallContext,
-        call: BagCall,
-        held: Sequence[int],
-        batches: Sequence[int],
-        dim: int,
-        dtype: torch.dtype,
-        into: SymmetricTensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the bags of all tables for this rank's batch: rank s holds `held[s]` tables, d has `batches[d]` bags.
-
-        An index that is no row of its table is a `TypingError` at the next call, or at `SymmetricHeap.check`.
-        """
-        ...
-
-    def gather_multiply(
-        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of `operators.tensor_parallel.gather_multiply`."""
-        ...
-
-    def multiply_scatter(self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
-        """Return the result of `operators.tensor_parallel.multiply_scatter`."""
-        ...
-
-    def grouped_multiply(
-        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the results of `operators.grouped.grouped_multiply`; the host does not read `counts`."""
-        ...
-
-    def move_grouped_back(
-        self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
-    ) -> torch.Tensor:
-        """Return the rows of g that this rank's experts made, by destination and expert; `most` are any rank's."""
-        ...
-
-    def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
-        """Return the blocks of all ranks, put together."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """The heap of the group, tiles a destination (0: chosen by size), their order, and the seconds of a wait.
+    """The heap of the group, tiles a destination (0: chosen by size), and the seconds of a wait.
 
     Ranks must say the same of `backward`, whether autograd would call it here. With `tile_sizes` ranks have as many
     rows.
@@ -94,19 +28,21 @@ class CallContext:
 
     heap: SymmetricHeap
     tiles: int = 0
-    order: str = "remote_first"
     seconds: float = 30.0
     backward: bool = True
     even: bool = False
 
     @property
-    def kernels(self) -> LocalKernels | None:
+    def kernels(self) -> TritonKernels | None:
         """What runs the operators where those of CPUs do not."""
         return self.heap.kernels
 
-    def tile_count(self, rows: int, least: int, most: int = 8) -> int:
-        """Return the tiles of a destination of so many rows: as asked, or of `least` rows each, at most `most`."""
-        return self.tiles or max(1, min(most, rows // least))
+    def check_product(self, name: str, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Raise `TypingError` where a and b are no [M, K] and [K, N] of one dtype, and as `check_operands`."""
+        if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
+            said = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (a, b))
+            raise TypingError(f"{name}: {said}; legal are [M, K] and [K, N] of one dtype")
+        self.check_operands(name, a, b, bias)
 
     def check_operands(
         self, name: str, *operands: torch.Tensor | None, numbers: Sequence[torch.Tensor | None] = ()
@@ -118,39 +54,23 @@ class CallContext:
         for each in (*operands, *numbers):
             if each is not None and each.device.type != self.heap.device:
                 raise TypingError(f"{name}: an operand on {each.device}; legal is {self.heap.device}, as the heap's")
+        legal = _legal_dtypes(self.kernels is None)
         for each in operands:
-            legal = DTYPES[: 3 if self.kernels is not None else 4]
-            if each is not None and (kind := str(each.dtype).removeprefix("torch.")) not in legal:
-                raise TypingError(f"{name}: an operand of {kind}; legal are {', '.join(legal)}")
+            if each is not None and each.dtype not in legal:
+                words = [str(kind).removeprefix("torch.") for kind in (each.dtype, *legal)]
+                raise TypingError(f"{name}: an operand of {words[0]}; legal are {', '.join(words[1:])}")
 
 
-def tile_sizes(n: int, parts: int) -> list[int]:
-    """Return the sizes of parts by the tiling rule.
+@cache
+def _legal_dtypes(on_cpus: bool) -> tuple[torch.dtype, ...]:
+    torch = optional("torch", "torch")
+    return tuple(getattr(torch, name) for name in (DTYPES if on_cpus else DTYPES[:-1]))
 
-    >>> tile_sizes(7, 3), tile_sizes(1, 3)
-    ([3, 3, 1], [1, 0, 0])
+
+def count_tiles(asked: int, rows: int, least: int) -> int:
+    """Return the tiles of so many rows: as asked, or where that is 0 of `least` rows each, at most 8.
+
+    >>> count_tiles(0, 640, 64), count_tiles(0, 10, 64), count_tiles(3, 10, 64)
+    (8, 1, 3)
     """
-    return [stop - start for start, stop in cut(0, n, parts)]
-
-
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Return where parts begin, and the end of the last one.
-
-    >>> starts([2, 0, 3])
-    [0, 2, 2, 5]
-    """
-    return list(accumulate(sizes, initial=0))
-
-
-def splits(name: str, sizes: Sequence[int] | None, parts: int, whole: int | None) -> list[int] | None:
-    """Return checked splits, None where none are given; `whole` is their sum where it is known.
-
-    Raises `TypingError`.
-    """
-    if sizes is None:
-        return None
-    found = [int(n) for n in sizes]
-    if len(found) != parts or min(found, default=0) < 0 or (whole is not None and sum(found) != whole):
-        legal = f"{parts} integers from 0" + ("" if whole is None else f" that sum to {whole}")
-        raise TypingError(f"{name} {excerpt(found)}; legal are {legal}")
-    return found
+    return asked or max(1, min(8, rows // least))

@@ -14,15 +14,13 @@ import numpy as np
 
 from shardplan.errors import TypingError, optional
 from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_call, check_alike
-from shardplan.fused.calls.instance import FusedInstance, PutStep, SignalStep, TileCall, TileStep, WaitStep, instance
+from shardplan.fused.calls.instance import PutStep, SignalStep, TileStep, WaitStep
 from shardplan.fused.heap.failures import HeapMismatch
-from shardplan.fused.heap.symmetric import SymmetricTensor
 from shardplan.fused.kernels.bags import TILE, BagCall, BagKernel
-from shardplan.fused.operators.call_context import CallContext, splits, starts, tile_sizes
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
-from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, splits, starts, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +36,8 @@ def _check_tables(asked: CallContext, tables: Sequence[torch.Tensor], dim: int, 
         raise TypingError(f"{NAME}: a batch of {batch}; legal are integers from 0")
 
 
-_FACTS = ("tables", "batch", "dim", "dtype", "splits", "counts", "tiles", "order", "out", "backward")
-_ALIKE = ("batch", "splits", "counts", "tiles", "order", "out")
+_FACTS = ("tables", "batch", "dim", "dtype", "splits", "counts", "tiles", "out", "backward")
+_ALIKE = ("batch", "splits", "counts", "tiles", "out")
 KIND = CallKind(NAME, _FACTS, _ALIKE)
 BACK = CallKind(f"{NAME}_backward", (*_FACTS, "gradient"), (*_ALIKE, "gradient"))
 
@@ -74,24 +72,6 @@ class BagBlocks:
         return cls(held, batches, some[0]["dim"], dtype, BlockCuts("beside", (tuple(batches), tuple(held))))
 
 
-@dataclass(frozen=True, slots=True)
-class BagsCall:
-    """A call that all ranks agreed upon; its instance and steps are None where the heap has other kernels."""
-
-    blocks: BagBlocks
-    made: FusedInstance | None = None
-    call: TileCall | None = None
-
-    @classmethod
-    def of(cls, asked: CallContext, who: BagBlocks, tiles: int, out: SymmetricTensor | None) -> BagsCall:
-        """Return what is to be done; collective."""
-        if asked.kernels is not None:
-            return cls(who)
-        schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
-        made = instance(asked.heap, NAME, schedule, "", asked.seconds, out)
-        return cls(who, made, made.call(who.cuts.shape(), {"result": who.dtype}, (who.dim,)))
-
-
 class BagOperands:
     """A call's operands, checked, and what this rank says of them: `facts`, values of `_FACTS`."""
 
@@ -123,10 +103,9 @@ class BagOperands:
             except TypingError as error:  # of the data, so the other ranks do not see it: told to them
                 heap.header.fail(str(error))
                 raise
-        self.tiles = asked.tile_count(max(1, batch // heap.ranks), LEAST)
         self.out = find_out_tensor(NAME, heap, out)
         said = (None if given is None else tuple(given), None if counts is None else tuple(counts))
-        asks = (self.tiles, asked.order, None if self.out is None else self.out.offset, asked.backward)
+        asks = (asked.tiles, None if self.out is None else self.out.offset, asked.backward)
         self.facts: tuple[Hashable, ...] = (len(tables), batch, dim, dtype, *said, *asks)
 
 
@@ -152,15 +131,16 @@ def forward(
     """
     got = BagOperands(asked, tables, indices, offsets, weights, mode, batch, table_counts, batch_splits, out)
 
-    def make(said: Sequence[Facts], varying: bool) -> BagsCall:
-        return BagsCall.of(asked, BagBlocks.of(said), got.tiles, got.out)
+    def make(said: Sequence[Facts], varying: bool) -> BlockMove:
+        who = BagBlocks.of(said)
+        return BlockMove.of(asked, NAME, who.cuts, who.dtype, (who.dim,), least=LEAST, out=got.out, said=who)
 
     known = agree_on_call(asked.heap, KIND, got.facts, asked.seconds, make)
-    who, made, call = known.blocks, known.made, known.call
+    who: BagBlocks = known.said
     if asked.kernels is not None:
-        return asked.kernels.bags(asked, got.call, who.held, who.batches, who.dim, who.dtype, got.out, out)
-    assert made is not None and call is not None
-    made.seconds = asked.seconds
+        return asked.kernels.bags(asked.seconds, got.call, who.held, who.batches, who.dim, who.dtype, got.out, out)
+    made = known.made
+    assert made is not None
     bag, wide = starts(who.batches), sum(who.held) * who.dim
     fits = BagKernel.fits(got.call)
 
@@ -176,7 +156,7 @@ def forward(
         _all_at_once(got.call, steps[:begun], bag, (wide, who.dim), made.epoch)
         return begun
 
-    found = made.run(call, put, ahead=ahead if fits and asked.heap.net is None else None)["result"]
+    found = known.run_tiles(asked, put, ahead=ahead if fits and asked.heap.net is None else None)
     return result_or_out(NAME, found, out)
 
 

@@ -7,21 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.calls.agreement import ALL_BACK, SAME, CallKind, Facts, agree_on_call, check_alike
-from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
+from shardplan.fused.calls.instance import PutStep
 from shardplan.fused.heap.failures import HeapMismatch
-from shardplan.fused.heap.symmetric import SymmetricTensor
-from shardplan.fused.kernels.activation import activation_gradient, apply_activation
-from shardplan.fused.operators.call_context import CallContext, splits, tile_sizes
+from shardplan.fused.kernels.activation import activation_gradient, apply_activation, check_activation
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
 from shardplan.fused.operators.out import find_out_tensor, result_or_out
-from shardplan.fused.tiles.events import TileBox
-from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, splits, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +26,8 @@ NAME = "gemm_all_to_all"
 LEAST = 64  # rows of a tile: below, packing b again for every tile costs more than it hides (measured, one core)
 
 
-_FACTS = ("rows", "N", "scatter", "sends", "receives", "dtype", "tiles", "order", "out", "backward", "even")
-_ALIKE = ("N", "dtype", "scatter", "tiles", "order", "out", "even")
+_FACTS = ("rows", "N", "scatter", "sends", "receives", "dtype", "tiles", "out", "backward", "even")
+_ALIKE = ("N", "dtype", "scatter", "tiles", "out", "even")
 _DATA = ("sends", "receives")
 KIND = CallKind(NAME, _FACTS, _ALIKE, _DATA)
 BACK = CallKind(f"{NAME}_backward", (*_FACTS, "gradient"), (*_ALIKE, "gradient"), _DATA)
@@ -48,7 +44,7 @@ def _facts(
 ) -> tuple[Hashable, ...]:
     """What this rank says of a call: values of `_FACTS`."""
     splits = (None if sent is None else tuple(sent), None if received is None else tuple(received))
-    asks = (asked.tiles, asked.order, offset, asked.backward, asked.even)
+    asks = (asked.tiles, offset, asked.backward, asked.even)
     return a.shape[0], b.shape[1], scatter, *splits, a.dtype, *asks
 
 
@@ -86,14 +82,11 @@ def check_operands(
     receive: Sequence[int] | None,
 ) -> tuple[list[int] | None, list[int] | None]:
     """Return checked splits; raises `TypingError` where operands do not fit."""
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
-        said = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (a, b))
-        raise TypingError(f"{NAME}: {said}; legal are [M, K] and [K, N] of one dtype")
+    asked.check_product(NAME, a, b, bias)
     if bias is not None and (bias.shape != b.shape[1:] or bias.dtype != a.dtype):
         raise TypingError(f"{NAME}: bias {list(bias.shape)}; legal is [{b.shape[1]}] of the dtype of the operands")
     if scatter not in (0, 1):
         raise TypingError(f"{NAME}: scatter {excerpt(scatter)}; legal are 0, blocks of rows, and 1, blocks of columns")
-    asked.check_operands(NAME, a, b, bias)
     n = asked.heap.ranks
     sent = splits(f"{NAME}: send_splits", send, n, a.shape[0] if scatter == 0 else b.shape[1])
     return sent, splits(f"{NAME}: recv_splits", receive, n, None)
@@ -118,62 +111,33 @@ def forward(
     raises `TypingError` where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
     sent, received = check_operands(asked, a, b, bias, scatter, send_splits, recv_splits)
-    apply_activation(a[:0], activation)  # an unknown one is refused before anything is sent
+    check_activation(activation)  # before anything is sent
     heap, into = asked.heap, find_out_tensor(NAME, asked.heap, out)
 
-    def make(said: Sequence[Facts], varying: bool) -> GemmCall:
-        return GemmCall.of(asked, cuts_of(said), a.dtype, varying, into)
+    def make(said: Sequence[Facts], varying: bool) -> BlockMove:
+        return BlockMove.of(asked, NAME, cuts_of(said), a.dtype, varying=varying, least=LEAST, out=into)
 
     facts = _facts(asked, a, b, scatter, sent, received, None if into is None else into.offset)
     found = agree_on_call(heap, KIND, facts, asked.seconds, make)
     if asked.kernels is not None:
-        return asked.kernels.gemm(asked, a, b, bias, activation, found.cuts, found.varying, into, out)
-    assert found.made is not None and found.call is not None
-    found.made.seconds = asked.seconds
+        return asked.kernels.gemm(asked.seconds, a, b, bias, activation, found.cuts, found.varying, into, out)
     exact = a.dtype.itemsize >= 4
-    mine, own = found.cuts.shape().boxes[heap.rank], found.own
-    ahead = [there[0][0] - box[0][0] for there, box in zip(mine, own, strict=True)]
     torch = optional("torch", "torch")
 
     def put(step: PutStep) -> None:
-        first, last = (x - ahead[step.to] for x in step.box[0])
-        if first == last:
+        part, across = found.own_rows(step, heap.rank), slice(*found.own[step.to][1])
+        if part.start == part.stop:
             return
-        rows, columns = a[first:last], b if scatter == 0 else b[:, slice(*own[step.to][1])]
+        rows, columns = a[part], b if scatter == 0 else b[:, across]
         if bias is None and activation == "none":
             torch.mm(rows, columns, out=step.view)
             return
         z = rows @ columns if exact else rows.float() @ columns.float()
         if bias is not None:
-            z += bias if scatter == 0 else bias[slice(*own[step.to][1])]
+            z += bias if scatter == 0 else bias[across]
         step.view.copy_(apply_activation(z, activation))
 
-    return result_or_out(NAME, found.made.run(found.call, put)["result"], out)
-
-
-@dataclass(frozen=True, slots=True)
-class GemmCall:
-    """A call that all ranks agreed upon; its instance and steps are None where the heap has other kernels."""
-
-    cuts: BlockCuts
-    varying: bool
-    own: tuple[TileBox, ...] = ()  # by destination, of this rank's product
-    made: FusedInstance | None = None
-    call: TileCall | None = None
-
-    @classmethod
-    def of(
-        cls, asked: CallContext, cuts: BlockCuts, dtype: torch.dtype, varying: bool, out: SymmetricTensor | None
-    ) -> GemmCall:
-        """Return what is to be done; collective."""
-        if asked.kernels is not None:
-            return cls(cuts, varying)
-        shape = cuts.shape()
-        sizes = [box[0][1] - box[0][0] for row in shape.boxes for box in row]
-        tiles = asked.tile_count(sum(sizes) // len(sizes), LEAST)
-        schedule = TileSchedule(order=asked.order, tiles=tiles)  # type: ignore[arg-type]
-        made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds, out)
-        return cls(cuts, varying, cuts.own_boxes(asked.heap.rank), made, made.call(shape, {"result": dtype}))
+    return result_or_out(NAME, found.run_tiles(asked, put), out)
 
 
 def backward(

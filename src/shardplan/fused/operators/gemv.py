@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardplan.core.ops.fused_forms import THIN
 from shardplan.errors import TypingError, excerpt, optional
 from shardplan.fused.calls.agreement import CallKind, Facts, agree_on_call
 from shardplan.fused.calls.instance import (
@@ -26,7 +27,7 @@ from shardplan.fused.calls.instance import (
     instance,
 )
 from shardplan.fused.kernels.vectors import LANE, WANT, fits, one_shot, rows_times, sum_dtype, thin
-from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.operators.call_context import CallContext, count_tiles
 from shardplan.fused.tiles.schedule import TileSchedule
 from shardplan.fused.tiles.shapes import RowShape
 
@@ -36,39 +37,47 @@ if TYPE_CHECKING:
 NAME = "gemv_all_reduce"
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 ONE_SHOT = 64 << 10  # bytes that a rank sends at most in one shot, where `auto` chooses
-MOST = 16  # columns
-_FACTS = ("M", "C", "shots", "tiles", "order", "dtype")
+_FACTS = ("M", "C", "shots", "tiles", "dtype")
 KIND = CallKind(NAME, _FACTS, _FACTS)
 LEAST = 256  # rows of a tile
 
 
-def forward(asked: CallContext, a: torch.Tensor, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
+def forward(
+    asked: CallContext, a: torch.Tensor, x: torch.Tensor, algorithm: str = "auto", out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the sum over ranks of a [M, K_r] times x [K_r] or [K_r, C], C at most 16: [M] or [M, C] on every rank.
 
-    K_r may differ between ranks, or be 0. Addends and sums are f32, of f64 that. Collective; raises `TypingError`
-    where operands do not fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
+    K_r may differ between ranks, or be 0. Addends and sums are f32, of f64 that. With `out` the result is there, which
+    only this rank writes, so that it need not lie in the heap. Collective; raises `TypingError` where operands do not
+    fit, `HeapMismatch` where ranks differ, and as `FusedInstance.run`.
     """
     torch = optional("torch", "torch")
     heap = asked.heap
     if a.ndim != 2 or x.ndim not in (1, 2) or x.shape[0] != a.shape[1] or a.dtype != x.dtype:
         said = f"{list(a.shape)} and {list(x.shape)}"
         raise TypingError(f"{NAME}: {said}; legal are [M, K] and [K] or [K, C] of one dtype")
-    if x.ndim == 2 and not 1 <= x.shape[1] <= MOST:
-        raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {MOST}")
+    if x.ndim == 2 and not 1 <= x.shape[1] <= THIN:
+        raise TypingError(f"{NAME}: {x.shape[1]} columns; legal are 1 to {THIN}")
     if algorithm not in ALGORITHMS:
         raise TypingError(f"{NAME}: algorithm {excerpt(algorithm)}; legal are {', '.join(ALGORITHMS)}")
-    asked.check_operands(NAME, a, x)
+    asked.check_operands(NAME, a, x, out)
     m, columns = a.shape[0], 1 if x.ndim == 1 else x.shape[1]
+    shape = (m, *x.shape[1:])
+    if out is not None and (out.shape != shape or out.dtype != a.dtype or not out.is_contiguous()):
+        said = f"out is {str(out.dtype).removeprefix('torch.')}{list(out.shape)}"
+        raise TypingError(f"{NAME}: {said}; legal is a contiguous {list(shape)} of the dtype of the operands")
     one = algorithm == "one_shot" or (algorithm == "auto" and m * columns * 4 * (heap.ranks - 1) < ONE_SHOT)
 
     def make(said: Sequence[Facts], varying: bool) -> GemvCall:
         return GemvCall.of(asked, m, columns, one, a.dtype, sum_dtype(a))
 
-    facts = (m, columns, 1 if one else 2, asked.tiles, asked.order, a.dtype)
+    facts = (m, columns, 1 if one else 2, asked.tiles, a.dtype)
     known = agree_on_call(heap, KIND, facts, asked.seconds, make)
+    result = torch.empty(shape, dtype=a.dtype, device=a.device) if out is None else out
+    whole = result.view(m, columns)
     if asked.kernels is not None:
-        found = asked.kernels.gemv(asked, a, x[:, None] if x.ndim == 1 else x, 1 if one else 2)
-        return found[:, 0] if x.ndim == 1 else found
+        asked.kernels.gemv(asked.seconds, a, x.reshape(-1, columns), 1 if one else 2, asked.tiles, whole)
+        return result
     assert known.made is not None and known.call is not None
     made, call, wide, places = known.made, known.call, thin(x), known.places
     made.seconds = asked.seconds
@@ -96,7 +105,7 @@ def forward(asked: CallContext, a: torch.Tensor, x: torch.Tensor, algorithm: str
     def ahead(steps: Sequence[TileStep]) -> int:
         """All of one shot in one call of C++, but for what does not come soon."""
         lanes, wants, begun, came = _lanes(call, made.epoch % len(call.steps), steps)
-        total = torch.empty(m, columns)
+        total = whole if whole.dtype == torch.float32 else torch.empty(m, columns)
         count = one_shot(a, wide, lanes, wants, made.epoch, SPIN, came, addends, total)
         if count < len(wants):
             return begun[count]
@@ -105,11 +114,10 @@ def forward(asked: CallContext, a: torch.Tensor, x: torch.Tensor, algorithm: str
 
     fast = one and m > 0 and heap.net is None and fits(a)
     found = made.run(call, put, read, ahead if fast else None)["result"]
-    if one:
-        out = (sums[0] if sums else in_order(found)).to(a.dtype)
-    else:
-        out = found.clone()
-    return out[:, 0] if x.ndim == 1 else out
+    total = sums[0] if sums else in_order(found) if one else found
+    if total is not whole:
+        whole.copy_(total)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +133,8 @@ class GemvCall:
         """Return what is to be done; collective."""
         if asked.kernels is not None:
             return cls()
-        tiles = 1 if one else asked.tile_count(m // asked.heap.ranks, LEAST)
-        schedule = TileSchedule(order=asked.order, tiles=tiles, shots=1 if one else 2)  # type: ignore[arg-type]
+        tiles = 1 if one else count_tiles(asked.tiles, m // asked.heap.ranks, LEAST)
+        schedule = TileSchedule(tiles=tiles, shots=1 if one else 2)
         dtypes = {"result": wide} if one else {"partial": wide, "result": dtype}
         made = instance(asked.heap, NAME, schedule, str(dtype), asked.seconds)
         call = made.call(RowShape(m), dtypes, (columns,))

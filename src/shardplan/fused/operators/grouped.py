@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import TypingError, optional
 from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_call, check_alike
-from shardplan.fused.calls.instance import FusedInstance, PutStep, TileCall, instance
-from shardplan.fused.operators.call_context import CallContext, starts
+from shardplan.fused.calls.instance import PutStep
+from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.moving import BlockMove
-from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, starts
 
 if TYPE_CHECKING:
     import torch
@@ -29,13 +28,10 @@ BACK = CallKind(f"{NAME}_backward", _FACTS, _FACTS[1:6], ("counts",))
 
 
 class GroupedCall(NamedTuple):
-    """A call that all ranks agreed upon: the most rows of any rank; where the host knows them, counts and steps."""
+    """A call that all ranks agreed upon: the most rows of any rank; where the host knows them, counts and the move."""
 
     most: int
     counts: list[list[list[int]]]  # by rank, expert and destination
-    cuts: BlockCuts | None = None
-    made: FusedInstance | None = None
-    call: TileCall | None = None
     move: BlockMove | None = None
 
 
@@ -61,13 +57,8 @@ def _agree(
         cuts = BlockCuts("rows", tuple(tuple(map(sum, zip(*each, strict=True))) for each in every), b.shape[2])
         if (rows := max(cuts.result(rank)[0] for rank in range(ranks))) > capacity:
             raise TypingError(f"{NAME}: {rows} rows for one rank; legal are at most the capacity, {capacity}")
-        if kind is BACK:
-            return GroupedCall(
-                most, every, cuts, move=BlockMove.of(asked, BACK.op, cuts.reverse(), a.dtype, varying=True)
-            )
-        schedule = TileSchedule(tiles=asked.tile_count(rows // ranks, LEAST))
-        made = instance(asked.heap, NAME, schedule, str(a.dtype), asked.seconds)
-        return GroupedCall(most, every, cuts, made, made.call(cuts.shape(), {"result": a.dtype}))
+        there, least = (cuts.reverse(), 0) if kind is BACK else (cuts, LEAST)
+        return GroupedCall(most, every, BlockMove.of(asked, kind.op, there, a.dtype, varying=True, least=least))
 
     return agree_on_call(asked.heap, kind, facts, asked.seconds, make)
 
@@ -85,9 +76,9 @@ def grouped_multiply(
     torch = optional("torch", "torch")
     found, rank = _agree(asked, KIND, a, b, counts, capacity), asked.heap.rank
     if asked.kernels is not None:
-        return asked.kernels.grouped_multiply(asked, a, b, counts, capacity)
-    assert found.made is not None and found.call is not None and found.cuts is not None
-    own, boxes = found.counts[rank], found.cuts.shape().boxes[rank]
+        return asked.kernels.grouped_multiply(asked.seconds, a, b, counts, capacity)
+    assert found.move is not None
+    own, boxes = found.counts[rank], found.move.cuts.shape().boxes[rank]
     first = starts([n for each in own for n in each])  # of a's rows, by expert and destination
 
     def put(step: PutStep) -> None:
@@ -100,8 +91,7 @@ def grouped_multiply(
                 torch.mm(a[at + low : at + high], b[expert], out=step.view[low - begin : high - begin])
             ahead += each[step.to]
 
-    found.made.seconds = asked.seconds
-    came = found.made.run(found.call, put)["result"]
+    came = found.move.run_tiles(asked, put)
     out = a.new_zeros(capacity, b.shape[2])
     out[: len(came)] = came
     return out, torch.tensor([[row[rank] for row in each] for each in found.counts])
@@ -114,10 +104,10 @@ def grouped_multiply_backward(
     torch = optional("torch", "torch")
     found, rank = _agree(asked, BACK, a, b, counts, capacity), asked.heap.rank
     if asked.kernels is not None:
-        came = asked.kernels.move_grouped_back(asked, g, counts, len(a), found.most)
+        came = asked.kernels.move_grouped_back(asked.seconds, g, counts, len(a), found.most)
     else:
-        assert found.move is not None and found.cuts is not None
-        came = found.move.run(asked, g[: found.cuts.result(rank)[0]])
+        assert found.move is not None
+        came = found.move.run(asked, g[: found.move.cuts.count_rows(rank)])
     dz = _by_expert(came, counts, len(a))
     ends = counts.sum(1).cumsum(0).to(torch.int32)
     (depth, columns), product, pad = b.shape[1:], torch.nn.functional.grouped_mm, torch.nn.functional.pad

@@ -8,17 +8,16 @@ go to their rank, which adds them up as they come, in a fixed order. Each is the
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardplan.errors import TypingError, optional
+from shardplan.errors import optional
 from shardplan.fused.calls.agreement import ALL_BACK, CallKind, Facts, agree_on_call, check_alike
-from shardplan.fused.calls.instance import FusedInstance, PutStep, ReadStep, TileCall, instance
+from shardplan.fused.calls.instance import PutStep, ReadStep
 from shardplan.fused.heap.failures import HeapMismatch
 from shardplan.fused.kernels.vectors import sum_dtype
-from shardplan.fused.operators.call_context import CallContext, splits, tile_sizes
-from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.operators.call_context import CallContext
+from shardplan.fused.operators.moving import BlockMove
+from shardplan.fused.tiles.shapes import BlockCuts, splits, tile_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -32,42 +31,24 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksCall:
-    """A call that all ranks agreed upon; its instance and steps are None where the heap has other kernels."""
-
-    cuts: BlockCuts
-    made: FusedInstance | None = None
-    call: TileCall | None = None
-
-    @classmethod
-    def of(cls, asked: CallContext, op: str, said: Sequence[Facts], dtype: torch.dtype) -> BlocksCall:
-        """Return what is to be done, given what all ranks said; collective. Raises `HeapMismatch` where they differ."""
-        check_alike(op, said, "backward", ALL_BACK)
-        first, rows = said[0], [each["rows"] for each in said]
-        if op == GATHER:
-            if first["even"] and first["splits"] is None:
-                check_alike(op, said, "rows", "as many on every rank, or splits on all")
-            if first["splits"] not in (None, rows):
-                raise HeapMismatch(f"{op}: splits {first['splits']}, but ranks have {rows} rows")
-            cuts = BlockCuts("whole", (tuple(rows),), first["width"])
-        else:
-            heights = tuple(first["splits"] or tile_sizes(rows[0], len(said)))
-            cuts = BlockCuts("rows", (heights,) * len(said), first["width"])
-        if asked.kernels is not None:
-            return cls(cuts)
-        tiles = asked.tile_count(sum(cuts.counts[0]) // len(said), LEAST)
-        made = instance(asked.heap, op, TileSchedule(tiles=tiles), str(dtype), asked.seconds)
-        return cls(cuts, made, made.call(cuts.shape(), {"result": dtype}))
+def _cuts_of(op: str, said: Sequence[Facts]) -> BlockCuts:
+    """Who sends what, given what all ranks said; raises `HeapMismatch` where they differ."""
+    check_alike(op, said, "backward", ALL_BACK)
+    first, rows = said[0], [each["rows"] for each in said]
+    if op == SCATTER:
+        heights = tuple(first["splits"] or tile_sizes(rows[0], len(said)))
+        return BlockCuts("rows", (heights,) * len(said), first["width"])
+    if first["even"] and first["splits"] is None:
+        check_alike(op, said, "rows", "as many on every rank, or splits on all")
+    if first["splits"] not in (None, rows):
+        raise HeapMismatch(f"{op}: splits {first['splits']}, but ranks have {rows} rows")
+    return BlockCuts("whole", (tuple(rows),), first["width"])
 
 
 def _agree(
     asked: CallContext, op: str, a: torch.Tensor, b: torch.Tensor, parts: Sequence[int] | None, back: bool
-) -> BlocksCall:
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype:
-        said = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (a, b))
-        raise TypingError(f"{op}: {said}; legal are [M, K] and [K, N] of one dtype")
-    asked.check_operands(op, a, b)
+) -> BlockMove:
+    asked.check_product(op, a, b)
     whole = a.shape[0] if op == SCATTER else None
     given = splits(f"{op}: splits", parts, asked.heap.ranks, whole)
     width = a.shape[1] if op == GATHER else b.shape[1]
@@ -76,13 +57,10 @@ def _agree(
     )  # fmt: skip
     dtype = a.dtype if op == GATHER else sum_dtype(a)
 
-    def make(said: Sequence[Facts], varying: bool) -> BlocksCall:
-        return BlocksCall.of(asked, op, said, dtype)
+    def make(said: Sequence[Facts], varying: bool) -> BlockMove:
+        return BlockMove.of(asked, op, _cuts_of(op, said), dtype, least=LEAST)
 
-    found = agree_on_call(asked.heap, _KINDS[op], facts, asked.seconds, make)
-    if found.made is not None:
-        found.made.seconds = asked.seconds
-    return found
+    return agree_on_call(asked.heap, _KINDS[op], facts, asked.seconds, make)
 
 
 def gather_multiply(
@@ -95,14 +73,13 @@ def gather_multiply(
     """
     found, rank = _agree(asked, GATHER, a, b, parts, back), asked.heap.rank
     if asked.kernels is not None:
-        return asked.kernels.gather_multiply(asked, a, b, found.cuts)
-    assert found.made is not None and found.call is not None
+        return asked.kernels.gather_multiply(asked.seconds, a, b, found.cuts)
     torch = optional("torch", "torch")
     out = torch.empty(found.cuts.result(rank)[0], b.shape[1], dtype=a.dtype)
     begin = found.cuts.shape().boxes[rank][rank][0][0]
 
     def put(step: PutStep) -> None:
-        rows = slice(*(x - begin for x in step.box[0]))
+        rows = found.own_rows(step, rank)
         step.view.copy_(a[rows])
         if step.to == rank:  # the last one of all: others are on their way
             torch.mm(a[rows], b, out=out[slice(*step.box[0])])
@@ -111,7 +88,7 @@ def gather_multiply(
         if step.box[0][0] != begin or not len(a):
             torch.mm(step.view, b, out=out[slice(*step.box[0])])
 
-    return out, found.made.run(found.call, put, read)["result"].clone()
+    return out, found.run_tiles(asked, put, read=read).clone()
 
 
 def multiply_scatter(
@@ -124,22 +101,17 @@ def multiply_scatter(
     """
     found, rank = _agree(asked, SCATTER, a, b, parts, back), asked.heap.rank
     if asked.kernels is not None:
-        return asked.kernels.multiply_scatter(asked, a, b, found.cuts)
-    assert found.made is not None and found.call is not None
-    torch = optional("torch", "torch")
-    heights = found.cuts.counts[0]
-    wide = sum_dtype(a)
-    own, total = found.cuts.own_boxes(rank), torch.zeros(heights[rank], b.shape[1], dtype=wide)
+        return asked.kernels.multiply_scatter(asked.seconds, a, b, found.cuts)
+    torch, wide = optional("torch", "torch"), sum_dtype(a)
+    total = torch.zeros(found.cuts.counts[0][rank], b.shape[1], dtype=wide)
 
     def put(step: PutStep) -> None:
-        ahead = own[step.to][0][0] - rank * heights[step.to]
-        rows = a[slice(*(x + ahead for x in step.box[0]))]
-        torch.mm(rows.to(wide), b.to(wide), out=step.view)
+        torch.mm(a[found.own_rows(step, rank)].to(wide), b.to(wide), out=step.view)
 
     def read(step: ReadStep) -> None:
         total.add_(step.view)
 
-    found.made.run(found.call, put, read)
+    found.run_tiles(asked, put, read=read)
     return total.to(a.dtype)
 
 

@@ -48,15 +48,12 @@ def _launch(lists: Programs) -> TileLaunch:
 class _Blocks:
     """What is known of a protocol of blocks: where tiles lie, and which counters there are.
 
-    At a rank stand, for every source, its counters (one, or one a slice for consumers), then with acks one for every
-    destination.
+    At a rank stand a counter for every source, then with acks one for every destination.
     """
 
     def __init__(self, plan: Plainly, shape: BlockShape) -> None:
         self.plan, self.shape, self.ranks = plan, shape, len(shape.boxes)
         self.slices = -(-plan.tiles // plan.slice)  # of a destination
-        self.flags = self.slices if plan.waits == "consumer" else 1
-        self.acked = self.ranks * self.flags
         self.boxes = [[shape.tile(s, d, plan.tiles) for d in range(self.ranks)] for s in range(self.ranks)]
 
     def number(self, source: int, to: int, k: int) -> int:
@@ -79,32 +76,24 @@ class _Blocks:
                     arrivals = (to * self.slices + part, full) if full > 1 else (-1, 1)
                     lists[rank][p] += [
                         TilePut(to, RESULT, self.boxes[rank][to][k], self.number(rank, to, k)),
-                        TileSignal(to, rank * self.flags + (part if self.flags > 1 else 0), *arrivals),
+                        TileSignal(to, rank, *arrivals),
                     ]
         return lists
 
     def ack(self, to: int) -> TileWait:
-        """A destination has read what lay in the slot before: all that it acknowledges in an epoch."""
-        total = self.slices if self.plan.waits == "consumer" else 1
-        return TileWait(self.acked + to, (1 - self.plan.slots) * total, total)
+        """A destination has read what lay in the slot before."""
+        return TileWait(self.ranks + to, 1 - self.plan.slots, 1)
 
     def receive_block(self, rank: int, source: int) -> list[TileEvent]:
         """A source's block has come, is read, and is acknowledged."""
         want = self.slices
         events: list[TileEvent] = [TileWait(source, want, want), TileRead(RESULT, self.shape.boxes[source][rank])]
-        return [*events, TileSignal(source, self.acked + rank)] if self.plan.acks else events
+        return [*events, TileSignal(source, self.ranks + rank)] if self.plan.acks else events
 
     def share(self, rank: int, source: int, program: int) -> list[TileEvent]:
         """A source's block has come, and a program reads every so many of its tiles."""
         tiles = self.boxes[source][rank][program :: self.plan.programs]
         return [TileWait(source, self.slices, self.slices), *(TileRead(RESULT, box) for box in tiles)]
-
-    def part(self, rank: int, source: int, k: int) -> list[TileEvent]:
-        """The same of a slice."""
-        tiles = self.boxes[source][rank][k * self.plan.slice : (k + 1) * self.plan.slice]
-        events: list[TileEvent] = [TileWait(source * self.flags + k, 1, 1)]
-        events += [TileRead(RESULT, box) for box in tiles]
-        return [*events, TileSignal(source, self.acked + rank)] if self.plan.acks else events
 
     def launches(self) -> list[Programs]:
         """The puts, and who waits."""
@@ -116,19 +105,13 @@ class _Blocks:
             return [lists]
         second = _empty(self.ranks, plan.programs)
         for rank, source in ((r, s) for r in range(self.ranks) for s in plan.orders[r]):
-            if plan.waits == "second_launch":
-                for p in range(plan.programs):
-                    second[rank][p] += self.share(rank, source, p)
-                continue
-            for k in range(self.slices):
-                second[rank][(plan.orders[rank].index(source) * self.slices + k) % plan.programs] += self.part(
-                    rank, source, k
-                )
-        if not plan.acks or plan.waits != "second_launch":
+            for p in range(plan.programs):
+                second[rank][p] += self.share(rank, source, p)
+        if not plan.acks:
             return [lists, second]
         third = _empty(self.ranks, plan.programs)  # all programs of a source's destination have read it
         for rank in range(self.ranks):
-            third[rank][0] += [TileSignal(source, self.acked + rank) for source in plan.orders[rank]]
+            third[rank][0] += [TileSignal(source, self.ranks + rank) for source in plan.orders[rank]]
         return [lists, second, third]
 
 
@@ -145,7 +128,7 @@ def block_protocol(plan: Plainly, shape: BlockShape) -> TileProtocol:
         tuple((box, made.number(s, d, k)) for s in range(made.ranks) for k, box in enumerate(made.boxes[s][d]))
         for d in range(made.ranks)
     )
-    counters = made.acked + made.ranks * plan.acks
+    counters = made.ranks * (1 + plan.acks)
     buffers = {RESULT: TileBuffer(shape.extents, table, plan.slots)}
     return TileProtocol(
         plan.name, made.ranks, tuple(map(_launch, launches)), buffers, counters, made.ranks * made.slices
@@ -159,9 +142,8 @@ def two_shot_protocol(plan: Plainly, ranks: int, shape: RowShape) -> TileProtoco
     programs of the same number. Counters of a rank: one for every own tile and source, then one for every owner.
     Slices are single tiles, and sums need no acks: who has all sums of an epoch knows that all addends were read.
     """
-    if plan.acks or plan.waits == "consumer":
-        wrong = "acks=1" if plan.acks else "waits=consumer"
-        raise TileScheduleError(f"tile schedule {plan.name}: {wrong} of a sum in two shots; legal are the others")
+    if plan.acks:
+        raise TileScheduleError(f"tile schedule {plan.name}: acks=1 of a sum in two shots; legal are the others")
     n = plan.tiles
     tiles = shape.tiles(ranks, n)
     starts = [[sum(b - a for a, b in own[:k]) for k in range(n + 1)] for own in tiles]

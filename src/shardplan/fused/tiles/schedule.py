@@ -12,8 +12,9 @@ from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
 from shardplan.fused.tiles.generate import Plainly, block_protocol, two_shot_protocol
 from shardplan.fused.tiles.shapes import BlockShape, TileShape
 
-TileOrder = Literal["remote_first", "natural", "local_first"]
-TileWaits = Literal["last_program", "second_launch", "owner", "consumer"]
+SLOTS = 2  # of memory: epochs take turns
+TileOrder = Literal["remote_first", "natural"]
+TileWaits = Literal["last_program", "second_launch", "owner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +22,20 @@ class TileSchedule:
     """Order, tiles, slices, programs and waits of a fused kernel (arXiv 2305.06942, section 3).
 
     - `order` is how a rank goes round its destinations: `remote_first` serves (rank + 1 + s) mod W at step s, so that
-      at every step all ranks serve different ones and the own block comes last; `natural` serves s; `local_first`
-      (rank + s) mod W; a tuple of offsets serves (rank + offset) mod W.
+      at every step all ranks serve different ones and the own block comes last. Operators have this one; what is tried
+      beside it is `natural`, which serves s, and a tuple of offsets, which serves (rank + offset) mod W.
     - `tiles` is how many a destination gets, `slice` how many of them signal together.
     - `programs` share the tiles of a rank: program p takes tiles p, p + programs, ...
-    - `waits` says who waits: the `last_program` for everything; every program of a
-      `second_launch` for everything, to read its share; of a sum in two
-      shots the `owner`, program by program; or the `consumer`, one program of the next launch a slice.
+    - `waits` says who waits: the `last_program` for everything; every program of a `second_launch` for everything, to
+      read its share; or, of a sum in two shots, the `owner`, program by program.
     - `slots` is how many epochs share no memory; with `acks` a reader tells the writer when a slot is free again,
       without which one slot is too few.
     - `shots` is 1 where of a sum every rank gets all addends, 2 where owners sum and spread them.
 
     >>> TileSchedule(tiles=2).destinations(1, 4)
     [2, 3, 0, 1]
-    >>> TileSchedule.parse(str(TileSchedule(order=(1, 0), waits="consumer", acks=True)))
-    TileSchedule(order=(1, 0), tiles=1, slice=1, programs=1, waits='consumer', slots=2, acks=True, shots=1)
+    >>> TileSchedule.parse(str(TileSchedule(order=(1, 0), waits="second_launch", acks=True)))
+    TileSchedule(order=(1, 0), tiles=1, slice=1, programs=1, waits='second_launch', slots=2, acks=True, shots=1)
     """
 
     order: TileOrder | tuple[int, ...] = "remote_first"
@@ -43,7 +43,7 @@ class TileSchedule:
     slice: int = 1
     programs: int = 1
     waits: TileWaits = "last_program"
-    slots: int = 2
+    slots: int = SLOTS
     acks: bool = False
     shots: int = 1
 
@@ -108,8 +108,6 @@ class TileSchedule:
                 return [(rank + 1 + s) % ranks for s in range(ranks)]
             case "natural":
                 return list(range(ranks))
-            case "local_first":
-                return [(rank + s) % ranks for s in range(ranks)]
             case _:
                 if len(self.order) != ranks:
                     raise TileScheduleError(f"tile schedule: order of {len(self.order)} offsets for {ranks} ranks")

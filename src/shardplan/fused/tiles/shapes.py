@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
 
+from shardplan.errors import TypingError, excerpt
 from shardplan.fused.tiles.events import TileBox, TileScheduleError
 
 
@@ -20,6 +21,38 @@ def cut(start: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
     size = -(-(stop - start) // parts)
     for k in range(parts):
         yield min(stop, start + k * size), min(stop, start + (k + 1) * size)
+
+
+def tile_sizes(n: int, parts: int) -> list[int]:
+    """Return the sizes of parts by the tiling rule.
+
+    >>> tile_sizes(7, 3), tile_sizes(1, 3)
+    ([3, 3, 1], [1, 0, 0])
+    """
+    return [stop - start for start, stop in cut(0, n, parts)]
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Return where parts begin, and the end of the last one.
+
+    >>> starts([2, 0, 3])
+    [0, 2, 2, 5]
+    """
+    return list(accumulate(sizes, initial=0))
+
+
+def splits(name: str, sizes: Sequence[int] | None, parts: int, whole: int | None) -> list[int] | None:
+    """Return checked splits, None where none are given; `whole` is their sum where it is known.
+
+    Raises `TypingError`.
+    """
+    if sizes is None:
+        return None
+    found = [int(n) for n in sizes]
+    if len(found) != parts or min(found, default=0) < 0 or (whole is not None and sum(found) != whole):
+        legal = f"{parts} integers from 0" + ("" if whole is None else f" that sum to {whole}")
+        raise TypingError(f"{name} {excerpt(found)}; legal are {legal}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +145,15 @@ class BlockCuts:
         if self.form == "rows":
             return sum(self.counts[rank])
         return sum(self.counts[0]) if self.form == "beside" else self.counts[0][rank]
+
+    def mean_rows(self) -> int:
+        """Return the rows that a block has in the mean.
+
+        >>> BlockCuts("rows", ((1, 2), (3, 2)), 4).mean_rows(), BlockCuts("stack", ((3, 5), (4, 1))).mean_rows()
+        (2, 4)
+        """
+        every = self.counts if self.form == "rows" else self.counts[:1]
+        return sum(map(sum, every)) // (len(every) * self.ranks)
 
     def largest_block(self) -> tuple[int, int]:
         """Return the most rows, and the most columns, that a block has.

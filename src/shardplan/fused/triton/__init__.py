@@ -6,7 +6,7 @@ Reading order:
 - `memory`    `TileMemory`: the heaps of all ranks, and the ranks that run in this process
 - `rows`      a proved protocol of tiles as the integers that a kernel reads
 - `launches`  `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
-- `options`   `KernelOptions`: programs, order, slices, seconds
+- `options`   `KernelOptions`: programs, seconds, and Triton's own options
 - `product_tiles`  `ProductTile`, and which of a table a product has
 - `record`    what failed in a kernel, seen by the host without a wait
 - `blocks`    `BlockKernel`: blocks from every rank to every rank, of which kernels know a matrix of counts

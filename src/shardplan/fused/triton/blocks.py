@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardplan.errors import BackendError, TypingError, optional
 from shardplan.fused.heap.symmetric import SymmetricTensor, size_class
-from shardplan.fused.operators.call_context import starts
 from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.tiles.shapes import BlockCuts, starts
 from shardplan.fused.tiles.symmetry import prove
 from shardplan.fused.triton.memory import LINE, TileMemory, cache_on_heap, is_interpreted
 from shardplan.fused.triton.read_kernel import ack_kernel, read_kernel
@@ -203,7 +202,7 @@ def block_kernel(
     memory: TileMemory, op: str, programs: int, kind: str, seconds: float, out: SymmetricTensor | None = None
 ) -> BlockKernel:
     """Return the instance of an operator on this memory, new where there is none."""
-    key = f"triton {op} {programs} {kind} {'' if out is None else out.offset}"
+    key = (op, programs, kind, None if out is None else out.offset)
     found: BlockKernel = cache_on_heap(memory, key, lambda: BlockKernel(memory, op, programs, out))
     found.seconds = seconds
     return found

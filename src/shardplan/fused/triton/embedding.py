@@ -70,7 +70,6 @@ def embedding_prepared(
     """Return the instance, the call, the kernel's arguments and constants, and the results' places."""
     torch = optional("torch", "torch")
     options = options or KernelOptions()
-    options.check_order(NAME, "remote_first")
     here = range(memory.rank0, memory.rank0 + memory.here)
     batch = sum(batches)
     _check_bags(memory, tables, indices, offsets, held, batch, dim, mode, here)

@@ -71,7 +71,7 @@ def embedding_kernel(
     done = first * 0
     ok = 1
     for step in range(ranks):
-        to = serve(rank, step, ranks, True)
+        to = serve(rank, step, ranks)
         m0, high, n0, wide, there, over, length = block(cuts, rank, to, 0, form, ranks, span)
         if not sends:
             there, over, length = m0, n0, wide

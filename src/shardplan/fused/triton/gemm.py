@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import TypingError, excerpt, optional
+from shardplan.errors import TypingError, excerpt
 from shardplan.fused.heap.symmetric import SymmetricTensor
-from shardplan.fused.operators.call_context import splits, tile_sizes
-from shardplan.fused.tiles.shapes import BlockCuts
+from shardplan.fused.kernels.activation import ACTIVATIONS
+from shardplan.fused.tiles.shapes import BlockCuts, splits, tile_sizes
 from shardplan.fused.triton.blocks import block_kernel
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
-from shardplan.fused.triton.memory import TileMemory, is_interpreted
+from shardplan.fused.triton.memory import TileMemory
 from shardplan.fused.triton.options import KernelOptions
 from shardplan.fused.triton.product_tiles import MIDDLE, ProductTile
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "gemm_all_to_all"
-ACTIVATIONS = ("none", "relu", "gelu", "silu")
 
 
 def gemm_all_to_all(
@@ -65,23 +64,15 @@ def gemm_prepared(
     out: SymmetricTensor | None = None,
 ) -> Any:
     """Return the instance, the call, and the kernel's arguments, constants and results' shapes: `gemm_all_to_all`."""
-    torch = optional("torch", "torch")
     options = options or KernelOptions()
     if not isinstance(cuts, BlockCuts):
         cuts = _cuts_of(memory, b, cuts, scatter, parts)
     _check_gemm(memory, a, b, cuts, activation)
-    options.check_order(NAME, "remote_first", "natural")
     columns, depth = b.shape[2], a.shape[1]
     made = block_kernel(memory, NAME, options.programs, str(a.dtype), options.seconds, out)
     call = made.call(cuts, a.dtype, varying)
-    interpreted = is_interpreted(gemm_kernel)
-    described, operands = tile.operands(a, b, memory.here)
-    constants = {
-        **tile.names, **described, "biased": bias is not None,
-        "activation": ACTIVATIONS.index(activation), "aligned": call.aligned and columns % 16 == depth % 16 == 0,
-        "upcast": interpreted and a.dtype == torch.bfloat16, "stamped": 0,
-        "remote_first": options.order == "remote_first", **options.launch(memory, gemm_kernel, tile=tile),
-    }  # fmt: skip
+    told, operands = options.product(memory, gemm_kernel, tile, a, b, call.aligned)
+    constants = told | {"biased": bias is not None, "activation": ACTIVATIONS.index(activation), "stamped": 0}
     arguments = (
         *operands,
         a if bias is None else bias,

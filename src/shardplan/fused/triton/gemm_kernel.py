@@ -114,7 +114,6 @@ def gemm_kernel(
     aligned: tl.constexpr,
     upcast: tl.constexpr,
     stamped: tl.constexpr,
-    remote_first: tl.constexpr,
     described: tl.constexpr,
 ):
     """Compute the tiles of a program: a [rows, depth] times b [depth, columns] of its rank, plus bias [columns].
@@ -132,7 +131,7 @@ def gemm_kernel(
     done = first * 0
     ok = 1
     for step in range(ranks):
-        to = serve(rank, step, ranks, remote_first)
+        to = serve(rank, step, ranks)
         m0, high, n0, wide, there, over, length = block(cuts, rank, to, columns, form, ranks, span)
         if not sends:
             there, over, length = m0, n0, m0 * 0 + columns

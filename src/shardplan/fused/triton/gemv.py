@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import TypingError, excerpt, optional
-from shardplan.fused.operators.call_context import starts
 from shardplan.fused.tiles.events import TilePut, TileRead
-from shardplan.fused.tiles.shapes import RowShape
+from shardplan.fused.tiles.schedule import TileSchedule, TileWaits
+from shardplan.fused.tiles.shapes import RowShape, starts
 from shardplan.fused.triton.gemv_kernel import gemv_kernel
-from shardplan.fused.triton.launches import KernelCall
-from shardplan.fused.triton.memory import TileMemory, is_interpreted
+from shardplan.fused.triton.launches import FusedKernel, KernelCall
+from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
 from shardplan.fused.triton.options import KernelOptions
 from shardplan.fused.triton.rows import Detail
 
@@ -30,17 +30,18 @@ def gemv_all_reduce(
     block: tuple[int, int] = (16, 256),
     tiles: int = 0,
     options: KernelOptions | None = None,
+    out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Return for each rank here the sum over ranks of a [M, K_r] times x [K_r, C], C at most 16: [M, C].
 
     `a` and `x` have one tensor a rank here; depths may differ. In one shot all ranks get all addends, in two an owner
     sums a tile and spreads it, with `tiles` tiles an owner (one a program, if 0). Addends and sums are f32, rounded
-    once, and of the same bits on all ranks. Collective; raises `TypingError` where operands do not fit, and as
-    `FusedKernel.run`.
+    once, and of the same bits on all ranks. `out` [here, M, C], contiguous, is where they come. Collective; raises
+    `TypingError` where operands do not fit, and as `FusedKernel.run`.
     """
-    made, call, arguments, constants, out = gemv_prepared(memory, a, x, shots, block, tiles, options)
+    made, call, arguments, constants, found = gemv_prepared(memory, a, x, shots, block, tiles, options, out)
     made.run(gemv_kernel, call, *arguments, **constants)
-    return list(out.unbind())
+    return list(found.unbind())
 
 
 def gemv_prepared(
@@ -51,6 +52,7 @@ def gemv_prepared(
     block: tuple[int, int],
     tiles: int,
     options: KernelOptions | None,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Return the instance, the call, the kernel's arguments and constants, and where results come: [here, M, C]."""
     torch = optional("torch", "torch")
@@ -61,17 +63,14 @@ def gemv_prepared(
     vectors = torch.cat([each.t().reshape(-1) for each in x])
     depths = [each.shape[1] for each in a]
     operands = list(zip(starts([d * height for d in depths]), starts([d * wide for d in depths]), depths, strict=False))
-    alone = memory.here > 1 and is_interpreted(gemv_kernel) and shots == 1  # one program a rank sums what has come
-    programs = 1 if alone else options.programs
-    schedule = options.schedule(
-        memory,
-        gemv_kernel,
-        tiles=tiles or programs,
-        programs=programs,
-        shots=shots,
-        waits="last_program" if shots == 1 else "owner",
-    )
-    made = options.kernel_instance(memory, NAME, schedule, f"{a[0].dtype}")
+    # Virtual ranks in the interpreter are one sequence of programs: only a second launch may wait.
+    virtual = memory.here > 1 and is_interpreted(gemv_kernel)
+    programs = 1 if virtual and shots == 1 else options.programs
+    waits: TileWaits = "second_launch" if virtual else "last_program" if shots == 1 else "owner"
+    schedule = TileSchedule(tiles=tiles or programs, programs=programs, waits=waits, shots=shots)
+    key = (NAME, schedule, a[0].dtype)
+    made: FusedKernel = cache_on_heap(memory, key, lambda: FusedKernel(memory, NAME, schedule))
+    made.seconds = options.seconds
     shape = RowShape(height)
     key = (tuple(depths), height, wide)
 
@@ -87,7 +86,8 @@ def gemv_prepared(
 
     call = made.cached_call(key, fresh)
     parts = torch.empty((memory.here, height, wide), dtype=torch.float32, device=memory.device)
-    out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
+    if out is None:
+        out = torch.empty((memory.here, height, wide), dtype=a[0].dtype, device=memory.device)
     constants = {"ranks": memory.ranks, "wide": wide, "block_m": block[0], "block_k": block[1]}
     upcast = is_interpreted(gemv_kernel) and a[0].dtype == torch.bfloat16
     constants |= {"lanes": 1 if wide == 1 else 16, "upcast": upcast}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import optional
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.blocks import block_kernel
 from shardplan.fused.triton.grouped_kernel import grouped_kernel
-from shardplan.fused.triton.memory import TileMemory, is_interpreted
+from shardplan.fused.triton.memory import TileMemory
 from shardplan.fused.triton.move import move
 from shardplan.fused.triton.move_kernel import move_kernel
 from shardplan.fused.triton.options import KernelOptions
@@ -44,22 +44,17 @@ def grouped_multiply(
     options: KernelOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the results of `operators.grouped.grouped_multiply`; collective. Raises as `BlockKernel.run`."""
-    torch = optional("torch", "torch")
-    options.check_order(NAME, "remote_first")
     made = block_kernel(memory, NAME, options.programs, str(a.dtype), options.seconds)
     every, depth, columns = gather_counts(memory, NAME, counts, options), a.shape[1], b.shape[2]
     call = made.call_on_device(matrix_of(every, capacity), capacity, columns, a.dtype)
     made.record.lengths, made.record.indexed = [capacity, len(a)], "the rows of a result, or of a"
-    described, operands = tile.operands(a, b, b.shape[0])
-    constants = {
-        "experts": b.shape[0], "numbers": 1 << (every[:, :, 0].numel() - 1).bit_length(),
-        **tile.names, **described, "aligned": columns % 16 == depth % 16 == 0,
-        "upcast": is_interpreted(grouped_kernel) and a.dtype == torch.bfloat16,
-    }  # fmt: skip
+    told, operands = options.product(memory, grouped_kernel, tile, a, b, True)
+    constants: dict[str, Any] = told | {
+        "experts": b.shape[0],
+        "numbers": 1 << (every[:, :, 0].numel() - 1).bit_length(),
+    }
     arguments = (*operands, every, len(a), depth, columns, capacity, call.out)
-    (out,) = made.run(
-        grouped_kernel, call, *arguments, **constants, **options.launch(memory, grouped_kernel, tile=tile)
-    )
+    (out,) = made.run(grouped_kernel, call, *arguments, **constants)
     return out, every[:, :, memory.rank0].clone()
 
 

@@ -61,7 +61,7 @@ def grouped_kernel(
             note(table, rank, tl.load(spot + 5), rank * 0 + INDEX + 1, has - 1, epoch)
     done = rank * 0
     for step in range(ranks):
-        to = serve(rank, step, ranks, True)
+        to = serve(rank, step, ranks)
         _, high, _, wide, there, _, _ = block(cuts, rank, to, columns, form, ranks, span)
         where = landing(table, spot, to, epoch, like, aligned) + there * columns
         ahead, first = there * 0, there * 0  # rows of the block before an expert's, and of a

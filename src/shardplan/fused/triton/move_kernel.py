@@ -60,7 +60,7 @@ def move_kernel(
     """Copy the blocks of g [rows, columns] to where their ranks read them."""
     rank, p, epoch = begin_blocks(table, spot, rank0, programs)
     for step in range(ranks):
-        to = serve(rank, step, ranks, True)
+        to = serve(rank, step, ranks)
         m0, high, n0, wide, there, over, length = block(cuts, rank, to, columns, form, ranks, span)
         if aligned:  # said here: what a function is told of its arguments is lost
             n0, wide = by_16(n0), by_16(wide)

@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardplan.errors import TypingError, excerpt
-from shardplan.fused.tiles.schedule import TileSchedule
-from shardplan.fused.triton.launches import FusedKernel
-from shardplan.fused.triton.memory import TileMemory, cache_on_heap, is_interpreted
+from shardplan.errors import optional
+from shardplan.fused.triton.memory import TileMemory, is_interpreted
 from shardplan.fused.triton.product_tiles import ProductTile
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Programs a rank, order of destinations, seconds of a wait, and Triton's own options.
+    """Programs a rank, seconds of a wait, and Triton's own options.
 
     Programs of a launch whose own others they wait for must all run at once: at most what the processors hold.
     """
 
     programs: int = 2
-    order: str = "remote_first"
     seconds: float = 30.0
     warps: int = 4
     stages: int = 3
 
-    def check_order(self, op: str, *legal: str) -> None:
-        """Raise `TypingError` where a kernel has not this order."""
-        if self.order not in legal:
-            raise TypingError(f"{op}: order {excerpt(self.order)} of kernels of Triton; legal are {', '.join(legal)}")
+    def product(
+        self, memory: TileMemory, kernel: Any, tile: ProductTile, a: torch.Tensor, b: torch.Tensor, aligned: bool
+    ) -> tuple[dict[str, Any], tuple[Any, Any]]:
+        """Return what every product's kernel is told of a [rows, K] and b [products, K, N], and the two as it has them.
 
-    def schedule(self, memory: TileMemory, kernel: Any, **fields: Any) -> TileSchedule:
-        """Return the schedule.
-
-        Virtual ranks in the interpreter are one sequence of programs, so that only a second launch may wait.
+        `aligned` says whether all that is beside them is of multiples of 16.
         """
-        if memory.here > 1 and is_interpreted(kernel):
-            fields["waits"] = "second_launch"
-        all_fields: dict[str, Any] = {"order": self.order, "programs": self.programs} | fields
-        return TileSchedule(**all_fields)
-
-    def kernel_instance(self, memory: TileMemory, op: str, schedule: TileSchedule, kind: str) -> FusedKernel:
-        """Return the operator's instance on this memory, new where there is none."""
-        found = cache_on_heap(memory, f"triton {op} {schedule} {kind}", lambda: FusedKernel(memory, op, schedule))
-        found.seconds = self.seconds
-        return found
+        described, operands = tile.operands(a, b, b.shape[0])
+        even = a.shape[1] % 16 == b.shape[2] % 16 == 0
+        upcast = is_interpreted(kernel) and a.dtype == optional("torch", "torch").bfloat16  # of which see gemm_kernel
+        constants = {**tile.names, **described, "aligned": aligned and even, "upcast": upcast}
+        return constants | self.launch(memory, kernel, tile=tile), operands
 
     def launch(
         self, memory: TileMemory, kernel: Any, waits: bool = False, tile: ProductTile | None = None

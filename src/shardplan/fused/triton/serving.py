@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from shardplan.errors import BackendError, optional
 from shardplan.fused.heap.symmetric import SymmetricHeap, SymmetricTensor
 from shardplan.fused.kernels.bags import BagCall
-from shardplan.fused.operators.call_context import CallContext
 from shardplan.fused.operators.out import result_or_out
 from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.embedding import embedding_bag_all_to_all
@@ -32,7 +31,7 @@ FIT = {"gemm": 1, "gemv": 2, "embedding": 4, "move": 8}
 
 
 class TritonKernels:
-    """The operators on local tensors, as `call_context.LocalKernels` says, on the memory of a heap.
+    """The operators on checked local tensors by Triton, in place of the kernels of CPUs, on the memory of a heap.
 
     On a GPU a rank runs as many programs a processor as `FIT` says, whose tiles are the kernel's own: `tiles` that a
     call asks for are those of kernels of CPUs. No call waits for the device, and a CUDA graph can capture one; what
@@ -53,10 +52,10 @@ class TritonKernels:
             self.programs = torch.cuda.get_device_properties(self.memory.device).multi_processor_count
             self.target, self.vector = "cuda" if torch.version.hip is None else "hip", (16, 256)
 
-    def _options(self, asked: CallContext, op: str) -> KernelOptions:
+    def _options(self, seconds: float, op: str) -> KernelOptions:
         """So many programs on each processor of a GPU as `FIT` says."""
         programs = self.programs * (1 if self.heap.device == "cpu" else FIT[op])
-        return KernelOptions(programs, asked.order, seconds=asked.seconds)
+        return KernelOptions(programs, seconds)
 
     def _tile(self, a: torch.Tensor, blocks: int, rows: int, columns: int, describable: bool) -> ProductTile:
         """The tile of a product whose blocks have at most so many rows."""
@@ -76,7 +75,7 @@ class TritonKernels:
 
     def gemm(
         self,
-        asked: CallContext,
+        seconds: float,
         a: torch.Tensor,
         b: torch.Tensor,
         bias: torch.Tensor | None,
@@ -86,24 +85,24 @@ class TritonKernels:
         into: SymmetricTensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of `gemm_all_to_all`."""
+        """Return the result of `gemm_all_to_all`, in `out` where that is given, which lies in `into`."""
         operands = (a.contiguous(), b.contiguous()[None])
         tile = self._tile(a, self.heap.ranks, *cuts.largest_block(), can_describe(*operands, 1))
-        given = (cuts, 0, activation, tile, self._options(asked, "gemm"), None, varying, into)
+        given = (cuts, 0, activation, tile, self._options(seconds, "gemm"), None, varying, into)
         with self._propagate_errors("gemm_all_to_all"):
             mine = None if bias is None else bias.contiguous()
             found = gemm_all_to_all(self.memory, *operands, mine, *given)[0]
             return found if out is None else result_or_out("gemm_all_to_all", found, out)
 
-    def gemv(self, asked: CallContext, a: torch.Tensor, x: torch.Tensor, shots: int) -> torch.Tensor:
-        """Return the result of `gemv_all_reduce`, [M, C]."""
+    def gemv(self, seconds: float, a: torch.Tensor, x: torch.Tensor, shots: int, tiles: int, out: torch.Tensor) -> None:
+        """Store the result of `gemv_all_reduce`, [M, C]."""
         with self._propagate_errors("gemv_all_reduce"):
-            given = (shots, self.vector, asked.tiles, self._options(asked, "gemv"))
-            return gemv_all_reduce(self.memory, [a.contiguous()], [x], *given)[0]
+            given = (shots, self.vector, tiles, self._options(seconds, "gemv"), out[None])
+            gemv_all_reduce(self.memory, [a.contiguous()], [x], *given)
 
     def bags(
         self,
-        asked: CallContext,
+        seconds: float,
         call: BagCall,
         held: Sequence[int],
         batches: Sequence[int],
@@ -112,48 +111,51 @@ class TritonKernels:
         into: SymmetricTensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of `embedding_bag_all_to_all`."""
+        """Return the bags of all tables for this rank's batch: rank s holds `held[s]` tables, d has `batches[d]` bags.
+
+        An index that is no row of its table is a `TypingError` at the next call, or at `SymmetricHeap.check`.
+        """
         operands = (call.tables, call.indices, call.offsets, call.weights)
-        given = (held, batches, dim, call.mode, 1, 16, self._options(asked, "embedding"), dtype, into)
+        given = (held, batches, dim, call.mode, 1, 16, self._options(seconds, "embedding"), dtype, into)
         with self._propagate_errors("embedding_bag_all_to_all"):
             found = embedding_bag_all_to_all(self.memory, *operands, *given)[0]
             return found if out is None else result_or_out("embedding_bag_all_to_all", found, out)
 
     def gather_multiply(
-        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
+        self, seconds: float, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `all_gather_gemm`."""
         with self._propagate_errors("all_gather_gemm"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
             tile = self._tile(a, self.heap.ranks, cuts.largest_block()[0], b.shape[1], False)
-            out, rows = gather_multiply(self.memory, *operands, tile, self._options(asked, "gemm"))
+            out, rows = gather_multiply(self.memory, *operands, tile, self._options(seconds, "gemm"))
             return out[0], rows[0]
 
-    def multiply_scatter(self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
+    def multiply_scatter(self, seconds: float, a: torch.Tensor, b: torch.Tensor, cuts: BlockCuts) -> torch.Tensor:
         """Return the result of `gemm_reduce_scatter`."""
         with self._propagate_errors("gemm_reduce_scatter"):
             operands = (a.contiguous(), b.contiguous()[None], cuts)
             tile = self._tile(a, self.heap.ranks, *cuts.largest_block(), can_describe(*operands[:2], 1))
-            return multiply_scatter(self.memory, *operands, tile, self._options(asked, "gemm"))[0]
+            return multiply_scatter(self.memory, *operands, tile, self._options(seconds, "gemm"))[0]
 
     def grouped_multiply(
-        self, asked: CallContext, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
+        self, seconds: float, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of `grouped_gemm_all_to_all`."""
         with self._propagate_errors("grouped_gemm_all_to_all"):
             operands = (a.contiguous(), b.contiguous(), counts, capacity)
             blocks = self.heap.ranks * len(b)
             tile = self._tile(a, blocks, -(-capacity // blocks), b.shape[2], can_describe(*operands[:2], len(b)))
-            return grouped_multiply(self.memory, *operands, tile, self._options(asked, "gemm"))
+            return grouped_multiply(self.memory, *operands, tile, self._options(seconds, "gemm"))
 
     def move_grouped_back(
-        self, asked: CallContext, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
+        self, seconds: float, g: torch.Tensor, counts: torch.Tensor, rows: int, most: int
     ) -> torch.Tensor:
         """Return the rows of g that this rank's experts made, `rows` of them."""
         with self._propagate_errors("grouped_gemm_all_to_all_backward"):
-            return move_back(self.memory, g.contiguous(), counts, most, self._options(asked, "move"))[:rows]
+            return move_back(self.memory, g.contiguous(), counts, most, self._options(seconds, "move"))[:rows]
 
-    def move(self, asked: CallContext, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
+    def move(self, seconds: float, op: str, cuts: BlockCuts, g: torch.Tensor, varying: bool) -> torch.Tensor:
         """Return the blocks of all ranks, put together."""
         with self._propagate_errors(op):
-            return move(self.memory, op, cuts, g, self._options(asked, "move"), varying=varying)
+            return move(self.memory, op, cuts, g, self._options(seconds, "move"), varying=varying)

@@ -9,7 +9,7 @@ from shardplan.fused.tiles.shapes import BlockCuts
 from shardplan.fused.triton.blocks import Launched, block_kernel
 from shardplan.fused.triton.gather_kernel import gather_kernel
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
-from shardplan.fused.triton.memory import TileMemory, is_interpreted
+from shardplan.fused.triton.memory import TileMemory
 from shardplan.fused.triton.move_kernel import move_kernel
 from shardplan.fused.triton.options import KernelOptions
 from shardplan.fused.triton.product_tiles import ProductTile
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 GATHER, SCATTER = "all_gather_gemm", "gemm_reduce_scatter"
-
-
-def _constants(a: torch.Tensor, tile: ProductTile) -> dict[str, Any]:
-    torch = optional("torch", "torch")
-    return tile.names | {"upcast": is_interpreted(gemm_kernel) and a.dtype == torch.bfloat16}
 
 
 def gather_multiply(
@@ -45,11 +40,12 @@ def gather_multiply(
     depth, columns, height = a.shape[1], b.shape[2], sum(cuts.counts[0])
     out = torch.empty((memory.here, height, columns), dtype=a.dtype, device=memory.device)
     rows = call.out.view(memory.here, height, depth)
-    aligned = call.aligned and depth % 16 == columns % 16 == 0
-    constants = _constants(a, tile) | {"aligned": aligned} | options.launch(memory, gather_kernel, tile=tile)
-    reading = Launched(gather_kernel, (out, rows, height, b, depth, columns), constants)
+    told, (_, b) = options.product(memory, gather_kernel, tile._replace(described=False), a, b, call.aligned)
+    del told["described"]  # rows lie in slots of the heap
+    reading = Launched(gather_kernel, (out, rows, height, b, depth, columns), told)
+    even = {"block_m": 16, "block_n": 128, "aligned": told["aligned"]}
     own = options.launch(memory, move_kernel)
-    made.run(move_kernel, call, a, depth, reader=reading, block_m=16, block_n=128, aligned=aligned, **own)
+    made.run(move_kernel, call, a, depth, reader=reading, **even, **own)
     return out, rows
 
 
@@ -71,11 +67,8 @@ def multiply_scatter(
     made = block_kernel(memory, SCATTER, options.programs, str(a.dtype), options.seconds)
     call = made.call(cuts, torch.float32, adds=True)
     depth, columns = a.shape[1], b.shape[2]
-    described, operands = tile.operands(a, b, memory.here)
-    constants = _constants(a, tile) | described | {
-        "biased": False, "activation": 0, "stamped": 0, "remote_first": True,
-        "aligned": call.aligned and columns % 16 == depth % 16 == 0,
-    }  # fmt: skip
+    told, operands = options.product(memory, gemm_kernel, tile, a, b, call.aligned)
+    constants: dict[str, Any] = told | {"biased": False, "activation": 0, "stamped": 0}
     arguments = (*operands, a, call.cuts, depth, columns, call.out)
-    found = made.run(gemm_kernel, call, *arguments, **constants, **options.launch(memory, gemm_kernel, tile=tile))
+    found = made.run(gemm_kernel, call, *arguments, **constants)
     return [each.to(a.dtype) for each in found]

@@ -188,12 +188,9 @@ def end_blocks(table, spot, rank, p, epoch):
 
 
 @triton.jit
-def serve(rank, step, ranks: tl.constexpr, remote_first: tl.constexpr):
+def serve(rank, step, ranks: tl.constexpr):
     """Return whom a rank serves at a step: the own block last, and at every step all ranks different ones."""
-    to = rank * 0 + step
-    if remote_first:
-        to = (rank + 1 + step) % ranks
-    return to
+    return (rank + 1 + step) % ranks
 
 
 @triton.jit

@@ -270,7 +270,9 @@ def price_overlap(
         total = busy + moved.seconds
         return None, None, Price("kernel", 0.0, total, moved.level_bytes, moved.load, total)
     ranks = int(ran_as.members.shape[1])
-    work = FusedWork(busy, float(pattern.nbytes), ranks, bool(pattern.whole), float(pattern.whole), own)
+    work = FusedWork(
+        busy, float(pattern.nbytes), ranks, bool(pattern.whole), float(pattern.whole), own, pattern.addends
+    )
     if measured is None:
         crossed = [j for j, n in enumerate(moved.level_bytes) if n > 0]
         latency = float(fabric.latencies()[crossed[0] if crossed else -1])
@@ -293,7 +295,7 @@ def _busy(
     kernel = None if measured is None else measured.kernel(pattern.kind)
     if kernel is None:
         return sum(price(step.pattern, fabric, algorithm).seconds for step in pattern.kernels), None
-    return kernel.step_seconds(pattern.kernels, pattern.nbytes)
+    return kernel.step_seconds(pattern.kernels, pattern.written)
 
 
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:

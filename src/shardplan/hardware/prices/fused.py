@@ -8,8 +8,10 @@ tiles of a destination, f = (W - 1) / W, and e the tax of cutting the computatio
 
 The three terms are: the computation hides the wire; the wire hides the computation, once its first tile is there; the
 last remote tile leaves when all remote ones are computed, since they come first. R is the copy of the result out of
-memory that the transport owns, where there is one. An all-reduce in two shots gathers
-its sums in the end. Everything is an array, so that a simulation may price many shapes at once.
+memory that the transport owns, where there is one. An all-reduce in two shots gathers its sums in the end; fused,
+addends are sent in f32. A product of what is gathered takes the same, told backwards: X is of the gathered bytes, own
+tiles come first, and the last remote one is computed when all bytes are there. Everything is an array, so that a
+simulation may price many shapes at once.
 
 C of the unfused pair is that of the library, of a fused one that of its kernels: `hardware.prices.fused_kernels`.
 """
@@ -175,6 +177,7 @@ class FusedWork:
         reduces: Whether the collective is an all-reduce. Its addends have `nbytes`, its sums `sum_bytes`.
         sum_bytes: Bytes of the whole result of an all-reduce, on every rank; 0 of an all-to-all.
         kernel_seconds: Of the computation by the fused kernels, where it is not that of the library.
+        addend_bytes: What the fused kernels send of a sum where `nbytes` are those of another dtype; 0 where not.
     """
 
     seconds: Numbers
@@ -183,6 +186,12 @@ class FusedWork:
     reduces: bool = False
     sum_bytes: Numbers = 0.0
     kernel_seconds: Numbers | None = None
+    addend_bytes: Numbers = 0
+
+    @property
+    def sent(self) -> Numbers:
+        """The bytes of a rank's result as the fused kernels send them."""
+        return np.maximum(self.nbytes, self.addend_bytes)
 
     @property
     def busy(self) -> Numbers:
@@ -242,14 +251,14 @@ def fused_seconds(work: FusedWork, tiles: int, constants: FusedConstants) -> Flo
     >>> round(float(fused_seconds(FusedWork(1e-3, 2e6, 2), 4, one)) * 1e3, 3)
     1.126
     """
-    wire = work.nbytes * work.remote / constants.bandwidth
+    wire = work.sent * work.remote / constants.bandwidth
     ends = work.gather(constants) + work.result_seconds(constants)
     return np.asarray(_overlap_seconds(work, wire, tiles, constants) + ends)
 
 
 def one_shot_seconds(work: FusedWork, constants: FusedConstants) -> Floats:
     """Return the seconds of an all-reduce whose ranks send all addends to all, in one tile each, and add them up."""
-    wire = work.nbytes * (work.ranks - 1) / constants.bandwidth
+    wire = work.sent * (work.ranks - 1) / constants.bandwidth
     # All ranks need the same addends: the first is sent when all are computed.
     sent = constants.latency + (work.ranks - 1) * constants.signal
     return np.asarray(work.busy + wire + sent + work.result_seconds(constants))
