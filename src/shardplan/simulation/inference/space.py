@@ -12,7 +12,7 @@ import numpy as np
 
 from shardplan.core import border
 from shardplan.errors import ShardplanError
-from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, Configurations
+from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, Configurations
 from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.searching.space import divisors
 from shardplan.strategy.limits import ModelLimits
@@ -92,7 +92,7 @@ class ServingSpace:
     def columns(self, frames: Ints, orders: Ints | int, inside: Ints | int) -> Configurations:
         """Return strategies by their frames, codes of orders and places of `groups`: arrays [n], or one for all."""
         n, table = len(frames), self.frames[frames]
-        found = {name: np.full(n, DEFAULTS[name], dtype=np.int64) for name in (*NUMBERS, *FLAGS, *CODES)}
+        found = {name: np.full(n, DEFAULTS[name], dtype=np.int64) for name in DEFAULTS}
         found |= {name: table[:, at] for at, name in enumerate(FRAME)}
         found["microbatch"][:] = np.array(self.groups, dtype=np.int64)[inside]
         found["global_batch"] = found["data"] * self.concurrency

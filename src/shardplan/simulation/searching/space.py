@@ -17,10 +17,18 @@ import numpy as np
 from shardplan.core import border
 from shardplan.core.digits import nth_of_each
 from shardplan.errors import ShardplanError
-from shardplan.simulation.closed.configurations import CODES, DEFAULTS, FLAGS, NUMBERS, ORDERS, TOGETHER, Configurations
+from shardplan.simulation.closed.configurations import (
+    CODES,
+    DEFAULTS,
+    FLAGS,
+    ORDERS,
+    THOUSANDTHS,
+    TOGETHER,
+    Configurations,
+)
 from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
-from shardplan.strategy.options import ulysses
+from shardplan.strategy.options import crowded, ulysses
 
 Ints = np.ndarray
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
@@ -42,7 +50,12 @@ ALIKE = (
     "loss",
     "loss_chunks",
     "shard",
+    "expert_from",
+    "dispatch",
+    "imbalance",
+    "expert_products",
 )  # what all may have
+OF_EXPERTS = ("expert_from", "dispatch", "imbalance")  # of those what says nothing where no devices share experts
 BLOCKS = ORDERS[0]
 
 
@@ -116,6 +129,13 @@ class StrategySpace:
                 table = table[table[:, FRAME.index(name)] == value]
             else:
                 inner &= _INSIDE[:, INNER.index(name)] == value
+        if any(said.get(name) for name in OF_EXPERTS):
+            table = table[table[:, FRAME.index("expert")] > 1]
+        if said.get("imbalance"):
+            much = said["imbalance"] / 1000
+            for one in crowded(limits, much, devices):
+                raise ShardplanError(f"search: fixed imbalance={much:g}: {one.why}; legal is {one.legal}")
+            table = table[table[:, FRAME.index("expert")] >= much]
         if said.get("shard"):
             table = table[_may_share(table, said["shard"])]
         kinds = np.zeros(len(table), dtype=np.int64)
@@ -179,7 +199,7 @@ class StrategySpace:
     def columns(self, frames: Ints, orders: Ints | int, inside: Ints | int) -> Configurations:
         """Return strategies by their frames, codes of orders and places of `INSIDE`: arrays [n], or one for all."""
         n, table, inner = len(frames), self.frames[frames], np.broadcast_to(_INSIDE[inside], (len(frames), 3))
-        found = {name: np.full(n, DEFAULTS[name], dtype=np.int64) for name in (*NUMBERS, *FLAGS, *CODES)}
+        found = {name: np.full(n, DEFAULTS[name], dtype=np.int64) for name in DEFAULTS}
         found |= {name: table[:, at] for at, name in enumerate(FRAME)}
         found |= {"recompute": inner[:, 0], "zero": inner[:, 1], "fsdp": inner[:, 2]}
         found["order"][:] = orders
@@ -199,6 +219,8 @@ class StrategySpace:
 def _whole(name: str, value: object) -> int:
     if isinstance(value, bool):
         return int(value)
+    if name in THOUSANDTHS:
+        return round(1000 * border.number(f"search: fixed {name}", value, ShardplanError, least=1.0))
     return border.whole_number(f"search: fixed {name}", value, int(name == "shard"), kind=ShardplanError)
 
 
