@@ -24,7 +24,7 @@ from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.machines import shipped_fit
 from shardplan.simulation.closed.move_prices import MovePrices
-from shardplan.simulation.closed.numbers import seconds_of
+from shardplan.simulation.closed.numbers import KernelsAsked, seconds_of
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.strategy.held_cuts import EXPERTS_FROM, SHARING
 from shardplan.strategy.model import Model
@@ -41,7 +41,8 @@ FOUR, TWO = Topology.load("dgx-h100", nodes=4), Topology.load("dgx-h100", nodes=
 
 
 def mixture(**more: Any) -> Model:
-    return Model.load("moe", batch=2, precision="bf16", **SIZES | {"experts_per_token": 8} | more)
+    fields: dict[str, Any] = {**SIZES, "experts_per_token": 8, **more}
+    return Model.load("moe", batch=2, precision="bf16", **fields)
 
 
 def seconds(model: Model, strategy: Strategy, where: Topology, p: Parameters | None = None) -> tuple[float, float]:
@@ -85,7 +86,7 @@ def test_no_token_goes_to_more_nodes_than_groups_are_kept() -> None:
 
 def test_groups_of_experts_are_read_and_priced() -> None:
     """A config says them; tokens then go to fewer nodes, and exchanges take as much less."""
-    found = {}
+    found: dict[int, float] = {}
     for kept in (4, 1):
         model = mixture(router="sigmoid", router_groups=4, router_groups_kept=kept)
         one = Strategy(data=32, expert=32, microbatch=8, global_batch=256, dispatch="levels")
@@ -175,10 +176,8 @@ def test_a_job_with_experts_on_neighbours_computes_what_its_model_does() -> None
     types = dict(model.program.inputs)
     given = {n: (rng.normal(size=x.shape) * 0.1).astype(np.float32) for n, x in types.items() if x.dtype == "f32"}
     given |= {n: rng.integers(0, 16, x.shape, dtype=np.int32) for n, x in types.items() if x.dtype == "i32"}
-    losses = [
-        float(sp.run(sp.partition(model, Strategy(global_batch=2, **said)), given)["loss"])
-        for said in ({"microbatch": 2}, {"data": 2, "tensor": 2, "expert": 2, "expert_from": "tensor"})
-    ]
+    both = Strategy(microbatch=2), Strategy(data=2, tensor=2, expert=2, expert_from="tensor", global_batch=2)
+    losses = [float(sp.run(sp.partition(model, one), given)["loss"]) for one in both]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -196,7 +195,7 @@ def test_all_wait_for_the_fullest_device() -> None:
     assert out.peak_bytes[0] == out.peak_bytes[1] < out.peak_bytes[2]
     (reading, _, _, cost), *_ = form.classes(c)
     assert cost.slots.tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.5]]
-    asked = form._kernels_asked(0, 2, 0, 0, 0, 0)
+    asked = KernelsAsked(form.topology.device, "bf16", "flash2")
     sizes = LocalSizes(cost.degrees, np.full(3, 4.0), reading.batch, ("data", "expert"), cost.slots)
     ratios = {bool(k.roles[0]): set[float]() for k in reading.kernels if k.roles and k.weighs and k.run >= 0}
     for k in reading.kernels:
@@ -248,7 +247,8 @@ def test_experts_work_on_slots_or_on_tokens_that_come() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(more: dict[str, Any], said: dict[str, Any], message: str) -> None:
-    model, strategy = Model.load("moe", batch=2, **SMALL | more), Strategy(**{"data": 4, "expert": 4} | said)
+    asked: dict[str, Any] = {"data": 4, "expert": 4, **said}
+    model, strategy = Model.load("moe", batch=2, **{**SMALL, **more}), Strategy(**asked)
     for fidelity in ("closed", "events", "ops"):
         with pytest.raises(LayoutError) as error:
             sp.simulate(model, strategy, Topology.load("nominal", devices=4), fidelity=fidelity)
@@ -256,8 +256,10 @@ def test_what_cannot_be_honoured_is_refused(more: dict[str, Any], said: dict[str
 
 
 def test_ops_have_balanced_experts_and_say_so() -> None:
-    model = Model.load("moe", batch=2, **SMALL | {"capacity_factor": 0.0})
-    for said, text in (({"imbalance": 1.2}, "imbalance=1.2"), ({"dispatch": "levels"}, "dispatch='levels'")):
+    model = Model.load("moe", batch=2, capacity_factor=0.0, **SMALL)
+    cases: list[tuple[dict[str, Any], str]] = [({"imbalance": 1.2}, "imbalance=1.2"),
+                                               ({"dispatch": "levels"}, "dispatch='levels'")]  # fmt: skip
+    for said, text in cases:
         with pytest.raises(ShardplanError) as error:
             sp.simulate(model, Strategy(data=4, expert=4, **said), Topology.load("nominal", devices=4), fidelity="ops")
         assert str(error.value) == (
@@ -290,7 +292,7 @@ def test_a_line_says_them_all() -> None:
 
 
 def test_a_search_takes_what_is_fixed() -> None:
-    model = Model.load("moe", batch=2, **SMALL | {"capacity_factor": 0.0})
+    model = Model.load("moe", batch=2, capacity_factor=0.0, **SMALL)
     where = Topology.load("dgx-h100", nodes=1)
     where = replace(where, levels=(replace(where.levels[-1], size=4),))
     found = sp.search(model, where, global_batch=8, fixed={"imbalance": 1.5})
