@@ -152,10 +152,10 @@ def idle_experts(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
             why = "it has no experts" if limits.experts == 1 else "expert=1, and every device has all experts"
             yield IdleOption(name, why, "None" + ", or expert of 2 and more" * (limits.experts > 1), None)
     if s.software.imbalance is not None:
-        yield from crowded(limits, s.software.imbalance, s.expert)
+        yield from excess_imbalance(limits, s.software.imbalance, s.expert)
 
 
-def crowded(limits: ModelLimits, imbalance: float, expert: int) -> Iterator[IdleOption]:
+def excess_imbalance(limits: ModelLimits, imbalance: float, expert: int) -> Iterator[IdleOption]:
     """Yield an imbalance that experts on so many devices have no slots for, or that is more than all tokens on one."""
     slots = f"its experts have slots for capacity_factor={limits.room:g} of their even share"
     if limits.drops:

@@ -37,17 +37,17 @@ class MovePrices:
         it takes less time.
         """
         nbytes = self.sizes.bytes(move.value)
-        found = self._alone(move, nbytes)
+        found = self._move_seconds(move, nbytes)
         used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
         alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
         if not alike:
             return found
         parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
-        apart = self._alone(move, nbytes / parts)
+        apart = self._move_seconds(move, nbytes / parts)
         after = nbytes if move.whole else nbytes / group
         return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
 
-    def _alone(self, move: LocalMove, nbytes: Floats) -> Floats:
+    def _move_seconds(self, move: LocalMove, nbytes: Floats) -> Floats:
         """Return the seconds of a movement of so many bytes, whoever else has them, [n]."""
         direct, routing = self._lines(move.summed, move.whole, move.axes).seconds(nbytes), self.routing
         if not routing.taken or (move.summed and move.whole):

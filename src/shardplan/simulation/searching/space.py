@@ -28,7 +28,7 @@ from shardplan.simulation.closed.configurations import (
 )
 from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
-from shardplan.strategy.options import crowded, ulysses
+from shardplan.strategy.options import excess_imbalance, ulysses
 
 Ints = np.ndarray
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
@@ -133,7 +133,7 @@ class StrategySpace:
             table = table[table[:, FRAME.index("expert")] > 1]
         if said.get("imbalance"):
             much = said["imbalance"] / 1000
-            for one in crowded(limits, much, devices):
+            for one in excess_imbalance(limits, much, devices):
                 raise ShardplanError(f"search: fixed imbalance={much:g}: {one.why}; legal is {one.legal}")
             table = table[table[:, FRAME.index("expert")] >= much]
         if said.get("shard"):
