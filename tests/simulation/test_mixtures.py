@@ -26,6 +26,7 @@ from shardplan.simulation.closed.machines import shipped_fit
 from shardplan.simulation.closed.move_prices import MovePrices
 from shardplan.simulation.closed.numbers import KernelsAsked, seconds_of
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.searching.fit import fit
 from shardplan.strategy.held_cuts import EXPERTS_FROM, SHARING
 from shardplan.strategy.model import Model
 from shardplan.strategy.software import Software
@@ -297,6 +298,9 @@ def test_a_search_takes_what_is_fixed() -> None:
     where = replace(where, levels=(replace(where.levels[-1], size=4),))
     found = sp.search(model, where, global_batch=8, fixed={"imbalance": 1.5})
     assert found.best.strategy.software.imbalance == 1.5 and found.best.strategy.expert > 1
+    small = replace(where, device=replace(where.device, memory=2e5))
+    near = fit(model, Strategy(data=4, expert=4, global_batch=8, imbalance=1.5), small)
+    assert not near.fits and all(one.strategy.software.imbalance == 1.5 for one in near.changes)
     with pytest.raises(ShardplanError, match=r"^search: fixed imbalance=1\.5: its experts have slots for .* None, or"):
         sp.search(Model.load("moe", batch=2, **SMALL), where, global_batch=8, fixed={"imbalance": 1.5})
 
