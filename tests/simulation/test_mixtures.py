@@ -298,9 +298,9 @@ def test_a_search_takes_what_is_fixed() -> None:
     where = replace(where, levels=(replace(where.levels[-1], size=4),))
     found = sp.search(model, where, global_batch=8, fixed={"imbalance": 1.5})
     assert found.best.strategy.software.imbalance == 1.5 and found.best.strategy.expert > 1
-    small = replace(where, device=replace(where.device, memory=2e5))
+    small = replace(where, device=replace(where.device, memory=5e4))
     near = fit(model, Strategy(data=4, expert=4, global_batch=8, imbalance=1.5), small)
-    assert not near.fits and all(one.strategy.software.imbalance == 1.5 for one in near.changes)
+    assert near.changes and all(one.strategy.software.imbalance == 1.5 for one in near.changes)
     with pytest.raises(ShardplanError, match=r"^search: fixed imbalance=1\.5: its experts have slots for .* None, or"):
         sp.search(Model.load("moe", batch=2, **SMALL), where, global_batch=8, fixed={"imbalance": 1.5})
 
