@@ -8,17 +8,19 @@ from typing import Any
 
 from shardplan.hardware.prices import kernels
 from shardplan.simulation.accuracy import forecast
-from shardplan.simulation.closed import chips, kernel_classes, memory, numbers, pass_overlap, stages
+from shardplan.simulation.closed import chips, kernel_classes, memory, move_prices, numbers, pass_overlap, stages
 from shardplan.simulation.closed.machines import machine_fit, shipped
 from shardplan.simulation.closed.parameters import Parameters
 
 # By module: each number, what it is, and where it comes from.
 TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
-    numbers: {
+    move_prices: {
         "SUM_BYTES": (
             "bytes of an element of cotangents that go round",
             "counted: sums in f32",
         ),
+    },
+    numbers: {
         "SCORE_BYTES": ("bytes streamed for a score of unfused attention", "counted: arXiv 2205.05198, 4.1"),
         "LOSS_BYTES": ("bytes streamed for a logit", "counted: Megatron's loss, PyTorch's loss"),
         "ALIGNED": ("bytes that rows of a head are multiples of, for tensor cores", "published: cuBLAS"),

@@ -60,20 +60,24 @@ FOREIGN = {
     "simulation/closed/chips.py": {"attention"},  # a parameter of a machine
     "launches/arguments.py": {"gather", "all_gather"},  # kinds of context, in Transformer Engine's words and ours
     "launches/handover/megatron.py": {"gather"},  # a kind of context, in Transformer Engine's words
-    "simulation/closed/configurations.py": {"gather", "attention"},  # fields of strategies and their values
+    "simulation/closed/configurations.py": {"gather", "attention", "dispatch"},  # fields of strategies and their values
     "simulation/accuracy/step_fitting.py": {"attention"},
     "simulation/accuracy/machine_timings.py": {"attention"},
-    "simulation/accuracy/subject.py": {"gather", "all_gather"},  # kinds of context, as frameworks write them
+    "simulation/accuracy/subject.py": {
+        "gather",
+        "all_gather",
+        "dispatch",
+    },  # as frameworks write them
     "movement/weights/table.py": {"split"},  # the key of a table
     "movement/weights/frameworks.py": {"split"},  # how a table stores a product
     "movement/weights/derive/tables.py": {"split"},
     "movement/weights/derive/family_form.py": {"pad"},  # the name of an atom
-    "simulation/closed/form.py": {"attention"},
+    "simulation/closed/form.py": {"attention", "dispatch"},
     "simulation/closed/memory.py": {"attention"},
     "simulation/closed/stages.py": {"attention"},
     "simulation/inference/request_timeline.py": {"gather"},
     "simulation/inference/space.py": {"gather", "attention"},
-    "simulation/searching/space.py": {"attention"},
+    "simulation/searching/space.py": {"attention", "dispatch"},
     "strategy/strategy.py": {"gather"},
     "strategy/sizes.py": {"softmax"},  # the router of a mixture
     "strategy/model_config.py": {"dropout"},  # a field of builders

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardplan import ParseError, Strategy, Topology
@@ -30,6 +32,43 @@ def test_megatrons_arguments_come_back(text: str) -> None:
     read = read_arguments(made.files["arguments.txt"], BOX.size, SIZES["layers"])
     assert Strategy(**read.fields) == made.runs and read.order == "tp-cp-ep-dp-pp"
     assert "num-layers" in read.others and not any("parallel" in name for name in read.others)
+
+
+MIXTURE = {**SIZES, "experts": 16, "experts_per_token": 2, "dense_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "wants", "lacks"),
+    [("tp=2 ep=8 expert_from=tensor dispatch=levels", "parallel-size 1\n--moe-token-dispatcher-type flex",
+      "groups are others"),
+     ("tp=2 cp=2 context_kind=ring ep=4 expert_from=context", "--expert-tensor-parallel-size 2", "a part of tensor"),
+     ("tp=4 ep=2 expert_from=tensor", "a part of tensor=4", "--expert-tensor-parallel-size"),
+     ("tp=2 ep=8 expert_products=loop", "groups are others", "--moe-grouped")],
+)  # fmt: skip
+def test_experts_of_megatron_are_on_neighbours(text: str, wants: str, lacks: str) -> None:
+    plan = HandedPlan("tiny", "moe", MIXTURE, BOX, parse_strategy(text, BOX.size, global_batch=64))
+    made = write_megatron(plan)
+    written = made.files["arguments.txt"]
+    said = " ".join(made.lines) + written
+    assert wants in said and lacks not in said
+    read = Strategy(**read_arguments(written, BOX.size, SIZES["layers"]).fields)
+    if "--expert-tensor-parallel-size" in written and "tensor=4" not in wants:
+        assert read == replace(made.runs, dispatch=None, expert_products=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [("--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1", "tensor"),
+     ("--tensor-model-parallel-size 2 --expert-model-parallel-size 8", "data"),
+     ("--context-parallel-size 2 --expert-model-parallel-size 8", "context"),
+     ("--parallelism.tensor_parallel_degree 2 --parallelism.expert_parallel_degree 8", "tensor"),
+     ("--tensor-model-parallel-size 4 --expert-model-parallel-size 8 --expert-tensor-parallel-size 2", "data")],
+)  # fmt: skip
+def test_whose_devices_share_experts(text: str, want: str) -> None:
+    """Megatron folds experts over context and data, over tensor too where an expert is whole; torchtitan innermost."""
+    read = read_arguments(text, 32, 8)
+    assert Strategy(**read.fields).expert_from == want
+    assert read.others == (("expert-tensor-parallel-size",) if text.endswith("size 2") else ())
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from shardplan import LayoutError, Model, Strategy, Topology
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.machines import of_machine, parse_fit, shipped
 from shardplan.simulation.closed.memory import saved
-from shardplan.simulation.closed.numbers import LocalSizes, MovePrices
+from shardplan.simulation.closed.move_prices import MovePrices
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.steps import simulate_step
 

@@ -19,7 +19,7 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.simulation.closed.collectives import with_network
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm
-from shardplan.simulation.closed.numbers import LocalSizes
+from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.work import Reading
 from shardplan.simulation.inference.form import whole_sequences

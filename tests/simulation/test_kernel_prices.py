@@ -17,7 +17,8 @@ from shardplan.hardware.prices.fabric import Fabric
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm
 from shardplan.simulation.closed.kernel_classes import with_kernels
-from shardplan.simulation.closed.numbers import KernelsAsked, LocalSizes, kernel_works, launches_of, seconds_of
+from shardplan.simulation.closed.local_sizes import LocalSizes
+from shardplan.simulation.closed.numbers import KernelsAsked, kernel_works, launches_of, seconds_of
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.steps import delivered
 

@@ -10,7 +10,7 @@ from shardplan import Model, Strategy, partition
 from shardplan.core.ops.compute import computing
 from shardplan.core.walk import program_leaves
 from shardplan.simulation.closed.form import SPREAD
-from shardplan.simulation.closed.numbers import LocalSizes
+from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.reading import read
 from shardplan.simulation.closed.work import Reading
 from shardplan.strategy.partition.job import Job

@@ -89,10 +89,11 @@ SAID: dict[str, list[Any]] = {
     "shard": [None, 1, 2], "bucket": [None, 64, 1e6], "prefetch": [None, False, True],
     "keep": [(), ("layers.*",), ("nothing",)], "attention": [None, "unfused", "flash1"],
     "tensor_overlap": [False, True], "offload_layers": [0, 1, 5], "loss": ["whole", "fused", "chunked"],
-    "loss_chunks": [1, 2],
+    "loss_chunks": [1, 2], "expert_from": ["data", "context", "tensor"], "imbalance": [None, 1.5],
+    "dispatch": [None, "direct", "levels"], "expert_products": [None, "loop"],
 }  # fmt: skip
 # What no program knows, and what no formula does; each alone is refused where it is not known.
-PREDICTED = ("attention", "tensor_overlap", "offload_layers")
+PREDICTED = ("attention", "tensor_overlap", "offload_layers", "imbalance", "dispatch", "expert_products")
 PARTITIONED = ("bucket", "offload", "keep", "prefetch")
 # By field what says in other words what is so by default; and of a forward pass how it would train.
 SPELLED: dict[str, Callable[[sp.Model, sp.Strategy], bool]] = {
@@ -101,6 +102,8 @@ SPELLED: dict[str, Callable[[sp.Model, sp.Strategy], bool]] = {
     "zero": lambda m, s: s.fsdp and s.zero == 3,
     "fsdp": lambda m, s: s.zero == 3 and s.context == 1,  # both deal out to the same replicas, layer by layer
     "attention": lambda m, s: s.attention == "flash2",
+    "dispatch": lambda m, s: True,  # in one node, as here, it is the same
+    "expert_products": lambda m, s: True,  # without launches, as here, it is the same
     "gradient_dtype": lambda m, s: s.gradient_dtype == replace(s, gradient_dtype=None).total_dtype,
     "reduce_dtype": lambda m, s: s.reduce_dtype == s.total_dtype,
     "prefetch": lambda m, s: s.prefetch == replace(s, prefetch=None).gathers_ahead,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from shardplan.errors import ParseError, excerpt
 from shardplan.launches.megatron import DEFAULT, MAPPING, MAPPING_OPTION
+from shardplan.strategy.held_cuts import deal_experts
 
 _OPTION = re.compile(r"--(?P<name>[A-Za-z][\w.-]*)(?:[=\s]+(?P<value>(?!--)[^\s\\]+))?")
 WHOLE = {  # options that are a number, and the field that it is
@@ -118,7 +119,8 @@ def read_arguments(text: str, devices: int, layers: int | None = None) -> ReadAr
                 raise ParseError(f"--{name} {excerpt(values[name] or '')}; legal are {', '.join(words)}")
             found[field] = words[word]
     known = {*WHOLE, *FLAGS, *WORDS}
-    for read in (_titan if any(name.startswith(TITAN) for name in values) else _megatron, _replicas):
+    titan = any(name.startswith(TITAN) for name in values)
+    for read in (_titan if titan else _megatron, _replicas, _inner_experts if titan else _expert_devices):
         known |= read(said, found, devices, layers)
     order = MAPPING if MAPPING_OPTION[2:] in values else DEFAULT
     return ReadArguments(found, order, tuple(name for name in values if name not in known))
@@ -264,6 +266,31 @@ def _replicas(said: _Said, found: dict[str, Any], devices: int, layers: int | No
     if found.get("shard", 1) < 0:
         found["shard"] = found["data"] // -found["shard"]
     return set()
+
+
+def _expert_devices(said: _Said, found: dict[str, Any], devices: int, layers: int | None) -> set[str]:
+    """Which devices share experts in Megatron: neighbours, of `tensor` too where an expert is on one of them."""
+    name, tensor = "expert-tensor-parallel-size", found.get("tensor", 1)
+    inside = said.number(name)
+    if inside not in (None, 1, tensor):
+        return set()
+    _take_experts(found, "tensor" if inside == 1 else "context")
+    return {name}
+
+
+def _inner_experts(said: _Said, found: dict[str, Any], devices: int, layers: int | None) -> set[str]:
+    """Which devices share experts in torchtitan: the innermost."""
+    _take_experts(found, "tensor")
+    return set()
+
+
+def _take_experts(found: dict[str, Any], first: str) -> None:
+    """Say whose devices share experts, where it makes them others than by default."""
+    sizes = {"data": found.get("shard", found["data"]), "context": found.get("context", 1),
+             "tensor": found.get("tensor", 1), "group": 1}  # fmt: skip
+    expert = found.get("expert", 1)
+    if deal_experts(sizes, expert, first) != deal_experts(sizes, expert, "data"):
+        found["expert_from"] = first
 
 
 def _replica_devices(found: Mapping[str, Any]) -> int:

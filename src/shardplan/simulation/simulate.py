@@ -86,6 +86,12 @@ def simulate(
                     f"simulate: attention={kernels!r} at the fidelity 'ops', which prices attention's ops; "
                     "legal are 'closed' and 'events', or None"
                 )
+            for name in ("imbalance", "dispatch", "expert_products"):
+                if (said := getattr(placement.software, name)) is not None:
+                    raise ShardplanError(
+                        f"simulate: {name}={said!r} at the fidelity 'ops', whose experts have as many tokens each, "
+                        "exchanged by the job's collectives, in one kernel; legal are 'closed' and 'events', or None"
+                    )
             where = delivered(topology_of("the topology", topology), params)
             return simulate_job(partition(program, placement, topology), where, algorithm=algorithm)
         return simulate_step(program, placement, topology, said, params)

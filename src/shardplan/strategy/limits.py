@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from shardplan.core.nested import as_nested
@@ -19,6 +20,8 @@ class ModelLimits:
     `shared` is what `expert` deals out: experts, or the columns of embedding tables; 1 where there is neither, as
     `sequence` is without a sequence, and `heads` where `tensor` cuts nothing. `kept` says whether an optimizer keeps
     state beside parameters, `scores` whether there is attention; `losses` are those of `Strategy.loss` that it has.
+    Experts have slots for `room` times their even share of tokens, infinity where all that come have one; where it
+    `drops`, what comes above is dropped.
     """
 
     layers: int
@@ -31,6 +34,8 @@ class ModelLimits:
     kept: bool
     scores: bool
     losses: tuple[str, ...]
+    room: float = math.inf
+    drops: bool = False
 
     def forward(self) -> ModelLimits:
         """Return those of the model where it runs forward alone."""
@@ -67,4 +72,6 @@ class ModelLimits:
             kept,
             scores,
             losses_of(program),
+            float(model.fields.get("capacity_factor") or math.inf),
+            bool(model.fields.get("capacity_factor")) and not model.fields.get("dropless"),
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardplan.errors import LayoutError
+from shardplan.strategy.held_cuts import deal_experts
 from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules.schedule import Schedule
@@ -100,6 +101,7 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
         yield IdleOption("sequence_parallel", "no sequence to deal out", "False", False)
     if s.context_kind != "ulysses" and s.context == 1:
         yield IdleOption("context_kind", "context=1", "context of 2 and more", "ulysses")
+    yield from idle_experts(limits, s)
     group = s.shard or s.data
     if s.fsdp and group * s.context == 1:
         yield IdleOption("fsdp", "one replica holds all", "data or context of 2 and more", False)
@@ -134,6 +136,36 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
     if limits.training and same_order(s):
         passes = f"the order of {s.microbatches} microbatches of {s.pipeline} stages is that of '1f1b'"
         yield IdleOption("schedule", passes, "'1f1b'", "1f1b")
+
+
+def idle_experts(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
+    """Yield options of experts without which all would be the same, or which what the model is has no room for."""
+    if s.expert_from != "data":
+        tensor = math.gcd(s.tensor, limits.key_heads) if limits.key_heads < s.tensor else s.tensor
+        sizes = {"data": s.shard or s.data, "context": s.context, "tensor": tensor, "group": s.tensor // tensor}
+        shared = s.expert if limits.shared > 1 else 1
+        if deal_experts(sizes, shared, s.expert_from) == deal_experts(sizes, shared, "data"):
+            yield IdleOption("expert_from", "the same devices share experts, whoever is first", "'data'", "data")
+    for name in ("expert_products", "dispatch", "imbalance"):
+        alone = s.expert == 1 and name != "expert_products"
+        if getattr(s.software, name) is not None and (limits.experts == 1 or alone):
+            why = "it has no experts" if limits.experts == 1 else "expert=1, and every device has all experts"
+            yield IdleOption(name, why, "None" + ", or expert of 2 and more" * (limits.experts > 1), None)
+    if s.software.imbalance is not None:
+        yield from excess_imbalance(limits, s.software.imbalance, s.expert)
+
+
+def excess_imbalance(limits: ModelLimits, imbalance: float, expert: int) -> Iterator[IdleOption]:
+    """Yield an imbalance that experts on so many devices have no slots for, or that is more than all tokens on one."""
+    slots = f"its experts have slots for capacity_factor={limits.room:g} of their even share"
+    if limits.drops:
+        legal = "None, or a model with dropless=True or capacity_factor=0"
+        yield IdleOption("imbalance", f"{slots}, and drop the rest", legal, None)
+    elif imbalance > limits.room:
+        legal = f"1 to {limits.room:g}, or a model with capacity_factor=0"
+        yield IdleOption("imbalance", f"{slots}, and a step with more raises", legal, None)
+    elif imbalance > expert:
+        yield IdleOption("imbalance", "one device has all tokens of those that share experts", up_to(expert), None)
 
 
 def same_order(s: Strategy) -> bool:

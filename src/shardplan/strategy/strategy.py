@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -14,22 +14,30 @@ from shardplan.core.dtypes import short_name
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ScheduleError
 from shardplan.hardware.units import limit_of
+from shardplan.strategy.held_cuts import (
+    BATCH,
+    EXPERTS,
+    EXPERTS_FROM,
+    SEQUENCE,
+    SHARING,
+    TENSOR,
+    ExpertFrom,
+    axis_dim_pairs,
+    cut_dims,
+    deal_experts,
+    expert_dim,
+    held_cuts,
+    sizes_of_dims,
+)
 from shardplan.strategy.model import Model
 from shardplan.strategy.model_state import is_state_of, state_names
-from shardplan.strategy.partition.tables import FREE, LAYER, Axes, Layouts, TableLine, join_lines
+from shardplan.strategy.partition.tables import FREE, Layouts, TableLine, join_lines
 from shardplan.strategy.schedules.schedule import Schedule
 from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.software import Software
 from shardplan.strategy.training import PRECISIONS
 
 ContextKind = Literal["ulysses", "gather", "ring", "zigzag"]
-TENSOR = ("kv_heads", "ffn", "vocab")
-EXPERTS = ("experts", "embedding")
-# Axes by what they deal out: sequences, positions, key-value heads and what is alike, query heads of one group.
-BATCH, SEQUENCE = ("replica", "data", "expert"), ("context", "expert_context")
-HEADS, RATIO = ("tensor", "expert_tensor"), ("group", "expert_group")
-SHARING = {"data": "expert", "context": "expert_context", "tensor": "expert_tensor", "group": "expert_group"}
-AXES = BATCH + SEQUENCE + HEADS + RATIO  # of a stage, outermost first
 GRADIENT_DTYPES = ("f16", "bf16", "f32", "f64")
 PREDICTED = ("nvfp4",)  # precisions that are predicted, and not partitioned
 NARROW = ("fp8", *PREDICTED)  # precisions of which layers' products are narrower than bf16
@@ -46,8 +54,11 @@ class Strategy:
         tensor: Devices that heads, hidden features of MLPs and the vocabulary are dealt out to.
         pipeline: Stages.
         context: Devices that a sequence is dealt out to.
-        expert: So many devices share the experts, each whole; it divides `data * context * tensor`, of which it takes
-            what it can of `data`, then of `context`, then of `tensor`. A model without experts refuses it.
+        expert: So many devices share the experts, each whole; it divides `data * context * tensor`. A model without
+            experts refuses it.
+        expert_from: Which of those devices: as many as can be of `data`, then of `context`, then of `tensor`; or of
+            neighbours, `tensor` first, then `context` (Megatron's with `--expert-tensor-parallel-size 1`, and
+            torchtitan's), or `context` first, then `data` (Megatron's by default).
         microbatch: Sequences of a replica that go through at once.
         global_batch: Sequences of a step; `data * microbatch` by default.
         schedule: The name of a pipeline schedule, a `Schedule`, or the path of its file, which is read at once. Stages
@@ -88,8 +99,8 @@ class Strategy:
         loss: `whole`: logits with copies in f32, as the runtime has them; `fused`: one pass that keeps none; `chunked`:
             fused, and logits are made in `loss_chunks` parts of the sequence, again backward.
         loss_chunks: Parts of a `chunked` loss; they divide the sequence.
-        attention, tensor_overlap, offload_layers: Of `software`, which predictions take into account and jobs are
-            without; see `Software`.
+        attention, tensor_overlap, offload_layers, imbalance, dispatch, expert_products: Of `software`, which
+            predictions take into account and jobs are without; see `Software`.
 
     Raises `LayoutError` for a value that is not legal.
 
@@ -123,18 +134,32 @@ class Strategy:
     cuts: tuple[int, ...] | None = None
     loss: str = "whole"
     loss_chunks: int = 1
+    expert_from: ExpertFrom = "data"
     attention: InitVar[str | None] = None
     tensor_overlap: InitVar[bool] = False
     offload_layers: InitVar[int] = 0
+    imbalance: InitVar[float | None] = None
+    dispatch: InitVar[str | None] = None
+    expert_products: InitVar[str | None] = None
     software: Software = field(init=False, default=Software())
 
-    def __post_init__(self, attention: str | None, tensor_overlap: bool, offload_layers: int) -> None:
+    def __post_init__(
+        self,
+        attention: str | None,
+        tensor_overlap: bool,
+        offload_layers: int,
+        imbalance: float | None,
+        dispatch: str | None,
+        expert_products: str | None,
+    ) -> None:
         """Check every field by itself, and what hangs together."""
-        object.__setattr__(self, "software", Software(attention, tensor_overlap, offload_layers))
+        said = Software(attention, tensor_overlap, offload_layers, imbalance, dispatch, expert_products)
+        object.__setattr__(self, "software", said)
         for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch", "loss_chunks"):
             border.whole_number(f"strategy: {name}", getattr(self, name), 1)
         border.whole_number("strategy: zero", self.zero, 0, 3)
         border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
+        border.choice("strategy: expert_from", self.expert_from, EXPERTS_FROM)
         if self.rotates and self.context == 1:
             kind = self.context_kind
             raise LayoutError(
@@ -291,13 +316,12 @@ class Strategy:
         heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
         tensor = math.gcd(self.tensor, *heads) if heads else self.tensor
         shard = self.shard or self.data
-        left = self.expert if any(expert_dim(dims) for dims in model.dims.values()) else 1
         whole = {"data": shard, "context": self.context, "tensor": tensor, "group": self.tensor // tensor}
+        shared = any(expert_dim(dims) for dims in model.dims.values())
+        parts = deal_experts(whole, self.expert if shared else 1, self.expert_from)
         sizes = {"replica": self.data // shard}
         for axis, n in whole.items():
-            part = math.gcd(left, n)
-            left //= part
-            sizes |= {axis: n // part, SHARING[axis]: part}
+            sizes |= {axis: n // parts[axis], SHARING[axis]: parts[axis]}
         return {axis: n for axis, n in sizes.items() if n > 1}
 
     def mesh(self, model: Model, stage: int = 0) -> Mesh:
@@ -307,7 +331,7 @@ class Strategy:
     def layouts(self, model: Model) -> Layouts:
         """Return the tables of a model's names; text that parses back, and that `partition` takes, edited or not."""
         axes = self.axes(model)
-        held = {name: tuple(_held_cuts(model, name, axes)) for name in model.parameters}
+        held = {name: tuple(held_cuts(model, name, axes)) for name in model.parameters}
         batch, sequence = ([a for a in axes if a in these] for these in (BATCH, SEQUENCE))
         zero = 3 if self.fsdp else self.zero
         stored: list[TableLine] = []
@@ -316,10 +340,10 @@ class Strategy:
             if name not in model.parameters and not is_state_of(model, name):
                 cuts = [(dim, a) for dim, a in places if a and dim in dims]
                 if name in model.replaced:
-                    cuts += [(dim, a) for dim, a in _cuts(_sizes(model, name), axes) if dim not in dict(cuts)]
+                    cuts += [(dim, a) for dim, a in cut_dims(sizes_of_dims(model, name), axes) if dim not in dict(cuts)]
                 stored += [TableLine((name,), tuple(cuts))] if cuts else []
         for name in model.parameters:
-            taken = dict(_axis_dim_pairs(held[name]))
+            taken = dict(axis_dim_pairs(held[name]))
             sums = tuple(a for a in (*batch, *sequence) if a not in taken)
             apart, left = (tuple(a for a in sums if (a == "replica") == alike) for alike in (False, True))
             free = ((FREE, apart),) if apart else ()
@@ -357,41 +381,3 @@ FIELDS = tuple(name for name in Strategy.__dataclass_fields__ if name != "softwa
 for _name in Software.__slots__:  # read of a strategy as they are said to it
     setattr(Strategy, _name, property(attrgetter(f"software.{_name}")))
 _PLAIN = Strategy()
-
-
-def _sizes(model: Model, name: str) -> dict[str, int]:
-    """The dims of a value but for layers, of which those longer than 1 can be cut."""
-    sizes = zip(model.dims[name], model.program.types[name].shape, strict=True)
-    return {dim: n for dim, n in sizes if dim != LAYER}
-
-
-def _cuts(dims: Mapping[str, int], axes: Iterable[str]) -> Iterator[tuple[str, Axes]]:
-    """How tensor axes cut the dims of a value, each at most once."""
-    first = next((d for d in TENSOR if d in dims), None)
-    heads, ratio = (tuple(a for a in axes if a in these) for these in (HEADS, RATIO))
-    if first == "kv_heads":
-        parts = ((first, heads), ("ratio", ratio))
-        yield from ((dim, cut) for dim, cut in parts if cut and dims.get(dim, 1) > 1)
-    elif first is not None and heads + ratio and dims[first] > 1:
-        yield first, heads + ratio
-
-
-def expert_dim(dims: Iterable[str]) -> str | None:
-    """Return the dim of a value that experts are: themselves, or the embeddings of tables; None where there is none."""
-    mine = [d for d in dims if d != LAYER]
-    if mine and mine[0] == "experts":
-        return "experts"
-    return "embedding" if mine and mine[-1] == "embedding" and mine[0] == "rows" else None
-
-
-def _held_cuts(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
-    """How a parameter is held: experts one by one, and what tensor axes cut."""
-    sizes = _sizes(model, name)
-    shared, sharing = expert_dim(sizes), tuple(a for a in axes if a in SHARING.values())
-    if shared and sharing and sizes[shared] > 1:
-        yield shared, sharing
-    yield from _cuts(sizes, [a for a in axes if not (shared and a in sharing)])
-
-
-def _axis_dim_pairs(cuts: tuple[tuple[str, Axes], ...]) -> Iterator[tuple[str, str]]:
-    return ((a, dim) for dim, axes in cuts for a in axes)

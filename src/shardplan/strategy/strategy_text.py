@@ -13,7 +13,8 @@ from shardplan.strategy.strategy import Strategy
 WHOLE = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero", "shard",
          "offload_layers", "loss_chunks", "recompute_layers")  # fmt: skip
 WORDS = ("schedule", "recompute", "context_kind", "precision", "gradient_dtype", "reduce_dtype", "attention", "bucket",
-         "loss")  # fmt: skip
+         "loss", "expert_from", "dispatch", "expert_products")  # fmt: skip
+NUMBERS = ("imbalance",)
 FLAGS = ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap")
 SAID = {"true": True, "false": False}
 SHORT = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "sp": "sequence_parallel",
@@ -74,8 +75,8 @@ def strategy_fields(text: str) -> dict[str, Any]:
     for word in text.replace(",", " ").split():
         said, equals, value = word.partition("=")
         name = SHORT.get(said.lower(), said)
-        if name not in (*WHOLE, *WORDS, *FLAGS) or not (equals or name in FLAGS):
-            legal = ", ".join((*WHOLE, *WORDS, *FLAGS))
+        legal = ", ".join((*WHOLE, *WORDS, *NUMBERS, *FLAGS))
+        if name not in legal.split(", ") or not (equals or name in FLAGS):
             raise ParseError(
                 f"strategy: {excerpt(word)}{near_text(said, legal.split(', '))}; legal is field=value, of {legal}"
             )
@@ -94,4 +95,9 @@ def _value(name: str, value: str) -> object:
         if not (value.isascii() and value.isdigit() and len(value) < 10):
             raise ParseError(f"strategy: {name}={value}; legal is a whole number of at most 9 digits")
         return int(value)
+    if name in NUMBERS:
+        try:
+            return float(value)
+        except ValueError:
+            raise ParseError(f"strategy: {name}={excerpt(value)}; legal is a number") from None
     return value

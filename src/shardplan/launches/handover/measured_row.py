@@ -17,7 +17,8 @@ from shardplan.strategy.model import Model
 
 SOURCE = "measured by its traces"
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "gated_mlp", "seq", "vocab", "experts", "experts_per_token")
-MORE = ("head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "dense_layers", "dense_ffn", "shared_ffn")
+MORE = ("head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "dense_layers", "dense_ffn", "shared_ffn",
+        "router_groups", "router_groups_kept")  # fmt: skip
 CLOSE = 0.005  # relative: parameters of the row's model beside those of the plan's
 
 

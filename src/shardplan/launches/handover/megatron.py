@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.launches.handover.handed_plan import ORDER, HandedPlan, WrittenFiles, comment_lines
+from shardplan.strategy.held_cuts import deal_experts
 from shardplan.strategy.strategy import Strategy
 
 SWAPPED = ("data", "pipeline", "context", "tensor")  # outermost first: `--use-tp-pp-dp-mapping`
 SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 KINDS = {"ulysses": "a2a", "gather": "all_gather", "ring": "p2p", "zigzag": "p2p"}
+DISPATCHERS = {"levels": "flex --moe-enable-deepep", "direct": "alltoall"}
 
 
 def write_megatron(plan: HandedPlan) -> WrittenFiles:
@@ -58,8 +60,10 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
         s = replace(s, recompute_layers=None)
     if mapping_of(plan) is None:
         lines.append(f"the order {', '.join(plan.order)} of axes; shardplan audit --fix megatron writes a rankfile")
-    if s.expert > 1 and s.tensor > 1:
+    if s.expert > 1 and s.expert_from == "data" and s.tensor > 1:
         lines.append("experts over devices of data first: set --expert-tensor-parallel-size 1, whose groups are others")
+    elif s.expert > 1 and s.expert_from != "data" and _expert_tensor(s) is None:
+        lines.append(f"expert={s.expert} expert_from={s.expert_from} takes a part of tensor={s.tensor}")
     for name, plain in (("offload", False), ("keep", ()), ("offload_layers", 0), ("prefetch", None),
                         ("reduce_dtype", None)):  # fmt: skip
         if getattr(s, name) != plain:
@@ -76,6 +80,10 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
     sizes = {"tensor-model-parallel": s.tensor, "pipeline-model-parallel": s.pipeline, "context-parallel": s.context,
              "expert-model-parallel": s.expert}  # fmt: skip
     yield from (f"--{name}-size {n}" for name, n in sizes.items())
+    if s.expert > 1 and s.expert_from != "data" and (inside := _expert_tensor(s)) is not None:
+        yield f"--expert-tensor-parallel-size {inside}"
+    if s.software.dispatch is not None and s.expert > 1:
+        yield f"--moe-token-dispatcher-type {DISPATCHERS[s.software.dispatch]}"
     yield f"--micro-batch-size {s.microbatch}"
     yield f"--global-batch-size {s.sequences}"
     if s.sequence_parallel and s.tensor > 1:
@@ -113,6 +121,13 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
         yield from ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te")
     if s.software.tensor_overlap:
         yield "--tp-comm-overlap"
+
+
+def _expert_tensor(s: Strategy) -> int | None:
+    """How many devices of `tensor` an expert is cut over: one, or all; None where that is neither."""
+    parts = deal_experts({"data": s.shard or s.data, "context": s.context, "tensor": s.tensor, "group": 1}, s.expert,
+                         s.expert_from)  # fmt: skip
+    return {1: s.tensor, s.tensor: 1}.get(parts["tensor"])
 
 
 def _layout(plan: HandedPlan) -> str:
@@ -157,7 +172,7 @@ def _model(plan: HandedPlan) -> Iterator[str]:
     if moe:
         yield from (f"--num-experts {f['experts']}", f"--moe-router-topk {f['experts_per_token']}",
                     f"--moe-ffn-hidden-size {f['ffn']}", f"--moe-router-score-function {f['router']}",
-                    "--moe-grouped-gemm")  # fmt: skip
+                    *["--moe-grouped-gemm"] * (plan.strategy.software.expert_products != "loop"))  # fmt: skip
         if f.get("shared_ffn"):
             yield f"--moe-shared-expert-intermediate-size {f['shared_ffn']}"
         if f.get("dense_layers"):

@@ -79,7 +79,7 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
     if s.recompute_layers is not None:
         lines.append(f"recompute_layers={s.recompute_layers}; it runs as recompute={s.recompute} of all layers")
         s = replace(s, recompute_layers=None)
-    if s.expert > 1 and s.tensor * s.context > 1:
+    if s.expert > 1 and s.tensor * s.context > 1 and s.expert_from != "tensor":
         lines.append("experts over devices of data first; they are over the innermost of data, context and tensor")
     if plan.order != ORDER and len([n for n in ORDER if getattr(s, n) > 1]) > 1:
         lines.append(f"the order {', '.join(plan.order)} of axes; the mesh is pp, dp, cp, tp, outermost first")

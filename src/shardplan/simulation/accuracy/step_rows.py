@@ -43,6 +43,8 @@ class RowModel(_Struct, frozen=True):
     dense_layers: int | None = None
     dense_ffn: int | None = None
     shared_ffn: int | None = None
+    router_groups: int | None = None  # of experts, of which a token goes to those of `router_groups_kept` alone
+    router_groups_kept: int | None = None
 
 
 class RowCluster(_Struct, frozen=True):
@@ -76,6 +78,10 @@ class RowStrategy(_Struct, frozen=True):
     offload_layers: int = 0
     shard: int | None = None  # replicas in a row that state is dealt out to; by default all
     context_kind: str | None = None  # where it is not said, see `subject.context_kind_of`
+    expert_from: str | None = None  # where it is not said, experts are on neighbours
+    imbalance: float | None = None  # tokens of the device of experts that has most, over the mean
+    dispatch: str | None = None  # of tokens to experts: `levels`, or `deepep`; `direct`, or `alltoall`
+    expert_products: str | None = None
 
 
 class RowMeasured(_Struct, frozen=True):

@@ -42,11 +42,18 @@ CONTEXT_KINDS = {
     **dict.fromkeys(("zigzag", "p2p"), "zigzag"),
     "ring": "ring",
 }
+DISPATCHED = {
+    **dict.fromkeys(("levels", "deepep", "hybridep", "flex"), "levels"),
+    **dict.fromkeys(("direct", "alltoall"), "direct"),
+}
 WITHOUT_GATE = 2 / 3  # of its width has a gated MLP that has as many parameters and operations, and saves as much
 PIECE = 128  # of a width, so that tensors divide it
 RING_FROM = 32 * 1024  # tokens of a sequence above which keys and values go round: heads are too few to deal out
 # Options that publications say although they do nothing.
-HARMLESS = ("sequence_parallel", "tensor_overlap", "zero", "fsdp", "recompute", "schedule", "offload_layers")
+HARMLESS = (
+    "sequence_parallel", "tensor_overlap", "zero", "fsdp", "recompute", "schedule", "offload_layers", "expert_from",
+    "dispatch", "expert_products",
+)  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -65,7 +72,8 @@ def model_of(row: RowModel) -> Model:
         fields["positions"] = row.seq
     else:
         fields["kv_heads"] = row.kv_heads
-    more = ("head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "dense_layers", "dense_ffn", "shared_ffn")
+    more = ("head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "dense_layers", "dense_ffn", "shared_ffn",
+            "router_groups", "router_groups_kept")  # fmt: skip
     fields |= {name: getattr(row, name) for name in more if getattr(row, name)}
     if row.family == "llama" and not row.gated_mlp:
         fields["ffn"] = max(PIECE, round(row.ffn * WITHOUT_GATE / PIECE) * PIECE)
@@ -102,6 +110,9 @@ def strategies_of(row: StepRow) -> list[Strategy]:
     said = row.strategy
     fixed: dict[str, Any] = {name: getattr(said, name) for name in said.__struct_fields__ if name not in row.unknown}
     fixed["context_kind"] = context_kind_of(row)
+    fixed["expert_from"] = said.expert_from or _first_experts(row)
+    if said.dispatch is not None:
+        fixed["dispatch"] = _word_of(row, "dispatch", DISPATCHED)
     if fixed.get("recompute") is not None:
         fixed["recompute"] = _word_of(row, "recompute", RECOMPUTED)
     found: list[Strategy] = []
@@ -129,6 +140,15 @@ def strategies_of(row: StepRow) -> list[Strategy]:
     return found
 
 
+def _first_experts(row: StepRow) -> str:
+    """Whose devices share experts first where a row does not say it: neighbours, as frameworks have it.
+
+    Megatron-Bridge's recipes have one device of `tensor` an expert (`recipes/deepseek/deepseek_v3.py`), and torchtitan
+    takes the innermost; NeMo's leave it to Megatron, where an expert is cut as the rest (`recipes/mixtral_8x22b.py`).
+    """
+    return "context" if row.table.startswith("nemo") else "tensor"
+
+
 def context_kind_of(row: StepRow) -> str:
     """Return how a row's sequences are cut: as it says, else above 32k tokens in a balanced ring, else by heads."""
     if row.strategy.context == 1:
@@ -150,6 +170,8 @@ def dropped(row: StepRow, strategy: Strategy) -> dict[str, object]:
     """Return the published options of a row that do nothing, and without which it is predicted, as they were said."""
     said = {name: getattr(row.strategy, name) for name in row.strategy.__struct_fields__ if name not in row.unknown}
     said.pop("context_kind")  # said, or taken: never dropped
+    if said.get("dispatch"):
+        said["dispatch"] = DISPATCHED.get(str(said["dispatch"]).lower(), said["dispatch"])
     if said.get("recompute"):
         said["recompute"] = RECOMPUTED.get(str(said["recompute"]).lower(), said["recompute"])
     return {name: value for name, value in said.items() if getattr(strategy, name) != value and value is not None}

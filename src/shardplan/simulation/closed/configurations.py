@@ -11,7 +11,9 @@ import numpy as np
 
 from shardplan.core.dtypes import short_name
 from shardplan.errors import LayoutError, excerpt
+from shardplan.strategy.held_cuts import EXPERTS_FROM
 from shardplan.strategy.schedules.table import GENERATORS
+from shardplan.strategy.software import ATTENTION, DISPATCH, EXPERT_PRODUCTS
 from shardplan.strategy.strategy import LOSS, RECOMPUTE, Strategy
 
 Ints = np.ndarray
@@ -30,8 +32,11 @@ CODES: Mapping[str, tuple[Any, ...]] = {
     "precision": (None, "fp32", "bf16", "fp16", "fp8", "nvfp4"),
     "gradient_dtype": (None, "f16", "bf16", "f32", "f64"),
     "reduce_dtype": (None, "f16", "bf16", "f32", "f64"),
-    "attention": (None, "unfused", "flash1", "flash2", "flash3", "cudnn", "cudnn_2024"),
+    "attention": (None, *ATTENTION),
     "loss": LOSS,
+    "expert_from": tuple(EXPERTS_FROM),
+    "dispatch": (None, *DISPATCH),
+    "expert_products": (None, *EXPERT_PRODUCTS),
     "order": (*ORDERS, TOGETHER),
 }
 NUMBERS = (
@@ -39,8 +44,9 @@ NUMBERS = (
     "offload_layers", "loss_chunks", "shard", "recompute_layers",
 )  # fmt: skip
 FLAGS = ("sequence_parallel", "fsdp", "tensor_overlap")
+THOUSANDTHS = ("imbalance",)  # numbers with digits behind the point, as so many thousandths
 # What a column holds where a strategy has no such field, or says nothing.
-DEFAULTS: Mapping[str, int] = {**dict.fromkeys(NUMBERS, 1), **dict.fromkeys(FLAGS, 0), **dict.fromkeys(CODES, 0),
+DEFAULTS: Mapping[str, int] = {**dict.fromkeys(NUMBERS, 1), **dict.fromkeys((*THOUSANDTHS, *FLAGS, *CODES), 0),
                                "zero": 0, "offload_layers": 0, "shard": 0, "recompute_layers": ALL}  # fmt: skip
 
 
@@ -49,7 +55,8 @@ class Configurations:
     """Strategies of one model, as columns.
 
     Args:
-        columns: By field of `Strategy` an array [n], int64 or bool; fields of `CODES` as places in its tuples.
+        columns: By field of `Strategy` an array [n], int64 or bool; fields of `CODES` as places in its tuples, of
+            `THOUSANDTHS` as so many.
 
     `Configurations.of` makes them of strategies, `strategy` one again.
 
@@ -74,6 +81,8 @@ class Configurations:
             said = [getattr(s, name, DEFAULTS[name]) for s in rows]
             said = [DEFAULTS[name] if x is None else x for x in said]  # no `shard` is 0: all replicas
             columns[name] = np.asarray(said, dtype=bool if name in FLAGS else np.int64)
+        for name in THOUSANDTHS:
+            columns[name] = np.asarray([round(1000 * (getattr(s, name) or 0)) for s in rows], dtype=np.int64)
         for name, legal in CODES.items():
             columns[name] = np.asarray(
                 [_code_of_choice(name, legal, getattr(s, name, legal[0])) for s in rows], dtype=np.int64
@@ -84,8 +93,8 @@ class Configurations:
     def filled(count: int, said: Mapping[str, Ints | int]) -> Configurations:
         """Return so many with columns [count], or a number for all, as said, and all else by default."""
         columns: dict[str, Ints] = {}
-        for name in (*NUMBERS, *FLAGS, *CODES):
-            column = np.broadcast_to(said.get(name, DEFAULTS[name]), count)
+        for name, plain in DEFAULTS.items():
+            column = np.broadcast_to(said.get(name, plain), count)
             columns[name] = column.astype(bool if name in FLAGS else np.int64)
         return Configurations(columns)
 
@@ -175,6 +184,7 @@ class Configurations:
         """Return one of them; how its axes lie on the hardware is no part of it."""
         said: dict[str, Any] = {name: self.columns[name][k].item() for name in (*NUMBERS, *FLAGS)}
         said |= {name: legal[int(self.columns[name][k])] for name, legal in CODES.items() if name != "order"}
+        said |= {name: int(self.columns[name][k]) / 1000 or None for name in THOUSANDTHS}
         said["shard"] = said["shard"] or None
         said["recompute_layers"] = None if said["recompute_layers"] == ALL else said["recompute_layers"]
         return Strategy(**said)

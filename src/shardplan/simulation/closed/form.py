@@ -15,20 +15,24 @@ import numpy as np
 from shardplan.core.dim_names import DimNames, dim_names
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
+from shardplan.simulation.closed.axis_degrees import deal_degrees
 from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import CODES, Configurations, distinct
+from shardplan.simulation.closed.dispatch import Routing, tokens_of_slots
 from shardplan.simulation.closed.kernel_classes import with_kernels
+from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
-from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, LocalSizes, layer_costs
+from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds
 from shardplan.simulation.closed.reading import read
 from shardplan.simulation.closed.stages import Dealt, at_once, is_halved, layer_rows, recipe, weight_rows
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule
+from shardplan.strategy.held_cuts import SHARING
 from shardplan.strategy.model import Model
-from shardplan.strategy.strategy import NARROW, SHARING, Strategy
+from shardplan.strategy.strategy import NARROW, Strategy
 
 Floats = np.ndarray
 Ints = np.ndarray
@@ -39,6 +43,7 @@ FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "int
 INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
 MOST_COSTS = 1024  # of single strategies: what their layers cost is remembered, for others that differ elsewhere
 SPREAD = ("data", "expert")  # axes over which sequences are dealt out
+OF_KERNELS = ("attention", "precision", "context_kind", "loss", "dispatch", "expert_products")
 
 
 class PricedSteps(NamedTuple):
@@ -248,6 +253,8 @@ class ClosedForm:
             col["attention"],
             col["precision"],
             col["loss"] > 0,
+            col["dispatch"],
+            col["expert_products"],
         ]
         for values in kinds:
             code = code * 8 + values
@@ -265,28 +272,15 @@ class ClosedForm:
 
     def degrees(self, c: Configurations) -> dict[str, Ints]:
         """Return the sizes of a stage's axes, as `Strategy.axes` has them, but for `replica`: arrays [n] by axis."""
-        col = c.columns
-        heads = {n for p in self.model.parameters.values() for dim, n in p.dims if dim == "kv_heads"}
-        tensor, group = col["tensor"].copy(), np.ones(len(c), dtype=np.int64)
-        for n in heads:
-            few = n < col["tensor"]
-            tensor = np.where(few, np.gcd(tensor, n), tensor)
-        group = col["tensor"] // tensor
-        experts = any("experts" in dims for dims in self.model.dims.values())
-        left = col["expert"].copy() if experts else group * 0 + 1
-        found: dict[str, Ints] = {}
-        for axis, n in (("data", c.sharing), ("context", col["context"]), ("tensor", tensor), ("group", group)):
-            part = np.gcd(left, n)
-            left = left // part
-            found |= {axis: n // part, SHARING[axis]: part}
-        return found
+        return deal_degrees(self.model, c)
 
     def _reading(self, s: Strategy, axes: tuple[str, ...]) -> Reading:
         key = axes, s.sequence_parallel, s.context_kind if s.context > 1 else "", s.precision
         if key not in self._readings:
             base = self._base(s.precision)
             plain = Strategy(data=s.shard or s.data, tensor=s.tensor, context=s.context, expert=s.expert,
-                             sequence_parallel=s.sequence_parallel, context_kind=s.context_kind)  # fmt: skip
+                             sequence_parallel=s.sequence_parallel, context_kind=s.context_kind,
+                             expert_from=s.expert_from)  # fmt: skip
             if s.precision not in self._names:
                 self._names[s.precision] = dim_names(base.program, base.dims, base.origins)
             found = read(base, plain.layouts(base), axes, self._names[s.precision])
@@ -316,7 +310,7 @@ class ClosedForm:
         blocks = c.strides()
         # Of a strategy without an order its degrees say where its axes may lie.
         apart = [blocks[b].astype(np.int64) for b in INNER] if blocks["data"].ndim == 1 else [c.columns["pipeline"]]
-        places, back = distinct([*degrees.values(), c.columns["microbatch"], *apart])
+        places, back = distinct([*degrees.values(), c.columns["microbatch"], c.columns["imbalance"], *apart])
         few = {a: d[places].astype(float) for a, d in degrees.items()}
         strides: dict[str, Floats] = {}
         for block, axes in INNER.items():
@@ -325,11 +319,12 @@ class ClosedForm:
                 strides[a] = inside
                 inside = inside * few.get(a, 1.0)
         micro = c.columns["microbatch"][places].astype(float)
-        kernels = tuple(int(c.columns[name][0]) for name in ("attention", "precision", "context_kind", "loss"))
-        key = reading, kernels, *few, *(x.tobytes() for x in (micro, *few.values(), *strides.values()))
+        slots = tokens_of_slots(self.model.fields, c.columns["imbalance"][places] / 1000)
+        kernels = tuple(int(c.columns[name][0]) for name in OF_KERNELS)
+        key = reading, kernels, *few, *(x.tobytes() for x in (micro, slots, *few.values(), *strides.values()))
         found = self._costs.get(key) if len(places) == 1 else None
         if found is None:
-            sizes = LocalSizes(few, micro, reading.batch, SPREAD)
+            sizes = LocalSizes(few, micro, reading.batch, SPREAD, slots)
             found = layer_costs(reading, self._kernels_asked(*kernels), self.collectives(), sizes, strides)
             if len(places) == 1:
                 if len(self._costs) >= MOST_COSTS:
@@ -338,14 +333,16 @@ class ClosedForm:
         found = found.at(back)
         return found.split() if c.splits else found
 
-    def _kernels_asked(self, attention: int, precision: int, context: int, loss: int) -> KernelsAsked:
+    def _kernels_asked(self, *codes: int) -> KernelsAsked:
         """What kernels run at, by the codes of what strategies say of them."""
-        kind, recipe_name = CODES["attention"][attention] or "flash2", CODES["precision"][precision]
+        attention, recipe_name, around, loss, dispatch, products = (
+            CODES[name][code] for name, code in zip(OF_KERNELS, codes, strict=True)
+        )
+        kind, routing = attention or "flash2", Routing.of(self.model.fields, dispatch)
         dtype = recipe(recipe_name)[3] or str(self._base(recipe_name).fields["dtype"])
         device = with_kernels(self.topology.device, self.parameters, kind)
-        around, copies = CODES["context_kind"][context], int(self.model.fields.get("experts_per_token") or 0)
-        whole, rotates = CODES["loss"][loss] == "whole", around in ("ring", "zigzag")
-        return KernelsAsked(device, dtype, kind, whole, around == "ring", copies, rotates)
+        whole, rotates, loops = loss == "whole", around in ("ring", "zigzag"), products == "loop"
+        return KernelsAsked(device, dtype, kind, whole, around == "ring", routing, rotates, loops)
 
     def collectives(self) -> CollectivePrices:
         """Return what collectives are priced by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,18 +12,18 @@ import numpy as np
 from shardplan.core.pattern import Work
 from shardplan.hardware.level import DeviceSpec
 from shardplan.hardware.prices.kernels import kernel_seconds
-from shardplan.simulation.closed.collectives import AffineCosts, CollectivePrices
+from shardplan.simulation.closed.collectives import CollectivePrices
+from shardplan.simulation.closed.dispatch import Routing
 from shardplan.simulation.closed.kernel_classes import cast_work, narrow_bytes
 from shardplan.simulation.closed.lifetimes import life_bytes
-from shardplan.simulation.closed.work import FORWARD, Extent, LocalKernel, LocalMove, LocalValue, Reading
-from shardplan.strategy.strategy import HEADS, RATIO, SHARING
+from shardplan.simulation.closed.local_sizes import LocalSizes
+from shardplan.simulation.closed.move_prices import MovePrices
+from shardplan.simulation.closed.work import FORWARD, LocalKernel, LocalMove, Reading
+from shardplan.strategy.held_cuts import SHARING
 
 Floats = np.ndarray
 PHASES = ("forward", "backward")
-TENSOR_AXES = HEADS + RATIO
 CONTEXT_AXES = ("context", SHARING["context"])  # axes around which a ring sends keys and values
-SUM_BYTES = 4.0  # of an element of cotangents of keys and values that go round: sums are in f32, or wider
-EXPERTS = frozenset(("expert", "expert_context"))  # axes over which tokens go to experts
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
 SCORE_BYTES = (9.0, 13.0)  # in the forward pass, and back
@@ -40,55 +40,6 @@ ALIGNED, ITEMSIZE = 16, 2
 BLOCK, APART = 4, ((4.0, 32.0), (4.0, 30.0))
 
 
-@dataclass(slots=True, eq=False)
-class LocalSizes:
-    """The degrees of axes, and sequences on a device, as arrays of one length."""
-
-    degrees: Mapping[str, Floats]
-    microbatch: Floats
-    batch: int  # of the program
-    data: tuple[str, ...]  # axes over which sequences are dealt out
-    known: dict[Extent, Floats] = field(default_factory=dict[Extent, "Floats"])
-    _volumes: dict[tuple[Extent, ...], Floats] = field(default_factory=dict["tuple[Extent, ...]", "Floats"])
-
-    def extent(self, e: Extent) -> Floats:
-        """Return the size of an extent on a device."""
-        found = self.known.get(e)
-        if found is None:
-            whole: Floats = np.asarray(float(e.size))
-            if e.batch:
-                whole = e.size / self.batch * self.microbatch
-                for axis in self.data:
-                    if axis not in e.axes and axis in self.degrees:
-                        whole = whole * self.degrees[axis]
-                found = whole
-                for axis in e.axes:
-                    if axis not in self.data:
-                        found = np.ceil(found / self.degrees[axis])
-            else:
-                degree = np.asarray(1.0)
-                for axis in e.axes:
-                    degree = degree * self.degrees[axis]
-                found = np.ceil(whole / degree)
-            self.known[e] = found
-        return found
-
-    def volume(self, extents: Sequence[Extent]) -> Floats:
-        """Return the product of some."""
-        key = tuple(extents)
-        found = self._volumes.get(key)
-        if found is None:
-            found = np.asarray(1.0)
-            for e in extents:
-                found = found * self.extent(e)
-            self._volumes[key] = found
-        return found
-
-    def bytes(self, value: LocalValue) -> Floats:
-        """Return the bytes of a value on a device."""
-        return value.itemsize * self.volume(value.extents)
-
-
 class KernelsAsked(NamedTuple):
     """What kernels of a device run at: its rates and what is reached of them, and what the strategy says of kernels."""
 
@@ -97,8 +48,9 @@ class KernelsAsked(NamedTuple):
     attention: str  # its class
     whole_loss: bool = True  # else it reads its logits once, and once more to write their gradient
     ring: bool = False  # whether keys go round, past queries that lie in the order of the sequence
-    copies: int = 0  # experts to which a token goes; 0 where there are none
+    routing: Routing = Routing()
     rotates: bool = False  # whether keys and values go round beside attention, in whatever order
+    loops: bool = False  # whether the host issues a product for each expert
 
 
 def kernel_works(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> list[Work]:
@@ -171,11 +123,16 @@ def scores_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats:
 
 
 def launches_of(k: LocalKernel, sizes: LocalSizes, asked: KernelsAsked) -> Floats | float:
-    """Return how many kernels the host issues: one, but for attention in steps, and casts before narrow products."""
+    """Return how many kernels the host issues: one, but for attention in steps, and casts before narrow products.
+
+    And for products of experts in a loop, of which each is issued. Alone those of 20 to 256 experts take 9 us each at
+    least on a B200 (half of 52 kernels of SimuMax's tables; the other half is then 12.6 % off, and else 18.1).
+    """
+    several = sizes.volume([k.extents[f] for f in k.roles[0]]) if asked.loops and k.weighs and k.roles else 1.0
     if k.casts and k.run >= 0 and narrow_bytes(asked.product_dtype):
-        return 1.0 + len(k.casts)
+        return several + len(k.casts)
     if k.kind != "scores" or not unfused(asked):
-        return 1.0
+        return several
     b, _, g, r, *_ = (sizes.extent(x) for x in k.extents)
     return IN_STEPS[k.phase == 1] + APART[k.phase == 1][0] * ((b * g * r) % BLOCK > 0)
 
@@ -197,6 +154,7 @@ class LayerCost:
     carried: Floats  # bytes that go from layer to layer, [n]
     degrees: Mapping[str, Floats]
     moments: float = 1.0  # as in `Reading`
+    slots: Floats = field(default_factory=lambda: np.ones((2, 1)))  # as in `LocalSizes`, [2, n] or [2, 1]
 
     def on_processors(self, phase: int) -> Floats:
         """Return what part of a phase's kernels, but for casts, products and attention take, [runs + 2, n]."""
@@ -215,94 +173,8 @@ class LayerCost:
             self.carried[back],
             {axis: d[back] for axis, d in self.degrees.items()},
             self.moments,
+            np.broadcast_to(self.slots, (2, len(self.carried)))[:, back],
         )
-
-
-@dataclass(slots=True, eq=False)
-class MovePrices:
-    """Prices movements of layers at many sizes; lines of costs are found once for all movements over the same axes."""
-
-    collectives: CollectivePrices
-    sizes: LocalSizes
-    strides: Mapping[str, Floats]
-    copies: int = 0
-    known: dict[tuple[bool, bool, tuple[str, ...]], AffineCosts] = field(
-        default_factory=dict[tuple[bool, bool, tuple[str, ...]], AffineCosts]
-    )
-
-    def seconds(self, move: LocalMove) -> Floats:
-        """Return the seconds of a movement, [n].
-
-        What tensor axes do not cut all of them have alike: each moves a part of it, which they gather after that, where
-        it takes less time.
-        """
-        nbytes = self.sizes.bytes(move.value)
-        found = self._lines(move.summed, move.whole, move.axes).seconds(nbytes)
-        if not move.summed and not move.whole and self.copies > 1 and {*move.axes} <= EXPERTS:
-            found = np.minimum(found, self._over_levels(move.axes, nbytes))
-        used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
-        alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
-        if not alike:
-            return found
-        parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
-        apart = self._lines(move.summed, move.whole, move.axes).seconds(nbytes / parts)
-        after = nbytes if move.whole else nbytes / group
-        return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
-
-    def waited_rounds(self, phase: int, axes: tuple[str, ...], values: Sequence[LocalValue], kernel: Floats) -> Floats:
-        """Return the seconds that attention waits for tiles of keys and values that go round, [n].
-
-        A round is a kernel and a message beside it. Back, the sums of the tiles' cotangents follow them a round later,
-        and come home in one round more, beside nothing (Liu et al., arXiv 2310.01889, section 3; as `ring_attention`).
-
-        Args:
-            phase: Forward or backward.
-            axes: Those around which they go.
-            values: Keys and values, whole over these axes.
-            kernel: Seconds of attention in all rounds, [n].
-        """
-        lines = self.collectives.round_lines([(self.sizes.degrees[a], self.strides[a]) for a in axes])
-        around = np.prod([self.sizes.degrees[a] for a in axes], axis=0)
-        tile, sums = (sum((self.sizes.volume(v.extents) * width(v) for v in values), np.zeros(1)) / around
-                      for width in (lambda v: v.itemsize, lambda v: max(v.itemsize, SUM_BYTES)))  # fmt: skip
-
-        def waited(nbytes: Floats, rounds: Floats | float) -> Floats:
-            return rounds * np.maximum(0.0, lines.seconds(nbytes) - kernel / around)
-
-        if phase == FORWARD:
-            return waited(tile, around - 1)
-        several = around > 1
-        both = waited(tile + sums, np.maximum(0.0, around - 2))
-        return several * (waited(tile, 1.0) + both + waited(sums, 1.0) + lines.seconds(sums))
-
-    def _over_levels(self, axes: tuple[str, ...], nbytes: Floats) -> Floats:
-        """Return the seconds of tokens that go once to each node that has experts of theirs, and on from there, [n].
-
-        Of `copies` experts, drawn at will over a group's nodes, so many nodes are expected to have one; both ways run
-        at once, chunk after chunk (DeepSeek-V3, arXiv 2412.19437, section 3.2.2; the deepseek-ai/DeepEP kernels).
-        """
-        inside = self.collectives.fabric.topology.levels[-1].size
-        far: list[tuple[Floats, Floats]] = []
-        near: list[tuple[Floats, Floats]] = []
-        nodes = parts = np.asarray(1.0)
-        for axis in axes:
-            size, stride = self.sizes.degrees[axis], self.strides[axis]
-            own = np.gcd(size.astype(np.int64), np.maximum(1, inside // stride).astype(np.int64)).astype(float)
-            own = own.max(axis=0) if own.ndim > 1 else own  # in an order that is not said, as many as may be near
-            near.append((own, stride))
-            far.append((size / own, stride * own))
-            nodes, parts = nodes * size / own, parts * own
-        once = nodes * (1 - (1 - 1 / nodes) ** self.copies) / self.copies
-        sent = self.collectives.lines(False, False, far).seconds(nbytes / parts * once)
-        return np.maximum(sent, self.collectives.lines(False, False, near).seconds(nbytes / nodes))
-
-    def _lines(self, summed: bool, whole: bool, axes: tuple[str, ...]) -> AffineCosts:
-        key = summed, whole, axes
-        if key not in self.known:
-            self.known[key] = self.collectives.lines(
-                summed, whole, [(self.sizes.degrees[a], self.strides[a]) for a in axes]
-            )
-        return self.known[key]
 
 
 def whole_over_context(kind: str) -> str:
@@ -347,7 +219,7 @@ def layer_costs(
         if k.phase == FORWARD and not k.joined:
             add("again needed" if k.needed else "again rest", k.run, seconds)
             add("again launches", k.run, launches_of(k, sizes, asked))
-    moved = MovePrices(collectives, sizes, strides, asked.copies)
+    moved = MovePrices(collectives, sizes, strides, asked.routing)
     turned: dict[int, list[LocalMove]] = {}  # by run what goes round
     for m in reading.moves:
         if asked.rotates and m.attention and {*m.axes} <= {*CONTEXT_AXES}:
@@ -397,4 +269,4 @@ def layer_costs(
         if name not in rows:
             add(name, -2, 0.0)
     carried = sizes.bytes(reading.carried) + np.zeros(n)
-    return LayerCost(rows, carried, dict(sizes.degrees), reading.moments)
+    return LayerCost(rows, carried, dict(sizes.degrees), reading.moments, sizes.slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.core.dim_names import DimNames
@@ -12,7 +12,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.work import Saved
-from shardplan.strategy.partition.serving import State
+from shardplan.strategy.partition.serving import PARTIAL, State
 from shardplan.strategy.partition.tables import TableLine
 
 
@@ -52,6 +52,20 @@ def table_state(lines: Sequence[TableLine], name: str, dims: Sequence[str], axes
         if line.matches(name):
             return {a: dims.index(d) for d, cut in line.dims if d in dims for a in cut if a in axes}
     return {}
+
+
+def canonical_state(block: ReadBlock, name: str, serve: Mapping[str, Sequence[Sequence[str]]]) -> State:
+    """Return a state without sums: where an axis has one, the first dim that it serves, if any."""
+    found: dict[str, int] = {}
+    for axis, dim in block.state.get(name, {}).items():
+        if dim != PARTIAL:
+            found[axis] = dim
+            continue
+        names = block.names.values[name]
+        serves = [d for group in serve[axis] for d, called in enumerate(names) if any(n in group for n in called)]
+        if serves:
+            found[axis] = serves[0]
+    return found
 
 
 def needed_values(program: Program, forwards: int) -> set[str]:

@@ -8,7 +8,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,14 @@ from shardplan.simulation.closed.caches import kept_values, moments_of
 from shardplan.simulation.closed.kernel_classes import cast_operands
 from shardplan.simulation.closed.lifetimes import layer_life
 from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
-from shardplan.simulation.closed.read_block import ReadBlock, joins_product, needed_inside, needed_values, table_state
+from shardplan.simulation.closed.read_block import (
+    ReadBlock,
+    canonical_state,
+    joins_product,
+    needed_inside,
+    needed_values,
+    table_state,
+)
 from shardplan.simulation.closed.work import (
     BACKWARD,
     FORWARD,
@@ -35,14 +42,16 @@ from shardplan.simulation.closed.work import (
     LocalValue,
     Reading,
     Saved,
+    of_factors,
+    with_slots,
     work_of,
 )
+from shardplan.strategy.held_cuts import expert_dim
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.flow import line_of
 from shardplan.strategy.partition.opening import refuses
 from shardplan.strategy.partition.serving import PARTIAL, OperandState, State, serving
 from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
-from shardplan.strategy.strategy import expert_dim
 
 
 def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
@@ -122,7 +131,7 @@ class _Reader:
             lives=tuple(self.lives),
             second=tuple((run, value) for (run, _), value in self.second.items()),
             outside=tuple(
-                Saved(run, self._local(top, v, program.types[v], self._canonical(top, v)), "", "")
+                Saved(run, self._local(top, v, program.types[v], canonical_state(top, v, self.serve)), "", "")
                 for v, run in outside.saved.items()
             ),
             copies=tuple(h._replace(run=-2) for h in parameters if h.run == -1 and h.name in outside.late),
@@ -186,7 +195,7 @@ class _Reader:
             block.state[r] = state | dict.fromkeys(passed, PARTIAL)
             block.made[r] = [block.state[r]]
             block.maker[r] = op.kernel_class
-        self._kernel(block, step, op, types, results, link, extents)
+        self._kernel(block, step, op, types, results, link, extents, names)
         block.made_at |= dict.fromkeys(step.results, len(self.kernels))
 
     def _kernel(
@@ -198,12 +207,14 @@ class _Reader:
         results: Sequence[TensorType],
         link: Links,
         extents: Mapping[str, Extent],
+        names: Mapping[str, Collection[str]],
     ) -> None:
         if op.view or not types or not any(t.ndim for t in (*types, *results)):
             return
         places = {f: k for k, f in enumerate(extents)}
         sides = (*zip(types, link.operands, strict=True), *zip(results, link.results, strict=True))
-        values = tuple(LocalValue(t.itemsize, tuple(extents[f] for fs in dims for f in fs)) for t, dims in sides)
+        values = tuple(LocalValue(t.itemsize, of_factors([f for fs in dims for f in fs], extents, names))
+                       for t, dims in sides)  # fmt: skip
         roles: tuple[tuple[int, ...], ...] = ()
         if op.kernel_class == "product" and len(types) == 2:
             a, b, c = ({f for fs in dims for f in fs} for dims in (*link.operands, link.results[0]))
@@ -226,7 +237,7 @@ class _Reader:
                 op.kernel_class,
                 types[0].dtype,
                 flops,
-                tuple(extents.values()),
+                of_factors(tuple(extents), extents, names),
                 roles,
                 values,
                 touched / whole if whole else 0.0,
@@ -282,39 +293,22 @@ class _Reader:
             kinds.setdefault((a == PARTIAL, b is None), []).append(axis)
         for (summed, whole), axes in kinds.items():
             names = block.names.values[name]
-            extents = tuple(
-                Extent(
-                    n,
-                    tuple(x for x in self.axes if now.get(x) == d and x not in axes),
-                    "batch" in names[d],
-                )
+            extents = [
+                Extent(n, tuple(x for x in self.axes if now.get(x) == d and x not in axes), "batch" in names[d])
                 for d, n in enumerate(t.shape)
-            )
+            ]
+            either = [tuple(x for x in self.axes if d in (now.get(x), wanted.get(x))) for d in range(len(extents))]
             run = block.run if self.phase == FORWARD or block.run >= 0 else (-1 if self._behind else -2)
             inside = self.phase == BACKWARD and block.run >= 0
             since = range(block.made_at.get(name, len(self.kernels)), len(self.kernels)) if inside and summed else ()
             beside = tuple(k for k in since if self.kernels[k].gradient)
-            value, early = LocalValue(t.itemsize, extents), inside and not summed and name in block.saved
+            value = LocalValue(t.itemsize, with_slots(extents, names, either))
+            early = inside and not summed and name in block.saved
             self.moves.append(
                 LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early, attends)
             )
         if dict(now) != dict(wanted):
             known.append(dict(wanted))
-
-    def _canonical(self, block: ReadBlock, name: str) -> State:
-        """A state without sums: where an axis has one, the first dim that it serves, if any."""
-        found: dict[str, int] = {}
-        for axis, dim in block.state.get(name, {}).items():
-            if dim != PARTIAL:
-                found[axis] = dim
-                continue
-            names = block.names.values[name]
-            serves = [
-                d for group in self.serve[axis] for d, called in enumerate(names) if any(n in group for n in called)
-            ]
-            if serves:
-                found[axis] = serves[0]
-        return found
 
     def _loop(self, block: ReadBlock, number: int, step: Step, op: Nested) -> None:
         if self.phase == FORWARD:
@@ -327,7 +321,9 @@ class _Reader:
         whole = len(op.body.inputs) - op.cut
         for k, (outside, (name, t)) in enumerate(zip(step.operands, op.body.inputs, strict=True)):
             less = 1 if k >= whole else 0
-            state = self._canonical(block, outside) if k < op.carried_count else block.state.get(outside, {})
+            state = (
+                canonical_state(block, outside, self.serve) if k < op.carried_count else block.state.get(outside, {})
+            )
             if k < op.carried_count:
                 self._moved(block, outside, t, state, needed=True)
                 if not k and self.phase == FORWARD:
@@ -391,10 +387,8 @@ class _Reader:
 
     def _local(self, block: ReadBlock, name: str, t: TensorType, state: State) -> LocalValue:
         names = block.names.values[name]
-        return LocalValue(
-            t.itemsize,
-            tuple(
-                Extent(n, tuple(a for a in self.axes if state.get(a) == d), "batch" in names[d])
-                for d, n in enumerate(t.shape)
-            ),
-        )
+        extents = [
+            Extent(n, tuple(a for a in self.axes if state.get(a) == d), "batch" in names[d])
+            for d, n in enumerate(t.shape)
+        ]
+        return LocalValue(t.itemsize, with_slots(extents, names))

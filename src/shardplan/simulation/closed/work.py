@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from shardplan.core.ops.compute import Compute
 from shardplan.core.tensor import TensorType
 
 FORWARD, BACKWARD, UPDATE = range(3)  # phases
+Axes = Sequence[tuple[str, ...]]  # by dim
 
 
 @lru_cache(maxsize=1 << 14)
@@ -22,11 +23,45 @@ def work_of(op: Compute, types: tuple[TensorType, ...]) -> tuple[float, float]:
 
 
 class Extent(NamedTuple):
-    """A factor of a step: its size on one device, the axes that cut it, and whether it counts sequences."""
+    """A factor of a step: its size on one device, the axes that cut it, and whether it counts sequences.
+
+    Of slots of experts `sharing` are the axes that cut these: of what is in them one device has more than another; with
+    none of them a device has slots of all experts, and as much in them as any. None: it is of no slots.
+    """
 
     size: int
     axes: tuple[str, ...] = ()
     batch: bool = False
+    sharing: tuple[str, ...] | None = None
+
+
+def slot_sharing(called: Sequence[Collection[str]], axes: Axes) -> tuple[str, ...] | None:
+    """Return the axes that cut the experts of a value whose dims are called and cut so; None where it has no slots.
+
+    Slots of experts have no tokens in order, as scores of a router do.
+    """
+    every = {name for names in called for name in names}
+    if not {"experts", "batch"} <= every or "sequence" in every:
+        return None
+    return tuple(a for names, cut in zip(called, axes, strict=True) if "experts" in names for a in cut)
+
+
+def with_slots(
+    extents: Sequence[Extent], called: Sequence[Collection[str]], axes: Axes | None = None
+) -> tuple[Extent, ...]:
+    """Return the extents of a value's dims; of slots of experts those that count sequences say who shares.
+
+    `axes` are those of each dim that say it, where they are others than cut the extents.
+    """
+    sharing = slot_sharing(called, axes or [e.axes for e in extents])
+    return tuple(e._replace(sharing=sharing) if e.batch else e for e in extents)
+
+
+def of_factors(
+    factors: Sequence[str], extents: Mapping[str, Extent], names: Mapping[str, Collection[str]]
+) -> tuple[Extent, ...]:
+    """Return the extents of factors of a step, which are called so, as `with_slots` has them."""
+    return with_slots([extents[f] for f in factors], [names.get(f, ()) for f in factors])
 
 
 class LocalValue(NamedTuple):

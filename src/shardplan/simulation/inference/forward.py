@@ -15,7 +15,8 @@ from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm, sent
 from shardplan.simulation.closed.kernel_classes import with_kernels
-from shardplan.simulation.closed.numbers import LayerCost, LocalSizes
+from shardplan.simulation.closed.local_sizes import LocalSizes
+from shardplan.simulation.closed.numbers import LayerCost
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.stages import layer_rows
 from shardplan.simulation.closed.work import FORWARD, LocalKernel, Reading
@@ -124,7 +125,7 @@ def _row(run: int) -> int:
 
 
 def _sizes(reading: Reading, cost: LayerCost, sequences: Floats) -> LocalSizes:
-    return LocalSizes(cost.degrees, sequences, reading.batch, SPREAD)
+    return LocalSizes(cost.degrees, sequences, reading.batch, SPREAD, cost.slots)
 
 
 def _made(k: LocalKernel, reading: Reading, sizes: LocalSizes) -> Floats:

@@ -17,7 +17,7 @@ from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.notebook import notebook_html
-from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.configurations import CODES, THOUSANDTHS, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import check_topology_size, of_machine
 from shardplan.simulation.closed.parameters import Parameters
@@ -161,8 +161,9 @@ def _near(
     kept: dict[str, Any] = {
         name: CODES[name][int(col[name][0])] if name in CODES else int(col[name][0])
         for name in ALIKE
-        if name != "shard" or col[name][0]
+        if name not in ("shard", *THOUSANDTHS) or col[name][0]
     }
+    kept |= {name: int(col[name][0]) / 1000 for name in THOUSANDTHS if name in kept}
     space = StrategySpace.of(
         model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, kept["precision"], fixed=kept
     )

@@ -19,10 +19,11 @@ from shardplan.simulation.searching.certifier import RefusedPlan, priced_job
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import search
 from shardplan.simulation.steps import delivered
+from shardplan.strategy.held_cuts import AXES
 from shardplan.strategy.partition.order import RUN
 from shardplan.strategy.partition.tables import Layouts
 from shardplan.strategy.schedules import Schedule, check
-from shardplan.strategy.strategy import AXES, Strategy
+from shardplan.strategy.strategy import Strategy
 
 MOST_OWN = 4  # strategies with it that are made into jobs
 PLAIN_STATE: Mapping[str, Any] = {"zero": 0, "fsdp": False}  # tables say how state is stored

@@ -17,10 +17,10 @@ import numpy as np
 from shardplan.core import border
 from shardplan.core.digits import nth_of_each
 from shardplan.errors import ShardplanError
-from shardplan.simulation.closed.configurations import CODES, ORDERS, TOGETHER, Configurations
+from shardplan.simulation.closed.configurations import CODES, ORDERS, THOUSANDTHS, TOGETHER, Configurations
 from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
-from shardplan.strategy.options import ulysses
+from shardplan.strategy.options import excess_imbalance, ulysses
 
 Ints = np.ndarray
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
@@ -42,7 +42,12 @@ ALIKE = (
     "loss",
     "loss_chunks",
     "shard",
+    "expert_from",
+    "dispatch",
+    "imbalance",
+    "expert_products",
 )  # what all may have
+OF_EXPERTS = ("expert_from", "dispatch", "imbalance")  # of those what says nothing where no devices share experts
 BLOCKS = ORDERS[0]
 
 
@@ -116,6 +121,13 @@ class StrategySpace:
                 table = table[table[:, FRAME.index(name)] == value]
             else:
                 inner &= _INSIDE[:, INNER.index(name)] == value
+        if any(said.get(name) for name in OF_EXPERTS):
+            table = table[table[:, FRAME.index("expert")] > 1]
+        if said.get("imbalance"):
+            much = said["imbalance"] / 1000
+            for one in excess_imbalance(limits, much, devices):
+                raise ShardplanError(f"search: fixed imbalance={much:g}: {one.why}; legal is {one.legal}")
+            table = table[table[:, FRAME.index("expert")] >= much]
         if said.get("shard"):
             table = table[_may_share(table, said["shard"])]
         kinds = np.zeros(len(table), dtype=np.int64)
@@ -193,6 +205,8 @@ class StrategySpace:
 def _whole(name: str, value: object) -> int:
     if isinstance(value, bool):
         return int(value)
+    if name in THOUSANDTHS:
+        return round(1000 * border.number(f"search: fixed {name}", value, ShardplanError, least=1.0))
     return border.whole_number(f"search: fixed {name}", value, int(name == "shard"), kind=ShardplanError)
 
 

@@ -18,6 +18,7 @@ from shardplan.errors import LayoutError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.plans.pricing import where_of
+from shardplan.strategy.held_cuts import AXES, BATCH
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.partition.fitting import fitted
@@ -43,7 +44,7 @@ from shardplan.strategy.partition.transfers import SharedParameter, list_transfe
 from shardplan.strategy.partition.updates import write_updates
 from shardplan.strategy.partition.weigh import lightest
 from shardplan.strategy.partition.write import Movement
-from shardplan.strategy.strategy import AXES, BATCH, Strategy
+from shardplan.strategy.strategy import Strategy
 from shardplan.strategy.training import SCALE, SKIPPED
 
 Where = Topology | Placement

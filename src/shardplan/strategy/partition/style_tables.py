@@ -16,11 +16,12 @@ from shardplan.core.dim_names import links
 from shardplan.core.nested import as_nested
 from shardplan.core.program import Program
 from shardplan.errors import LayoutError, excerpt
+from shardplan.strategy.held_cuts import HEADS, RATIO
 from shardplan.strategy.model import Model
 from shardplan.strategy.parameter import Parameter
 from shardplan.strategy.partition.parallel_styles import COLUMN, ROW, WHOLE, ParallelStyle, ParallelStyles
 from shardplan.strategy.partition.tables import LAYER, Axes, Layouts, TableLine, join_lines
-from shardplan.strategy.strategy import HEADS, RATIO, Strategy
+from shardplan.strategy.strategy import Strategy
 
 AskedLayouts = Layouts | ParallelStyles | str | None
 
