@@ -51,6 +51,8 @@ def attributed(job: Job, found: Holdings, rank: int | None = None) -> HeldPeak:
             owner = "gradients" if name.startswith(TOTAL) else "parameters" if plain else "optimizer"
             parts[owner] += n
             tensors[job.key(s, name)] = n
+    for owner, n in (found.beside[rank] if found.beside else {}).items():
+        parts[owner] += n
     alive: dict[tuple[int, int], Mapping[str, int]] = {}
     for s, what, m in row[: min(place, len(row))]:
         alive[s, m] = stages[s].left.get(what, {})
