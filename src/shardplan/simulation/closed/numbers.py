@@ -19,6 +19,7 @@ from shardplan.simulation.closed.work import FORWARD, Extent, LocalKernel, Local
 from shardplan.strategy.strategy import HEADS, RATIO, SHARING
 
 Floats = np.ndarray
+AskedLines = tuple[bool, bool, tuple[str, ...]]  # whether a move sums, whether it makes whole, and its axes
 PHASES = ("forward", "backward")
 TENSOR_AXES = HEADS + RATIO
 CONTEXT_AXES = ("context", SHARING["context"])  # axes around which a ring sends keys and values
@@ -226,9 +227,7 @@ class MovePrices:
     sizes: LocalSizes
     strides: Mapping[str, Floats]
     copies: int = 0
-    known: dict[tuple[bool, bool, tuple[str, ...]], AffineCosts] = field(
-        default_factory=dict[tuple[bool, bool, tuple[str, ...]], AffineCosts]
-    )
+    known: dict[AskedLines, AffineCosts] = field(default_factory=dict["AskedLines", AffineCosts])
 
     def seconds(self, move: LocalMove) -> Floats:
         """Return the seconds of a movement, [n].
@@ -299,9 +298,8 @@ class MovePrices:
     def _lines(self, summed: bool, whole: bool, axes: tuple[str, ...]) -> AffineCosts:
         key = summed, whole, axes
         if key not in self.known:
-            self.known[key] = self.collectives.lines(
-                summed, whole, [(self.sizes.degrees[a], self.strides[a]) for a in axes]
-            )
+            group = [(self.sizes.degrees[a], self.strides[a]) for a in axes]
+            self.known[key] = self.collectives.lines(summed, whole, group)
         return self.known[key]
 
 
@@ -378,10 +376,9 @@ def layer_costs(
         add(kind, h.run, sizes.volume(h.value.extents))
         if not {*h.sums} & {*CONTEXT_AXES}:
             add(whole_over_context(kind), h.run, sizes.volume(h.value.extents))
-    for h in reading.copies:
-        add("copies", h.run, sizes.volume(h.value.extents))
-    for h in reading.tables:
-        add("tables", h.run, sizes.volume(h.value.extents))
+    for name, some in (("copies", reading.copies), ("tables", reading.tables)):
+        for h in some:
+            add(name, h.run, sizes.volume(h.value.extents))
     for s in (*reading.saved, *reading.outside):
         add("saved", s.run, sizes.bytes(s.value))
         if s.into == "product":
@@ -393,6 +390,9 @@ def layer_costs(
     for life in reading.lives:
         for name, nbytes in life_bytes(life, sizes, n).items():
             add(name, life.run, nbytes)
+    for s in reading.factored:
+        add(f"sums over {s.over}", s.run, 1.0)
+        add(f"summed over {s.over}", s.run, sizes.bytes(s.value))
     for name in ("copies", "logits", "logit bytes", "saved"):
         if name not in rows:
             add(name, -2, 0.0)

@@ -320,6 +320,24 @@ class Dealt:
         gathered = part + self.collectives.lines(False, True, self.alike).seconds(nbytes) * ~layered
         return late + np.where(layered, part, np.minimum(whole, gathered))
 
+    def factored_seconds(self, kinds: ChunkKinds) -> Floats:
+        """Return the seconds in which updates by means along sides sum them over devices, [n]; see `factored_sums`."""
+        col, rows, there = self.c.columns, self.cost.rows, kinds.counts > 0
+        if self.c.splits:  # two rows of layers have one stack of parameters
+            there[1:-2:2] &= ~there[:-2:2]
+        dealt, found = (col["zero"] > 0) | col["fsdp"], np.zeros((len(kinds.ranks), len(self.c)))
+        tensor: Group = [(col["tensor"].astype(float), self.c.strides()["tensor"])]
+        for over, group in {"tensor": tensor, "replicas": self.alike, "both": [*self.alike, *tensor]}.items():
+            for state, mine in (("whole", ~dealt), ("dealt", dealt)):
+                if (each := rows.get(f"sums over {over} {state}")) is None:
+                    continue
+                many = np.einsum("rkn,rn->kn", there * 1.0, each)
+                nbytes = kinds.sums(rows[f"summed over {over} {state}"]) / np.maximum(many, 1.0)
+                found = found + self._on_ranks(
+                    kinds, many * mine * self.collectives.lines(True, True, group).seconds(nbytes)
+                )
+        return found.max(axis=0)
+
     def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
 
@@ -361,4 +379,5 @@ class Dealt:
         cast = sum((self._on_ranks(kinds, kinds.sums(x)) for x in layers.values()), np.zeros(1)).max(axis=0)
         update = update + cast * cast_bytes(self.c)
         copied = self.copied_seconds(kinds, backward)
-        return exposed.max(axis=0) + copied + stream_seconds(update, with_kernels(device, self.p))
+        sums = self.factored_seconds(kinds)
+        return exposed.max(axis=0) + copied + sums + stream_seconds(update, with_kernels(device, self.p))
