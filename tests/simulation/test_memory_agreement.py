@@ -179,10 +179,20 @@ def test_runtimes_follow_from_strategies() -> None:
     assert runtime_of(sp.Strategy(**said, attention="unfused")) is MEGATRON_2021
     # Per logit, beside its two bytes: f32 softmax in Megatron; in PyTorch's backward pass three values in f32 and no
     # logits, and four where the vocabulary is cut.
-    work = {"layer": 1, "unit": 0, "outside": 0, "weight": 2, "summed": 4, "embedding": 0, "cut": False}
+    work = {
+        "layer": 1,
+        "unit": 0,
+        "gathers": True,
+        "outside": 0,
+        "weight": 2,
+        "summed": 4,
+        "embedding": 0,
+        "cut": False,
+    }
     assert MEGATRON.work_bytes(logits=1000, **work) == 4000
     assert TORCHTITAN.work_bytes(logits=1000, **work) == (3 * 4 - 2) * 1000
     assert TORCHTITAN.work_bytes(logits=1000, **(work | {"cut": True})) == (4 * 4 - 2) * 1000
-    assert MEGATRON.work_bytes(logits=0, **(work | {"unit": 10})) == 10 * (2 * 2 + 4)
+    assert MEGATRON.work_bytes(logits=0, **(work | {"unit": 10})) == 1 + 10 * (2 * 2 + 4)
+    assert TORCHTITAN.work_bytes(logits=0, **(work | {"unit": 10, "gathers": False})) == 1 + 10 * 4
     outside = work | {"outside": 10}
     assert MEGATRON.work_bytes(logits=0, **outside) == 1 and TORCHTITAN.work_bytes(logits=0, **outside) == 1 + 2 * 10

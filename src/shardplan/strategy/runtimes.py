@@ -53,13 +53,15 @@ class Runtime:
     late: bool = False
 
     def work_bytes(
-        self, *, layer: Any, unit: Any, outside: Any, weight: Any, summed: Any, logits: Any, cut: Any, embedding: Any
-    ) -> Any:
+        self, *, layer: Any, unit: Any, gathers: Any, outside: Any, weight: Any, summed: Any, logits: Any, cut: Any,
+        embedding: Any,
+    ) -> Any:  # fmt: skip
         """Return what is at work during an action, in bytes; numbers, or arrays of one shape.
 
         Args:
             layer: Bytes that a layer's program holds beside what it reads and leaves.
-            unit: Parameters of a layer that are dealt out and gathered, in elements; 0 where none are.
+            unit: Parameters of a layer that are dealt out with their gradients, in elements; 0 where none are.
+            gathers: Whether a layer gathers them, with those of the next, and they do not stay.
             outside: Parameters before and behind the layers that are dealt out and gathered, in elements.
             weight: Bytes of a parameter.
             summed: Bytes of a gradient as it is summed over devices.
@@ -67,9 +69,11 @@ class Runtime:
             cut: Whether the vocabulary is cut over devices.
             embedding: Parameters whose gradient is made whole before it is added up, in elements; 0 where none are.
         """
-        gathered = unit * (self.layers * weight + summed)
+        beside = unit * (
+            self.layers * weight * gathers + summed
+        )  # a layer's own, the next one's, a gradient on its way
         at_loss = logits * np.where(cut, self.cut_logit, self.logit)
-        most = np.maximum(np.maximum(layer, gathered), np.maximum(at_loss, embedding * weight))
+        most = np.maximum(layer + beside, np.maximum(at_loss, embedding * weight))
         return most + outside * weight * self.root
 
 

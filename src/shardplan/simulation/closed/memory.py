@@ -77,6 +77,7 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     said = {
         "layer": np.maximum(np.max(work[:, None] * there, axis=0), counts[-1] * parts),
         "unit": np.max(elements[:-2, None] * there, axis=0) * (col["fsdp"] | (col["zero"] == 3)),
+        "gathers": col["zero"] != 2,
         "outside": outside_elements * (col["fsdp"] & (col["zero"] != 2)),
         "weight": size.parameter,
         "summed": size.summed,
@@ -136,6 +137,7 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     busy = MEGATRON.work_bytes(
         layer=np.max(work[:, None] * (counts[:-2] > 0), axis=0),
         unit=0.0,
+        gathers=False,
         outside=0.0,
         weight=size.parameter,
         summed=size.summed,

@@ -101,6 +101,7 @@ def stage_work(
             runtime.work_bytes(
                 layer=layer_work(job, program) + beside,
                 unit=unit if strategy.fsdp or strategy.zero == 3 else 0,
+                gathers=strategy.zero != 2,
                 outside=outside,
                 weight=weight,
                 summed=summed,
