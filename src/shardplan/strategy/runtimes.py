@@ -69,9 +69,8 @@ class Runtime:
             cut: Whether the vocabulary is cut over devices.
             embedding: Parameters whose gradient is made whole before it is added up, in elements; 0 where none are.
         """
-        beside = unit * (
-            self.layers * weight * gathers + summed
-        )  # a layer's own, the next one's, a gradient on its way
+        # Beside a layer at work its own gathered parameters, the next one's, and a gradient that is being summed.
+        beside = unit * (self.layers * weight * gathers + summed)
         at_loss = logits * np.where(cut, self.cut_logit, self.logit)
         most = np.maximum(layer + beside, np.maximum(at_loss, embedding * weight))
         return most + outside * weight * self.root
