@@ -6,6 +6,7 @@ import pytest
 
 import shardplan as sp
 from shardplan.simulation.closed.configurations import Configurations
+from shardplan.simulation.closed.factored_sums import UPDATE
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 
@@ -35,7 +36,7 @@ def test_there_are_as_many_as_the_job_has(name: str) -> None:
     form = ClosedForm(model("adafactor"), BOX)
     (reading, *_), *_ = form.classes(Configurations.of([s]))
     state = "dealt" if s.zero or s.fsdp else "whole"
-    counted = sum(one.over.endswith(state) for one in reading.factored)
+    counted = sum(one.over.endswith(state) and not one.over.startswith(UPDATE) for one in reading.factored)
     plain, factored = (count_sums(sp.partition(model(o), s), 0) for o in ("adamw", "adafactor"))
     assert counted == factored - plain and (counted > 0) == (name != "no state is cut")
 
@@ -47,4 +48,4 @@ def test_seconds_are_those_of_ops(name: str) -> None:
         m = model(optimizer)
         closed = float(ClosedForm(m, BOX, of_machine(BOX)).seconds(Configurations.of([s]))[0])
         seconds[optimizer] = closed / sp.simulate(m, s, BOX, fidelity="ops").seconds
-    assert seconds["adafactor"] == pytest.approx(seconds["adamw"], rel=0.03), seconds
+    assert seconds["adafactor"] == pytest.approx(seconds["adamw"], rel=0.01), seconds

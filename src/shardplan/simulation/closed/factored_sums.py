@@ -16,10 +16,17 @@ from shardplan.strategy.training import OPTIMIZERS
 
 WIDTH = 4  # bytes of what is kept, in f32
 STATES = ("whole", "dealt")  # whether replicas have state alike
+UPDATE = "update"  # of the elements of a parameter whose update is several kernels
+# What its kernels read and write of an element beside the gradient, twice, and the parameter in its own dtype: squares
+# of the gradient, the update by the roots of its means, squares of the parameter and of the update, and the step.
+IN_STEPS = 4 + 8 + 8 + 4 + 12
 
 
 def factored_sums(model: Model, parameters: Sequence[HeldParameter]) -> tuple[FactoredSum, ...]:
-    """Return the sums of a model's update; none where its optimizer keeps no means along sides."""
+    """Return the sums of a model's update; none where its optimizer keeps no means along sides.
+
+    Of a parameter that has any there is its `UPDATE`, too: an update that waits for sums is several kernels.
+    """
     rule = OPTIMIZERS.get(str(model.fields.get("optimizer")))
     if rule is None or not rule.factored:
         return ()
@@ -40,13 +47,12 @@ def _sums_of(model: Model, h: HeldParameter, state: str) -> Iterator[FactoredSum
             yield FactoredSum(f"{over} {state}", h.run, value)
 
     own = [d for d in each if d >= 0]
-    if rows:
-        yield from summed(cols, [*own, *rows])
-        yield from summed(rows, [*own, *cols])
-        yield from summed(rows, own)
     inside = [d for d in range(len(extents)) if d not in own]
-    for _ in ("the parameter", "its update"):
-        yield from summed(inside, own)
+    sides = ((cols, [*own, *rows]), (rows, [*own, *cols]), (rows, own)) if rows else ()
+    found = [one for dims, kept in (*sides, (inside, own), (inside, own)) for one in summed(dims, kept)]
+    yield from found
+    if found:
+        yield FactoredSum(f"{UPDATE} {state}", h.run, LocalValue(1, extents))
 
 
 def _dims_of(model: Model, name: str) -> tuple[Sequence[int], ...]:

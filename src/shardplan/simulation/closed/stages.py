@@ -14,6 +14,7 @@ from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.factored_sums import IN_STEPS, UPDATE
 from shardplan.simulation.closed.kernel_classes import narrow_bytes, with_kernels
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context
 from shardplan.simulation.closed.parameters import Parameters
@@ -32,6 +33,7 @@ _RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
     "fp8": (2.0, 4.0, 12.0, "f8"),
     "nvfp4": (2.0, 4.0, 12.0, "f4"),
 }
+MASTER_BYTES = 4.0  # of a parameter that the optimizer updates itself; of a narrower one it updates a copy
 _MOMENTS = 8.0  # of the state: two numbers in f32, as Adam has them
 _SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}  # None: not said
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
@@ -338,6 +340,17 @@ class Dealt:
                 )
         return found.max(axis=0)
 
+    def stepwise_bytes(self, kinds: ChunkKinds) -> Floats:
+        """Return the bytes that updates in several kernels read and write beyond those in one, on a rank, [n]."""
+        col, size, shares = self.c.columns, element_bytes(self.c, self.cost.moments), self.replicas
+        dealt = (col["zero"] > 0) | col["fsdp"]
+        more = size.gradient + IN_STEPS - _PASSES * size.state - size.parameter * (size.parameter >= MASTER_BYTES)
+        found: Floats = np.zeros(len(self.c))
+        for state, part in (("whole", ~dealt * 1.0), ("dealt", dealt / shares)):
+            if (elements := self.cost.rows.get(f"summed over {UPDATE} {state}")) is not None:
+                found = found + self._on_ranks(kinds, kinds.sums(elements)).max(axis=0) * part * more
+        return found
+
     def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
 
@@ -377,7 +390,7 @@ class Dealt:
         update = elements.max(axis=0) * (_PASSES * size.state + size.gradient + size.parameter)
         layers = {k: np.concatenate([rows[k][:-2], np.zeros_like(rows[k][-2:])]) for k in owned}
         cast = sum((self._on_ranks(kinds, kinds.sums(x)) for x in layers.values()), np.zeros(1)).max(axis=0)
-        update = update + cast * cast_bytes(self.c)
+        update = update + cast * cast_bytes(self.c) + self.stepwise_bytes(kinds)
         copied = self.copied_seconds(kinds, backward)
         sums = self.factored_seconds(kinds)
         return exposed.max(axis=0) + copied + sums + stream_seconds(update, with_kernels(device, self.p))
