@@ -39,6 +39,10 @@ class Runtime:
         root: Whether what is before and behind the layers is gathered once for a whole step.
         late: Whether the stages of a pipeline that keep parameters gathered add gradients up whole, as they are summed
             over devices, and reduce them behind the last microbatch (`torch.distributed.pipelining`).
+        ends: Whether a stage that sends keeps what it sent until its backward pass, and has a place for what comes back
+            of every microbatch (`torch.distributed.pipelining.stage`: `fwd_cache`, `grad_recv_info`).
+        whole: Whether a value that goes from layer to layer is there whole over the tensor axis, once more, in a layer
+            that runs back and at the loss: DTensor gathers it before a product, which keeps it; Megatron gathers again.
     """
 
     name: str
@@ -51,10 +55,12 @@ class Runtime:
     alone: bool = False
     root: bool = False
     late: bool = False
+    ends: bool = False
+    whole: bool = False
 
     def work_bytes(
         self, *, layer: Any, unit: Any, gathers: Any, outside: Any, weight: Any, summed: Any, logits: Any, cut: Any,
-        embedding: Any,
+        carried: Any, embedding: Any,
     ) -> Any:  # fmt: skip
         """Return what is at work during an action, in bytes; numbers, or arrays of one shape.
 
@@ -67,18 +73,19 @@ class Runtime:
             summed: Bytes of a gradient as it is summed over devices.
             logits: Elements of the logits at the loss; 0 on stages that have none, and where it is in one pass.
             cut: Whether the vocabulary is cut over devices.
+            carried: Bytes of what goes from layer to layer, whole over the tensor axis that cuts it; 0 where none does.
             embedding: Parameters whose gradient is made whole before it is added up, in elements; 0 where none are.
         """
         # Beside a layer at work its own gathered parameters, the next one's, and a gradient that is being summed.
         beside = unit * (self.layers * weight * gathers + summed)
         at_loss = logits * np.where(cut, self.cut_logit, self.logit)
         most = np.maximum(layer + beside, np.maximum(at_loss, embedding * weight))
-        return most + outside * weight * self.root
+        return most + outside * weight * self.root + carried * self.whole
 
 
 MEGATRON = Runtime("megatron", 4.0, 4.0)
 MEGATRON_2021 = Runtime("megatron-2021", 4.0, 4.0, score=5.0, mask=2.0, apart=True)  # arXiv 2205.05198, section 4.1
-TORCHTITAN = Runtime("torchtitan", 10.0, 14.0, alone=True, root=True, late=True)
+TORCHTITAN = Runtime("torchtitan", 10.0, 14.0, alone=True, root=True, late=True, ends=True, whole=True)
 
 
 def runtime_of(strategy: Strategy) -> Runtime:

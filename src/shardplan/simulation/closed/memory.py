@@ -68,6 +68,7 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     ends = np.einsum("rkn,rn->kn", counts[-2:], outside)
     kept = np.einsum("rkn,rn->kn", counts[:-2], layers * staying) + ends
+    kept = kept + _sent_bytes(c, cost, kinds)
     late = kinds.sums(rows["late"]) + ends if "late" in rows else ends
     elements = rows.get("parameters", zero) + rows.get("experts", zero)
     gathered = kinds.sums(elements) * size.parameter
@@ -83,6 +84,7 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
         "summed": size.summed,
         "logits": counts[-1] * rows["logits"][-1] * (col["loss"] == _LOSS["whole"]),
         "cut": col["tensor"] > 1,
+        "carried": cost.carried * col["tensor"] * (col["sequence_parallel"] & (col["tensor"] > 1)),
         "embedding": counts[-2] * rows.get("tables", zero)[-2],
     }
     at_work = np.where(_is_torchtitan(c), TORCHTITAN.work_bytes(**said), MEGATRON.work_bytes(**said))
@@ -92,6 +94,11 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
 def _is_torchtitan(c: Configurations) -> np.ndarray:
     """Which strategies are for PyTorch's runtime, bool [n]; see `strategy.runtimes.runtime_of`."""
     return c.columns["fsdp"] & (c.columns["attention"] != FLASH1) & (c.columns["attention"] != UNFUSED)
+
+
+def _sent_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> Floats:
+    """Return the bytes that a chunk sends of a microbatch and its runtime keeps, [kinds, n]; the last sends none."""
+    return cost.carried * (kinds.counts[-1] == 0) * _is_torchtitan(c) * TORCHTITAN.ends
 
 
 def _outside_bytes(c: Configurations, cost: LayerCost, width: Floats) -> tuple[Floats, Floats]:
@@ -143,6 +150,7 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
         summed=size.summed,
         logits=counts[-1] * rows["logits"][-1] * (col["loss"] == _LOSS["whole"]),
         cut=False,
+        carried=0.0,
         embedding=counts[-2] * rows.get("tables", zero)[-2],
     )
     nothing: Floats = np.zeros(())
@@ -218,4 +226,5 @@ def _static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[tuple
             dealt = gradients / np.where(zero >= 2, shares, 1)
             out["gradients", where] = (elements + copied) * np.where(late, summed, dealt)
             out["optimizer state", where] = elements * (state / np.where(zero >= 1, shares, 1))
+    out["places for what comes back", ""] = _sent_bytes(c, cost, kinds) * c.microbatches
     return out

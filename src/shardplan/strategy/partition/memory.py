@@ -218,7 +218,7 @@ def holdings(job: Job, runtime: Runtime | None = None) -> Holdings:
     during, after, state = zip(*rows, strict=True)
     ranks = range(len(rows))
     beside = [{what: sum(owned[s][what] for s in range(job.stages) if job.schedule.owners[s] == rank)
-               for what in ("parameters", "gradients")} for rank in ranks]  # fmt: skip
+               for what in ("parameters", "gradients", "saved")} for rank in ranks]  # fmt: skip
     return Holdings(during, after, state, tuple(beside))
 
 

@@ -13,7 +13,7 @@ from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import TOTAL, values_of
+from shardplan.strategy.partition.programs import SENT, TOTAL, values_of
 from shardplan.strategy.partition.recomputed_layers import has_rows_behind, model_name
 from shardplan.strategy.partition.split import KEPT
 from shardplan.strategy.partition.tables import LAYER
@@ -93,8 +93,13 @@ def stage_work(
         more["parameters"] -= sum(state[n] for n in mine if f"{n}.{MASTER}" in state)
     if runtime.late and keeps_gradients_whole(strategy) and any(TOTAL + n in state for n in mine):
         more["gradients"] += sum(summed * whole[n] - state.get(TOTAL + n, 0) for n in mine)
-    gathers = strategy.fsdp and strategy.zero != 2
-    outside = sum(_held_elements(job, n) for n in mine if job.model.dims[_plain(n)][:1] != (LAYER,)) * gathers
+    sent = sum(forward.types[n].local_bytes() for n in forward.outputs if n.startswith(SENT)) * runtime.ends
+    more["saved"] = sent * strategy.microbatches if "B" in programs or "I" in programs else 0
+    # Of parameters that stay gathered programs have all but tables, which they read once.
+    once = [n for n in mine if job.model.dims[_plain(n)][:1] != (LAYER,) and (strategy.zero != 2 or n in tables)]
+    outside = sum(_held_elements(job, n) for n in once) if strategy.fsdp else 0
+    cut = strategy.tensor * strategy.sequence_parallel if strategy.tensor > 1 else 0
+    carried = max((op.body.input_types[0].local_bytes() for op, _ in layers), default=0) * cut
     found: dict[str, int] = {}
     for kind, program in programs.items():
         found[kind] = int(
@@ -107,10 +112,11 @@ def stage_work(
                 summed=summed,
                 logits=0 if kind == "W" else logits,
                 cut=strategy.tensor > 1,
+                carried=0 if kind == "F" else carried,
                 embedding=0 if kind == "F" else embedding,
             )
         )
-    return StageWork(more, int(sum(kept)), found)
+    return StageWork(more, int(sum(kept)) + sent, found)
 
 
 def keeps_gradients_whole(strategy: Strategy) -> bool:
