@@ -13,7 +13,7 @@ from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import SENT, TOTAL, values_of
+from shardplan.strategy.partition.programs import SAVED, SENT, TOTAL, values_of
 from shardplan.strategy.partition.recomputed_layers import has_rows_behind, model_name
 from shardplan.strategy.partition.split import KEPT
 from shardplan.strategy.partition.tables import LAYER
@@ -95,8 +95,9 @@ def stage_work(
         more["gradients"] += sum(summed * whole[n] - state.get(TOTAL + n, 0) for n in mine)
     sent = sum(forward.types[n].local_bytes() for n in forward.outputs if n.startswith(SENT)) * runtime.ends
     more["saved"] = sent * strategy.microbatches if "B" in programs or "I" in programs else 0
-    # Of parameters that stay gathered programs have all but tables, which they read once.
-    once = [n for n in mine if job.model.dims[_plain(n)][:1] != (LAYER,) and (strategy.zero != 2 or n in tables)]
+    # Of parameters that stay gathered programs have all but tables that nothing else reads.
+    alone = {n for n in tables if SAVED + n not in forward.outputs}
+    once = [n for n in mine if job.model.dims[_plain(n)][:1] != (LAYER,) and (strategy.zero != 2 or n in alone)]
     outside = sum(_held_elements(job, n) for n in once) if strategy.fsdp else 0
     cut = strategy.tensor * strategy.sequence_parallel if strategy.tensor > 1 else 0
     carried = max((op.body.input_types[0].local_bytes() for op, _ in layers), default=0) * cut
