@@ -8,7 +8,16 @@ from typing import Any
 
 from shardplan.hardware.prices import kernels
 from shardplan.simulation.accuracy import forecast
-from shardplan.simulation.closed import chips, kernel_classes, memory, move_prices, numbers, pass_overlap, stages
+from shardplan.simulation.closed import (
+    chips,
+    element_bytes,
+    kernel_classes,
+    memory,
+    move_prices,
+    numbers,
+    pass_overlap,
+    stages,
+)
 from shardplan.simulation.closed.machines import machine_fit, shipped
 from shardplan.simulation.closed.parameters import Parameters
 
@@ -41,11 +50,16 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "CHANNELS": ("processors that a collective keeps", "published: NCCL's logs, NVIDIA/nccl-tests issue 100"),
     },
     stages: {
+        "MASTER_BYTES": ("as of element_bytes", "definition"),
+        "IN_STEPS": ("bytes of an element that Adafactor's kernels stream", "counted: its kernels one by one"),
+        "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
+        "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
+    },
+    element_bytes: {
+        "MASTER_BYTES": ("of a parameter that the optimizer updates without a copy", "definition"),
         "_RECIPES": ("bytes of parameter, gradient and state by precision", "counted: software's documentation"),
         "_MOMENTS": ("bytes of state that Adafactor's rows and columns take the place of", "definition"),
         "_SIZES": ("bytes of a gradient by dtype", "definition"),
-        "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
-        "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
     },
     memory: {},
     kernels: {

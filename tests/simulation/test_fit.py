@@ -70,6 +70,38 @@ def test_the_changes_are_what_looking_at_all_finds(model: Model) -> None:
         assert {name for name in FIELDS if getattr(ASKED, name) != getattr(one.strategy, name)} == set(said)
 
 
+def test_rows_of_replicas_are_varied_where_they_are_asked_for() -> None:
+    asked = Strategy(data=8, shard=2, zero=3, global_batch=16, precision="bf16")
+    found = fit(GPT, asked, box_with(0.9 * fit(GPT, asked, BOX).peak_bytes), top=99)
+    alone = {one.said for one in found.changes if one.choices == 1}
+    assert {"shard=4", "shard=none"} <= alone and "shard=8" not in alone  # of eight replicas it is all
+    alike = [replace(one.strategy, shard=None if one.strategy.shard == one.strategy.data else one.strategy.shard)
+             for one in found.changes]  # fmt: skip
+    assert len(set(alike)) == len(alike) and asked not in alike
+    assert any(one.choices == 2 and "zero=" in one.said and "shard=4" in one.said for one in found.changes)
+    for one in found.changes:
+        assert ("shard=" in one.said) == (one.strategy.shard != 2)
+        if one.choices == 1 and one.strategy.shard != 2:
+            assert one.said.startswith("shard=") and " " not in one.said
+
+
+def test_layers_computed_again_are_varied_where_they_are_asked_for() -> None:
+    asked = Strategy(data=8, recompute="full", recompute_layers=1, microbatch=64, global_batch=512, precision="bf16")
+    least, most = (fit(GPT, s, BOX).peak_bytes for s in (replace(asked, recompute_layers=None), asked))
+    found = fit(GPT, asked, box_with((least + most) / 2), top=99)
+    assert "recompute_layers=none" in {one.said for one in found.changes if one.choices == 1}
+    kept = [one for one in found.changes if one.strategy.recompute == "full" and one.strategy.recompute_layers == 1]
+    assert kept and all("recompute" not in one.said for one in kept)
+
+
+def test_what_stays_as_asked_is_said() -> None:
+    asked = replace(ASKED, gradient_dtype="bf16", loss="fused")
+    found = fit(GPT, asked, box_with(0.7 * fit(GPT, asked, BOX).peak_bytes))
+    assert found.kept == (("precision", "bf16"), ("gradient_dtype", "bf16"), ("loss", "fused"))
+    assert str(found).splitlines()[-1] == "kept as asked: precision=bf16 gradient_dtype=bf16 loss=fused"
+    assert all(one.strategy.loss == "fused" for one in found.changes) and found.to_dict()["kept"]["loss"] == "fused"
+
+
 def test_nothing_near_fits_is_said() -> None:
     found = fit(GPT, ASKED, box_with(1e6))
     assert not found.fits and not found.changes

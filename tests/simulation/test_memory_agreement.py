@@ -12,6 +12,7 @@ from shardplan.errors import Infeasible, ScheduleError, ShardplanError
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.jobs.holdings import attributed
 from shardplan.simulation.searching.certifier import Certifier, certified_first
 from shardplan.simulation.searching.fit import fit
 from shardplan.simulation.searching.search import SearchResult
@@ -64,6 +65,38 @@ def test_parameters_that_stay_gathered_are_counted_once_a_stage() -> None:
     grown = holdings(many).peak_bytes[0] - holdings(few).peak_bytes[0]
     left = sum(saved.types[o].local_bytes() for o in saved.outputs if o.startswith("saved.")) - once
     assert 5.5 * left < grown < 6.5 * left  # what each of six more microbatches saves, and no gathered parameter
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_pytorch_adds_gradients_up_whole_in_a_pipeline(microbatches: int) -> None:
+    """By hand, for each parameter: 18 bytes dealt out to four; PyTorch has no copy in bf16, and gradients whole."""
+    model = sp.Model.load("llama", layers=4, hidden=1024, heads=8, kv_heads=8, ffn=4096, seq=512, vocab=8192,
+                          precision="bf16")  # fmt: skip
+    s = sp.Strategy(data=4, fsdp=True, zero=2, pipeline=2, global_batch=4 * microbatches, precision="bf16")
+    job = sp.partition(model, s)
+    plain, found = holdings(job), holdings(job, TORCHTITAN)
+    gradients = 4 if microbatches > 1 else 4 / 4
+    for rank in (0, 1):
+        places = microbatches * 512 * 1024 * 2 * (rank == 0)  # for what comes back, in bf16
+        ratio = (found.state[rank] - places) / plain.state[rank]
+        assert ratio == pytest.approx((12 / 4 + gradients) / (18 / 4), rel=1e-3)
+        told = attributed(job, found, rank)
+        assert sum(told.parts.values()) == found.peak_bytes[rank] and told.parts["parameters"] == 0
+    form = ClosedForm(model, sp.Topology.load("dgx-h100", node=1, gpu=8), Parameters(fragmentation=1.0, context=0.0))
+    closed = form.peak_bytes(Configurations.of([s]))[0]
+    assert closed == pytest.approx(max(found.peak_bytes), rel=0.02)
+
+
+def test_what_is_outside_the_layers_is_gathered_for_a_whole_step() -> None:
+    """FSDP2's root: the embedding and the head, in bf16, beside a layer at work; the loss is fused, and small."""
+    model = sp.Model.load("llama", layers=2, hidden=512, heads=8, kv_heads=8, ffn=1024, seq=64, vocab=100_000,
+                          precision="bf16")  # fmt: skip
+    s = sp.Strategy(data=4, fsdp=True, loss="fused", global_batch=4, precision="bf16")
+    job = sp.partition(model, s)
+    peaks = [max(holdings(job, r).peak_bytes) for r in (TORCHTITAN, replace(TORCHTITAN, root=False))]
+    assert peaks[0] - peaks[1] == pytest.approx(2 * 2 * 512 * 100_000, rel=0.01)
+    form = ClosedForm(model, sp.Topology.load("dgx-h100", node=1, gpu=4), Parameters(fragmentation=1.0, context=0.0))
+    assert form.peak_bytes(Configurations.of([s]))[0] == pytest.approx(peaks[0], rel=0.02)
 
 
 @pytest.mark.parametrize("name", [name for name in GENERATORS if name != "dualpipe"])
@@ -146,7 +179,24 @@ def test_runtimes_follow_from_strategies() -> None:
     assert runtime_of(sp.Strategy(**said, fsdp=True)) is TORCHTITAN
     assert runtime_of(sp.Strategy(**said, fsdp=True, attention="flash1")) is MEGATRON
     assert runtime_of(sp.Strategy(**said, attention="unfused")) is MEGATRON_2021
-    # Per logit, beside the logits: f32 softmax in Megatron, f32 logits and softmax in PyTorch.
-    work = {"layer": 1, "unit": 0, "weight": 2, "summed": 4, "embedding": 0}
-    assert MEGATRON.work_bytes(logits=1000, **work) == 4000 and TORCHTITAN.work_bytes(logits=1000, **work) == 8000
-    assert MEGATRON.work_bytes(logits=0, **(work | {"unit": 10})) == 10 * (2 * 2 + 4)
+    # Per logit, beside its two bytes: f32 softmax in Megatron; in PyTorch's backward pass three values in f32 and no
+    # logits, and four where the vocabulary is cut.
+    work = {
+        "layer": 1,
+        "unit": 0,
+        "gathers": True,
+        "outside": 0,
+        "weight": 2,
+        "summed": 4,
+        "embedding": 0,
+        "carried": 0,
+        "cut": False,
+    }
+    assert MEGATRON.work_bytes(logits=1000, **work) == 4000
+    assert TORCHTITAN.work_bytes(logits=1000, **work) == (3 * 4 - 2) * 1000
+    assert TORCHTITAN.work_bytes(logits=1000, **(work | {"cut": True})) == (4 * 4 - 2) * 1000
+    assert MEGATRON.work_bytes(logits=0, **(work | {"unit": 10})) == 1 + 10 * (2 * 2 + 4)
+    assert TORCHTITAN.work_bytes(logits=0, **(work | {"unit": 10, "gathers": False})) == 1 + 10 * 4
+    assert TORCHTITAN.work_bytes(logits=0, **(work | {"carried": 7})) == 1 + 7
+    outside = work | {"outside": 10}
+    assert MEGATRON.work_bytes(logits=0, **outside) == 1 and TORCHTITAN.work_bytes(logits=0, **outside) == 1 + 2 * 10

@@ -97,3 +97,12 @@ def test_closed_and_events_are_near_ops(name: str) -> None:
     ops = simulate_job(job, delivered(where), launch=of_machine(where).launch).seconds
     for fidelity in ("closed", "events"):
         assert simulate_step(model, strategy, where, fidelity).seconds == pytest.approx(ops, rel=within), fidelity
+
+
+def test_a_rank_that_waits_has_gathered_by_then() -> None:
+    """Its first layer's parameters are there when another rank's value comes; events have them behind that."""
+    model, where = sp.Model.load("llama", **LLAMA | {"layers": 8}), sp.Topology.load("dgx-h100", node=2, gpu=8)
+    strategy = sp.Strategy(data=4, pipeline=4, zero=3, global_batch=8, precision="bf16")
+    job = sp.partition(model, replace(strategy, cuts=even_cuts(model, strategy)), where)
+    ops = simulate_job(job, delivered(where), launch=of_machine(where).launch).seconds
+    assert simulate_step(model, strategy, where, "closed").seconds == pytest.approx(ops, rel=0.05)

@@ -123,6 +123,8 @@ def strategies_of(row: StepRow) -> list[Strategy]:
         raise ShardplanError(f"{row.id}: {error}") from None
     if row.table.startswith("torchtitan") and fixed.get("recompute") == "selective":  # as torchtitan means it
         fixed["recompute"] = "selective_op"
+    if "microbatch" in row.unknown and said.fsdp and said.pipeline > 1:  # PyTorch's default: as many as there are ranks
+        fixed["microbatch"] = max(1, said.global_batch // (said.data * said.pipeline))
     if limits.shared == 1:  # of a dense model it may say any number
         fixed["expert"] = 1
     free = [name for name in row.unknown if name not in fixed]

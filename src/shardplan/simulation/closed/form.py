@@ -20,14 +20,15 @@ from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices
 from shardplan.simulation.closed.configurations import CODES, Configurations, distinct
 from shardplan.simulation.closed.dispatch import Routing, tokens_of_slots
+from shardplan.simulation.closed.element_bytes import recipe
 from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, layer_costs
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds
+from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds, waiting_seconds
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, at_once, is_halved, layer_rows, recipe, weight_rows
+from shardplan.simulation.closed.stages import Dealt, at_once, is_halved, layer_rows, weight_rows
 from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
 from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule
 from shardplan.strategy.held_cuts import SHARING
@@ -59,7 +60,7 @@ class PricedSteps(NamedTuple):
 class StageTimes(NamedTuple):
     """Seconds of a microbatch by kind of chunk: arrays [kinds, n]; of messages between chunks and of once a step [n].
 
-    `weight` is the part of `backward` that makes gradients of parameters.
+    `weight` is the part of `backward` that makes gradients of parameters; `waiting` what all ranks take less that wait.
     """
 
     forward: Floats
@@ -67,6 +68,7 @@ class StageTimes(NamedTuple):
     weight: Floats
     send: Floats
     after: Floats
+    waiting: Floats
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +122,7 @@ class ClosedForm:
         """Return what chunks take, [n, chunks], without messages; all of `c` have one number of ranks and chunks."""
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
-        made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, column, column)))
+        made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, *[column] * 3)))
         for where, one, cost, kinds in self._parts(c):
             found = self._stages(one, cost, kinds, waiting=False)
             of_chunk = kinds.pipelines[0].of_chunk
@@ -235,7 +237,8 @@ class ClosedForm:
                 there = send * (kinds.counts[end] == 0)
                 seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
         after = left + dealt.once(kinds, device, forward, np.where(halved, weight, back))
-        return StageTimes(made[0], made[1], made[2], send, after)
+        less = (kinds.chunks * waiting_seconds(kinds.counts, ahead, behind)).sum(axis=0)
+        return StageTimes(made[0], made[1], made[2], send, after, less)
 
     def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, Configurations, LayerCost]]:
         """Yield readings, the places of the configurations that each serves, these, and what their layers cost.
@@ -367,7 +370,8 @@ def _formula(c: Configurations, kinds: ChunkKinds, stages: StageTimes) -> tuple[
     both = stages.forward + stages.backward
     busiest = np.einsum("pkn,kn->pn", kinds.ranks, both).max(axis=0)
     whole = (kinds.chunks * both).sum(axis=0)
-    step = c.microbatches * busiest + (whole - busiest) / c.columns["interleave"]
+    others = np.maximum(0.0, whole - busiest - stages.waiting * (1 - 1 / c.columns["pipeline"]))
+    step = c.microbatches * busiest + others / c.columns["interleave"]
     few = (c.columns["interleave"] > 1) & (c.microbatches < c.columns["pipeline"])  # a rank waits for its own chunks
     other = few | ~np.isin(c.columns["schedule"], FORMULA)
     if other.any():

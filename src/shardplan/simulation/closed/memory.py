@@ -14,9 +14,10 @@ import numpy as np
 
 from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.element_bytes import MASTER_BYTES, ElementBytes, element_bytes
 from shardplan.simulation.closed.numbers import LayerCost
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import copies, element_bytes
+from shardplan.simulation.closed.stages import copies, several_chunks
 from shardplan.strategy.runtimes import MEGATRON, MEGATRON_2021, TORCHTITAN
 from shardplan.strategy.strategy import NARROW
 
@@ -68,21 +69,37 @@ def chunk_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> ChunkB
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     ends = np.einsum("rkn,rn->kn", counts[-2:], outside)
     kept = np.einsum("rkn,rn->kn", counts[:-2], layers * staying) + ends
+    kept = kept + _sent_bytes(c, cost, kinds)
     late = kinds.sums(rows["late"]) + ends if "late" in rows else ends
     elements = rows.get("parameters", zero) + rows.get("experts", zero)
     gathered = kinds.sums(elements) * size.parameter
     there = counts[:-2] > 0
+    copied = kinds.sums(rows["copies"]) * several_chunks(c)
+    outside_elements = np.einsum("rkn,rn->kn", counts[-2:], elements[-2:]) + copied
     said = {
         "layer": np.maximum(np.max(work[:, None] * there, axis=0), counts[-1] * parts),
         "unit": np.max(elements[:-2, None] * there, axis=0) * (col["fsdp"] | (col["zero"] == 3)),
+        "gathers": col["zero"] != 2,
+        "outside": outside_elements * (col["fsdp"] & (col["zero"] != 2)),
         "weight": size.parameter,
         "summed": size.summed,
         "logits": counts[-1] * rows["logits"][-1] * (col["loss"] == _LOSS["whole"]),
+        "cut": col["tensor"] > 1,
+        "carried": cost.carried * col["tensor"] * (col["sequence_parallel"] & (col["tensor"] > 1)),
         "embedding": counts[-2] * rows.get("tables", zero)[-2],
     }
-    eager = col["fsdp"] & (col["attention"] != FLASH1) & (col["attention"] != UNFUSED)
-    at_work = np.where(eager, TORCHTITAN.work_bytes(**said), MEGATRON.work_bytes(**said))
+    at_work = np.where(_is_torchtitan(c), TORCHTITAN.work_bytes(**said), MEGATRON.work_bytes(**said))
     return ChunkBytes(kept, late, gathered * (col["fsdp"] & (col["zero"] == 2)), at_work)
+
+
+def _is_torchtitan(c: Configurations) -> np.ndarray:
+    """Which strategies are for PyTorch's runtime, bool [n]; see `strategy.runtimes.runtime_of`."""
+    return c.columns["fsdp"] & (c.columns["attention"] != FLASH1) & (c.columns["attention"] != UNFUSED)
+
+
+def _sent_bytes(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> Floats:
+    """Return the bytes that a chunk sends of a microbatch and its runtime keeps, [kinds, n]; the last sends none."""
+    return cost.carried * (kinds.counts[-1] == 0) * _is_torchtitan(c) * TORCHTITAN.ends
 
 
 def _outside_bytes(c: Configurations, cost: LayerCost, width: Floats) -> tuple[Floats, Floats]:
@@ -112,8 +129,14 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     zero: Floats = np.zeros((len(counts), len(c)))
     size = element_bytes(c, cost.moments)
     replicas, few = copies(c, cost)
-    shared = [rows[kind] / shares for kind, shares in (("parameters", replicas), ("experts", few)) if kind in rows]
-    fixed = kinds.on_ranks(kinds.sums(sum(shared, zero) * (size.parameter + size.gradient + size.state)))
+    shared = [
+        rows[kind]
+        / shares
+        * (size.gradient + size.state + np.where(_has_master(size) & (shares > 1), 0, size.parameter))
+        for kind, shares in (("parameters", replicas), ("experts", few))
+        if kind in rows
+    ]
+    fixed = kinds.on_ranks(kinds.sums(sum(shared, zero)))
     inputs = np.minimum(rows.get("saved", zero)[:-2], cost.carried)
     staying = 1 - np.minimum(col["offload_layers"] / kinds.layers, 1)
     kept = np.einsum("rkn,rn->kn", counts[:-2], inputs * staying)
@@ -122,9 +145,13 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     busy = MEGATRON.work_bytes(
         layer=np.max(work[:, None] * (counts[:-2] > 0), axis=0),
         unit=0.0,
+        gathers=False,
+        outside=0.0,
         weight=size.parameter,
         summed=size.summed,
         logits=counts[-1] * rows["logits"][-1] * (col["loss"] == _LOSS["whole"]),
+        cut=False,
+        carried=0.0,
         embedding=counts[-2] * rows.get("tables", zero)[-2],
     )
     nothing: Floats = np.zeros(())
@@ -165,6 +192,11 @@ def saved(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
     return np.select(which, kept[:-1], kept[-1]), np.select(which, busy[:-1], busy[-1])
 
 
+def _has_master(size: ElementBytes) -> np.ndarray:
+    """Where the optimizer updates a copy of a parameter in f32, bool [n]: where that is narrower."""
+    return size.parameter < MASTER_BYTES
+
+
 def static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> Floats:
     """Return parameters, gradients and state on the rank of each moment: bytes [moments, n]."""
     return kinds.on_ranks(sum(_static(c, cost, kinds).values(), np.zeros(len(c))))
@@ -173,8 +205,13 @@ def static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> Floats:
 def _static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[tuple[str, str], Floats]:
     """They by what they are and of what: bytes of a chunk, [kinds, n]."""
     col = c.columns
-    weights, gradients, _, state = element_bytes(c, cost.moments)
+    size = element_bytes(c, cost.moments)
+    weights, gradients, summed, state = size
     replicas, few = copies(c, cost)
+    titan = _is_torchtitan(c)
+    own = weights * ~(titan & _has_master(size) & TORCHTITAN.alone)
+    # Stages that keep parameters gathered over several microbatches add gradients up whole.
+    late = titan & TORCHTITAN.late & (col["zero"] == 2) & (col["pipeline"] > 1) & (c.microbatches > 1)
     zero = np.where(col["fsdp"], 3, col["zero"])
     # Gradients of a microbatch have a place of their own where they are not added up in the product.
     apart = (col["attention"] == UNFUSED) & (gradients != weights) & (col["zero"] > 0)
@@ -185,9 +222,10 @@ def _static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[tuple
         if kind in cost.rows:
             elements = kinds.sums(cost.rows[kind])
             # A stage that reads a parameter of another's has a copy of it, and of its gradient.
-            several = col["pipeline"] * col["interleave"] > 1
-            copied = kinds.sums(cost.rows["copies"]) * several if kind == "parameters" else 0.0
-            out["parameters", where] = (elements + copied) * (weights / np.where(zero >= 3, shares, 1))
-            out["gradients", where] = (elements + copied) * (gradients / np.where(zero >= 2, shares, 1))
+            copied = kinds.sums(cost.rows["copies"]) * several_chunks(c) if kind == "parameters" else 0.0
+            out["parameters", where] = (elements * own + copied * weights) / np.where(zero >= 3, shares, 1)
+            dealt = gradients / np.where(zero >= 2, shares, 1)
+            out["gradients", where] = (elements + copied) * np.where(late, summed, dealt)
             out["optimizer state", where] = elements * (state / np.where(zero >= 1, shares, 1))
+    out["places for what comes back", ""] = _sent_bytes(c, cost, kinds) * c.microbatches
     return out

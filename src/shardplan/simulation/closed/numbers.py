@@ -250,10 +250,9 @@ def layer_costs(
         add(kind, h.run, sizes.volume(h.value.extents))
         if not {*h.sums} & {*CONTEXT_AXES}:
             add(whole_over_context(kind), h.run, sizes.volume(h.value.extents))
-    for h in reading.copies:
-        add("copies", h.run, sizes.volume(h.value.extents))
-    for h in reading.tables:
-        add("tables", h.run, sizes.volume(h.value.extents))
+    for name, some in (("copies", reading.copies), ("tables", reading.tables)):
+        for h in some:
+            add(name, h.run, sizes.volume(h.value.extents))
     for s in (*reading.saved, *reading.outside):
         add("saved", s.run, sizes.bytes(s.value))
         if s.into == "product":
@@ -265,6 +264,9 @@ def layer_costs(
     for life in reading.lives:
         for name, nbytes in life_bytes(life, sizes, n).items():
             add(name, life.run, nbytes)
+    for s in reading.factored:
+        add(f"sums over {s.over}", s.run, 1.0)
+        add(f"summed over {s.over}", s.run, sizes.bytes(s.value))
     for name in ("copies", "logits", "logit bytes", "saved"):
         if name not in rows:
             add(name, -2, 0.0)

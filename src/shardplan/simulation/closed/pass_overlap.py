@@ -84,6 +84,19 @@ def pass_seconds(counts: Floats, work: PassWork, lag: Floats, *, backward: bool)
     return done, free - done
 
 
+def waiting_seconds(counts: Floats, forward: PassWork, backward: PassWork) -> Floats:
+    """Return what a microbatch takes less on a rank that waits for it, both passes, [kinds, n].
+
+    A rank that waits for another has gathered the first layer's parameters by then.
+    """
+    found, lag = np.zeros(counts.shape[1:]), np.zeros(counts.shape[1:])
+    for work, back in ((forward, False), (backward, True)):
+        free = lag - work.gathered.max(axis=0)
+        behind, ahead = (pass_seconds(counts, work, at, backward=back)[0] for at in (lag, free))
+        found = found + np.maximum(0.0, behind - ahead)
+    return found
+
+
 class PassOrder(NamedTuple):
     """Which pass comes behind which, bool [n] each.
 

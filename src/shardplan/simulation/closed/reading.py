@@ -20,6 +20,7 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.addends import addends, no_larger
 from shardplan.simulation.closed.caches import kept_values, moments_of
+from shardplan.simulation.closed.factored_sums import factored_sums
 from shardplan.simulation.closed.kernel_classes import cast_operands
 from shardplan.simulation.closed.lifetimes import layer_life
 from shardplan.simulation.closed.outside_layers import is_read_early, outside_layers, run_of
@@ -57,10 +58,11 @@ from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
 def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
     """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter.
 
-    `names` are those of the model's dims, where they are known already.
+    `names` are those of the model's dims, where known.
     """
     found = _Reader(model, layouts, tuple(axes), names).read()
-    return replace(found, kept=kept_values(model, layouts, axes), moments=moments_of(model))
+    kept, sums = kept_values(model, layouts, axes), factored_sums(model, found.parameters)
+    return replace(found, kept=kept, moments=moments_of(model), factored=sums)
 
 
 class _Reader:
@@ -141,16 +143,14 @@ class _Reader:
     def _parameter(self, top: ReadBlock, name: str) -> HeldParameter:
         t, dims = self.model.program.types[name], self.model.dims[name]
         held = top.held[name][1]
-        run = -1
+        run, first = -1, 0
         gradient = self.model.gradients.get(name)
         state = top.state.get(gradient, {}) if gradient else {}
         sums = tuple(a for a in self.axes if state.get(a) == PARTIAL)
-        first = 0
         if dims and dims[0] == LAYER:
             run, first = run_of(self.model.program, self.forwards, name), 1
-        extents = tuple(
-            Extent(n, tuple(a for a in self.axes if held.get(a) == d)) for d, n in enumerate(t.shape) if d >= first
-        )
+        cuts = [tuple(a for a in self.axes if held.get(a) == d) for d in range(len(t.shape))]
+        extents = tuple(map(Extent, t.shape[first:], cuts[first:]))
         if not first:
             run = -1 if is_read_early(self.model.program, self.forwards, name) else -2
         return HeldParameter(name, run, LocalValue(t.itemsize, extents), sums, expert_dim(dims) is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +13,9 @@ from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.kernel_classes import narrow_bytes, with_kernels
+from shardplan.simulation.closed.element_bytes import MASTER_BYTES, cast_bytes, element_bytes
+from shardplan.simulation.closed.factored_sums import IN_STEPS, UPDATE
+from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.pass_overlap import PassWork, beside_moves, pass_seconds
@@ -23,54 +24,10 @@ from shardplan.strategy.schedules.table import GENERATORS
 from shardplan.strategy.strategy import NARROW, SHARING
 
 Floats = np.ndarray
-# Bytes of a parameter, of its accumulated gradient and of the optimizer's state; and the dtype of its products.
-_RECIPES: Mapping[str | None, tuple[float, float, float, str]] = {
-    None: (4.0, 4.0, 8.0, ""),
-    "fp32": (4.0, 4.0, 8.0, "f32"),
-    "bf16": (2.0, 4.0, 12.0, "bf16"),
-    "fp16": (2.0, 2.0, 12.0, "f16"),
-    "fp8": (2.0, 4.0, 12.0, "f8"),
-    "nvfp4": (2.0, 4.0, 12.0, "f4"),
-}
-_MOMENTS = 8.0  # of the state: two numbers in f32, as Adam has them
-_SIZES: Mapping[str | None, float] = {None: 0.0, "f16": 2.0, "bf16": 2.0, "f32": 4.0, "f64": 8.0}  # None: not said
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
 _PASSES = 2.0
 # Of a movement in four parts that run beside a product the first has nothing to run beside.
 EXPOSED = 0.25
-
-
-def recipe(name: str | None) -> tuple[float, float, float, str]:
-    """Return bytes of a parameter, its gradient's sum and its state in the optimizer, and the products' dtype."""
-    return _RECIPES[name]
-
-
-class ElementBytes(NamedTuple):
-    """Bytes of a parameter, of its gradient as it is accumulated and as it is summed over devices, and of its state."""
-
-    parameter: Floats
-    gradient: Floats
-    summed: Floats
-    state: Floats
-
-
-def element_bytes(c: Configurations, moments: float = 1.0) -> ElementBytes:
-    """Return the bytes of an element, [n] each, under an optimizer that keeps so much of what Adam does."""
-    table = np.array([_RECIPES[name][:3] for name in CODES["precision"]])[c.columns["precision"]]
-    gradient, summed = (
-        np.array([_SIZES[name] for name in CODES[field]])[c.columns[field]]
-        for field in ("gradient_dtype", "reduce_dtype")
-    )
-    gradient = np.where(gradient > 0, gradient, table[:, 1])
-    return ElementBytes(table[:, 0], gradient, np.where(summed > 0, summed, gradient),
-                        table[:, 2] - _MOMENTS * (1 - moments))  # fmt: skip
-
-
-def cast_bytes(c: Configurations) -> Floats:
-    """Return the bytes that an element of a parameter takes to be cast for narrow products, once a step, [n]."""
-    found = [narrow_bytes(_RECIPES[name][3]) for name in CODES["precision"]]
-    width = np.array(found)[c.columns["precision"]]
-    return (width > 0) * (element_bytes(c).parameter + 2 * width)
 
 
 def overlapped(c: Configurations) -> Floats:
@@ -329,6 +286,35 @@ class Dealt:
         slowed = self.cost.on_processors(phase) * np.maximum(0.0, work.kernels - streamed)
         return beside_moves(work, slowed, device.processors)
 
+    def factored_seconds(self, kinds: ChunkKinds) -> Floats:
+        """Return the seconds in which updates by means along sides sum them over devices, [n]; see `factored_sums`."""
+        col, rows, there = self.c.columns, self.cost.rows, kinds.counts > 0
+        if self.c.splits:  # two rows of layers have one stack of parameters
+            there[1:-2:2] &= ~there[:-2:2]
+        dealt, found = (col["zero"] > 0) | col["fsdp"], np.zeros((len(kinds.ranks), len(self.c)))
+        tensor: Group = [(col["tensor"].astype(float), self.c.strides()["tensor"])]
+        for over, group in {"tensor": tensor, "replicas": self.alike, "both": [*self.alike, *tensor]}.items():
+            for state, mine in (("whole", ~dealt), ("dealt", dealt)):
+                if (each := rows.get(f"sums over {over} {state}")) is None:
+                    continue
+                many = np.einsum("rkn,rn->kn", there * 1.0, each)
+                nbytes = kinds.sums(rows[f"summed over {over} {state}"]) / np.maximum(many, 1.0)
+                found = found + self._on_ranks(
+                    kinds, many * mine * self.collectives.lines(True, True, group).seconds(nbytes)
+                )
+        return found.max(axis=0)
+
+    def stepwise_bytes(self, kinds: ChunkKinds) -> Floats:
+        """Return the bytes that updates in several kernels read and write beyond those in one, on a rank, [n]."""
+        col, size, shares = self.c.columns, element_bytes(self.c, self.cost.moments), self.replicas
+        dealt = (col["zero"] > 0) | col["fsdp"]
+        more = size.gradient + IN_STEPS - _PASSES * size.state - size.parameter * (size.parameter >= MASTER_BYTES)
+        found: Floats = np.zeros(len(self.c))
+        for state, part in (("whole", ~dealt * 1.0), ("dealt", dealt / shares)):
+            if (elements := self.cost.rows.get(f"summed over {UPDATE} {state}")) is not None:
+                found = found + self._on_ranks(kinds, kinds.sums(elements)).max(axis=0) * part * more
+        return found
+
     def once(self, kinds: ChunkKinds, device: DeviceSpec, forward: Floats, backward: Floats) -> Floats:
         """Return the seconds of what comes once a step: gradients and parameters that nothing hides, and the update.
 
@@ -368,6 +354,7 @@ class Dealt:
         update = elements.max(axis=0) * (_PASSES * size.state + size.gradient + size.parameter)
         layers = {k: np.concatenate([rows[k][:-2], np.zeros_like(rows[k][-2:])]) for k in owned}
         cast = sum((self._on_ranks(kinds, kinds.sums(x)) for x in layers.values()), np.zeros(1)).max(axis=0)
-        update = update + cast * cast_bytes(self.c)
+        update = update + cast * cast_bytes(self.c) + self.stepwise_bytes(kinds)
         copied = self.copied_seconds(kinds, backward)
-        return exposed.max(axis=0) + copied + stream_seconds(update, with_kernels(device, self.p))
+        sums = self.factored_seconds(kinds)
+        return exposed.max(axis=0) + copied + sums + stream_seconds(update, with_kernels(device, self.p))

@@ -152,6 +152,14 @@ class HeldParameter(NamedTuple):
     shared: bool = False
 
 
+class FactoredSum(NamedTuple):
+    """A value of a layer's update that is summed over devices: over whom, of which run, and the value."""
+
+    over: str
+    run: int
+    value: LocalValue
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
     """All of it; `layers` has the length of each run, `batch` the sequences of the program that was read."""
@@ -170,3 +178,4 @@ class Reading:
     tables: tuple[HeldParameter, ...] = ()  # parameters of which rows are read: their gradients are made whole
     kept: tuple[HeldParameter, ...] = ()  # what layers keep between steps beside parameters: caches
     moments: float = 1.0  # what an optimizer keeps of parameters, over what Adam does: two numbers of each
+    factored: tuple[FactoredSum, ...] = ()

@@ -51,6 +51,8 @@ def attributed(job: Job, found: Holdings, rank: int | None = None) -> HeldPeak:
             owner = "gradients" if name.startswith(TOTAL) else "parameters" if plain else "optimizer"
             parts[owner] += n
             tensors[job.key(s, name)] = n
+    for owner, n in (found.beside[rank] if found.beside else {}).items():
+        parts[owner] = parts.get(owner, 0) + n
     alive: dict[tuple[int, int], Mapping[str, int]] = {}
     for s, what, m in row[: min(place, len(row))]:
         alive[s, m] = stages[s].left.get(what, {})
@@ -61,7 +63,7 @@ def attributed(job: Job, found: Holdings, rank: int | None = None) -> HeldPeak:
     saved = sum(sum(names.values()) for names in alive.values())
     for (s, m), names in alive.items():
         tensors |= {f"{job.key(s, name)} of microbatch {m}": n for name, n in names.items()}
-    parts["saved"] = saved
+    parts["saved"] = parts.get("saved", 0) + saved
     parts["under way"] = max(0, nbytes - sum(parts.values()))
     op = ""
     program = stages[stage].programs.get(kind)

@@ -1,13 +1,16 @@
 """`fit`: whether a model's step fits into the memory of a device, what takes it, and what to change where it does not.
 
 A change is one choice made otherwise: the degrees, of which a factor goes from one axis to another; the size of
-microbatches; the schedule; what is computed again; how state is dealt out; and so on. All strategies of the search's
-space that are up to `MOST` choices away are priced.
+microbatches; the schedule; what is computed again, and of how many layers; how state is dealt out, and to how many
+replicas; and so on. All strategies of the search's space that are up to `MOST` choices away are priced, under every
+`shard` where one is asked for. What is `KEPT` stays as it was asked, since it changes numbers or the software, and is
+said.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,12 +20,12 @@ from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.notebook import notebook_html
-from shardplan.simulation.closed.configurations import CODES, THOUSANDTHS, Configurations
+from shardplan.simulation.closed.configurations import ALL, CODES, THOUSANDTHS, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import check_topology_size, of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.searching.certifier import ROOM, Certifier, certified_first
-from shardplan.simulation.searching.space import ALIKE, BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace
+from shardplan.simulation.searching.space import ALIKE, BLOCKS, FRAME, INSIDE, SCHEDULES, StrategySpace, divisors
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.runtimes import runtime_of
@@ -33,6 +36,7 @@ from shardplan.strategy.strategy_text import strategy_text
 Ints = np.ndarray
 MOST = 2  # choices that are changed at once
 SPARE = 6  # changes more than are told that are tried, for those that certification refuses
+KEPT = tuple(name for name in ALIKE if name != "shard")  # what changes numbers, or is the software's
 ALONE = ("expert", "microbatch", "sequence_parallel", "context_kind")  # fields of a frame that are a choice each
 
 
@@ -75,6 +79,11 @@ class Fit:
         """Whether the peak is within the memory."""
         return self.peak_bytes <= self.memory
 
+    @property
+    def kept(self) -> tuple[tuple[str, Any], ...]:
+        """What was asked for and no change has otherwise, with its value; what is as by default is left out."""
+        return tuple((name, value) for name, value in self.strategy.non_defaults().items() if name in KEPT)
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as one object of JSON."""
         return {
@@ -87,6 +96,7 @@ class Fit:
             "rank": self.rank,
             "held": [{"what": what, "bytes": nbytes} for what, nbytes in self.held],
             "uncertified": self.uncertified,
+            "kept": dict(self.kept),
             "changes": [{**one._asdict(), "strategy": strategy_text(one.strategy)} for one in self.changes],
         }
 
@@ -108,7 +118,8 @@ class Fit:
         for one in sorted(self.changes, key=lambda one: one.seconds):
             more = 100 * (one.seconds / self.seconds - 1)
             told.append(f"  {format_bytes(one.peak_bytes):>10}  {more:+6.1f} % of time  {one.said}")
-        return told
+        kept = " ".join(_field_text(name, value) for name, value in self.kept)
+        return [*told, f"kept as asked: {kept}"] if not self.fits and kept else told
 
 
 def fit(
@@ -157,20 +168,7 @@ def _near(
     model: Model, strategy: Strategy, asked: Configurations, form: ClosedForm, certifier: Certifier, top: int
 ) -> list[Change]:
     """The quickest that are certified to fit, of each number of choices."""
-    col = asked.columns
-    kept: dict[str, Any] = {
-        name: CODES[name][int(col[name][0])] if name in CODES else int(col[name][0])
-        for name in ALIKE
-        if name not in ("shard", *THOUSANDTHS) or col[name][0]
-    }
-    kept |= {name: int(col[name][0]) / 1000 for name in THOUSANDTHS if name in kept}
-    space = StrategySpace.of(
-        model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, kept["precision"], fixed=kept
-    )
-    frames, inner = _choices(space, col)
-    where = np.argwhere((frames[:, None] + inner <= MOST) & space.live(np.arange(len(frames))))
-    near = space.columns(where[:, 0], 0, where[:, 1])
-    choices = frames[where[:, 0]] + inner[where[:, 1]]
+    near, choices = _strategies_near(model, strategy, asked)
     out = form(near)
     found: list[Change] = []
     for count in range(1, MOST + 1):
@@ -180,6 +178,49 @@ def _near(
             one = near.strategy(order[at])
             found.append(Change(_said(strategy, one), count, one, float(out.seconds[order[at]]), peak.nbytes))
     return found
+
+
+def _strategies_near(model: Model, strategy: Strategy, asked: Configurations) -> tuple[Configurations, Ints]:
+    """Strategies up to `MOST` choices away, and in how many choices each differs, [n]."""
+    col = asked.columns
+    kept: dict[str, Any] = {
+        name: CODES[name][int(col[name][0])] if name in CODES else int(col[name][0])
+        for name in KEPT
+        if name not in THOUSANDTHS or col[name][0]
+    }
+    kept |= {name: int(col[name][0]) / 1000 for name in THOUSANDTHS if name in kept}
+    space = StrategySpace.of(
+        model, strategy.devices, int(col["global_batch"][0]), SCHEDULES, kept["precision"], fixed=kept
+    )
+    frames, inner = _choices(space, col)
+    data, shard = space.frames[:, FRAME.index("data")], int(col["shard"][0])
+    found: list[tuple[Configurations, Ints]] = []
+    for rows in {0: 0, shard: 0, **dict.fromkeys(divisors(strategy.devices)[1:])} if shard else (0,):
+        here, other = replace(space, said={**space.said, "shard": rows}), rows != shard
+        near = (frames[:, None] + inner + other <= MOST) & here.live(np.arange(len(frames)))
+        if other:  # rows of all replicas, said or not, are one strategy: in the words of what was asked
+            near &= (data != (rows or shard))[:, None]
+        at, inside = np.nonzero(near)
+        found += _with_layers_again(here.columns(at, 0, inside), frames[at] + inner[inside] + other, col)
+    return Configurations(
+        {name: np.concatenate([one.columns[name] for one, _ in found]) for name in col}
+    ), np.concatenate([choices for _, choices in found])
+
+
+def _with_layers_again(some: Configurations, choices: Ints, asked: Any) -> Iterator[tuple[Configurations, Ints]]:
+    """Yield strategies with as many layers computed again as were asked for, then with all of them, and their choices.
+
+    Where another thing is computed again it is so in all layers.
+    """
+    layers = int(asked["recompute_layers"][0])
+    alike = some.columns["recompute"] == asked["recompute"][0]
+    if layers == ALL or not alike.any():
+        yield some, choices
+        return
+    same = some[alike]
+    yield Configurations({**same.columns, "recompute_layers": np.full(len(same), layers)}), choices[alike]
+    more = choices + alike
+    yield some[more <= MOST], more[more <= MOST]
 
 
 def _choices(space: StrategySpace, asked: Any) -> tuple[Ints, Ints]:
@@ -199,5 +240,10 @@ def _choices(space: StrategySpace, asked: Any) -> tuple[Ints, Ints]:
 
 def _said(asked: Strategy, one: Strategy) -> str:
     """What one says otherwise than what was asked for."""
-    names = [name for name in FIELDS if getattr(one, name) != getattr(asked, name)]
-    return " ".join(f"{name}={str(getattr(one, name)).lower()}" for name in names)
+    return " ".join(
+        _field_text(name, getattr(one, name)) for name in FIELDS if getattr(one, name) != getattr(asked, name)
+    )
+
+
+def _field_text(name: str, value: object) -> str:
+    return f"{name}={str(value).lower()}"

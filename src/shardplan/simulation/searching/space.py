@@ -153,7 +153,8 @@ class StrategySpace:
         found &= (zero != 1) | self.limits.kept
         found &= (zero == 0) | (zero == 3) | self.limits.training
         found &= (recompute == 0) | self.limits.training
-        found &= ((fsdp > 0) | (zero > 0)) | (self.said.get("shard", 0) == 0)
+        if shard := self.said.get("shard", 0):
+            found &= ((fsdp > 0) | (zero > 0)) & _may_share(self.frames[frames], shard)[:, None]
         found &= self.asked
         return found & ((recompute != RECOMPUTE.index("selective")) | self.limits.scores)
 

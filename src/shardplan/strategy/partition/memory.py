@@ -45,11 +45,15 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """Bytes of a device of each rank: during and after each of its actions, optimizers last, and of its state."""
+    """Bytes of a device of each rank: during and after each of its actions, optimizers last, and of its state.
+
+    `beside` is what of the state is a runtime's, and not what lives between programs, by owner.
+    """
 
     during: tuple[Ints, ...]  # by rank int64 [actions]
     after: tuple[Ints, ...]
     state: tuple[int, ...]
+    beside: tuple[Mapping[str, int], ...] = ()
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -179,8 +183,8 @@ def holdings(job: Job, runtime: Runtime | None = None) -> Holdings:
     works = None
     if runtime is not None:
         pairs = zip(stages, held_stacks(job), strict=True)
-        works = [stage_work(job, runtime, one.programs, held) for one, held in pairs]
-    more = [0] * job.stages if works is None else [one.state for one in works]
+        works = [stage_work(job, runtime, one.programs, held, one.state) for one, held in pairs]
+    owned = [Counter[str]() for _ in stages] if works is None else [Counter(one.state) for one in works]
     left = np.zeros((job.stages, len(_KINDS)), dtype=np.int64)
     extra = np.zeros((job.stages, len(_KINDS), len(_KINDS)), dtype=np.int64)
     for s, one in enumerate(stages):
@@ -193,7 +197,7 @@ def holdings(job: Job, runtime: Runtime | None = None) -> Holdings:
     rows: list[tuple[Ints, Ints, int]] = []
     for rank, row in enumerate(rank_actions(job)):
         mine = [s for s in range(job.stages) if job.schedule.owners[s] == rank]
-        state = sum(sum(stages[s].state.values()) + more[s] for s in mine)
+        state = sum(sum(stages[s].state.values()) + owned[s].total() for s in mine)
         table = np.array([(s, _CODE[kind], k) for s, kind, k in row], dtype=np.int64).reshape(-1, 3)
         stage, kind = table[:, 0], table[:, 1]
         before = _kinds_before(table)
@@ -212,7 +216,10 @@ def holdings(job: Job, runtime: Runtime | None = None) -> Holdings:
         both = np.array(ends, dtype=np.int64).reshape(-1, 2)
         rows.append((np.concatenate([during, both[:, 0]]), np.concatenate([alive, both[:, 1]]), state))
     during, after, state = zip(*rows, strict=True)
-    return Holdings(during, after, state)
+    ranks = range(len(rows))
+    beside = [{what: sum(owned[s][what] for s in range(job.stages) if job.schedule.owners[s] == rank)
+               for what in ("parameters", "gradients", "saved")} for rank in ranks]  # fmt: skip
+    return Holdings(during, after, state, tuple(beside))
 
 
 def _update_bytes(

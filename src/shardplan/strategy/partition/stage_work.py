@@ -13,17 +13,22 @@ from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.strategy.partition.job import Job
-from shardplan.strategy.partition.programs import TOTAL, values_of
+from shardplan.strategy.partition.programs import SAVED, SENT, TOTAL, values_of
 from shardplan.strategy.partition.recomputed_layers import has_rows_behind, model_name
 from shardplan.strategy.partition.split import KEPT
 from shardplan.strategy.partition.tables import LAYER
 from shardplan.strategy.runtimes import READS_ROWS, Runtime
+from shardplan.strategy.strategy import Strategy
+from shardplan.strategy.training import MASTER
 
 
 class StageWork(NamedTuple):
-    """Bytes that a runtime has in a stage: always, of every microbatch in flight, and at work by kind of action."""
+    """Bytes that a runtime has in a stage: always, of every microbatch in flight, and at work by kind of action.
 
-    state: int
+    `state` is by owner, beside what lives there between programs: less where it has less of it.
+    """
+
+    state: Mapping[str, int]
     saved: int
     work: Mapping[str, int]
 
@@ -45,7 +50,9 @@ def held_stacks(job: Job) -> list[dict[str, HeldStack]]:
     return found
 
 
-def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held: Mapping[str, HeldStack]) -> StageWork:
+def stage_work(
+    job: Job, runtime: Runtime, programs: Mapping[str, Program], held: Mapping[str, HeldStack], state: Mapping[str, int]
+) -> StageWork:
     """Return what a runtime has in a stage beside the state and the saved values of its programs.
 
     Args:
@@ -53,14 +60,15 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
         runtime: Who runs it.
         programs: Those of the stage, by kind.
         held: What lives there between programs; see `held_stacks`.
+        state: Its bytes, by name.
     """
     forward, strategy, parameters = programs["F"], job.strategy, job.model.parameters
     mine = [name for name in held if _plain(name) in parameters]
     weight, gradient = _widths(held, mine)
     loops = list(_loops(forward))
     unit = max((sum(_held_elements(job, o) for o in _stacks(job, names)) for _, names in loops), default=0)
-    whole = job.model.forward or job.model.program
-    tables = {s.operands[0] for s in whole.steps if s.op.name in READS_ROWS and s.operands[0] in parameters}
+    read = job.model.forward or job.model.program
+    tables = {s.operands[0] for s in read.steps if s.op.name in READS_ROWS and s.operands[0] in parameters}
     embedding = max((_held_elements(job, name) for name in tables if name in mine), default=0)
     # A loss in one pass, or in parts, has no more at work than its own steps.
     logits = math.prod(loss_logits(job)) if "loss" in forward.outputs and strategy.loss == "whole" else 0
@@ -75,22 +83,46 @@ def stage_work(job: Job, runtime: Runtime, programs: Mapping[str, Program], held
         for (op, _), s, m, o, again in zip(layers, scores, masks, outputs, hows, strict=True)
     ]
     busy = (s * (a != "none") + m * (a == "full") for s, m, a in zip(scores, masks, hows, strict=True))
-    more = max(busy, default=0)
-    apart = runtime.apart and strategy.zero > 0 and gradient != weight
-    state = sum(weight * _held_elements(job, n) * held[n].layers for n in mine) if apart else 0
+    beside = max(busy, default=0)
+    summed = gradient if strategy.reduce_dtype is None else numpy_dtype(strategy.reduce_dtype).itemsize
+    whole = {n: _held_elements(job, n) * held[n].layers for n in mine}
+    more = {"parameters": 0, "gradients": 0}
+    if runtime.apart and strategy.zero > 0 and gradient != weight:
+        more["gradients"] += weight * sum(whole.values())
+    if runtime.alone:
+        more["parameters"] -= sum(state[n] for n in mine if f"{n}.{MASTER}" in state)
+    if runtime.late and keeps_gradients_whole(strategy) and any(TOTAL + n in state for n in mine):
+        more["gradients"] += sum(summed * whole[n] - state.get(TOTAL + n, 0) for n in mine)
+    sent = sum(forward.types[n].local_bytes() for n in forward.outputs if n.startswith(SENT)) * runtime.ends
+    more["saved"] = sent * strategy.microbatches if "B" in programs or "I" in programs else 0
+    # Of parameters that stay gathered programs have all but tables that nothing else reads.
+    alone = {n for n in tables if SAVED + n not in forward.outputs}
+    once = [n for n in mine if job.model.dims[_plain(n)][:1] != (LAYER,) and (strategy.zero != 2 or n in alone)]
+    outside = sum(_held_elements(job, n) for n in once) if strategy.fsdp else 0
+    cut = strategy.tensor * strategy.sequence_parallel if strategy.tensor > 1 else 0
+    carried = max((op.body.input_types[0].local_bytes() for op, _ in layers), default=0) * cut
     found: dict[str, int] = {}
     for kind, program in programs.items():
         found[kind] = int(
             runtime.work_bytes(
-                layer=layer_work(job, program) + more,
+                layer=layer_work(job, program) + beside,
                 unit=unit if strategy.fsdp or strategy.zero == 3 else 0,
+                gathers=strategy.zero != 2,
+                outside=outside,
                 weight=weight,
-                summed=gradient if strategy.reduce_dtype is None else numpy_dtype(strategy.reduce_dtype).itemsize,
+                summed=summed,
                 logits=0 if kind == "W" else logits,
+                cut=strategy.tensor > 1,
+                carried=0 if kind == "F" else carried,
                 embedding=0 if kind == "F" else embedding,
             )
         )
-    return StageWork(state, int(sum(kept)), found)
+    return StageWork(more, int(sum(kept)) + sent, found)
+
+
+def keeps_gradients_whole(strategy: Strategy) -> bool:
+    """Say whether stages keep parameters gathered over several microbatches, so that gradients may be whole as long."""
+    return strategy.fsdp and strategy.zero == 2 and strategy.pipeline > 1 and strategy.microbatches > 1
 
 
 def layer_work(job: Job, program: Program) -> int:
