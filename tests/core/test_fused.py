@@ -265,7 +265,7 @@ def test_random_products_with_gathers_and_sums_are_fused_and_mean_the_same(data:
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_random_products_are_are_fused_and_mean_the_same(data: st.DataObject) -> None:
+def test_random_products_are_fused_and_mean_the_same(data: st.DataObject) -> None:
     ranks = data.draw(st.sampled_from([2, 3, 4]))
     letters = data.draw(st.permutations("abcd"))
     # The first operand has a, b and k, the other c, d and k; e is a batch, or is not there.

@@ -97,7 +97,7 @@ def test_layers_computed_again_are_varied_where_they_are_asked_for() -> None:
 def test_what_stays_as_asked_is_said() -> None:
     asked = replace(ASKED, gradient_dtype="bf16", loss="fused")
     found = fit(GPT, asked, box_with(0.7 * fit(GPT, asked, BOX).peak_bytes))
-    assert found.kept == (("precision", "bf16"), ("gradient_dtype", "bf16"), ("loss", "fused"))
+    assert found.kept_fields == (("precision", "bf16"), ("gradient_dtype", "bf16"), ("loss", "fused"))
     assert str(found).splitlines()[-1] == "kept as asked: precision=bf16 gradient_dtype=bf16 loss=fused"
     assert all(one.strategy.loss == "fused" for one in found.changes) and found.to_dict()["kept"]["loss"] == "fused"
 

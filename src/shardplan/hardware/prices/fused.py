@@ -189,7 +189,7 @@ class FusedWork:
     addend_bytes: Numbers = 0
 
     @property
-    def sent(self) -> Numbers:
+    def sent_bytes(self) -> Numbers:
         """The bytes of a rank's result as the fused kernels send them."""
         return np.maximum(self.nbytes, self.addend_bytes)
 
@@ -251,14 +251,14 @@ def fused_seconds(work: FusedWork, tiles: int, constants: FusedConstants) -> Flo
     >>> round(float(fused_seconds(FusedWork(1e-3, 2e6, 2), 4, one)) * 1e3, 3)
     1.126
     """
-    wire = work.sent * work.remote / constants.bandwidth
+    wire = work.sent_bytes * work.remote / constants.bandwidth
     ends = work.gather(constants) + work.result_seconds(constants)
     return np.asarray(_overlap_seconds(work, wire, tiles, constants) + ends)
 
 
 def one_shot_seconds(work: FusedWork, constants: FusedConstants) -> Floats:
     """Return the seconds of an all-reduce whose ranks send all addends to all, in one tile each, and add them up."""
-    wire = work.sent * (work.ranks - 1) / constants.bandwidth
+    wire = work.sent_bytes * (work.ranks - 1) / constants.bandwidth
     # All ranks need the same addends: the first is sent when all are computed.
     sent = constants.latency + (work.ranks - 1) * constants.signal
     return np.asarray(work.busy + wire + sent + work.result_seconds(constants))

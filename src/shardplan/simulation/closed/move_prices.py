@@ -54,14 +54,16 @@ class MovePrices:
             return direct
         slots = any(e.sharing is not None for e in move.value.extents)
         if not move.summed and not move.whole:
-            return self._exchanged(move.axes, nbytes) if slots else direct
+            return self._exchange_seconds(move.axes, nbytes) if slots else direct
         if move.attention or move.run < 0 or {*move.axes} != {SHARING["context"]}:
             return direct
         # Jobs gather all tokens of a context for experts; frameworks exchange copies, fewer bytes where few are taken.
         mean, most = self.sizes.slots
-        return np.minimum(direct, self._exchanged(move.axes, nbytes * (1 if slots else routing.taken * most / mean)))
+        return np.minimum(
+            direct, self._exchange_seconds(move.axes, nbytes * (1 if slots else routing.taken * most / mean))
+        )
 
-    def _exchanged(self, axes: tuple[str, ...], nbytes: Floats) -> Floats:
+    def _exchange_seconds(self, axes: tuple[str, ...], nbytes: Floats) -> Floats:
         """Return the seconds of tokens that go to their experts, or back, of so many bytes in all copies, [n]."""
         direct, routing = self._lines(False, False, axes).seconds(nbytes), self.routing
         if routing.dispatch == "direct":

@@ -80,7 +80,7 @@ class Fit:
         return self.peak_bytes <= self.memory
 
     @property
-    def kept(self) -> tuple[tuple[str, Any], ...]:
+    def kept_fields(self) -> tuple[tuple[str, Any], ...]:
         """What was asked for and no change has otherwise, with its value; what is as by default is left out."""
         return tuple((name, value) for name, value in self.strategy.non_defaults().items() if name in KEPT)
 
@@ -96,7 +96,7 @@ class Fit:
             "rank": self.rank,
             "held": [{"what": what, "bytes": nbytes} for what, nbytes in self.held],
             "uncertified": self.uncertified,
-            "kept": dict(self.kept),
+            "kept": dict(self.kept_fields),
             "changes": [{**one._asdict(), "strategy": strategy_text(one.strategy)} for one in self.changes],
         }
 
@@ -118,7 +118,7 @@ class Fit:
         for one in sorted(self.changes, key=lambda one: one.seconds):
             more = 100 * (one.seconds / self.seconds - 1)
             told.append(f"  {format_bytes(one.peak_bytes):>10}  {more:+6.1f} % of time  {one.said}")
-        kept = " ".join(_field_text(name, value) for name, value in self.kept)
+        kept = " ".join(_field_text(name, value) for name, value in self.kept_fields)
         return [*told, f"kept as asked: {kept}"] if not self.fits and kept else told
 
 
