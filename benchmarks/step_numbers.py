@@ -61,7 +61,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "_MOMENTS": ("bytes of state that Adafactor's rows and columns take the place of", "definition"),
         "_SIZES": ("bytes of a gradient by dtype", "definition"),
     },
-    memory: {},
+    memory: {"MASTER_BYTES": ("as of element_bytes", "definition")},
     kernels: {
         "HEAD": ("width of a head at which shares are stated", "definition"),
         "EXPONENTIALS": ("exponentials of a processor a second", "published: CUDA programming guide"),
