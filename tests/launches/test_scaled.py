@@ -66,12 +66,12 @@ def test_another_model_is_seen() -> None:
 def test_a_value_that_one_side_lacks_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model.load("mlp", layers=2, hidden=4, dtype="f64", optimizer="sgd")
     job = partition(model, Strategy(tensor=2))
-    whole = beside_whole.run_recorded
+    whole = beside_whole.run
 
     def lacking(*asked: Any) -> dict[str, Any]:
         return {key: value for key, value in whole(*asked).items() if key != name}
 
-    monkeypatch.setattr(beside_whole, "run_recorded", lacking)
+    monkeypatch.setattr(beside_whole, "run", lacking)
     found = step_beside_whole(model, job)
     assert not found.is_equal and [who for *_, apart, who in found.kinds if apart == float("inf")] == [name]
 
