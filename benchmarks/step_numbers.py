@@ -50,7 +50,6 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "CHANNELS": ("processors that a collective keeps", "published: NCCL's logs, NVIDIA/nccl-tests issue 100"),
     },
     stages: {
-        "MASTER_BYTES": ("as of element_bytes", "definition"),
         "IN_STEPS": ("bytes of an element that Adafactor's kernels stream", "counted: its kernels one by one"),
         "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
@@ -61,7 +60,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
         "_MOMENTS": ("bytes of state that Adafactor's rows and columns take the place of", "definition"),
         "_SIZES": ("bytes of a gradient by dtype", "definition"),
     },
-    memory: {"MASTER_BYTES": ("as of element_bytes", "definition")},
+    memory: {},
     kernels: {
         "HEAD": ("width of a head at which shares are stated", "definition"),
         "EXPONENTIALS": ("exponentials of a processor a second", "published: CUDA programming guide"),

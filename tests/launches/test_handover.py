@@ -117,6 +117,18 @@ def test_what_cannot_be_said_is_a_line_and_what_runs_is_another_strategy() -> No
     assert "--pipeline-model-parallel-layout 'Ett" in uneven.files["arguments.txt"]
 
 
+def test_how_experts_are_served_is_said_or_a_line() -> None:
+    """Megatron has options for it; torchtitan's overrides have none, and what runs there is as by default."""
+    strategy = Strategy(data=2, context=2, expert=2, expert_from="context", dispatch="levels", expert_products="loop",
+                        fsdp=True, context_kind="gather")  # fmt: skip
+    plan = HandedPlan("", "mixtral-8x7b", {"layers": 2}, FOUR, strategy)
+    titan, arguments = write_torchtitan(plan), write_megatron(plan).files["arguments.txt"]
+    assert {"dispatch=levels", "expert_products=loop"} <= {*titan.lines}
+    assert (titan.runs.dispatch, titan.runs.expert_products) == (None, None)
+    assert any(x.startswith("experts over devices of context first") for x in titan.lines)
+    assert "--moe-enable-deepep" in arguments and "--moe-grouped-gemm" not in arguments
+
+
 @pytest.mark.parametrize("text", ["fsdp", "tp=2 fsdp", "fsdp zero=2 tp=2"])
 def test_torch_runs_it_and_the_loss_is_the_same(text: str, tmp_path: Path) -> None:
     """Three steps on four processes, and on one: parameters are updated alike, and each holds its part."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan import LayoutError, Model, Strategy, Topology
+from shardplan.simulation.closed.axis_degrees import deal_degrees
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.form import ClosedForm
@@ -70,7 +71,7 @@ def test_columns_are_the_strategies(several: list[Strategy]) -> None:
     assert [columns.strategy(k) for k in range(len(several))] == several
     assert columns.microbatches.tolist() == [s.microbatches for s in several]
     assert columns.devices.tolist() == [s.devices for s in several]
-    found = form().degrees(columns)
+    found = deal_degrees(form().model, columns)
     for k, one in enumerate(several):
         rows = {"replica": one.data // one.shard} if one.shard else {}  # over which no layer moves anything
         assert {a: int(d[k]) for a, d in found.items() if d[k] > 1} | rows == one.axes(LLAMA)

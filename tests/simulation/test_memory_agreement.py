@@ -87,6 +87,18 @@ def test_pytorch_adds_gradients_up_whole_in_a_pipeline(microbatches: int) -> Non
     assert closed == pytest.approx(max(found.peak_bytes), rel=0.02)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pytorch_has_one_copy_of_a_parameter_that_is_dealt_out(precision: str) -> None:
+    """By hand: parameter, gradient and two moments in f32, whatever it is cast to; in f32 nothing takes its place."""
+    model = sp.Model.load("llama", layers=4, hidden=1024, heads=8, kv_heads=8, ffn=4096, seq=64, vocab=8192,
+                          precision=precision)  # fmt: skip
+    s = sp.Strategy(data=4, fsdp=True, recompute="full", global_batch=4, precision=precision)
+    found = holdings(sp.partition(model, s), TORCHTITAN)
+    assert found.state[0] == pytest.approx(16 * model.parameter_count / 4, rel=1e-3)
+    form = ClosedForm(model, sp.Topology.load("dgx-h100", node=1, gpu=4), Parameters(fragmentation=1.0, context=0.0))
+    assert form.peak_bytes(Configurations.of([s]))[0] == pytest.approx(found.peak_bytes[0], rel=0.02)
+
+
 def test_what_is_outside_the_layers_is_gathered_for_a_whole_step() -> None:
     """FSDP2's root: the embedding and the head, in bf16, beside a layer at work; the loss is fused, and small."""
     model = sp.Model.load("llama", layers=2, hidden=512, heads=8, kv_heads=8, ffn=1024, seq=64, vocab=100_000,

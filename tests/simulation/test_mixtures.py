@@ -18,6 +18,7 @@ from shardplan.errors import LayoutError, ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.accuracy.step_rows import StepRow, read_steps
 from shardplan.simulation.accuracy.subject import model_of, strategies_of
+from shardplan.simulation.closed.axis_degrees import deal_degrees
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.dispatch import Routing, expected_nodes, slots_over_mean
 from shardplan.simulation.closed.form import ClosedForm
@@ -137,7 +138,7 @@ def test_tokens_of_a_context_go_as_copies_where_few_are_taken() -> None:
 def test_the_closed_form_has_the_axes_of_the_job(first: Any, said: dict[str, Any]) -> None:
     model = mixture(kv_heads=4)
     strategy = Strategy(**said, expert_from=first)
-    degrees = ClosedForm(model, FOUR).degrees(Configurations.of([strategy, Strategy(data=8), strategy]))
+    degrees = deal_degrees(model, Configurations.of([strategy, Strategy(data=8), strategy]))
     mine = {axis: int(d[2]) for axis, d in degrees.items() if d[2] > 1}
     assert mine == {axis: n for axis, n in strategy.axes(model).items() if axis != "replica"}
     assert all(int(d[1]) == 1 for axis, d in degrees.items() if axis != "data")

@@ -141,8 +141,7 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
 def idle_experts(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
     """Yield options of experts without which all would be the same, or which what the model is has no room for."""
     if s.expert_from != "data":
-        tensor = math.gcd(s.tensor, limits.key_heads) if limits.key_heads < s.tensor else s.tensor
-        sizes = {"data": s.shard or s.data, "context": s.context, "tensor": tensor, "group": s.tensor // tensor}
+        sizes = s.stage_degrees((limits.key_heads,))
         shared = s.expert if limits.shared > 1 else 1
         if deal_experts(sizes, shared, s.expert_from) == deal_experts(sizes, shared, "data"):
             yield IdleOption("expert_from", "the same devices share experts, whoever is first", "'data'", "data")

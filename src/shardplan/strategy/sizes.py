@@ -261,9 +261,16 @@ class DecoderSizes:
 
     @property
     def capacity(self) -> int:
-        """Slots of an expert for a sequence: its share times `capacity_factor`, rounded up (arXiv 2101.03961, 2.2)."""
-        share = math.ceil(self.capacity_factor * self.seq * self.experts_per_token / self.experts)
-        return min(share, self.seq) or self.seq
+        """Slots of an expert for a sequence."""
+        return expert_slots(self.capacity_factor, self.seq, self.experts_per_token, self.experts)
+
+
+def expert_slots(factor: float, seq: int, taken: int, experts: int) -> int:
+    """Return the slots of an expert for a sequence: its share times a factor, rounded up (arXiv 2101.03961, 2.2).
+
+    With a factor of 0 it has one for every token.
+    """
+    return min(math.ceil(factor * seq * taken / experts), seq) or seq
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

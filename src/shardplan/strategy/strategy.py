@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -313,16 +313,22 @@ class Strategy:
         has fewer key-value heads than `tensor`, that axis has the part of it that divides them, and `group` the rest,
         over which query heads of one group are dealt. Of each axis the inner part is apart where experts take it.
         """
-        heads = {n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads" and n < self.tensor}
-        tensor = math.gcd(self.tensor, *heads) if heads else self.tensor
-        shard = self.shard or self.data
-        whole = {"data": shard, "context": self.context, "tensor": tensor, "group": self.tensor // tensor}
+        whole = self.stage_degrees(n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads")
         shared = any(expert_dim(dims) for dims in model.dims.values())
         parts = deal_experts(whole, self.expert if shared else 1, self.expert_from)
-        sizes = {"replica": self.data // shard}
+        sizes = {"replica": self.data // whole["data"]}
         for axis, n in whole.items():
             sizes |= {axis: n // parts[axis], SHARING[axis]: parts[axis]}
         return {axis: n for axis, n in sizes.items() if n > 1}
+
+    def stage_degrees(self, heads: Iterable[int] = ()) -> dict[str, int]:
+        """Return the sizes of a stage's axes before experts take parts of them; `heads` are numbers of key-value heads.
+
+        Fewer of these than `tensor` leave a part of it to `group`, the query heads of each.
+        """
+        tensor = math.gcd(self.tensor, *(n for n in heads if n < self.tensor))
+        return {"data": self.shard or self.data, "context": self.context, "tensor": tensor,
+                "group": self.tensor // tensor}  # fmt: skip
 
     def mesh(self, model: Model, stage: int = 0) -> Mesh:
         """Return the mesh of a stage; stages have devices in a row."""

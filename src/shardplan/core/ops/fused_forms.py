@@ -130,10 +130,7 @@ def gemm_form(name: str, body: Program) -> GemmForm:
     if last.op.order not in ((), last.op.axes):
         raise Unfit(name, "splits_unknown", f"axes come in the order {last.op.order}; legal is {last.op.axes}")
     cut, gathered = result[last.op.dst_dim], result[last.op.src_dim]
-    if cut in one and cut in other:
-        raise Unfit(name, "splits_unknown", f"the dim {cut} is one of both operands; legal to cut is one of either")
-    if cut in other:
-        (one, other), numbers = (other, one), (numbers[1], numbers[0])
+    (one, other), numbers = _cut_first(name, cut, (one, other), numbers)
     if gathered in other and gathered not in one:  # as blocks of columns the result needs no transposition
         found = _in_matrices((other, one), result, (numbers[1], numbers[0]), gathered, cut, gathered)
         return replace(found, columns=cut + found.columns.replace(cut, ""), scatter=1, activation=activation)
@@ -167,14 +164,20 @@ def scatter_form(name: str, body: Program) -> GemmForm:
         raise Unfit(name, "splits_unknown", f"{last.op.name} at the end; legal is a reduce_scatter along one dim")
     if between:
         raise Unfit(name, "effect_between", f"{between[0].op.name} between product and sum; legal is nothing")
-    (one, other), result, numbers = _product(name, body, product)
+    sides, result, numbers = _product(name, body, product)
     _check_summed(name, body, last.op.reduction)
     cut = result[last.op.dim]
-    if cut in one and cut in other:
+    sides, numbers = _cut_first(name, cut, sides, numbers)
+    return _in_matrices(sides, result, numbers, cut, cut, "")
+
+
+def _cut_first(
+    name: str, cut: str, sides: tuple[str, str], numbers: tuple[int, int]
+) -> tuple[tuple[str, str], tuple[int, int]]:
+    """The operands, that with the dim that is cut first."""
+    if cut in sides[0] and cut in sides[1]:
         raise Unfit(name, "splits_unknown", f"the dim {cut} is one of both operands; legal to cut is one of either")
-    if cut in other:
-        (one, other), numbers = (other, one), (numbers[1], numbers[0])
-    return _in_matrices((one, other), result, numbers, cut, cut, "")
+    return ((sides[1], sides[0]), (numbers[1], numbers[0])) if cut in sides[1] else (sides, numbers)
 
 
 def _in_matrices(

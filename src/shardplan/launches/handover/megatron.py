@@ -125,8 +125,7 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
 
 def _expert_tensor(s: Strategy) -> int | None:
     """How many devices of `tensor` an expert is cut over: one, or all; None where that is neither."""
-    parts = deal_experts({"data": s.shard or s.data, "context": s.context, "tensor": s.tensor, "group": 1}, s.expert,
-                         s.expert_from)  # fmt: skip
+    parts = deal_experts(s.stage_degrees(), s.expert, s.expert_from)
     return {1: s.tensor, s.tensor: 1}.get(parts["tensor"])
 
 

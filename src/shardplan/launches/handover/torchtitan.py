@@ -80,12 +80,14 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
         lines.append(f"recompute_layers={s.recompute_layers}; it runs as recompute={s.recompute} of all layers")
         s = replace(s, recompute_layers=None)
     if s.expert > 1 and s.tensor * s.context > 1 and s.expert_from != "tensor":
-        lines.append("experts over devices of data first; they are over the innermost of data, context and tensor")
+        lines.append(
+            f"experts over devices of {s.expert_from} first; they are over the innermost of data, context and tensor"
+        )
     if plan.order != ORDER and len([n for n in ORDER if getattr(s, n) > 1]) > 1:
         lines.append(f"the order {', '.join(plan.order)} of axes; the mesh is pp, dp, cp, tp, outermost first")
     for name, plain in (("bucket", None), ("offload", False), ("tensor_overlap", False), ("offload_layers", 0),
                         ("keep", ()), ("gradient_dtype", None), ("reduce_dtype", None),
-                        ("prefetch", None)):  # fmt: skip
+                        ("prefetch", None), ("dispatch", None), ("expert_products", None)):  # fmt: skip
         if getattr(s, name) != plain:
             lines.append(f"{name}={getattr(s, name)}")
             s = replace(s, **{name: plain})

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardplan.strategy.sizes import expert_slots
+
 Floats = np.ndarray
 
 
@@ -70,15 +72,12 @@ def expected_nodes(routing: Routing, nodes: int) -> float:
 
 
 def slots_over_mean(fields: Mapping[str, object]) -> float:
-    """Return how many slots an expert has over the tokens that come in the mean (`DecoderSizes.capacity`)."""
-    seq, experts, taken, factor = (
-        float(str(fields.get(name) or 0)) for name in ("seq", "experts", "experts_per_token", "capacity_factor")
-    )
+    """Return how many slots an expert has over the tokens that come in the mean; 1 where there are no experts."""
+    seq, taken, experts = (int(str(fields.get(name) or 0)) for name in ("seq", "experts_per_token", "experts"))
     if not experts:
         return 1.0
-    mean = seq * taken / experts
-    slots = min(math.ceil(factor * seq * taken / experts), seq) or seq
-    return slots / mean
+    factor = float(str(fields.get("capacity_factor") or 0))
+    return expert_slots(factor, seq, taken, experts) / (seq * taken / experts)
 
 
 def tokens_of_slots(fields: Mapping[str, object], imbalance: np.ndarray) -> Floats:

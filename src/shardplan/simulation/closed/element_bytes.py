@@ -38,6 +38,11 @@ class ElementBytes(NamedTuple):
     summed: Floats
     state: Floats
 
+    @property
+    def has_master(self) -> Floats:
+        """Where the optimizer updates a copy of a parameter in f32, bool [n]: where that is narrower."""
+        return self.parameter < MASTER_BYTES
+
 
 def element_bytes(c: Configurations, moments: float = 1.0) -> ElementBytes:
     """Return the bytes of an element, [n] each, under an optimizer that keeps so much of what Adam does."""

@@ -35,7 +35,8 @@ def factored_sums(model: Model, parameters: Sequence[HeldParameter]) -> tuple[Fa
 
 def _sums_of(model: Model, h: HeldParameter, state: str) -> Iterator[FactoredSum]:
     layer = int(model.dims[h.name][:1] == (LAYER,))
-    each, rows, cols = ([d - layer for d in dims] for dims in _dims_of(model, h.name))
+    numbering, *sides = model.parameters[h.name].sides  # the last two are empty of what is no matrix
+    rows, cols = ([d - layer for d in dims] for dims in sides)
     extents = h.value.extents
     first = next((d for d, e in enumerate(extents) if e.size > 1), -1) if state == "dealt" else -1
 
@@ -46,16 +47,10 @@ def _sums_of(model: Model, h: HeldParameter, state: str) -> Iterator[FactoredSum
             value = LocalValue(WIDTH, tuple(extents[d] for d in kept))
             yield FactoredSum(f"{over} {state}", h.run, value)
 
-    own = [d for d in each if d >= 0]
+    own = list(range(numbering - layer))
     inside = [d for d in range(len(extents)) if d not in own]
-    sides = ((cols, [*own, *rows]), (rows, [*own, *cols]), (rows, own)) if rows else ()
-    found = [one for dims, kept in (*sides, (inside, own), (inside, own)) for one in summed(dims, kept)]
+    means = ((cols, [*own, *rows]), (rows, [*own, *cols]), (rows, own)) if rows else ()
+    found = [one for dims, kept in (*means, (inside, own), (inside, own)) for one in summed(dims, kept)]
     yield from found
     if found:
         yield FactoredSum(f"{UPDATE} {state}", h.run, LocalValue(1, extents))
-
-
-def _dims_of(model: Model, name: str) -> tuple[Sequence[int], ...]:
-    """Return the dims that number tensors, and those of either side; the last two are empty of what is no matrix."""
-    each, rows, cols = model.parameters[name].sides
-    return range(each), rows, cols

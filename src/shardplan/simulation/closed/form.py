@@ -248,7 +248,7 @@ class ClosedForm:
         c = c.with_precision_of(self.model.fields)
         col = c.columns
         code = np.zeros(len(c), dtype=np.int64)
-        degrees = self.degrees(c)
+        degrees = deal_degrees(self.model, c)
         kinds = [
             *(d > 1 for d in degrees.values()),
             col["sequence_parallel"] & (col["tensor"] > 1),
@@ -272,10 +272,6 @@ class ClosedForm:
         """Yield of each of `classes` what there is but the reading, and its kinds of chunks."""
         for reading, where, one, cost in self.classes(c):
             yield where, one, cost, ChunkKinds.of(reading.layers, one)
-
-    def degrees(self, c: Configurations) -> dict[str, Ints]:
-        """Return the sizes of a stage's axes, as `Strategy.axes` has them, but for `replica`: arrays [n] by axis."""
-        return deal_degrees(self.model, c)
 
     def _reading(self, s: Strategy, axes: tuple[str, ...]) -> Reading:
         key = axes, s.sequence_parallel, s.context_kind if s.context > 1 else "", s.precision

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.element_bytes import MASTER_BYTES, ElementBytes, element_bytes
+from shardplan.simulation.closed.element_bytes import element_bytes
 from shardplan.simulation.closed.numbers import LayerCost
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.closed.stages import copies, several_chunks
@@ -130,9 +130,7 @@ def least_memory(c: Configurations, cost: LayerCost, kinds: ChunkKinds, p: Param
     size = element_bytes(c, cost.moments)
     replicas, few = copies(c, cost)
     shared = [
-        rows[kind]
-        / shares
-        * (size.gradient + size.state + np.where(_has_master(size) & (shares > 1), 0, size.parameter))
+        rows[kind] / shares * (size.gradient + size.state + np.where(size.has_master & (shares > 1), 0, size.parameter))
         for kind, shares in (("parameters", replicas), ("experts", few))
         if kind in rows
     ]
@@ -192,11 +190,6 @@ def saved(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
     return np.select(which, kept[:-1], kept[-1]), np.select(which, busy[:-1], busy[-1])
 
 
-def _has_master(size: ElementBytes) -> np.ndarray:
-    """Where the optimizer updates a copy of a parameter in f32, bool [n]: where that is narrower."""
-    return size.parameter < MASTER_BYTES
-
-
 def static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> Floats:
     """Return parameters, gradients and state on the rank of each moment: bytes [moments, n]."""
     return kinds.on_ranks(sum(_static(c, cost, kinds).values(), np.zeros(len(c))))
@@ -209,7 +202,7 @@ def _static(c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[tuple
     weights, gradients, summed, state = size
     replicas, few = copies(c, cost)
     titan = _is_torchtitan(c)
-    own = weights * ~(titan & _has_master(size) & TORCHTITAN.alone)
+    own = weights * ~(titan & size.has_master & TORCHTITAN.alone)
     # Stages that keep parameters gathered over several microbatches add gradients up whole.
     late = titan & TORCHTITAN.late & (col["zero"] == 2) & (col["pipeline"] > 1) & (c.microbatches > 1)
     zero = np.where(col["fsdp"], 3, col["zero"])

@@ -13,7 +13,7 @@ from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.element_bytes import MASTER_BYTES, cast_bytes, element_bytes
+from shardplan.simulation.closed.element_bytes import cast_bytes, element_bytes
 from shardplan.simulation.closed.factored_sums import IN_STEPS, UPDATE
 from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context
@@ -308,7 +308,7 @@ class Dealt:
         """Return the bytes that updates in several kernels read and write beyond those in one, on a rank, [n]."""
         col, size, shares = self.c.columns, element_bytes(self.c, self.cost.moments), self.replicas
         dealt = (col["zero"] > 0) | col["fsdp"]
-        more = size.gradient + IN_STEPS - _PASSES * size.state - size.parameter * (size.parameter >= MASTER_BYTES)
+        more = size.gradient + IN_STEPS - _PASSES * size.state - size.parameter * ~size.has_master
         found: Floats = np.zeros(len(self.c))
         for state, part in (("whole", ~dealt * 1.0), ("dealt", dealt / shares)):
             if (elements := self.cost.rows.get(f"summed over {UPDATE} {state}")) is not None:
