@@ -163,4 +163,5 @@ def test_a_function_that_expressions_lack_is_a_formula(function: Callable[..., A
     x = np.asarray([-1.5, -1e-3, -2.5e-8, 0.0, 2.5e-8, 1e-3, 0.75, 1.25], "f4")
     model = load(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, jnp.float32)), {"x": ("n",)})
     ((found,),) = run_reference(model.program, [[x] for _ in model.program.inputs])
-    np.testing.assert_allclose(found, np.asarray(function(x)), rtol=2e-6, atol=1e-7 if function is not jnp.expm1 else 0)
+    whole = function in (jnp.expm1, jnp.tan, jnp.sinh)
+    np.testing.assert_allclose(found, np.asarray(function(x)), rtol=2e-6, atol=0 if whole else 1e-7)

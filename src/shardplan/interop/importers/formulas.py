@@ -15,13 +15,14 @@ from shardplan.interop.importers.views import Seen
 # Those that expressions have by the same name.
 FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
 FORMULAS = {
-    "expm1": "tanh({a} / 2) * (exp({a}) + 1)",  # which loses no digits where a is small
+    # These two lose no digits where a is small.
+    "expm1": "tanh({a} / 2) * (exp({a}) + 1)",
+    "sinh": "tanh({a}) * (exp({a}) + exp(-{a})) / 2",
     "log1p": "log(1 + {a})",
     "exp2": f"exp({{a}} * {math.log(2)!r})",
     "erfc": "1 - erf({a})",
     "sign": "where({a} > 0, 1, where({a} < 0, -1, 0))",
     "tan": "sin({a}) / cos({a})",
-    "sinh": "(exp({a}) - exp(-{a})) / 2",
     "cosh": "(exp({a}) + exp(-{a})) / 2",
 }
 SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
