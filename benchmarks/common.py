@@ -94,9 +94,9 @@ def record(parameters: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]
 def write(path: Path, result: dict[str, Any], quiet: bool = False) -> None:
     """Write a result as JSON, lists of rows with one row a line; an interrupted write leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text(_json(result, 0) + "\n", encoding="utf-8")
-    draft.replace(path)
+    builder = path.with_suffix(".part")
+    builder.write_text(_json(result, 0) + "\n", encoding="utf-8")
+    builder.replace(path)
     if quiet:
         return
     print(f"\nwritten: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}")

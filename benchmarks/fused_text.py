@@ -77,8 +77,8 @@ KERNELS: dict[str, dict[str, Any]] = {
 # Altered sources: name, module, what is replaced, by what, and which of the findings must fail.
 ALTERED = {
     "no hint": ("", "", "", "wide"),
-    "no barrier": ("words", "tl.debug_barrier()", "pass", "barrier"),
-    "gpu scope": ("words", 'scope="sys"', 'scope="gpu"', "signal"),
+    "no barrier": ("memory_ops", "tl.debug_barrier()", "pass", "barrier"),
+    "gpu scope": ("memory_ops", 'scope="sys"', 'scope="gpu"', "signal"),
 }
 Text = dict[str, str]
 PRODUCTS = ("gemm", "gather", "grouped")
@@ -244,7 +244,7 @@ def altered(module: str, old: str, new: str, folder: Path) -> Callable[[str], An
     own = folder / f"altered{number}"
     own.mkdir()
     (own / "__init__.py").write_text("")
-    for path in [here / "words.py", *here.glob("*_kernel.py")]:
+    for path in [here / "memory_ops.py", *here.glob("*_kernel.py")]:
         text = path.read_text()
         if path.stem == module:
             assert old in text, f"{old!r} is not in {path.name}"

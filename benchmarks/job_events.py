@@ -3,7 +3,7 @@
 `python -m benchmarks.job_events [--count 5]`: a fresh process for each, so that nothing is remembered; processor time.
 The building of the model is not counted; `partition` is, by itself. `simulate` is the makespan and the times of all
 actions, planning of messages and pricing included; `memory` the bytes of every rank over the step. Beside it the same
-with layers, prices and microbatches not folded, whose times of all actions are compared. DistIR's own time is quoted:
+with layers and prices not folded, whose times of all actions are compared. DistIR's own time is quoted:
 32 s on a quiet machine (spec, section 10). `links shared` is the first case device by device with contention.
 """
 
@@ -63,10 +63,10 @@ _, bubble = timed(lambda: line.bubble_seconds)
 maps = line.compiled.maps
 ops = sum(issued_of(maps[s, k].nodes) * strategy.stage for run in line.swept.ranks for s, k, _ in run.actions)
 out = {"partition": partition, "simulate": simulate, "memory": memory, "bubble": bubble, "ops": ops,
-       "seconds": line.seconds, "peak_bytes": line.peak_bytes, "left out": line.swept.periods,
+       "seconds": line.seconds, "peak_bytes": line.peak_bytes,
        "sweep ranks": len(line.swept.ranks)}
 if said["plain"]:
-    plain, out["plain"] = timed(lambda: simulate_job(job, where, fold=Fold(False, False, True, False)))
+    plain, out["plain"] = timed(lambda: simulate_job(job, where, fold=Fold(False, False, True)))
     pairs = zip(line.swept.ranks, plain.swept.ranks)
     out["apart"] = max(float(np.abs(a.done - b.done).max()) for a, b in pairs) / plain.seconds
 if said["nodes"] == 2 and said["plain"]:

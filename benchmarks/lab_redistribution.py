@@ -83,10 +83,10 @@ def compile_child(suite: str, count: int, seed: int, folder: Path) -> None:
             warned = b"full rematerialization" in said.read()
         values = np.arange(int(np.prod(s.shape)), dtype=np.float32).reshape(s.shape)
         equal = bool(np.array_equal(np.asarray(compiled(jax.device_put(values, before))), values))
-        draft = path.with_suffix(".part")
+        builder = path.with_suffix(".part")
         found = {"problem": name, "equal": equal, "warned": warned, "text": compiled.as_text()}
-        draft.write_text(json.dumps(found), encoding="utf-8")
-        draft.replace(path)
+        builder.write_text(json.dumps(found), encoding="utf-8")
+        builder.replace(path)
 
 
 def compiled(suite: str, count: int, seed: int, folder: Path) -> list[dict[str, Any]]:

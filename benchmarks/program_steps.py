@@ -19,7 +19,7 @@ from benchmarks.common import arguments, record, spread, table, write
 
 import shardplan as sp
 from shardplan.core.accounting import account
-from shardplan.core.nested import rows
+from shardplan.core.nested import stacked_type
 from shardplan.core.ops import AllReduce, Einsum, Elementwise, Op, ReduceDims, Repeat
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -107,7 +107,7 @@ def repeated() -> tuple[Writer, list[str]]:
     """Write the layers as one step, which slices what each of them takes."""
     one, results = written([WIDTH])
     w = Writer(one.mesh)
-    w.inputs = {name: rows(t, LAYERS) for name, t in one.inputs.items()}
+    w.inputs = {name: stacked_type(t, LAYERS) for name, t in one.inputs.items()}
     body = Program(one.inputs, one.steps, results)
     w.steps.append(Step(Repeat(LAYERS, body, sliced=len(one.inputs)), tuple(w.inputs), tuple(results)))
     return w, results

@@ -141,7 +141,7 @@ def on_rank(path: Path, way: str, folder: Path) -> None:
     """All tests for as many ranks as there are; rank 0 writes what came out of them."""
     import torch.distributed as dist
 
-    from shardplan.execution.torch import faults as torch_faults
+    from shardplan.execution.torch import group_state
     from shardplan.interop.torch import moves
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -157,7 +157,7 @@ def on_rank(path: Path, way: str, folder: Path) -> None:
             continue
         CALLS.clear()
         # a test that failed may have left the ranks apart
-        for kept in (moves._moves, torch_faults._runs, torch_faults._agreements):
+        for kept in (moves._moves, group_state._states):
             kept.clear()
         told.set(f"{name} {rank}", outcome(kind, method, rank, world, folder / name, way))
         keys = [f"{name} {r}" for r in range(world)]

@@ -19,8 +19,9 @@ import numpy as np
 from benchmarks.common import RESULTS, record, use_tests, write
 
 import shardplan as sp
+from shardplan.core.accounting import books_of
 from shardplan.core.ops import Send
-from shardplan.movement.redistribution.choice import FEW_BYTES, Chosen, account_of, chain
+from shardplan.movement.redistribution.choice import FEW_BYTES, Chosen, chain
 from shardplan.movement.redistribution.single_move import rules_of
 from shardplan.plans.pricing import NOISE
 
@@ -69,7 +70,7 @@ def measured(ends: Ends, topology: sp.Topology) -> dict[str, Any]:
     s, t = ends
     plan = sp.redistribute(s, t, topology)
     straight = chain([Send(t.layout, t.mesh, near=(NODE,))], s)
-    direct = Chosen.of(straight, account_of(straight), False, rules_of(s, t, topology, False, False))
+    direct = Chosen.of(straight, books_of(straight), False, rules_of(s, t, topology, False, False))
     within = direct.price <= plan.least_seconds * (1 + NOISE)
     crossed = plan.certificate.level_bytes[0]
     return {

@@ -15,6 +15,7 @@ from shardplan.simulation.closed import (
     memory,
     move_prices,
     numbers,
+    part_seconds,
     pass_overlap,
     stages,
 )
@@ -52,6 +53,8 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
     stages: {
         "IN_STEPS": ("bytes of an element that Adafactor's kernels stream", "counted: its kernels one by one"),
         "_PASSES": ("times the update passes over the state", "counted: arXiv 1412.6980"),
+    },
+    part_seconds: {
         "EXPOSED": ("part of an overlapped movement that is exposed", "counted: four parts, the first alone"),
     },
     element_bytes: {
@@ -89,7 +92,7 @@ TABLE: Mapping[ModuleType, Mapping[str, tuple[str, str]]] = {
 }
 # Numbers that stand in formulas, or in the presets of topologies.
 WRITTEN_OUT = (
-    ("products repeated", "simulation.closed.stages.layer_rows", 0.5, "part of a layer repeated by torchtitan's policy",
+    ("products repeated", "simulation.closed.part_seconds", 0.5, "part of a layer repeated by torchtitan's policy",
      "published: every second product"),
     ("logit", "strategy.runtimes", "4 and 8", "bytes of a logit at the loss, beside the logits",
      "counted: Megatron's loss, PyTorch's loss"),

@@ -124,7 +124,7 @@ def _timed(ways: dict[str, Callable[[], Any]], source: Any, expected: Any, repea
 
 def _direct(program: Any, local: Any) -> Any:
     """The plan on this rank; its first run compares the programs of the ranks, as the drop-in's does."""
-    from shardplan.execution.drive import finish
+    from shardplan.execution.async_executor import finish
     from shardplan.execution.torch.run import executable, launch
 
     bound = executable(program, _rank())

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression_tree import FUNCTIONS
 from shardplan.core.factor_rule import FactorRule
@@ -41,7 +40,8 @@ from shardplan.core.ops import (
     Write,
 )
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import At, Compute, Ruled, Size
+from shardplan.core.ops.compute import At, Compute, RuleTypedOp, Size
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
@@ -356,7 +356,7 @@ def of_functions() -> Iterator[tuple[str, np.ndarray]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Moments(Ruled):
+class Moments(RuleTypedOp):
     """An op from outside with two results of two dtypes: sums along dim 0, and where the largest values stand."""
 
     name: ClassVar[str] = "moments"
@@ -388,5 +388,5 @@ class MeanSquare(Composed):
 
     name: ClassVar[str] = "mean_square"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         return [d(ReduceDims((1,), "mean"), d(Elementwise("a * a"), "0"))]

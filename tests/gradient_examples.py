@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from compute_examples import UNEQUAL, Example, Lettered, Sizes
-from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import (
@@ -44,6 +43,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.ops.composed import Reverse, differs, needing
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
@@ -255,18 +255,20 @@ def arrays(example: Example, sizes: Sizes, rng: np.random.Generator) -> list[np.
 def back(op: Op, types: Sequence[TensorType]) -> Program:
     """From operands and the cotangent of each result to the results, and the cotangents of float operands."""
     names = [f"x{k}" for k in range(len(types))]
-    draft = Draft(dict(zip(names, types, strict=True)))
-    results = draft.write_step(op, *names)
-    steps, found, seeds = tuple(draft.steps), dict[str, str](), list[str]()
+    builder = ProgramBuilder(dict(zip(names, types, strict=True)))
+    results = builder.write_step(op, *names)
+    steps, found, seeds = tuple(builder.steps), dict[str, str](), list[str]()
     for r in results:
-        if differs(draft.types[r]):
-            t = draft.types[r]
-            found[r] = draft.add_input(t.with_layout(Layout(t.layout.dims, root=t.layout.root)))
+        if differs(builder.types[r]):
+            t = builder.types[r]
+            found[r] = builder.add_input(t.with_layout(Layout(t.layout.dims, root=t.layout.root)))
             seeds.append(found[r])
     wanted = [n for n, t in zip(names, types, strict=True) if differs(t)]
-    Reverse(draft, draft.types, lambda name: name).fill_cotangents(steps, found, needing(steps, draft.types, wanted))
-    inputs = [(n, draft.types[n]) for n in (*names, *seeds)]
-    return Program(inputs, draft.steps, (*results, *(found[n] for n in wanted)))
+    Reverse(builder, builder.types, lambda name: name).fill_cotangents(
+        steps, found, needing(steps, builder.types, wanted)
+    )
+    inputs = [(n, builder.types[n]) for n in (*names, *seeds)]
+    return Program(inputs, builder.steps, (*results, *(found[n] for n in wanted)))
 
 
 def sampled(example: Example, sizes: Sizes, most: int) -> list[Program]:
@@ -285,12 +287,12 @@ def on_one(op: Op, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Results on one device."""
     types = [TensorType(x.dtype.name, x.shape, (), ONE) for x in values]
     names = [f"x{k}" for k in range(len(types))]
-    draft = Draft(dict(zip(names, types, strict=True)))
-    out = draft.write_step(op, *names)
+    builder = ProgramBuilder(dict(zip(names, types, strict=True)))
+    out = builder.write_step(op, *names)
     return [
         x
         for (x,) in run_reference(
-            Program(list(zip(names, types, strict=True)), draft.steps, out), [[x] for x in values]
+            Program(list(zip(names, types, strict=True)), builder.steps, out), [[x] for x in values]
         )
     ]
 

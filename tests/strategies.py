@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import suites
 from shardplan.core.box_table import Box, BoxRow, BoxTable
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import rows
+from shardplan.core.nested import stacked_type
 from shardplan.core.ops import (
     AdamW,
     AllGather,
@@ -274,7 +274,7 @@ def repeat_of(rng: random.Random, t: TensorType, depth: int) -> Repeat:
 def operand_types(op: Repeat) -> list[TensorType]:
     """The types of the operands that a repeat takes."""
     whole = len(op.body.inputs) - op.sliced
-    return [u if k < whole else rows(u, op.n) for k, u in enumerate(op.body.input_types)]
+    return [u if k < whole else stacked_type(u, op.n) for k, u in enumerate(op.body.input_types)]
 
 
 @st.composite

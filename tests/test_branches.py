@@ -74,7 +74,7 @@ FOREIGN = {
     "movement/weights/derive/family_form.py": {"pad"},  # the name of an atom
     "simulation/closed/form.py": {"attention", "dispatch"},
     "simulation/closed/memory.py": {"attention"},
-    "simulation/closed/stages.py": {"attention"},
+    "simulation/closed/part_seconds.py": {"attention"},
     "simulation/inference/request_timeline.py": {"gather"},
     "simulation/inference/space.py": {"gather", "attention"},
     "simulation/searching/space.py": {"attention", "dispatch"},

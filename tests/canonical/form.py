@@ -120,7 +120,7 @@ def _simplified(program: Program) -> Program:
     level = _live(close_composites(level, AttentionRule()))
     rules = Rewriting(level)
     outputs = [rules.names[o] for o in level.outputs]
-    return _live(Program(level.inputs, rules.draft.steps, outputs))
+    return _live(Program(level.inputs, rules.builder.steps, outputs))
 
 
 def _live(program: Program) -> Program:

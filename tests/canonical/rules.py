@@ -15,7 +15,6 @@ from string import ascii_letters
 
 from tests.canonical.normal_expression import names_in
 
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.expression import Expression
 from shardplan.core.expression_tree import Binary, Call, Name, Negate, Node, Number
@@ -25,6 +24,7 @@ from shardplan.core.ops.indexing import Constant, Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
@@ -82,7 +82,7 @@ class Rewriting:
     """A program while it is written again; `names` says what its values are called now."""
 
     def __init__(self, program: Program) -> None:
-        self.draft, self.names = Draft(dict(program.inputs)), {n: n for n, _ in program.inputs}
+        self.builder, self.names = ProgramBuilder(dict(program.inputs)), {n: n for n, _ in program.inputs}
         self.made: dict[str, Step] = {}
         self.known: dict[object, tuple[str, ...]] = {}
         self.reads = Counter(o for step in program.steps for o in step.operands) + Counter(program.outputs)
@@ -93,14 +93,14 @@ class Rewriting:
     @property
     def types(self) -> Mapping[str, TensorType]:
         """Of what was written."""
-        return self.draft.types
+        return self.builder.types
 
     def step(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
         """Write a step, or find it."""
         key = (op, operands, stopped)
         if key not in self.known:
-            self.known[key] = self.draft.write_step(op, *operands, stopped=stopped)
-            self.made |= dict.fromkeys(self.known[key], self.draft.steps[-1])
+            self.known[key] = self.builder.write_step(op, *operands, stopped=stopped)
+            self.made |= dict.fromkeys(self.known[key], self.builder.steps[-1])
         return self.known[key]
 
     def written(self, step: Step, operands: tuple[str, ...]) -> tuple[str, ...]:

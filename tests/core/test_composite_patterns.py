@@ -7,12 +7,12 @@ import pytest
 
 from shardplan.core.attention_pattern import AttentionRule
 from shardplan.core.composite_patterns import close_composites
-from shardplan.core.draft import Draft
 from shardplan.core.expression_tree import GELU_EXACT
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Einsum, Elementwise, LayerNorm, ReduceDims, RmsNorm, Softmax
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 
@@ -71,7 +71,7 @@ GELU = "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a ** 3)))"
     ],
 )
 def test_formulas_of_elements(text: str, expected: str | None) -> None:
-    d = Draft({"x": X})
+    d = ProgramBuilder({"x": X})
     y = d(Elementwise(text), "x")
     (step,) = close_composites(Program({"x": X}, d.steps, (y,)), AttentionRule()).steps
     assert step.op == Elementwise(expected or text)
@@ -106,7 +106,7 @@ def test_what_is_not_a_norm_is_none() -> None:
 
 
 def test_a_difference_from_another_mean_is_no_norm() -> None:
-    d = Draft({"x": X, "z": X, "g": ROW, "b": ROW})
+    d = ProgramBuilder({"x": X, "z": X, "g": ROW, "b": ROW})
     c = d(Elementwise("a - b"), "x", d(ReduceDims((2,), "mean", keep=True), "z"))
     square = d(ReduceDims((2,), "mean", keep=True), d(Elementwise("a * a"), c))
     y = d(Elementwise("a * rsqrt(b + 0.1) * c + d"), c, square, "g", "b")
@@ -116,7 +116,7 @@ def test_a_difference_from_another_mean_is_no_norm() -> None:
 
 def test_transpositions_are_part_of_the_product_that_reads_them() -> None:
     w = TensorType.parse("f32[8, 5]", "x=1")
-    d = Draft({"x": X, "w": w})
+    d = ProgramBuilder({"x": X, "w": w})
     y = d(Einsum("abc,bo->cao"), d(Einsum("abc->bca"), "x"), "w")
     flat = Program({"x": X, "w": w}, d.steps, (y,))
     found = close_composites(flat, AttentionRule())

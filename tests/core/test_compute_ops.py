@@ -10,7 +10,6 @@ import pytest
 
 import oracle
 from compute_examples import MESH, MeanSquare, Moments
-from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import NUMPY, Namespace
 from shardplan.core.ops import (
@@ -32,8 +31,9 @@ from shardplan.core.ops import (
     Write,
 )
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import Ruled
+from shardplan.core.ops.compute import RuleTypedOp
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
@@ -174,11 +174,11 @@ def test_what_a_composed_op_means_follows_from_its_steps() -> None:
 class Moving(Composed):
     name: ClassVar[str] = "moving"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         return [d(AllReduce(("x",)), "0")]
 
 
-class Bare(Ruled):
+class Bare(RuleTypedOp):
     name: ClassVar[str] = "bare"
     rule: Any = None
     passes: Any = None

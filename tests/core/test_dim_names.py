@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from compute_examples import UNEQUAL, Example
 from gradient_examples import GRADIENTS, ONE
 from shardplan.core.dim_names import DimNames, Names, dim_names, links, steps_by_value
-from shardplan.core.draft import Draft
 from shardplan.core.gradients import Gradients, gradients
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -40,8 +39,9 @@ from shardplan.core.ops import (
     Together,
 )
 from shardplan.core.ops.composed import Composed, differs
-from shardplan.core.ops.compute import Ruled
+from shardplan.core.ops.compute import RuleTypedOp
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError, TypingError
@@ -49,11 +49,11 @@ from shardplan.errors import LayoutError, ShardplanError, TypingError
 Given = dict[str, tuple[str | None, ...]]
 
 
-def draft(mesh: Mesh = ONE, **types: str) -> Draft:
-    return Draft({n: TensorType.parse(t, mesh) for n, t in types.items()})
+def builder(mesh: Mesh = ONE, **types: str) -> ProgramBuilder:
+    return ProgramBuilder({n: TensorType.parse(t, mesh) for n, t in types.items()})
 
 
-def program(d: Draft, inputs: int, *outputs: str) -> Program:
+def program(d: ProgramBuilder, inputs: int, *outputs: str) -> Program:
     return Program([*d.types.items()][:inputs], d.steps, outputs)
 
 
@@ -78,7 +78,7 @@ NAMED: Given = {
 
 
 def decoder() -> Program:
-    body = draft(x="f64[10, 8, 6]", place="i32[8]", **{n: f"f64[{t}]" for n, t in LAYER.items()})
+    body = builder(x="f64[10, 8, 6]", place="i32[8]", **{n: f"f64[{t}]" for n, t in LAYER.items()})
     inputs = len(body.types)
     y = body(RmsNorm(), "x", "g1")
     q, k, v = (
@@ -93,7 +93,7 @@ def decoder() -> Program:
     up, gate = (body(Einsum("bsh,hf->bsf"), y, n) for n in ("up", "gate"))
     y = body(Einsum("bsf,fh->bsh"), body(Elementwise("silu(a) * b"), gate, up), "down")
     layer = program(body, inputs, body(Elementwise("a + b"), x, y))
-    d = draft(
+    d = builder(
         ids="i32[10, 8]", targets="i32[10, 8]", table="f64[22, 6]", **{n: f"f64[2, {t}]" for n, t in LAYER.items()}
     )
     inputs = len(d.types)
@@ -154,7 +154,7 @@ def every(names: DimNames) -> list[DimNames]:
 
 
 def test_without_origins_rows_of_a_scatter_have_no_name() -> None:
-    d = draft(table="f64[22, 6]", ids="i32[10]")
+    d = builder(table="f64[22, 6]", ids="i32[10]")
     p = program(d, 2, d(Einsum("ij->"), d(Gather(), "table", "ids")))
     found = gradients(p, p.outputs[0], ["table"])
     grad = found.program.outputs[1]
@@ -165,10 +165,10 @@ def test_without_origins_rows_of_a_scatter_have_no_name() -> None:
 
 def test_copies_and_zeros_are_named_as_their_values_are() -> None:
     """What is made again in the reverse body ties to nothing there but to the value that it is a copy of."""
-    body = draft(x="f64[3]", z="f64[3]", w="f64[3, 4]")
+    body = builder(x="f64[3]", z="f64[3]", w="f64[3, 4]")
     e = body(Expand("b -> b t=4"), "z")
     layer = program(body, 3, body(Einsum("b,bt->b"), "x", e), body(Elementwise("a + b"), e, "w"))
-    d = draft(x="f64[3]", z="f64[3]", w="f64[3, 4]", unused="f64[3, 5]")
+    d = builder(x="f64[3]", z="f64[3]", w="f64[3, 4]", unused="f64[3, 5]")
     y, _ = d.write_step(Repeat(2, layer, 1), "x", "z", "w")
     p = program(d, 4, d(Einsum("b,b->"), y, y))
     found = gradients(p, p.outputs[0], ["x", "unused"], lambda step, moved: step.op.name == "repeat")
@@ -204,11 +204,11 @@ def test_moves_at_once_pass_names() -> None:
 
 
 def test_layers_of_layers_are_layers_of_layers() -> None:
-    row = draft(x="f64[4]", s="f64[4]")
+    row = builder(x="f64[4]", s="f64[4]")
     inner = program(row, 2, row(Elementwise("a * b"), "x", "s"))
-    body = draft(x="f64[4]", s="f64[3, 4]")
+    body = builder(x="f64[4]", s="f64[3, 4]")
     outer = program(body, 2, body(Repeat(3, inner, 1, 1), "x", "s"))
-    d = draft(x="f64[4]", s="f64[2, 3, 4]")
+    d = builder(x="f64[4]", s="f64[2, 3, 4]")
     names = dim_names(program(d, 2, d(Repeat(2, outer, 1, 1), "x", "s")), {"x": ("hidden",)})
     assert text(names, "s") == "layer layer hidden"
     assert text(names.bodies[0], "s") == "layer hidden" and text(names.bodies[0].bodies[0], "s") == "hidden"
@@ -219,9 +219,9 @@ SQUARE = "f64[3, 6, 6]"
 
 def square(given: Given) -> DimNames:
     """Layers of a square weight, whose result is the next one's operand."""
-    body = draft(x="f64[4, 6]", w="f64[6, 6]")
+    body = builder(x="f64[4, 6]", w="f64[6, 6]")
     layer = program(body, 2, body(Elementwise("relu(a)"), body(Einsum("bi,io->bo"), "x", "w")))
-    d = draft(x="f64[4, 6]", w=SQUARE)
+    d = builder(x="f64[4, 6]", w=SQUARE)
     return dim_names(program(d, 2, d(Repeat(3, layer, 1, 1), "x", "w")), given)
 
 
@@ -234,7 +234,7 @@ def test_a_square_weight_has_one_name_twice() -> None:
 
 
 def test_whole_and_factors_may_both_be_named() -> None:
-    d = draft(x="f64[6, 4]", y="f64[2, 3, 4]", z="f64[2, 3, 4]")
+    d = builder(x="f64[6, 4]", y="f64[2, 3, 4]", z="f64[2, 3, 4]")
     y = d(Reshape("(g=2 r) d -> g r d"), "x")
     p = program(d, 3, d(Elementwise("a * b"), y, "y"), d(Elementwise("a * b"), y, "z"))
     names = dim_names(p, {"x": ("heads", None)})
@@ -246,7 +246,7 @@ def test_whole_and_factors_may_both_be_named() -> None:
 
 
 def test_ways_to_cut_a_dim_are_matched_where_they_nest() -> None:
-    d = draft(x="f64[24]", y="f64[2, 12]", z="f64[4, 6]", w="f64[3, 8]")
+    d = builder(x="f64[24]", y="f64[2, 12]", z="f64[4, 6]", w="f64[3, 8]")
     y, z, w = (d(Reshape(f"(a={n} b) -> a b"), "x") for n in (2, 4, 3))
     p = program(d, 4, *(d(Elementwise("a + b"), m, n) for m, n in ((y, "y"), (z, "z"), (w, "w"))))
     names = dim_names(p, {"z": ("a", "b")})
@@ -254,7 +254,7 @@ def test_ways_to_cut_a_dim_are_matched_where_they_nest() -> None:
 
 
 def test_a_factor_of_size_one_has_no_part_in_a_dim_of_several() -> None:
-    d = draft(x="f64[1, 6]", y="f64[6, 1, 1]")
+    d = builder(x="f64[1, 6]", y="f64[6, 1, 1]")
     y = d(Reshape("b s -> (b s)"), "x")
     z = d(Elementwise("a + b"), d(Reshape("s -> s one=1 two=1"), y), "y")
     names = dim_names(program(d, 2, z), {"x": ("batch", "sequence")})
@@ -262,7 +262,7 @@ def test_a_factor_of_size_one_has_no_part_in_a_dim_of_several() -> None:
 
 
 def test_dims_of_size_one_that_differ_may_meet() -> None:
-    d = draft(x="f64[4, 1]", y="f64[5, 1]", c="f64[1]")
+    d = builder(x="f64[4, 1]", y="f64[5, 1]", c="f64[1]")
     p = program(d, 3, *(d(Elementwise("a + b"), n, "c") for n in "xy"))
     names = dim_names(p, {"x": (None, "batch"), "y": (None, "heads")})
     assert (text(names, "x"), text(names, "y"), text(names, "c")) == ("d0 batch", "d1 heads", "batch")
@@ -284,7 +284,7 @@ def test_dims_of_size_one_that_differ_may_meet() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(given: Given, said: str) -> None:
-    d = draft(x="f64[4, 6]", w="f64[6, 5]", b="f64[5]")
+    d = builder(x="f64[4, 6]", w="f64[6, 5]", b="f64[5]")
     p = program(d, 3, d(Elementwise("a + b"), d(Einsum("bi,io->bo"), "x", "w"), "b"))
     with pytest.raises(TypingError) as caught:
         dim_names(p, given)
@@ -302,16 +302,16 @@ def test_what_a_repeat_carries_may_leave_under_another_name() -> None:
 
 def test_an_error_names_the_step_in_a_body() -> None:
     with pytest.raises(TypingError, match=r"^step 0 \(repeat\), step 0 \(einsum\): 'hidden'.* meets 'inner'"):
-        body = draft(x="f64[4, 6]", w="f64[6, 6]")
+        body = builder(x="f64[4, 6]", w="f64[6, 6]")
         layer = program(body, 2, body(Einsum("bi,io->bo"), "x", "w"))
-        d = draft(x="f64[4, 6]", w=SQUARE)
+        d = builder(x="f64[4, 6]", w=SQUARE)
         dim_names(
             program(d, 2, d(Repeat(3, layer, 0, 1), "x", "w")), {"x": (None, "hidden"), "w": (None, "inner", None)}
         )
 
 
 def test_names_of_what_has_the_same_factors_are_one() -> None:
-    d = draft(x="f64[6]", y="f64[6]")
+    d = builder(x="f64[6]", y="f64[6]")
     back = d(Reshape("(a=2 b) -> a b"), "x"), d(Reshape("(a=2 b) -> a b"), "y")
     p = program(d, 2, d(Elementwise("a + b"), *back))
     assert text(dim_names(p, {"x": ("inner",)}), "y") == "inner"
@@ -327,7 +327,7 @@ class Writer:
     """A random program: steps that type are kept."""
 
     def __init__(self, draw: st.DrawFn) -> None:
-        self.draw, self.d, self.inputs = draw, Draft({}), list[str]()
+        self.draw, self.d, self.inputs = draw, ProgramBuilder({}), list[str]()
         for _ in range(self.among(range(1, 4))):
             self.given([self.among((1, 2, 3, 4, 6)) for _ in range(self.among(range(1, 4)))])
         self.kinds = (
@@ -399,7 +399,7 @@ class Writer:
     def repeat(self, x: str, shape: tuple[int, ...]) -> None:
         n, q = self.among((1, 2, 3)), shape[-1]
         w = self.given([n, q, q])
-        inner = Draft({"x": self.d.types[x], "w": TensorType("f64", (q, q), (), ONE)})
+        inner = ProgramBuilder({"x": self.d.types[x], "w": TensorType("f64", (q, q), (), ONE)})
         letters = "abcd"[: len(shape) - 1]
         y = inner(Einsum(f"{letters}i,io->{letters}o"), inner(Elementwise("tanh(a)"), "x"), "w")
         body = Program([("x", inner.types["x"]), ("w", inner.types["w"])], inner.steps, (y, y))
@@ -470,7 +470,7 @@ MESH = Mesh(x=2)
 
 def legal(op: Op, found: tuple[TensorType, ...], f: str) -> bool:
     """Whether a rule lets a factor be sharded that is the first in its dims, but for those of size 1."""
-    assert isinstance(op, Ruled)
+    assert isinstance(op, RuleTypedOp)
     return all(factor.name != f or factor.kind != "replicate" for factor in op.rule(*found).factors)
 
 
@@ -491,7 +491,7 @@ def shards_by_names(
         try:
             results = op.infer(*given)
         except LayoutError as error:
-            assert not isinstance(op, Ruled) or not legal(op, whole, f), str(error)
+            assert not isinstance(op, RuleTypedOp) or not legal(op, whole, f), str(error)
             continue
         held = any(f in dim for side in found.operands for dim in side)
         for t, a in zip(results, at[len(types) :], strict=True):

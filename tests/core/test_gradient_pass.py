@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import oracle
-from shardplan.core.draft import Draft
 from shardplan.core.gradients import Gradients, Keep, gradients
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
@@ -33,6 +32,7 @@ from shardplan.core.ops import (
     ToPartial,
 )
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError, TypingError
@@ -44,7 +44,9 @@ SHAPES = {"x": "4, 6", "s": "6", "w1": "6, 9", "w2": "9, 6"}
 
 def body(x: str, s: str, w1: str, w2: str, gather: bool = False) -> Program:
     """A layer: y = x + tanh((x * s) @ w1) @ w2, whose second result is what is added."""
-    d = Draft({n: TensorType.parse(f"f64[{t}]", MESH) for n, t in {"x": x, "s": s, "w1": w1, "w2": w2}.items()})
+    d = ProgramBuilder(
+        {n: TensorType.parse(f"f64[{t}]", MESH) for n, t in {"x": x, "s": s, "w1": w1, "w2": w2}.items()}
+    )
     inputs = list(d.types.items())
     up, down = ("w1", "w2")
     if gather:  # parameters sharded over d, gathered where they are used
@@ -58,7 +60,7 @@ def net(layer: Program) -> Program:
     """Layers, and a loss of what the last gives and of what each adds."""
     types = layer.input_types
     stack = [TensorType(t.dtype, (LAYERS, *t.shape), ((), *t.layout.dims), MESH) for t in types[2:]]
-    d = Draft(dict(zip(SHAPES, (*types[:2], *stack), strict=True)))
+    d = ProgramBuilder(dict(zip(SHAPES, (*types[:2], *stack), strict=True)))
     inputs = list(d.types.items())
     z, added = d.write_step(Repeat(LAYERS, layer, 1, 2), *SHAPES)
     loss = d(Einsum("bo,lbo->"), d(Elementwise("sin(a)"), z), added)
@@ -160,7 +162,7 @@ MOVES: list[tuple[Op, str]] = [
 def test_the_gradient_of_a_move_is_a_move(op: Op, text: str, after: str) -> None:
     """After it each device computes the same, or its rows alone, so that the cotangent is whole, or partial."""
     torch = pytest.importorskip("torch")
-    d = Draft(
+    d = ProgramBuilder(
         {"x": TensorType.parse(f"f64[{text}" + ("" if text.endswith("{") else "]" if "{" not in text else "}"), MESH)}
     )
     y = d(op, "x")
@@ -183,7 +185,7 @@ def test_the_gradient_of_a_move_is_a_move(op: Op, text: str, after: str) -> None
 def test_partial_and_whole_cotangents_are_added() -> None:
     """A residual beside a column-parallel product: what the product gives is reduced before it is added."""
     torch = pytest.importorskip("torch")
-    d = Draft({"x": TensorType.parse("f64[4@d, 6]", MESH), "w": TensorType.parse("f64[6, 9@t]", MESH)})
+    d = ProgramBuilder({"x": TensorType.parse("f64[4@d, 6]", MESH), "w": TensorType.parse("f64[6, 9@t]", MESH)})
     inputs = list(d.types.items())
     y = d(Einsum("bi,ih->"), d(Elementwise("a * a"), "x"), "w")
     loss = d(Elementwise("a + b"), d.reduce_axes(y, ("d", "t")), d.reduce_axes(d(ReduceDims((0, 1)), "x"), ("d",)))
@@ -219,8 +221,8 @@ def test_no_gradient_goes_through_a_stopped_use() -> None:
          "has a factor twice"),
     ],
 )  # fmt: skip
-def test_a_missing_gradient_names_the_op(make: Callable[[Draft], str], text: str) -> None:
-    d = Draft({n: TensorType.parse(t, MESH) for n, t in {"r": "f64[4]{root:t}", "q": "f64[4, 4]"}.items()})
+def test_a_missing_gradient_names_the_op(make: Callable[[ProgramBuilder], str], text: str) -> None:
+    d = ProgramBuilder({n: TensorType.parse(t, MESH) for n, t in {"r": "f64[4]{root:t}", "q": "f64[4, 4]"}.items()})
     inputs = list(d.types.items())
     loss = d(Einsum("i->"), make(d))
     with pytest.raises(ShardplanError) as caught:
@@ -229,7 +231,7 @@ def test_a_missing_gradient_names_the_op(make: Callable[[Draft], str], text: str
 
 
 def test_what_is_no_value_or_no_scalar_is_refused() -> None:
-    d = Draft({"x": TensorType.parse("f64[4]", MESH), "r": TensorType.parse("f64[]{root:t}", MESH)})
+    d = ProgramBuilder({"x": TensorType.parse("f64[4]", MESH), "r": TensorType.parse("f64[]{root:t}", MESH)})
     ids = d(Iota("i32", (4,), 0, Layout(((),)), MESH))
     rows = d(Gather(), "x", ids)
     loss, scalar = d(Einsum("i->"), rows), "legal is a scalar, whole or a sum"
@@ -248,10 +250,10 @@ def test_what_is_no_value_or_no_scalar_is_refused() -> None:
 
 
 def test_a_gradient_of_a_gradient_is_refused() -> None:
-    d = Draft({"x": TensorType.parse("f64[4, 6]", MESH)})
+    d = ProgramBuilder({"x": TensorType.parse("f64[4, 6]", MESH)})
     inputs, loss = [*d.types.items()], d(Einsum("ij,ij->"), d(Softmax(1), "x"), "x")
     once = gradients(Program(inputs, d.steps, (loss,)), loss, ["x"]).program
-    d = Draft(once.types)
+    d = ProgramBuilder(once.types)
     loss = d(Einsum("ij,ij->"), once.outputs[1], once.outputs[1])
     twice = Program(once.inputs, [*once.steps, *d.steps], (loss,))
     number = next(k for k, step in enumerate(once.steps) if step.op.name == "backward")

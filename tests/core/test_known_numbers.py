@@ -17,7 +17,6 @@ from tests.canonical.normal_expression import normal
 from shardplan.core.attention_pattern import AttentionRule
 from shardplan.core.composite_patterns import close_composites
 from shardplan.core.dim_names import dim_names
-from shardplan.core.draft import Draft
 from shardplan.core.expression import Expression
 from shardplan.core.expression_tree import CUBIC, GELU_EXACT
 from shardplan.core.layout import Layout
@@ -25,6 +24,7 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Op
 from shardplan.core.ops import Attention, Cast, Constant, Einsum, Elementwise, Gather, ReduceDims, RmsNorm, Softmax
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.resizing import Sizes, counted_means, resize_dims
 from shardplan.core.tensor import TensorType
@@ -34,8 +34,8 @@ ROUNDED = 2.0**-22  # four roundings to f32
 CLOSE = {"f64": 1e-10, "f32": ROUNDED, "f16": ROUNDED, "bf16": ROUNDED}
 
 
-def program(dtype: str, write: Callable[[Draft], str], **shapes: tuple[int, ...]) -> Program:
-    d = Draft({n: TensorType.parse(f"{dtype}{[*s]}", "x=1") for n, s in shapes.items()})
+def program(dtype: str, write: Callable[[ProgramBuilder], str], **shapes: tuple[int, ...]) -> Program:
+    d = ProgramBuilder({n: TensorType.parse(f"{dtype}{[*s]}", "x=1") for n, s in shapes.items()})
     y = write(d)
     return Program({n: d.types[n] for n in shapes}, d.steps, (y,))
 
@@ -45,7 +45,7 @@ def gelu(dtype: str, number: float, text: str) -> Program:
 
 
 def rms(dtype: str, number: float) -> Program:
-    def write(d: Draft) -> str:
+    def write(d: ProgramBuilder) -> str:
         total = d(ReduceDims((1,), keep=True), d(Elementwise("a * a"), "x"))
         return d(Elementwise(f"a * rsqrt(b * {number!r} + 0.1) * c"), "x", total, "g")
 
@@ -53,14 +53,14 @@ def rms(dtype: str, number: float) -> Program:
 
 
 def mean(dtype: str, number: float) -> Program:
-    def write(d: Draft) -> str:
+    def write(d: ProgramBuilder) -> str:
         return d(Elementwise(f"a * {number!r}"), d(ReduceDims((1,)), "x"))
 
     return program(dtype, write, x=(2, 3))
 
 
 def attention(dtype: str, number: float) -> Program:
-    def write(d: Draft) -> str:
+    def write(d: ProgramBuilder) -> str:
         scores = d(Elementwise(f"a * {number!r}"), d(Einsum("bgsd,bgtd->bgst"), "q", "k"))
         return d(Einsum("bgst,bgtd->bgsd"), d(Softmax(3), scores), "v")
 
@@ -108,7 +108,7 @@ def test_a_number_of_f32_is_known_in_f32_alone() -> None:
 def test_a_constant_that_is_widened_is_what_its_dtype_made_of_it() -> None:
     for value, known in ((0.5, True), (0.1, False), (math.sqrt(0.5), False)):
 
-        def write(d: Draft, value: float = value) -> str:
+        def write(d: ProgramBuilder, value: float = value) -> str:
             root = d(Cast("f64"), d(Constant(value, "f32", (), Layout(()), d.types["x"].mesh)))
             return d(Elementwise("a * rsqrt(b + c) * d"), "x", d(ReduceDims((1,), "mean", keep=True),
                      d(Elementwise("a * a"), "x")), root, "g")  # fmt: skip
@@ -153,11 +153,11 @@ def test_a_number_of_a_normal_form_is_exact(text: str, exact: float, form: str) 
 
 @pytest.mark.parametrize(("more", "bare"), [(6, True), (5, False), (7, False), (-6, False)])
 def test_a_wrap_of_ids_is_by_the_number_of_rows(more: int, bare: bool) -> None:
-    def write(d: Draft) -> str:
+    def write(d: ProgramBuilder) -> str:
         return d(Gather(), "t", d(Elementwise(f"where(a < 0, a + {more}, a)"), "i"))
 
     t, i = TensorType.parse("f32[6, 3]", "x=1"), TensorType.parse("i32[4]", "x=1")
-    d = Draft({"t": t, "i": i})
+    d = ProgramBuilder({"t": t, "i": i})
     y = write(d)
     found = canonical(Program({"t": t, "i": i}, d.steps, (y,))).program
     assert ([s.op.name for s in found.steps] == ["gather"]) == bare

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import shardplan as sp
 import strategies as some
 from shardplan.core.accounting import account, storages
-from shardplan.core.nested import rows
+from shardplan.core.nested import stacked_type
 from shardplan.core.op import Array, Op, Shards
 from shardplan.core.ops import (
     AllGather,
@@ -35,7 +35,7 @@ from shardplan.core.reference import distribute, run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import open_together, posted_steps, program_leaves, turns
-from shardplan.execution.drive import Hands, drive, finish, wrap_blocking
+from shardplan.execution.async_executor import Hands, drive_steps, finish, wrap_blocking
 from shardplan.plans.certificate import derive
 from shardplan.plans.pricing import fabric_of, price_program
 from shardplan.simulation.predict import predict
@@ -85,7 +85,7 @@ class Stack(Rearranged):
     name: ClassVar[str] = "stack"
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
-        return (rows(operands[0], len(operands)),)
+        return (stacked_type(operands[0], len(operands)),)
 
     def reference(self, operands: Sequence[Shards], types: Sequence[TensorType]) -> list[list[Array]]:
         return [[np.stack(shards) for shards in zip(*operands, strict=True)]]
@@ -216,7 +216,7 @@ REPEAT = """program
 def test_a_stack_is_as_its_rows_are() -> None:
     mesh = sp.Mesh(a=2, b=2, c=2)
     row = TensorType.parse("f32[4@b, 3]{+a}{root:c}", mesh)
-    assert rows(row, 5) == TensorType.parse("f32[5, 4@b, 3]{+a}{root:c}", mesh)
+    assert stacked_type(row, 5) == TensorType.parse("f32[5, 4@b, 3]{+a}{root:c}", mesh)
 
 
 def test_the_text_of_a_repeat() -> None:
@@ -508,7 +508,7 @@ def measured(program: Program) -> tuple[int, dict[str, np.ndarray]]:
     data = {name: np.full(u.shape, 3.0) for name, u in program.inputs}
     tracemalloc.start()
     try:
-        got = finish(drive(bound, dict(data), program.outputs, CountingWire()))
+        got = finish(drive_steps(bound, dict(data), program.outputs, CountingWire()))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -531,7 +531,7 @@ def test_a_driver_holds_what_the_account_says() -> None:
         Step(Einsum("i,i->i"), ("1", "v"), ("2",)),
     ]
     body = Program({"x": t, "v": t, "w": t}, steps, ("2", "0"))
-    given = {"x": t, "v": t, "w": rows(t, 4)}
+    given = {"x": t, "v": t, "w": stacked_type(t, 4)}
     program = Program(given, [Step(Repeat(4, body, 1, 1), ("x", "v", "w"), ("y", "s"))], ("y", "s"))
     assert account(program).workspace_bytes == (1 + 1 + 4 + 1 + 4 + 3 - 1) << 20
     assert near(measured(program)[0], account(program).workspace_bytes)
@@ -558,7 +558,7 @@ def test_a_driver_writes_rows_where_they_were() -> None:
     t = TensorType("f64", (1 << 17,), (), sp.Mesh(x=1))
     body = Program({"v": t, "s": t}, [Step(Elementwise("a*b"), ("s", "v"), ("0",))], ("0",))
     loops = [Step(Repeat(8, body, 0, 1), ("v", a), (b,)) for a, b in (("w", "s"), ("s", "r"))]
-    program = Program({"v": t, "w": rows(t, 8)}, loops, ("r",))
+    program = Program({"v": t, "w": stacked_type(t, 8)}, loops, ("r",))
     assert account(program).step_workspaces == ((1 + 8 + 1) << 20,) * 2
     assert near(measured(program)[0], (1 + 8 + 8 + 1) << 20)
 
@@ -573,7 +573,7 @@ def check_driven(program: Program) -> None:
     given = {n: np.full(t.shape, k + 1, "i4" if t.dtype == "i32" else "f4") for k, (n, t) in enumerate(program.inputs)}
     before = [[x.copy()] for x in given.values()]
     with np.errstate(all="ignore"):
-        got = finish(drive(hands.steps(program), dict(given), program.outputs, CountingWire()))
+        got = finish(drive_steps(hands.steps(program), dict(given), program.outputs, CountingWire()))
         want = run_reference(program, before)
     for x, (y,) in zip([*given.values(), *got], [*before, *want], strict=True):
         np.testing.assert_array_equal(x, y)
@@ -604,7 +604,7 @@ def test_what_a_loop_carries_out_is_its_own(steps: list[Step]) -> None:
     double = Repeat(2, Program({"s": t}, [Step(Elementwise("2*a"), ("s",), ("0",))], ("0",)), 0, 1)
     last = Repeat(2, Program({"c": t, "s": t}, steps, ("2" if steps else "s",)), 1, 1)
     loops = [Step(double, ("w",), ("a",)), Step(last, ("x", "a"), ("y",)), Step(double, ("a",), ("b",))]
-    check_driven(Program({"x": t, "w": rows(t, 2)}, loops, ("y", "b")))
+    check_driven(Program({"x": t, "w": stacked_type(t, 2)}, loops, ("y", "b")))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -614,7 +614,7 @@ def test_what_runs_ahead_does_so_a_run_early(n: int) -> None:
     product = Einsum("i,i->i")
     steps = [Step(product, ("w", "w"), ("v",)), Step(product, ("x", "v"), ("y",))]
     bodies = [Repeat(n, Program({"x": x, "w": w}, steps, ("y",)), 1, 1, ahead=k) for k in (0, 1)]
-    plain, early = (Program({"x": x, "w": rows(w, n)}, [Step(op, ("x", "w"), ("z",))], ("z",)) for op in bodies)
+    plain, early = (Program({"x": x, "w": stacked_type(w, n)}, [Step(op, ("x", "w"), ("z",))], ("z",)) for op in bodies)
     assert Program.parse(str(early)) == early
     order = [visit.step.results[0] for _, visit in turns(early)]
     assert order == ["v", *["v", "y"] * (n - 1), "y"]

@@ -6,7 +6,6 @@ import pytest
 import oracle
 from compute_examples import MESH, UNEQUAL, Example
 from gradient_examples import GRADIENTS, arrays, by_torch
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops import (
@@ -28,6 +27,7 @@ from shardplan.core.ops import (
 )
 from shardplan.core.ops.composed import Composed, decompose_sharded, differs, zeros
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
@@ -55,20 +55,20 @@ def test_opened_it_equals_torch_on_assignments_that_the_whole_op_refuses(example
         needs = tuple(k for k, t in enumerate(types) if differs(t))
         try:
             forward = decompose_sharded(op, types)
-            draft = Draft.of(types)
-            made = draft.copy(forward.steps, lambda n: n)
+            builder = ProgramBuilder.of(types)
+            made = builder.copy(forward.steps, lambda n: n)
             out = [made.get(r, r) for r in forward.results]
-            cotangents = {r: draft.types[r].with_layout(Layout(draft.types[r].layout.dims)) for r in out}
-            dys = [draft.add_input(t) if differs(t) else zeros(draft, t, r) for r, t in cotangents.items()]
-            body = decompose_sharded(Backward(op, needs, len(dys)), [*types, *(draft.types[c] for c in dys)])
+            cotangents = {r: builder.types[r].with_layout(Layout(builder.types[r].layout.dims)) for r in out}
+            dys = [builder.add_input(t) if differs(t) else zeros(builder, t, r) for r, t in cotangents.items()]
+            body = decompose_sharded(Backward(op, needs, len(dys)), [*types, *(builder.types[c] for c in dys)])
         except LayoutError:
             continue
         own = [*map(str, range(len(types))), *dys]
         outside = {str(k): n for k, n in enumerate(own)}
-        back = draft.copy(body.steps, outside.__getitem__)
+        back = builder.copy(body.steps, outside.__getitem__)
         inputs = [(str(k), t) for k, t in enumerate(types)]
-        inputs += [(c, draft.types[c]) for c in dys if differs(draft.types[c])]
-        program = Program(inputs, draft.steps, [*out, *(back.get(r, r) for r in body.results)])
+        inputs += [(c, builder.types[c]) for c in dys if differs(builder.types[c])]
+        program = Program(inputs, builder.steps, [*out, *(back.get(r, r) for r in body.results)])
         assert {s.op.name for s in program.steps if s.op.received_bytes(*program.step_types(s)[0]).any()} <= {
             "all_reduce"
         }
@@ -92,10 +92,10 @@ def test_no_logit_is_gathered() -> None:
         (decompose_sharded(op, types), types),
         (decompose_sharded(Backward(op, (0,)), [*types, seed]), [*types, seed]),
     ):
-        draft = Draft.of(given)
-        names = draft.copy(body.steps, lambda n: n)
-        moved = [s for s in draft.steps if s.op.name == "all_reduce"]
-        assert moved and all(draft.types[s.operands[0]].shape == (7, 4, 1) for s in moved)
+        builder = ProgramBuilder.of(given)
+        names = builder.copy(body.steps, lambda n: n)
+        moved = [s for s in builder.steps if s.op.name == "all_reduce"]
+        assert moved and all(builder.types[s.operands[0]].shape == (7, 4, 1) for s in moved)
         assert body.results[0] in names.keys() | {"0"}
 
 

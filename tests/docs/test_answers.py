@@ -28,6 +28,7 @@ GONE = {
     "simulation.sweep.pass_lists": ("PassLists",),
     "simulation.sweep.message_graph": ("graph_of_placed",),
     "simulation.closed.serving": ("serving", "_passes"),
+    "simulation.jobs.periods": ("shorter", "spans"),
     "simulation.closed.memory": ("in_flight", "buffers", "LOGIT", "SCORE", "MASKS", "_staying"),
 }
 # Who reads the rate or the latency of a link, outside `hardware`, and for what: nobody makes a price of them.
@@ -52,7 +53,7 @@ CALLERS = {
     "levelled": {"strategy/schedules/action_lists.py"},
     "ActionEdges": {"strategy/schedules/action_lists.py"},
     "StreamRun": {"simulation/jobs/maps.py", "simulation/jobs/streams.py"},
-    "serving": {"simulation/closed/reading.py"},
+    "propagate_axes": {"simulation/closed/reading.py"},
 }
 
 

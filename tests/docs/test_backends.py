@@ -13,7 +13,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "extend.md"
 
 
 def test_the_guide_says_what_is_asked_of_a_backend() -> None:
-    assert {"run_program", "decline", "hand"} == ASKED
+    assert {"run_program", "decline", "join_launch"} == ASKED
     text = GUIDE.read_text(encoding="utf-8")
     for name in ASKED:
         assert re.search(rf"^`{name}\(", text, re.MULTILINE), f"{name} has no paragraph"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.execution import agreement as agreements_module
-from shardplan.execution.agreement import Agreement, Comes, Fails, Refusal, Start, Word, Words, meet, silent
+from shardplan.execution.agreement import Agreement, RankFailed, RankReady, Refusal, Start, Word, Words, meet, silent
 
 KINDS = pytest.mark.parametrize("make", [Agreement.in_tree, Agreement.among_all])
 NO_RANK: frozenset[int] = frozenset()
@@ -55,12 +55,14 @@ class Simulation:
             choice = rng.choice([*["come"] * bool(coming), *["word"] * bool(ready), *["news"] * bool(heard)])
             if choice == "come":
                 rank = coming.pop(rng.randrange(len(coming)))
-                own = Fails(f"failed {rank}") if rank in failing else Comes("other" if rank in others else "one")
+                own = (
+                    RankFailed(f"failed {rank}") if rank in failing else RankReady("other" if rank in others else "one")
+                )
                 self.agreements[rank] = make(ranks, rank, own)
                 post(rank, self.agreements[rank].open())
                 continue
             sender, receiver = pair = rng.choice(ready if choice == "word" else heard)
-            word: Word = Fails("ended")
+            word: Word = RankFailed("ended")
             if choice == "word":
                 word = pending[pair].pop(0)
             else:
@@ -155,12 +157,12 @@ def test_who_is_told_of_the_lost_waits_for_nobody(make, ranks: tuple[int, ...], 
 
 def test_another_offer_is_refused_where_it_is_heard() -> None:
     """By the parent of the odd rank, which tells its own parent and children; not only when the root hears of it."""
-    middle = Agreement.in_tree((0, 1, 2, 3, 4), 1, Comes("one"))
+    middle = Agreement.in_tree((0, 1, 2, 3, 4), 1, RankReady("one"))
     middle.open()
-    said = middle.hear({3: Comes("other")})
+    said = middle.hear({3: RankReady("other")})
     assert [receiver for receiver, _ in said] == [0, 3, 4] and {word for _, word in said} == {middle.verdict}
-    assert middle.verdict == Refusal(((1, Comes("one")), (3, Comes("other"))))
-    assert middle.hear({4: Comes("one")}) == []
+    assert middle.verdict == Refusal(((1, RankReady("one")), (3, RankReady("other"))))
+    assert middle.hear({4: RankReady("one")}) == []
 
 
 @pytest.mark.parametrize("count", [4, 16, 64, 1024])
@@ -172,7 +174,7 @@ def test_what_a_rank_of_a_tree_sends_does_not_grow_with_the_ranks(count: int) ->
 
 def test_who_is_waited_for() -> None:
     ranks = (3, 5, 8, 9)
-    root, leaf = (Agreement.in_tree(ranks, rank, Comes("one")) for rank in (3, 9))
+    root, leaf = (Agreement.in_tree(ranks, rank, RankReady("one")) for rank in (3, 9))
     assert root.open() == []
     assert (root.waits_for, leaf.waits_for) == ([5, 8], [5])
     leaf.open()
@@ -210,7 +212,7 @@ class Slow:
     ("third", "verdict", "late"), [(2.0, Start(), []), (3.5, None, [2])], ids=["in time", "too late"]
 )
 def test_a_meeting_has_a_bound_for_all_words_together(monkeypatch, third: float, verdict, late: list[int]) -> None:
-    own = Comes("one")
+    own = RankReady("one")
     mail, agreement = Slow([(2.0, {1: own}), (third, {2: own})]), Agreement.among_all((0, 1, 2), 0, own)
     monkeypatch.setattr(agreements_module.time, "monotonic", lambda: mail.now)
     meet(agreement, mail, 5.0)

@@ -17,7 +17,7 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Cast, Compute
 from shardplan.core.reference import distribute
 from shardplan.core.tensor import TensorType
-from shardplan.execution.drive import finish
+from shardplan.execution.async_executor import finish
 from shardplan.execution.mpi import steps
 from shardplan.execution.mpi.steps import Binding
 

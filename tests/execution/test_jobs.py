@@ -15,9 +15,9 @@ from execution.jax_child import said
 from execution.mpi_launch import launched, run
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
-from shardplan.execution.drive import Running
-from shardplan.execution.hand import Hand
+from shardplan.execution.async_executor import Running
 from shardplan.execution.job_arrays import check_step_arrays
+from shardplan.execution.job_backend import JobBackend
 from shardplan.execution.jobs import JobRun, order, parts
 from strategy.jobs import arrays, model
 
@@ -201,7 +201,7 @@ def test_messages_stand_where_the_schedule_places_them() -> None:
         return [[np.zeros(t.local_shape(0), numpy_dtype(t.dtype)) for t in types] for types in mine]
 
     big = model("mlp").resize(batch=4)
-    JobRun(job, Hand(start, frozenset({0})), check_step_arrays(job, arrays(big, big.program))).step()
+    JobRun(job, JobBackend(start, frozenset({0})), check_step_arrays(job, arrays(big, big.program))).step()
     assert said == [str(a) for a in job.schedule.ranks[0]]
 
 
@@ -224,7 +224,7 @@ def test_what_is_sent_is_waited_for_once_it_was_taken(kind: str, stage: int) -> 
         return [[np.zeros(t.local_shape(0), numpy_dtype(t.dtype)) for t in types] for types in mine]
 
     big = model("mlp").resize(batch=5)
-    JobRun(job, Hand(start, frozenset({stage})), check_step_arrays(job, arrays(big, big.program))).step()
+    JobRun(job, JobBackend(start, frozenset({stage})), check_step_arrays(job, arrays(big, big.program))).step()
     acted = [place for what, place, part in said if what == "begun" and not part and place < len(found.order)]
     assert acted == [place for place, action in enumerate(found.order) if action[0] == stage]
     sends = 0

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from shardplan.execution.agreement import Fails
+from shardplan.execution.agreement import RankFailed
 from shardplan.execution.mpi.agreed_programs import AgreedProgram, AgreedPrograms, Parting, _name
 from shardplan.execution.mpi.letters import Letters
 
@@ -22,7 +22,7 @@ def test_who_has_ended_is_missed_where_it_has_not_come() -> None:
         agreed = AgreedProgram(first, ONE, run=run)
         assert programs.stop_reason(ranks, agreed) == (why if run > 3 else "")
         assert programs.stop_reason((0, 1, 3), agreed) == ""
-    ended = {2: Fails("ended: ValueError: no")}
+    ended = {2: RankFailed("ended: ValueError: no")}
     assert programs._end_words(ranks, first) == {}  # it has agreed
     assert programs._end_words(ranks, second) == ended
     assert programs._end_words((0, 2), (_name((0, 2)), 1)) == ended  # of a set in which it has agreed on nothing

@@ -270,5 +270,6 @@ def test_a_kill_leaves_no_shared_memory(victim: str, number: int) -> None:
 @pytest.mark.parametrize(("kind", "status"), [("ends", 0), ("raises", 4), ("aborts", 4)])
 def test_an_end_leaves_no_shared_memory(kind: str, status: int) -> None:
     job = fault("looping", kind)
-    assert job.status == status, job.err
+    # Those that were told before they began end by themselves when one aborts: the launcher then kills what is left.
+    assert job.status == status or (kind == "aborts" and said(job) and job.status == signal.SIGKILL), job.err
     assert not [name for name in named_segments(job) if Path(name).exists()]

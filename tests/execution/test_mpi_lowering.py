@@ -19,7 +19,7 @@ from shardplan.core.ops.movement import with_dims, without_suffix
 from shardplan.core.program import Program, Step
 from shardplan.core.reference import run_reference
 from shardplan.core.tensor import Box
-from shardplan.execution.drive import finish
+from shardplan.execution.async_executor import finish
 from shardplan.execution.lower import group_of
 from shardplan.execution.mpi import run as backend
 from shardplan.execution.mpi import steps

@@ -135,7 +135,8 @@ WRONG = {
     "storage": r"that reaches byte 128 of a storage of 64 bytes; legal is one within its storage",
     "layout": r"of layout torch\.sparse_coo on cpu; legal is torch\.strided in the memory of one device for all inputs",
     "meta": r"of layout torch\.strided on meta; legal is torch\.strided in the memory of one device for all inputs",
-    "drop-in, first call": r"of dtype torch\.float32 and shape \(1, 8\), but f32\[16@d0, 8\] needs .* and \(4, 8\)",
+    "drop-in, first call": r"of dtype torch\.float32 and shape \(1, 8\), but \(Shard\(dim=0\),\) of \(16, 8\) needs .*"
+    r" and \(4, 8\)",
     "drop-in": r"that reaches byte 128 of a storage of 64 bytes; legal is one within its storage",
 }
 

@@ -35,7 +35,7 @@ pytest.importorskip("torch")
 import torch
 
 from execution.threads import Network, Shards, played
-from shardplan.execution.drive import finish
+from shardplan.execution.async_executor import finish
 from shardplan.execution.lab.rank import LabWire, Replay
 from shardplan.execution.rank_rounds import rank_rounds
 from shardplan.execution.record import Record

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from shardplan.core.dtypes import numpy_dtype  # noqa: E402
 from shardplan.core.library_call import library_call  # noqa: E402
 from shardplan.errors import BackendError  # noqa: E402
-from shardplan.execution.drive import finish  # noqa: E402
+from shardplan.execution.async_executor import finish  # noqa: E402
 from shardplan.execution.record import NativeCall  # noqa: E402
 from shardplan.execution.torch import native  # noqa: E402
 from shardplan.execution.torch.dtypes import fold, to_numpy, to_torch  # noqa: E402

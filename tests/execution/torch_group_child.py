@@ -14,7 +14,7 @@ import torch.distributed as dist  # noqa: E402
 
 import shardplan as sp  # noqa: E402
 from shardplan.errors import BackendError  # noqa: E402
-from shardplan.execution.drive import finish  # noqa: E402
+from shardplan.execution.async_executor import finish  # noqa: E402
 from shardplan.execution.torch.run import executable, launch  # noqa: E402
 from shardplan.interop.torch import process_group  # noqa: E402
 

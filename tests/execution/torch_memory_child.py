@@ -15,7 +15,7 @@ from storages import Made, Storages  # noqa: E402
 import shardplan as sp  # noqa: E402
 from conformance import boxed, cases  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
-from shardplan.execution.drive import finish  # noqa: E402
+from shardplan.execution.async_executor import finish  # noqa: E402
 from shardplan.execution.torch.dtypes import to_torch  # noqa: E402
 from shardplan.execution.torch.run import executable, launch  # noqa: E402
 

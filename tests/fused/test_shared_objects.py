@@ -114,15 +114,15 @@ def test_a_shared_folder_above_must_be_sticky(tmp_path: Path) -> None:
 def test_no_half_of_a_file_is_ever_there(tmp_path: Path) -> None:
     path, mask = tmp_path / "x.so", os.umask(0)
 
-    def fails(draft: Path) -> None:
-        draft.write_bytes(b"half")
+    def fails(builder: Path) -> None:
+        builder.write_bytes(b"half")
         assert not path.exists()
         raise KeyboardInterrupt
 
-    def slowly(draft: Path) -> None:
-        draft.write_bytes(b"who")
+    def slowly(builder: Path) -> None:
+        builder.write_bytes(b"who")
         assert shared_objects.build(path, lambda other: other.write_bytes(b"another's")).read_bytes() == b"another's"
-        draft.write_bytes(b"whole")
+        builder.write_bytes(b"whole")
 
     try:
         with pytest.raises(KeyboardInterrupt):

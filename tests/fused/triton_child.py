@@ -228,10 +228,10 @@ def _leave_out_a_signal(made: FusedKernel) -> None:
 
 
 ALTERED = {
-    "right": ("words", "", ""),
+    "right": ("memory_ops", "", ""),
     "wait": ("read_kernel", "source, epoch + 1, epoch, polls", "source, epoch - 1000, epoch, polls"),
     "mask": ("gemm_kernel", "inside_k = k < depth", "inside_k = k < depth - 1"),
-    "slot": ("words", "epoch & tl.load(spot + 2)", "1 - epoch & tl.load(spot + 2)"),
+    "slot": ("memory_ops", "epoch & tl.load(spot + 2)", "1 - epoch & tl.load(spot + 2)"),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hardware.topologies import GB, switches
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import rows
+from shardplan.core.nested import stacked_type
 from shardplan.core.ops import Repeat, matmul
 from shardplan.core.pattern import Groups, Local, Messages, Work
 from shardplan.core.program import Program
@@ -423,5 +423,5 @@ def test_a_matrix_product_costs_what_its_device_makes_of_it():
 
 def repeated(program: Program, n: int) -> Program:
     outputs = ("c",)
-    inputs = {name: rows(t, n) for name, t in program.inputs}
+    inputs = {name: stacked_type(t, n) for name, t in program.inputs}
     return Program(inputs, [Step(Repeat(n, program, sliced=2), ("a", "b"), outputs)], outputs)

@@ -206,14 +206,14 @@ def test_load_from_a_path(tmp_path):
         ("version = 2\n" + LEVEL, "topology: version 2 is unknown; this shardplan reads version 1"),
         ("name = 'x'", "topology: at least one [[levels]] table is needed, outermost first"),
         ("device = 3\n" + LEVEL, "topology: device must be a table with the keys flops, memory, "
-         "memory_bandwidth, launch, kernels, processors"),
+         "memory_bandwidth, launch, kernels, processors, issue"),
         (
             LEVEL + "bandwith = 1",
             "levels[0] 'gpu': unknown key 'bandwith'; did you mean 'bandwidth'; legal: name, size, link, bandwidth, "
             "latency, uplinks, shape, source, efficiency, degraded, reduces, rails",
         ),
         ("device = { flop = '1 TFLOP/s' }\n" + LEVEL, "device: unknown key 'flop'; did you mean 'flops'; legal: flops, "
-         "memory, memory_bandwidth, launch, kernels, processors"),
+         "memory, memory_bandwidth, launch, kernels, processors, issue"),
         ("device = { flops = 3 }\n" + LEVEL, "device: flops must be a string or a table of dtypes, got 3"),
         (LEVEL.replace("size = 4\n", ""), "levels[0] 'gpu': key 'size' is missing"),
         (LEVEL.replace("size = 4", "size = true"), "levels[0] 'gpu': size must be a whole number, got True"),

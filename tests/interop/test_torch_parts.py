@@ -17,7 +17,7 @@ import shardplan as sp  # noqa: E402
 from shardplan import Topology  # noqa: E402
 from shardplan.core.accounting import account  # noqa: E402
 from shardplan.errors import Infeasible, LayoutError  # noqa: E402
-from shardplan.interop.torch.bound_move import _plan_bound_move  # noqa: E402
+from shardplan.interop.torch.bound_move import BoundMove  # noqa: E402
 from shardplan.interop.torch.compile import _topologies, _topology_number  # noqa: E402
 from shardplan.interop.torch.ends import Ends  # noqa: E402
 from shardplan.interop.torch.pending_moves import settle, start_move  # noqa: E402
@@ -187,12 +187,12 @@ def test_the_shard_that_is_copied_counts_beside_the_move(after: Any, travels: to
     source, target = spec_of(mesh, (8, 8), Shard(0)), spec_of(mesh, (8, 8), after)
     ends = Ends.of(source, target, travels)
     with pytest.raises(Infeasible) as error:
-        _plan_bound_move(ends, 0, 1, None)
+        BoundMove(ends, 0, 1, None)
     least = error.value.least_bytes
     assert least is not None and ends.types is not None
     with pytest.raises(Infeasible):
-        _plan_bound_move(ends, 0, least - 1, None)
-    _plan_bound_move(ends, 0, least, None)
+        BoundMove(ends, 0, least - 1, None)
+    BoundMove(ends, 0, least, None)
     kept = 0 if ends.copies else 64
     copies = plan_kept(*ends.types, memory_limit=least - (64 - kept), keep=not ends.copies)
     assert account(copies.program).workspace_bytes + 64 - kept <= least

@@ -3,7 +3,7 @@
 # ruff: noqa: I001
 from torch_dropin_child import (
     DTensor, DTensorSpec, Infeasible, LayoutError, P, Partial, R, S0, S1, Storages, _StridedShard, local_of, main,
-    numbers, raises, redistribute, torch,
+    numbers, raises, raises_least, redistribute, torch,
 )  # fmt: skip
 import torch._dynamo.testing
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _MaskPartial
 
-from shardplan.interop.torch.moves import move_between, move_shard
+from shardplan.core.accounting import account
+from shardplan.interop.torch.moves import move_between, move_shard, plan_dtensor_move
 from torch_semantics_child import close, mine, own
 
 
@@ -357,25 +358,85 @@ def partial_into_uneven_strided_within_limits(here):
         try:
             redistribute(x, goal, memory_limit=1)
         except Infeasible as error:
-            least = error.least_bytes
-            assert str(least) in str(error)
-        for limit in (least, least + 999):
+            least, absolute = error.least_bytes, error.absolute_least_bytes
+            assert str(least) in str(error) and (absolute == least or str(absolute) in str(error))
+        for limit in (absolute, least, least + 999):
             redistribute(x, goal, memory_limit=limit)
             with Storages(x._local_tensor) as book:
                 redistribute(x, goal, memory_limit=limit)
             assert book.peak <= limit, (source, goal, limit, book.peak)
         try:
-            redistribute(x, goal, memory_limit=least - 1)
+            redistribute(x, goal, memory_limit=absolute - 1)
         except Infeasible as error:
-            assert error.least_bytes == least
+            assert (error.least_bytes, error.absolute_least_bytes) == (least, absolute)
         else:
             raise AssertionError("less was enough")
+
+
+def boxes_that_move_nothing(here):
+    """Tensors without elements, and two texts of one table: the shard itself, of which a compiled op makes a copy."""
+    for shape in ((0, 5), (5, 0), (0,)):
+        full = torch.zeros(shape)
+        for source, goal in (([strided(0), S0], [R, R]), ([S0, P], [strided(0), S0])):
+            for options in ({}, {"memory_limit": 8}, {"async_op": True}):
+                x = here.tensor(full, here.square, source)
+                here.expect(redistribute(x, goal, **options), full, here.square, goal)
+    goal = [_StridedShard(0, split_factor=3), S0]
+    x = here.tensor(numbers(1, 4), here.square, [strided(0), S0])
+    y = redistribute(x, goal)
+    assert y._local_tensor.data_ptr() == x._local_tensor.data_ptr()
+    here.expect(y, numbers(1, 4), here.square, goal)
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: redistribute(x, goal) + 1, fullgraph=True, backend="aot_eager")(x)
+    here.expect(y, numbers(1, 4) + 1, here.square, goal)
+
+
+def boxes_go_to_other_meshes(here):
+    """Over a topology, in another dtype, waited for later, within a limit."""
+    full = numbers(37, 5)
+    x = here.tensor(full, here.square, [strided(0), S0])
+    for mesh, goal in (
+        (here.back, [S0]),
+        (here.high, [R]),
+        (here.three, [S1]),
+        (here.overlap, [S0]),
+        (here.line, [S1]),
+    ):
+        for options in ({}, {"topology": "dgx-h100"}, {"async_op": True}, {"memory_limit": 2500}):
+            for dtype in (torch.float32, torch.float64):
+                y = redistribute(x, goal, mesh, forward_dtype=dtype, **options)
+                if mesh.get_coordinate() is not None:
+                    here.expect(y, full.to(dtype), mesh, goal)
+
+
+def boxes_hold_what_their_account_says(here):
+    """No rank more, and under a limit, where nothing lies idle, the busiest nearly all of it."""
+    full = numbers(37, 40)
+    for source, goal in (
+        ([strided(0), S0], [S1, R]), ([S0, S1], [strided(1), S1]), ([strided(0), S0], [strided(1), S1]),
+        ([strided(0), R], [R, R]),
+    ):  # fmt: skip
+        x = here.tensor(full, here.square, source)
+        least = raises_least(lambda: redistribute(x, goal, memory_limit=1))  # noqa: B023
+        for limit in (None, least):
+            options = (limit, None, 10.0)
+            redistribute(x, goal, memory_limit=limit)
+            (bound,) = plan_dtensor_move(x, goal, None, None, None, options).bound.programs
+            says = account(bound.program).workspace_bytes
+            with Storages(x._local_tensor) as book:
+                y = redistribute(x, goal, memory_limit=limit)
+            here.expect(y, full, here.square, goal)
+            peaks = [None] * 4
+            dist.all_gather_object(peaks, book.peak)
+            assert max(peaks) <= says, (source, goal, limit, peaks, says)
+            assert limit is None or (says <= limit and max(peaks) > 0.98 * says), (source, goal, limit, peaks, says)
 
 
 CHECKS = [
     compiled_sizes_of_equal_shards, compiled_other_inputs_stay_dynamic, indices_become_masked, norms_equal_dtensors,
     norms_within_limits_and_gradients, other_classes_of_partial, unknown_placements_are_refused,
     partial_into_uneven_strided, partial_into_uneven_strided_as_dtensor, partial_into_uneven_strided_within_limits,
+    boxes_that_move_nothing, boxes_go_to_other_meshes, boxes_hold_what_their_account_says,
     wrong_shards_are_refused_on_every_rank, wrong_shards_under_a_mask_are_refused,
 ]  # fmt: skip
 

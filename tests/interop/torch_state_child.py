@@ -414,7 +414,7 @@ def limit_holds_over_all_groups(here):
     for donate in (False, True):
         for layouts, goal in (({"odd*": [R, R], "w": [S1, S0], "bias": [S0]}, None), ({"*": [S0]}, here.back)):
             limit = 1
-            for _ in range(4):  # boxes come first; then what has types
+            for _ in range(4):  # the least is named of the first step that does not fit
                 try:
                     redistribute_state(state(), layouts, goal, limit, donate=donate)
                     break

@@ -57,6 +57,32 @@ def test_experts_of_megatron_are_on_neighbours(text: str, wants: str, lacks: str
 
 
 @pytest.mark.parametrize(
+    ("text", "runs", "line"),
+    [("ep=8 pp=2 vpp=2 schedule=combined-1f1b", {}, None),
+     ("ep=8 vpp=1 schedule=combined-1f1b dispatch=levels", {}, None),
+     ("ep=8 pp=2 schedule=dualpipev", {"schedule": "combined-1f1b", "interleave": 2},
+      "schedule=dualpipev; it runs as combined-1f1b"),
+     ("ep=8 pp=4 vpp=1 schedule=combined-1f1b", {"expert_overlap": False, "schedule": "1f1b"},
+      "expert_overlap=True with interleave=1 of 4 stages, which it refuses"),
+     ("ep=8 pp=2 vpp=2 schedule=combined-1f1b recompute=full", {"expert_overlap": False, "schedule": "interleaved"},
+      "expert_overlap=True with recompute=full, which it refuses")],
+)  # fmt: skip
+def test_exchanges_beside_another_microbatch(text: str, runs: dict[str, object], line: str | None) -> None:
+    """Megatron has an option for it, with chunks where there are stages; torchtitan says that it has none."""
+    strategy = parse_strategy(text + " expert_overlap=true", BOX.size, global_batch=128)
+    plan = HandedPlan("tiny", "moe", MIXTURE, BOX, strategy)
+    made, titan = write_megatron(plan), write_torchtitan(plan)
+    assert made.runs == replace(strategy, **runs) and (line is None or line in made.lines)
+    written = made.files["arguments.txt"]
+    overlaps = made.runs.software.expert_overlap
+    assert ("--overlap-moe-expert-parallel-comm" in written.split()) == overlaps
+    assert not overlaps or "--moe-token-dispatcher-type" in written.split()
+    read = Strategy(**read_arguments(written, BOX.size, SIZES["layers"]).fields)
+    assert read == replace(made.runs, dispatch=None)
+    assert "expert_overlap=True" in titan.lines and not titan.runs.software.expert_overlap
+
+
+@pytest.mark.parametrize(
     ("text", "want"),
     [("--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1", "tensor"),
      ("--tensor-model-parallel-size 2 --expert-model-parallel-size 8", "data"),

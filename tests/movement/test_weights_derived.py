@@ -22,7 +22,7 @@ from shardplan.movement.weights.derive.holes import RankHole, hole_of
 from shardplan.movement.weights.derive.sides import SeenTrials
 from shardplan.movement.weights.derive.wholes import AtomNames, atoms_of, digits_of
 from shardplan.movement.weights.form import StoredForm
-from shardplan.movement.weights.pieces import Scenery
+from shardplan.movement.weights.pieces import FormContext
 from shardplan.movement.weights.probe import probe
 from shardplan.movement.weights.table import WeightTable
 from shardplan.movement.weights.weights import Weights, make_weights
@@ -283,7 +283,7 @@ def test_padding_to_a_degree_that_cuts_nothing_is_no_rule() -> None:
 def test_names_fit_an_expression_where_every_rank_has_just_those() -> None:
     def ranks(*values: set[int]) -> list[RankHole]:
         axes = {"stage": len(values)}
-        return [RankHole(0, frozenset(v), Scenery({"l": 4}, axes, {}, {"stage": r})) for r, v in enumerate(values)]
+        return [RankHole(0, frozenset(v), FormContext({"l": 4}, axes, {}, {"stage": r})) for r, v in enumerate(values)]
 
     assert hole_of("l", ranks({0, 1}, {2, 3}), ["stage"]) == "l@stage"
     assert hole_of("l", ranks({0, 2}, {1, 3}), ["stage"]) == "l@stage.robin"
@@ -311,7 +311,7 @@ def test_a_rank_without_elements_has_the_shape_of_its_cut() -> None:
     (factors,) = StoredForm.parse("f@t.ceil").dims
 
     def has(size: int, owner: int) -> RankDim:
-        return RankDim(size, None, Scenery({"f": 6}, {"t": 4}, {}, {"t": owner}), {}, {"q": 0})
+        return RankDim(size, None, FormContext({"f": 6}, {"t": 4}, {}, {"t": owner}), {}, {"q": 0})
 
     assert fits(factors, [has(2, 0), has(2, 1), has(2, 2), has(0, 3)], "q", among=False)
     for size, owner in ((1, 0), (3, 0), (0, 2), (1, 3)):

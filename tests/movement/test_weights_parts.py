@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from shardplan.movement.weights.form import StoredForm
 from shardplan.movement.weights.lowering import DimDigits, run_rows
-from shardplan.movement.weights.pieces import DigitBox, HeldPiece, Scenery, local_pieces
+from shardplan.movement.weights.pieces import DigitBox, FormContext, HeldPiece, local_pieces
 from shardplan.movement.weights.probe import origin
 from shardplan.movement.weights.regions import _progressions
-from shardplan.movement.weights.relays import fed_once
+from shardplan.movement.weights.relays import relay_within_node
 from shardplan.movement.weights.spreading import SMALL, spread
 
 
@@ -39,7 +39,7 @@ def test_pieces_of_a_cut_product_are_its_digits_in_order(sizes: list[int], owner
     every = list(product(*(range(sizes[k]) for k in order)))
     chunk = -(-len(every) // owners)
     for owner in range(owners):
-        scenery = Scenery(dict(zip(names, sizes, strict=True)), {"t": owners}, {}, {"t": owner})
+        scenery = FormContext(dict(zip(names, sizes, strict=True)), {"t": owners}, {}, {"t": owner})
         size, pieces = local_pieces(factors, scenery)
         wanted = every[owner * chunk : (owner + 1) * chunk]
         found: dict[int, tuple[int, ...]] = {}
@@ -60,7 +60,7 @@ def test_pieces_of_a_sum_times_a_digit_are_those_of_its_tensors_in_order(a: int,
     every = [(tensor, v, w) for tensor, n in (("q", a), ("k", b)) for v in range(n) for w in range(c)]
     chunk = -(-len(every) // owners)
     for owner in range(owners):
-        size, pieces = local_pieces(factors, Scenery({"a": a, "b": b, "c": c}, {"t": owners}, {}, {"t": owner}))
+        size, pieces = local_pieces(factors, FormContext({"a": a, "b": b, "c": c}, {"t": owners}, {}, {"t": owner}))
         wanted = every[owner * chunk : (owner + 1) * chunk]
         found: dict[int, tuple[str | None, int, int]] = {}
         for piece in pieces:
@@ -117,7 +117,7 @@ def test_nodes_with_equally_many_receivers_are_fed_once(node: list[int], served:
     d, whole = len(node), 96
     to, by = np.arange(d)[None], np.array([[20, 21]])
     given = np.zeros(1, np.int64), to, by, np.array([node]), np.array([[whole]]), np.array([SMALL * 1000])
-    outside, inside, found = fed_once(*given, 0)
+    outside, inside, found = relay_within_node(*given, 0)
     assert found.tolist() == [served]
     came: dict[int, list[int]] = {}
     for _, receiver, _, _, first, last, parts in zip(*(c.tolist() for c in outside), strict=True):

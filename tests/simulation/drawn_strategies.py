@@ -13,11 +13,10 @@ import shardplan as sp
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
-from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.jobs.job_timeline import simulate_job
 from shardplan.simulation.searching.certifier import even_cuts
-from shardplan.simulation.steps import delivered, simulate_step
+from shardplan.simulation.steps import derate, simulate_step
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.partition.memory import holdings
@@ -143,5 +142,5 @@ def drawn_times(seed: int, count: int, schedules: Sequence[str] = ALL) -> Iterat
             continue
         closed, events = (simulate_step(model, strategy, where, fidelity).seconds for fidelity in ("closed", "events"))
         left -= 1
-        ops = simulate_job(job, delivered(where), launch=of_machine(where).launch).seconds
+        ops = simulate_job(job, derate(where)).seconds
         yield DrawnTime(kind, fields, strategy, closed, events, ops)

@@ -50,7 +50,8 @@ def run(found: Schedule, stages: StageSeconds, k: int) -> Ran:
             if any(key not in end for key in wanted):
                 continue
             for key in wanted:
-                ready = max(ready, end[key] + (cost if home[key] != r else 0))
+                late = cost if home[key] != r else 0
+                ready = max(ready, end[key]) + late if stages.rendezvous else max(ready, end[key] + late)
             i, w = stages.backward_input[k, c], stages.backward_weight[k, c]
             begin[kind, stage, m] = ready
             end[kind, stage, m] = clock[r] = ready + {"F": stages.forward[k, c], "I": i, "W": w, "B": i + w}[kind]
@@ -109,5 +110,6 @@ def named(draw: st.DrawFn, most: int = 5, microbatches: int = 8) -> tuple[str, i
     try:
         schedule(name, p, m, v)
     except ScheduleError:  # the nearest sizes for which it is
-        p, m = (2, 4) if name == "dualpipe" else (p, max(1, m // p) * p) if name == "interleaved" else (2, 5)
+        rounds = name in ("interleaved", "combined-1f1b")
+        p, m = (2, 4) if name == "dualpipe" else (p, max(1, m // p) * p) if rounds else (2, 5)
     return name, p, m, v

@@ -111,7 +111,8 @@ def test_rows_of_replicas_are_between_one_and_all(said: dict[str, Any]) -> None:
     out = form()(Configurations.of(rows))
     assert sorted(out.peak_bytes, reverse=True) == list(out.peak_bytes) and len({*out.peak_bytes}) == len(rows)
     whole = form()(Configurations.of([Strategy(data=32, global_batch=32, shard=32, **said)]))
-    assert whole.seconds[0] == out.seconds[-1] and whole.peak_bytes[0] == out.peak_bytes[-1]
+    assert whole.seconds[0] == pytest.approx(out.seconds[-1], rel=1e-12)
+    assert whole.peak_bytes[0] == out.peak_bytes[-1]
 
 
 def test_experts_are_dealt_over_a_row_of_replicas() -> None:
@@ -173,17 +174,14 @@ def test_codes_stand_for_what_strategies_say() -> None:
     assert Strategy().attention in CODES["attention"] and Strategy().precision in CODES["precision"]
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "looped-bfs"])
-@pytest.mark.parametrize("many", [1, 2, 3, 8])
+@pytest.mark.parametrize("many", [2, 3, 8])
+@pytest.mark.parametrize("schedule", ["interleaved", "combined-1f1b", "looped-bfs"])
 def test_few_microbatches_through_several_chunks_take_what_events_say(schedule: str, many: int) -> None:
     """With fewer than ranks a rank waits for its own chunks, of which no formula of the busiest rank knows."""
-    if schedule == "interleaved" and many % 4:
-        many = 4
-    one = Strategy(pipeline=4, interleave=2, schedule=schedule, global_batch=many) if many > 1 else Strategy(pipeline=4)
+    one = Strategy(pipeline=4, interleave=2, schedule=schedule, global_batch=many)
     topology = Topology.load("dgx-a100-80g", node=1, gpu=4)
     closed, events = (simulate_step(LLAMA, one, topology, kind).seconds for kind in ("closed", "events"))
-    apart = 0.15 if schedule == "looped-bfs" else 0.1  # the formula of few is off by a fifth and more
-    assert closed == pytest.approx(events, rel=apart)
+    assert closed == pytest.approx(events, rel=0.04)  # the formula of few is off by an eighth and more
 
 
 def test_experts_exchange_a_part_each_where_the_tensor_axis_cuts_nothing() -> None:
@@ -197,9 +195,13 @@ def test_experts_exchange_a_part_each_where_the_tensor_axis_cuts_nothing() -> No
     strides = {a: np.array([4.0 if a in ("data", "expert") else 1.0]) for a in cost.degrees}
     prices = MovePrices(found.collectives(), sizes, strides)
     exchanges = [m for m in reading.moves if not m.summed and not m.whole and m.run >= 0]
-    assert exchanges
-    for move in exchanges:
+    by_parts = [any("tensor" in e.axes for e in m.value.extents) for m in exchanges]  # of what is summed before it
+    assert any(by_parts) and not all(by_parts)
+    for move, part in zip(exchanges, by_parts, strict=True):
         nbytes = sizes.bytes(move.value)
         lines = found.collectives().lines(False, False, [(cost.degrees[a], strides[a]) for a in move.axes])
+        if part:
+            assert prices.seconds(move)[0] == lines.seconds(nbytes)[0]
+            continue
         assert prices.seconds(move)[0] < 0.5 * lines.seconds(nbytes)[0]
         assert prices.seconds(move)[0] > lines.seconds(nbytes / 4)[0]

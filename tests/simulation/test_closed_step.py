@@ -39,8 +39,8 @@ def test_closed_is_events_for_equal_stages_and_free_messages(sizes: tuple[str, i
 def test_formulas_are_what_sweeps_find(name: str, p: int, v: int, m: int, seed: int) -> None:
     if name in ("dualpipe", "dualpipev"):
         p, m = p + p % 2, 2 * p + 2 + 2 * m
-    m = m - m % p or p if name == "interleaved" else m
-    ready = compile_schedule(name, p, m, v if name in ("interleaved", "looped-bfs") else None)
+    m = m - m % p or p if name in ("interleaved", "combined-1f1b") else m
+    ready = compile_schedule(name, p, m, v if name in ("interleaved", "looped-bfs", "combined-1f1b") else None)
     times = np.random.default_rng(seed).dirichlet(np.full(3, 0.5), 50).T
     formula, found = equal_lines(ready) @ times, found_lines(ready) @ times
     assert formula.max(axis=0) == pytest.approx(found.max(axis=0), rel=1e-12)
@@ -69,7 +69,7 @@ def test_bounds_are_never_above_events(sizes: tuple[str, int, int, int], seed: i
 def test_bounds_of_long_schedules_are_never_above_events(name: str, p: int, more: int, seed: int) -> None:
     """Long enough that ways through fewer periods are made longer."""
     p += p % 2 * (name == "dualpipe")
-    m = (700 + more) * (p if name == "interleaved" else 2)
+    m = (700 + more) * (p if name in ("interleaved", "combined-1f1b") else 2)
     ready = compile_schedule(name, p, m)
     assert len(critical_paths(ready))
     stages = drawn_stages(seed, 12, ready.chunks)

@@ -22,7 +22,7 @@ from shardplan.core.walk import program_leaves
 from shardplan.simulation.closed.form import SPREAD
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.work import Reading
+from shardplan.simulation.closed.work import StepProfile
 from shardplan.strategy.partition.job import Job
 
 SIZES: dict[str, Any] = {"layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 96, "seq": 64, "vocab": 256}
@@ -74,7 +74,7 @@ class Both(NamedTuple):
     """A job, and the reading of its model with its degrees."""
 
     job: Job
-    reading: Reading
+    reading: StepProfile
     sizes: LocalSizes
     degrees: dict[str, int]
 

@@ -48,4 +48,4 @@ def test_seconds_are_those_of_ops(name: str) -> None:
         m = model(optimizer)
         closed = float(ClosedForm(m, BOX, of_machine(BOX)).seconds(Configurations.of([s]))[0])
         seconds[optimizer] = closed / sp.simulate(m, s, BOX, fidelity="ops").seconds
-    assert seconds["adafactor"] == pytest.approx(seconds["adamw"], rel=0.01), seconds
+    assert seconds["adafactor"] == pytest.approx(seconds["adamw"], rel=0.002), seconds

@@ -21,7 +21,7 @@ from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import SPREAD, ClosedForm
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.work import Reading
+from shardplan.simulation.closed.work import StepProfile
 from shardplan.simulation.inference.form import whole_sequences
 from shardplan.simulation.inference.forward import forward_bytes, forward_times
 from shardplan.simulation.inference.requests import forward_model
@@ -66,7 +66,7 @@ def both(family: str, said: dict[str, Any], prompt: bool) -> tuple[Job, ClosedFo
     return partition(model, strategy), form, c if prompt else whole_sequences(c)
 
 
-def reading_of(form: ClosedForm, c: Configurations) -> tuple[Reading, LocalSizes]:
+def reading_of(form: ClosedForm, c: Configurations) -> tuple[StepProfile, LocalSizes]:
     ((reading, _, _, cost),) = form.classes(c)
     return reading, LocalSizes(cost.degrees, c.columns["microbatch"].astype(float), reading.batch, SPREAD)
 

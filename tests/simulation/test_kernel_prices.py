@@ -20,7 +20,7 @@ from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.numbers import KernelsAsked, kernel_works, launches_of, seconds_of
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.steps import delivered
+from shardplan.simulation.steps import derate
 
 BOX = sp.Topology.load("dgx-a100-80g", nodes=1)
 
@@ -49,7 +49,7 @@ def drawn(seed: int) -> tuple[sp.Model, sp.Strategy, Parameters]:
 
 def in_ops(model: sp.Model, strategy: sp.Strategy, p: Parameters) -> dict[str, list[float]]:
     """The seconds of the kernels of a job's forward and backward programs, by class."""
-    fabric, job = Fabric(delivered(BOX, p)), sp.partition(model, strategy, BOX)
+    fabric, job = Fabric(derate(BOX, p)), sp.partition(model, strategy, BOX)
     found: dict[str, list[float]] = defaultdict(list)
     for kind in "FB":
         for leaf in program_leaves(job.programs[0, kind]):
@@ -65,7 +65,7 @@ def in_closed_form(model: sp.Model, strategy: sp.Strategy, p: Parameters) -> dic
     form, found = ClosedForm(model, BOX, p), defaultdict[str, list[float]](list)
     for reading, _, _, cost in form.classes(Configurations.of([strategy])):
         sizes = LocalSizes(cost.degrees, np.array([float(strategy.microbatch)]), reading.batch, SPREAD)
-        asked = KernelsAsked(delivered(BOX, p).device, "bf16", "flash2")
+        asked = KernelsAsked(derate(BOX, p).device, "bf16", "flash2")
         for k in reading.kernels:
             found[k.kind].append(float(np.asarray(seconds_of(k, sizes, asked)).reshape(-1)[0]))
     return found

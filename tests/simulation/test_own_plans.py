@@ -16,7 +16,7 @@ from shardplan.simulation.closed.machines import machine_of
 from shardplan.simulation.searching.answer import Judge, answer_plan
 from shardplan.simulation.searching.certifier import even_cuts
 from shardplan.simulation.searching.own_plans import OwnParts, judge_own, step_seconds
-from shardplan.simulation.steps import delivered
+from shardplan.simulation.steps import derate
 from shardplan.strategy.schedules import schedule
 
 BOX = sp.Topology.load("dgx-a100-80g", nodes=1)
@@ -65,7 +65,7 @@ def test_tables_of_the_strategy_are_as_without_them(judged: tuple[Judge, list[An
     found = judge_own(judge, OwnParts(fixed, None, plain.layouts(MODEL), "layouts x"), 32, "bf16", ours)
     (one,) = found.plans
     assert one.peak_bytes == judge.certifier.peak(one.strategy).nbytes
-    where = delivered(BOX, judge.machine.parameters)
+    where = derate(BOX, judge.machine.parameters)
     assert one.seconds == sp.simulate(sp.partition(MODEL, one.strategy, where), where).seconds
 
 

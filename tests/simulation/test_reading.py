@@ -12,7 +12,7 @@ from shardplan.core.walk import program_leaves
 from shardplan.simulation.closed.form import SPREAD
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.work import Reading
+from shardplan.simulation.closed.work import StepProfile
 from shardplan.strategy.partition.job import Job
 
 L = 4
@@ -36,10 +36,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"tensor": 2}),
     ("gpt", {"tensor": 2, "sequence_parallel": True, "data": 2}),
     ("moe", {"data": 4, "expert": 4}),
+    ("moe", {"data": 4, "expert": 4, "tensor": 2}),
 ]
 
 
-def both(family: str, said: dict[str, Any]) -> tuple[Job, Reading, LocalSizes]:
+def both(family: str, said: dict[str, Any]) -> tuple[Job, StepProfile, LocalSizes]:
     """A job, and the reading of its model with its degrees."""
     fields: dict[str, Any] = {"llama": LLAMA, "gpt": SIZES, "moe": MOE}[family]
     strategy = Strategy(**said)
@@ -51,7 +52,7 @@ def both(family: str, said: dict[str, Any]) -> tuple[Job, Reading, LocalSizes]:
     return partition(Model.load(family, **fields), strategy), reading, sizes
 
 
-def times(reading: Reading, run: int) -> int:
+def times(reading: StepProfile, run: int) -> int:
     return reading.layers[run] if run >= 0 else 1
 
 

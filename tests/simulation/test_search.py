@@ -475,7 +475,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_journal_keeps_what_is_infinite(tmp_path: Path) -> None:
     """Of a strategy that never ends, and of one that no memory holds, as of any other."""
     best = Points(np.array([3, 5, 8]), np.array([0.5, math.inf, 2.0]), np.array([1e9, 2e9, math.inf]))
-    found = ranges.Found(best, best.at(np.array([1])), priced=3)
+    found = ranges.RangeResult(best, best.at(np.array([1])), priced=3)
     journal = ranges.Journal(tmp_path / "journal.json", "key")
     journal.write({"0 64": found})
     json.loads(journal.path.read_text(), parse_constant=pytest.fail)  # it is the JSON that any reader takes
@@ -489,10 +489,10 @@ def test_a_journal_keeps_what_is_infinite(tmp_path: Path) -> None:
 def test_a_search_of_what_never_ends_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ranges._priced
 
-    def endless(*given: Any) -> ranges.Found:
+    def endless(*given: Any) -> ranges.RangeResult:
         found = whole(*given)
         priced = (replace(p, seconds=np.full_like(p.seconds, math.inf)) for p in (found.best, found.front))
-        return ranges.Found(*priced, found.priced, found.slow, found.large, found.unfit, found.least)
+        return ranges.RangeResult(*priced, found.priced, found.slow, found.large, found.unfit, found.least)
 
     monkeypatch.setattr(ranges, "_priced", endless)
     first, again = (sp.search(GPT, BOX, 16, resume=tmp_path / "journal.json", certify=False) for _ in range(2))

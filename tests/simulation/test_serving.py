@@ -82,7 +82,7 @@ def test_the_form_has_that_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = Requests(64, 16, 12)
     form = RequestForm.of(LLAMA, BOX, Parameters(), requests)
     first, token = np.array([[1.0, 2.0, 4.0, 3.0]]), np.array([[0.1, 0.3, 0.2, 0.2]])
-    monkeypatch.setattr(RequestForm, "_times", lambda *_: (first, token))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(RequestForm, "_times", lambda *_: (first, token, 0 * first))  # pyright: ignore[reportUnknownLambdaType]
     for microbatch, want in ((12, 10 + 0 * 4), (4, 10 + 2 * 4), (1, 10 + 11 * 4)):
         c = Configurations.of([Strategy(pipeline=4, data=2, microbatch=microbatch, global_batch=24)])
         out = form.priced(c)

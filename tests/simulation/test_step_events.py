@@ -5,13 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from shardplan import Model, Strategy
-from shardplan.simulation.closed.configurations import Configurations
+from shardplan import Model, Strategy, Topology
+from shardplan.simulation.closed.configurations import ORDERS, Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
+from shardplan.simulation.closed.scheduled_steps import StageTimes
 from shardplan.simulation.searching.space import INSIDE, StrategySpace
 from shardplan.simulation.step_events import StepEvents
 from shardplan.simulation.steps import simulate_step
+from shardplan.simulation.sweep import compile_schedule, sweep
 from simulation.small_box import BOX, SIZES
 
 DEEP = SIZES | {"layers": 8}
@@ -67,3 +69,42 @@ def test_forward_passes_go_as_soon_as_they_can(pipeline: int, many: int) -> None
             ends[k] = max(ends[k], there) + made["forward"][0, k]
             there = ends[k] + (made["send"][0, k] if k + 1 < pipeline else 0)
     assert float(events(c).seconds[0]) == pytest.approx(ends[-1], rel=1e-12)
+
+
+def test_times_of_chunks_are_those_that_sweeps_take() -> None:
+    """One microbatch there and back over two ranks, added up by hand."""
+    forward, backward, nothing = (np.array([pair]) for pair in ((1.0, 2.0), (5.0, 7.0), (0.0, 0.0)))
+    send, after = np.array([0.5]), np.array([3.0])
+    made = StageTimes(
+        forward, backward, backward / 4, nothing, nothing, nothing, nothing, send, after, send, np.ones(len(send))
+    )
+    order = compile_schedule("1f1b", 2, 1)
+    assert sweep(order, made.of_chunks()).makespan.tolist() == [1 + 0.5 + 2 + 7 + 0.5 + 5 + 3]
+    late = made._replace(ahead=np.array([[9.0, 0.25]]), ahead_back=np.array([[0.125, 9.0]]))  # of who waits alone
+    assert sweep(order, late.of_chunks()).makespan.tolist() == [19 - 0.25 - 0.125]
+
+
+CLUSTER = Topology.load("dgx-h100", nodes=6)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "tensor", "data"), [(2, 2, 12), (3, 2, 8), (6, 2, 4), (8, 2, 3), (4, 4, 3), (12, 1, 4)]
+)
+def test_a_message_within_a_node_leaves_none_in_any_pipeline(pipeline: int, tensor: int, data: int) -> None:
+    """Under every order of axes, by the nodes of all senders and receivers; and none where no order is said."""
+    one = Strategy(pipeline=pipeline, tensor=tensor, data=data, global_batch=4 * data, precision="bf16")
+    columns = Configurations.of([one]).columns
+    closed = ClosedForm(GPT, CLUSTER, of_machine(CLUSTER))
+    seconds: list[float] = []
+    for order in range(len(ORDERS)):
+        c = Configurations({**columns, "order": np.array([order])})
+        step, ids = int(c.strides()["pipeline"][0]), np.arange(one.devices)
+        made = closed.stages(c).messages
+        between = made.between(pipeline)[0]
+        for k in range(pipeline - 1):
+            senders = ids[ids // step % pipeline == k]
+            leaves = (senders // 8 != (senders + step) // 8).any()
+            assert between[k] == (made.far if leaves else made.near)[0] or made.far == made.near
+        seconds.append(float(closed.seconds(c)[0]))
+    unordered = Configurations({**columns, "order": np.array([len(ORDERS)])})
+    assert 0 < closed.seconds(unordered)[0] <= min(seconds) * (1 + 1e-12)

@@ -12,7 +12,8 @@ from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.steps import delivered, simulate_step
+from shardplan.simulation.jobs.job_timeline import simulate_job
+from shardplan.simulation.steps import derate, simulate_step
 
 MODEL = Model.load("gpt", layers=8, hidden=256, heads=4, seq=128, positions=128, vocab=512, precision="bf16")
 BOX = Topology.load("dgx-a100-80g", nodes=1)
@@ -57,11 +58,23 @@ def test_ops_are_no_other_size() -> None:
 
 
 def test_a_machine_delivers_parts() -> None:
-    half = delivered(BOX, Parameters(product=0.5, stream=0.25, network=0.5, attention=0.2, half=32))
-    assert replace(half.device, kernels=KernelShares()) == BOX.device
+    p = Parameters(product=0.5, stream=0.25, network=0.5, attention=0.2, half=32, launch=3e-6)
+    half = derate(BOX, p)
+    assert replace(half.device, kernels=KernelShares(), issue=None) == BOX.device
+    assert half.device.issue_seconds == 3e-6
     assert half.device.kernels == KernelShares(product=0.5, attention=0.2 * 1.6, stream=0.25, half=32)
     assert Topology.parse(str(half)) == half
     assert half.levels[0].delivered_rate == BOX.levels[0].delivered_rate / 2 and half.levels[1] == BOX.levels[1]
+
+
+def test_a_host_issues_in_its_own_time_and_collectives_start_in_the_devices() -> None:
+    """A host that takes a millisecond for each kernel is what a step waits for; no collective takes longer by it."""
+    job = sp.partition(MODEL, Strategy(tensor=4, data=2), BOX)
+    slow, fast = (simulate_job(job, derate(BOX, Parameters(launch=x))) for x in (1e-3, 1e-9))
+    spans = [[p.op for p in line.opened.ops(0, 0)] for line in (slow, fast)]
+    assert slow.seconds > 1e-3 * sum(op.issued for op in spans[0]) > fast.seconds
+    costs = [[op.cost.seconds for op in ops if op.cost.kind == "all_reduce"] for ops in spans]
+    assert costs[0] == costs[1] and min(costs[0]) > BOX.device.launch > 0
 
 
 @pytest.mark.parametrize(

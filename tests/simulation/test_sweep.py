@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.errors import ScheduleError, ShardplanError
-from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep, timeline_of
+from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule, lower_bound, sweep, timeline_of
 from shardplan.simulation.sweep.periods import PERIODS, periodic
 from shardplan.strategy.schedules import GENERATORS, Schedule, Times, in_flight, place_messages, replay, schedule
+from shardplan.strategy.schedules.table import is_rendezvous
 from simulation.slow_pipeline import drawn_stages, named, placed_spans, run
 from strategy.schedules.drawn import drawn
 
@@ -43,6 +44,45 @@ def test_named_schedules_are_as_the_plain_run_has_them(sizes: tuple[str, int, in
             key = action.kind, action.stage, action.microbatch
             assert (begin, end) == pytest.approx((ran.begin[key], ran.end[key]), rel=1e-12)
     assert ready.in_flight == in_flight(found)
+
+
+BLOCKING = st.sampled_from(["1f1b", "gpipe", "interleaved", "combined-1f1b", "looped-bfs"])
+
+
+@given(BLOCKING, st.integers(1, 5), st.integers(1, 60), SEEDS, st.sampled_from([0.2, 3.0]))
+@settings(max_examples=60)
+def test_messages_that_begin_once_their_receivers_wait_are_as_the_plain_run_has_them(
+    name: str, p: int, m: int, seed: int, message: float
+) -> None:
+    m = m - m % p or p  # whole rounds
+    assert is_rendezvous(name, 1)
+    ready, stages = compile_schedule(name, p, m, 1), replace(drawn_stages(seed, 2, p, message), rendezvous=True)
+    swept, short = sweep(ready, stages, times=True), sweep(ready, stages)
+    assert (swept.makespan, swept.span) == (pytest.approx(short.makespan), pytest.approx(short.span))
+    for k in range(2):
+        ran = run(schedule(name, p, m, 1), stages, k)
+        beside(schedule(name, p, m, 1), swept, ran, k)
+        for (_, action, _), begin, end in zip(ready.actions, swept.start[k], swept.end[k], strict=True):
+            key = action.kind, action.stage, action.microbatch
+            assert (begin, end) == pytest.approx((ran.begin[key], ran.end[key]), rel=1e-12)
+        line = timeline_of(swept, k)
+        assert line.seconds == pytest.approx(ran.makespan, rel=1e-12)
+        drawn_passes = [x for x in line.intervals if x.stream == "compute"]
+        assert sorted(x.start for x in drawn_passes) == pytest.approx(sorted(ran.begin.values()), rel=1e-12)
+        sent = [x.seconds for x in line.intervals if x.stream != "compute"]
+        assert sum(sent) == pytest.approx(m * float(stages.send[k].sum() + stages.send_back[k].sum()))
+
+
+def test_a_rank_of_two_chunks_waits_for_no_message() -> None:
+    stages = replace(drawn_stages(0, 1, 4), rendezvous=True)
+    for ask in (sweep, closed_step, lower_bound):
+        with pytest.raises(ShardplanError, match="a rank has several chunks; legal is one chunk a rank"):
+            ask(compile_schedule("interleaved", 2, 4, 2), stages)
+    placed = place_messages(schedule("1f1b", 4, 4), Times(1, 1, 1), 0.5)
+    with pytest.raises(ShardplanError, match="it places its messages; legal is one chunk a rank, without sends"):
+        sweep(compile_schedule(placed), stages)
+    with pytest.raises(ShardplanError, match="rendezvous"):
+        replace(stages, rendezvous="no")
 
 
 @given(SEEDS)

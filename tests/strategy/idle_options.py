@@ -80,8 +80,9 @@ def account(name: str, strategy: sp.Strategy) -> object:
 DEFAULTS = {name: sp.Strategy.__dataclass_fields__[name].default for name in FIELDS}
 SAID: dict[str, list[Any]] = {
     "data": [1, 2, 3], "tensor": [1, 2, 3, 8], "pipeline": [1, 2], "context": [1, 2, 4], "expert": [1, 2],
-    "microbatch": [1, 2], "schedule": ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "dualpipev"],
-    "interleave": [None, 1, 2], "recompute": ["none", "full", "selective", ("einsum",), ()],
+    "microbatch": [1, 2], "interleave": [None, 1, 2],
+    "schedule": ["1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "dualpipev", "combined-1f1b"],
+    "recompute": ["none", "full", "selective", ("einsum",), ()],
     "recompute_layers": [None, 1, 2],
     "sequence_parallel": [False, True], "zero": [0, 1, 2, 3], "fsdp": [False, True],
     "context_kind": ["ulysses", "gather", "ring", "zigzag"], "precision": [None, "bf16", "fp8", "nvfp4"],
@@ -91,9 +92,11 @@ SAID: dict[str, list[Any]] = {
     "tensor_overlap": [False, True], "offload_layers": [0, 1, 5], "loss": ["whole", "fused", "chunked"],
     "loss_chunks": [1, 2], "expert_from": ["data", "context", "tensor"], "imbalance": [None, 1.5],
     "dispatch": [None, "direct", "levels"], "expert_products": [None, "loop"],
+    "expert_overlap": [False, True],
 }  # fmt: skip
 # What no program knows, and what no formula does; each alone is refused where it is not known.
-PREDICTED = ("attention", "tensor_overlap", "offload_layers", "imbalance", "dispatch", "expert_products")
+PREDICTED = ("attention", "tensor_overlap", "offload_layers", "imbalance", "dispatch", "expert_products",
+             "expert_overlap")  # fmt: skip
 PARTITIONED = ("bucket", "offload", "keep", "prefetch")
 # By field what says in other words what is so by default; and of a forward pass how it would train.
 SPELLED: dict[str, Callable[[sp.Model, sp.Strategy], bool]] = {

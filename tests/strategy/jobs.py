@@ -11,8 +11,8 @@ from shardplan import Job, Model, Strategy, partition
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.program import Program
 from shardplan.core.reference import run_reference
-from shardplan.execution.hand import Hand
 from shardplan.execution.job_arrays import check_step_arrays
+from shardplan.execution.job_backend import JobBackend
 from shardplan.execution.jobs import JobRun
 
 # Key biases have gradients that are zero but for rounding, which adamw makes as large as any: so sgd for gpt.
@@ -84,7 +84,7 @@ def by_name(program: Program, given: Mapping[str, np.ndarray]) -> dict[str, np.n
 
 def stepped(job: Job, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The results of a job's step on the reference."""
-    return JobRun(job, Hand(), check_step_arrays(job, given)).step()
+    return JobRun(job, JobBackend(), check_step_arrays(job, given)).step()
 
 
 def apart(got: np.ndarray, want: np.ndarray) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import row, rows
+from shardplan.core.nested import row_type, stacked_type
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
 from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, Layer, Served, options
@@ -54,7 +54,7 @@ class Origin(NamedTuple):
 
     def seen(self, t: TensorType) -> TensorType:
         for count in self.form:
-            t = rows(t, count) if count else row(t)
+            t = stacked_type(t, count) if count else row_type(t)
         return t
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from shardplan import Model
-from shardplan.core.draft import Draft
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import (
@@ -34,6 +33,7 @@ from shardplan.core.ops import (
     TopK,
 )
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 
@@ -78,14 +78,14 @@ class _Kitchen:
 
     def __init__(self, sizes: Mapping[str, int], stem: str = "") -> None:
         self.sizes, self.stem = sizes, stem
-        self.draft = Draft({})
+        self.builder = ProgramBuilder({})
         self.inputs: dict[str, Dims] = {}
         self.parameters: list[str] = []
         self.values: list[tuple[str, Dims]] = []
         self.looped: list[tuple[str, Dims]] = []
 
     def given(self, name: str, dims: Dims, dtype: str = "f64") -> str:
-        self.draft.types[name] = TensorType(dtype, [self.sizes[d] for d in dims], (), ONE)
+        self.builder.types[name] = TensorType(dtype, [self.sizes[d] for d in dims], (), ONE)
         self.inputs[name] = dims
         return name
 
@@ -95,7 +95,7 @@ class _Kitchen:
         return self.given(name, dims)
 
     def put(self, op: Op, dims: Dims, *operands: str) -> None:
-        self.values.append((self.draft(op, *operands), dims))
+        self.values.append((self.builder(op, *operands), dims))
 
     def pick(self, number: int, legal: Callable[[Dims], bool] = bool) -> tuple[str, Dims] | None:
         """A value, of the latest first."""
@@ -167,7 +167,7 @@ class _Kitchen:
         if c % 2 and len(dims) > 1:
             self.put(ReduceDims((d,), how), (*dims[:d], *dims[d + 1 :]), x)
         else:
-            self.put(Elementwise("a - 0.3 * b"), dims, x, self.draft(ReduceDims((d,), how, keep=True), x))
+            self.put(Elementwise("a - 0.3 * b"), dims, x, self.builder(ReduceDims((d,), how, keep=True), x))
 
     def _spread(self, x: str, dims: Dims, b: int, c: int) -> None:
         """Along a new dim."""
@@ -185,10 +185,10 @@ class _Kitchen:
             self.put(Einsum(f"{_letters(dims)}->{_letters(out)}"), out, x)
             return
         d = dims.index(self._inner(dims, b))
-        n = self.draft.types[x].shape[d]
+        n = self.builder.types[x].shape[d]
         if n > 1:
             k = 1 + b % (n - 1)
-            parts = self.draft.write_step(Split(d, (k, n - k)), x)
+            parts = self.builder.write_step(Split(d, (k, n - k)), x)
             self.put(Concat(d), dims, *parts[::-1])
 
     def _attend(self, x: str, dims: Dims, b: int, c: int) -> None:
@@ -201,9 +201,9 @@ class _Kitchen:
             return
         q, k, v = (self.parameter((d, *more, "head")) for more in (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)))
         i = _letters((d,))
-        q = self.draft(Einsum(f"bs{i},{i}grd->bsgrd"), x, q)
-        k, v = (self.draft(Einsum(f"bs{i},{i}gd->bsgd"), x, w) for w in (k, v))
-        y = self.draft(Attention(causal=bool(c % 2)), q, k, v)
+        q = self.builder(Einsum(f"bs{i},{i}grd->bsgrd"), x, q)
+        k, v = (self.builder(Einsum(f"bs{i},{i}gd->bsgd"), x, w) for w in (k, v))
+        y = self.builder(Attention(causal=bool(c % 2)), q, k, v)
         out = self.parameter(("kv_heads", "ratio", "head", d))
         self.put(Einsum(f"bsgrd,grd{i}->bs{i}"), ("batch", "sequence", d), y, out)
 
@@ -214,11 +214,11 @@ class _Kitchen:
             return
         x, (_, _, d) = found
         i, n = _letters((d,)), self.sizes["experts"]
-        odds = self.draft(Einsum(f"bs{i},{i}e->bse"), x, self.parameter((d, "experts")))
-        best, chosen = self.draft.write_step(TopK(min(n, 1 + c % 2)), odds)
-        slots, _ = self.draft.write_step(Dispatch(n, 1 + b % 3), x, chosen)
-        y = self.draft(Einsum(f"bec{i},e{i}->bec{i}"), slots, self.parameter(("experts", d)))
-        y = self.draft(Combine(), y, chosen, self.draft(Softmax(2), best))
+        odds = self.builder(Einsum(f"bs{i},{i}e->bse"), x, self.parameter((d, "experts")))
+        best, chosen = self.builder.write_step(TopK(min(n, 1 + c % 2)), odds)
+        slots, _ = self.builder.write_step(Dispatch(n, 1 + b % 3), x, chosen)
+        y = self.builder(Einsum(f"bec{i},e{i}->bec{i}"), slots, self.parameter(("experts", d)))
+        y = self.builder(Combine(), y, chosen, self.builder(Softmax(2), best))
         self.values.append((y, found[1]))
 
     def _merge(self, x: str, dims: Dims, b: int, c: int) -> None:
@@ -227,16 +227,16 @@ class _Kitchen:
             k = 1 + b % (len(dims) - 2)
             words = [*_letters(dims)]
             pair = words[k : k + 2]
-            sizes = dict(zip(words, self.draft.types[x].shape, strict=True))
+            sizes = dict(zip(words, self.builder.types[x].shape, strict=True))
             one = " ".join([*words[:k], f"({' '.join(pair)})", *words[k + 2 :]])
             two = " ".join([*words[:k], f"({pair[0]} {pair[1]}={sizes[pair[1]]})", *words[k + 2 :]])
-            y = self.draft(Reshape(f"{' '.join(words)} -> {one}"), x)
-            y = self.draft(Elementwise(ALONE[c % len(ALONE)]), y)
+            y = self.builder(Reshape(f"{' '.join(words)} -> {one}"), x)
+            y = self.builder(Elementwise(ALONE[c % len(ALONE)]), y)
             self.put(Reshape(f"{two} -> {' '.join(words)}"), dims, y)
 
     def _look(self, x: str, dims: Dims, b: int, c: int) -> None:
         """Rows of a table, in a loop of what is carried there."""
-        ids = next((n for n, t in self.draft.types.items() if t.dtype == "i32" and n in self.inputs), None)
+        ids = next((n for n, t in self.builder.types.items() if t.dtype == "i32" and n in self.inputs), None)
         if ids is None:
             return
         last = ("hidden", "ffn", "wide")[c % 3]
@@ -249,11 +249,11 @@ class _Kitchen:
         other = self.pick(number // 2)
         assert other is not None  # there is an input at least
         inner = _Kitchen(self.sizes)
-        inner.draft.types |= {"i": self.draft.types[other[0]]}
+        inner.builder.types |= {"i": self.builder.types[other[0]]}
         inner.values = [("i", other[1])]
         before = [(f"x{k}", *one) for k, one in enumerate(carried) if one is not None]
         for name, x, dims in before:
-            inner.draft.types[name] = self.draft.types[x]
+            inner.builder.types[name] = self.builder.types[x]
             inner.values.append((name, dims))
         for line in body:
             inner.line(line)
@@ -261,22 +261,22 @@ class _Kitchen:
         for name, _, dims in before:
             y, _ = inner.pick(0, lambda d, dims=dims: d == dims) or (name, dims)
             if y == name:
-                y = inner.draft(Elementwise("a * b"), name, inner.parameter(dims[-1:]))
-            made.append(inner.draft(Elementwise("0.5 * a + tanh(b)"), name, y))
-        steps = [inner.draft.steps[k] for k in inner.draft.live(made)]
+                y = inner.builder(Elementwise("a * b"), name, inner.parameter(dims[-1:]))
+            made.append(inner.builder(Elementwise("0.5 * a + tanh(b)"), name, y))
+        steps = [inner.builder.steps[k] for k in inner.builder.live(made)]
         used = {o for step in steps for o in step.operands}
         cut = [w for w in inner.parameters if w in used]
         inside = [*(name for name, *_ in before), "i", *cut]
-        program = Program([(n, inner.draft.types[n]) for n in inside], steps, made)
+        program = Program([(n, inner.builder.types[n]) for n in inside], steps, made)
         stacks: list[str] = []
         for w in cut:
             stacks.append(f"{stem}.{w}")
-            t = inner.draft.types[w]
-            self.draft.types[stacks[-1]] = TensorType(t.dtype, (layers, *t.shape), (), ONE)
+            t = inner.builder.types[w]
+            self.builder.types[stacks[-1]] = TensorType(t.dtype, (layers, *t.shape), (), ONE)
             self.inputs[stacks[-1]] = ("layer", *inner.inputs[w])
             self.parameters.append(stacks[-1])
         op = Repeat(layers, program, len(before), len(stacks))
-        out = self.draft.write_step(op, *(x for _, x, _ in before), other[0], *stacks)
+        out = self.builder.write_step(op, *(x for _, x, _ in before), other[0], *stacks)
         self.looped = [(y, dims) for y, (_, _, dims) in zip(out, before, strict=True)]
         self.values += self.looped
 
@@ -285,7 +285,7 @@ class _Kitchen:
         self.given("ids", ("batch", "sequence"), "i32")
         x = self.given("x", ("batch", "sequence", "hidden"))
         self.values.append((x, self.inputs[x]))
-        self.values.append((self.draft(Elementwise("tanh(a)"), self.given("y", ("batch", "ffn"))), ("batch", "ffn")))
+        self.values.append((self.builder(Elementwise("tanh(a)"), self.given("y", ("batch", "ffn"))), ("batch", "ffn")))
         for line in recipe.before:
             self.line(line)
         for k, layers in enumerate(recipe.layers):
@@ -295,11 +295,11 @@ class _Kitchen:
         for line in recipe.behind:
             self.line(line)
         miss = self._misses(kind, a)
-        loss = self.draft(ReduceDims(tuple(range(self.draft.types[miss].ndim)), "mean"), miss)
-        steps = [self.draft.steps[k] for k in self.draft.live([loss])]
+        loss = self.builder(ReduceDims(tuple(range(self.builder.types[miss].ndim)), "mean"), miss)
+        steps = [self.builder.steps[k] for k in self.builder.live([loss])]
         steps = [Step(s.op, s.operands, ("loss",) if s.results == (loss,) else s.results, s.stopped) for s in steps]
         used = {o for s in steps for o in s.operands}
-        inputs = [(n, self.draft.types[n]) for n in self.inputs if n in used]
+        inputs = [(n, self.builder.types[n]) for n in self.inputs if n in used]
         program = Program(inputs, steps, ("loss",))
         dims = {n: self.inputs[n] for n, _ in inputs}
         return Model.of(program, dims, [w for w in self.parameters if w in used], name="small", **fields)
@@ -311,21 +311,21 @@ class _Kitchen:
         x, dims = found
         if kind == "classes" and dims[:2] == ("batch", "sequence") and len(dims) == 3:
             i = _letters(dims[2:])
-            odds = self.draft(Einsum(f"bs{i},{i}v->bsv"), x, self.parameter((dims[2], "vocab")))
-            return self.draft(CrossEntropy(), odds, "ids")
+            odds = self.builder(Einsum(f"bs{i},{i}v->bsv"), x, self.parameter((dims[2], "vocab")))
+            return self.builder(CrossEntropy(), odds, "ids")
         weight = self.parameter(dims[-1:])
-        x = self.draft(Elementwise("a * b"), x, weight)
+        x = self.builder(Elementwise("a * b"), x, weight)
         if kind == "all":  # what loops made has a part, and the latest values
             latest = [v for v in self.values if v[1][:1] == ("batch",) and v[0] != found[0]][-2:]
             for y, more in dict.fromkeys((*(v for v in self.looped if v[1][:1] == ("batch",)), *latest)):
                 rest = tuple(range(1, len(more)))
-                y = self.draft(ReduceDims(rest, "mean", keep=False), y) if rest else y
+                y = self.builder(ReduceDims(rest, "mean", keep=False), y) if rest else y
                 for k in range(1, len(dims)):
                     held = " ".join(_letters(dims[:k]))
                     d = dims[k]
-                    y = self.draft(Expand(f"{held} -> {held} {_letters((d,))}={self.draft.types[x].shape[k]}"), y)
-                x = self.draft(Elementwise("a + tanh(b)"), x, y)
-        return self.draft(Elementwise("(a - 0.7) ** 2"), x)
+                    y = self.builder(Expand(f"{held} -> {held} {_letters((d,))}={self.builder.types[x].shape[k]}"), y)
+                x = self.builder(Elementwise("a + tanh(b)"), x, y)
+        return self.builder(Elementwise("(a - 0.7) ** 2"), x)
 
 
 KINDS = ("project", "project", "project", "mix", "each", "both", "both", "norm", "soft", "sum", "spread", "turn",

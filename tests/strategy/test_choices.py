@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op, results_of
-from shardplan.core.ops import Einsum, Elementwise, Expand, ReduceDims, Softmax
+from shardplan.core.ops import Cast, Einsum, Elementwise, Expand, ReduceDims, Softmax
 from shardplan.core.ops.composed import differs
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -23,9 +23,9 @@ from shardplan.strategy.partition.choices import (
     Bounds,
     Choice,
     HeldDims,
-    LaidLine,
     Layer,
     Served,
+    TypedLine,
     options,
     served,
     sets_of,
@@ -62,6 +62,11 @@ class Example(NamedTuple):
     def made(self) -> set[str]:
         return {c for dims in self.results for c in dims} - {c for dims in self.operands for c in dims}
 
+    @property
+    def widens(self) -> bool:
+        """Whether it makes more bytes of one operand: that may be moved instead of the result."""
+        return len(self.operands) == 1 and (bool(self.made) or (isinstance(self.op, Cast) and self.dtype == "f32"))
+
 
 SIZES = {"a": 2, "b": 4, "c": 3, "d": 6, "e": 1}
 EXAMPLES = (
@@ -78,6 +83,8 @@ EXAMPLES = (
     Example(ReduceDims((0,), "max"), ("bd",), ("d",)),
     Example(Expand("d -> b=4 d"), ("d",), ("bd",)),
     Example(Softmax(1), ("bd",), ("bd",)),
+    Example(Cast("f64"), ("bd",), ("bd",), "f32"),
+    Example(Cast("f32"), ("bd",), ("bd",)),
 )
 
 
@@ -93,7 +100,7 @@ def with_axis(t: TensorType, axis: str, dim: int | None, place: int, partial: bo
     return TensorType(t.dtype, t.shape, dims, t.mesh, dict.fromkeys(sums, "sum"))
 
 
-def expected(example: Example, axis: str, groups: Served, bounds: Bounds, now: LaidLine) -> Found:
+def expected(example: Example, axis: str, groups: Served, bounds: Bounds, now: TypedLine) -> Found:
     """The rule, by trying to put an axis on every letter and to make every set of operands partial."""
     axes_of: dict[str, tuple[str, ...]] = {}
     for types, letters in ((now.operands, example.operands), (now.results, example.results)):
@@ -132,7 +139,7 @@ def expected(example: Example, axis: str, groups: Served, bounds: Bounds, now: L
                     taken |= {letter} if found else set()
                     out |= found
         if taken:
-            nothing = groups is None or taken <= example.made or example.dtype == "i32"
+            nothing = groups is None or taken <= example.made or example.dtype == "i32" or example.widens
             break
     count = len(example.operands)
     for chosen in itertools.product((False, True), repeat=count):

@@ -9,17 +9,17 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from shardplan.core.draft import Draft
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.layers import Softmax
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.partition.alternatives import _place
-from shardplan.strategy.partition.opening import opened
+from shardplan.strategy.partition.decomposition import decompose_refused
 from shardplan.strategy.partition.prefetch import prefetched
 from shardplan.strategy.partition.problem import ValueSource
 from shardplan.strategy.partition.settle import _kept
@@ -31,7 +31,7 @@ class Sharpened(Composed):
 
     name: ClassVar[str] = "sharpened"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Both over dim 1."""
         return (d(Softmax(1), d(Softmax(1), "0")),)
 
@@ -39,9 +39,9 @@ class Sharpened(Composed):
 def test_what_is_refused_is_opened_however_deep_it_lies() -> None:
     t = TensorType("f32", (3, 5), ((), ()), Mesh(device=1))
     program = Program([("x", t)], [Step(Sharpened(), ("x",), ("y",))], ["y"])
-    once, parts = opened(program, {}, lambda step, *_: isinstance(step.op, Sharpened))
+    once, parts = decompose_refused(program, {}, lambda step, *_: isinstance(step.op, Sharpened))
     assert [type(step.op) for step in once.steps] == [Softmax, Softmax] and parts == set(once.steps)
-    whole, parts = opened(program, {}, lambda *_: True)
+    whole, parts = decompose_refused(program, {}, lambda *_: True)
     assert not any(isinstance(step.op, Composed) for step in whole.steps) and parts == set(whole.steps)
     x = np.random.default_rng(0).normal(size=t.shape).astype(np.float32)
     wanted = np.exp(np.exp(x) / np.exp(x).sum(1, keepdims=True))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shardplan import Model, Strategy, partition
-from shardplan.core.draft import Draft
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Einsum, Elementwise, ReduceDims, Reshape
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.training import rename_values
 from strategy.jobs import by_name, stepped
@@ -21,7 +21,7 @@ def gated_norm(*, gain_in_groups: bool) -> Model:
     """Two products, one gates the other; the norm of each group, a gain, and a product back."""
     shapes = {"x": (2, 3, 6), "up": (6, 16), "gate": (6, 16), "gain": (16,), "down": (16, 6)}
     inputs = {name: TensorType("f64", shape, (), Mesh()) for name, shape in shapes.items()}
-    d = Draft(inputs)
+    d = ProgramBuilder(inputs)
     y = d(Elementwise("a * silu(b)"), *(d(Einsum("bsh,hf->bsf"), "x", name) for name in ("up", "gate")))
     y = d(Reshape(f"b s (g={GROUPS} h) -> b s g h"), y)
     square = d(ReduceDims((3,), "mean", keep=True), d(Elementwise("a * a"), y))

@@ -11,11 +11,11 @@ import torch
 
 import shardplan as sp
 from shardplan import Mesh, Model, ShardplanError, Strategy, TensorType, Topology, partition, simulate
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.nested import as_nested
 from shardplan.core.ops import Quantize, ReduceDims
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.simulation.closed.machines import of_machine
 from shardplan.simulation.searching.certifier import Certifier
@@ -107,12 +107,12 @@ def test_it_is_quantized_alike_however_it_is_sharded() -> None:
     x = (rng.normal(size=(12, 20)) * np.exp(rng.normal(0, 2, (12, 1)))).astype(BF16)
     found: set[bytes] = set()
     for layout in ((), ("x",), (None, "x"), (("x", "y"),), ("y", "x"), (None, ("y", "x"))):
-        draft = Draft({"x": TensorType("bf16", x.shape, layout, Mesh(x=2, y=2))})
-        most = draft.reduce_axes(draft(ReduceDims((0, 1), "absmax"), "x"), ("x", "y"))
-        narrow = draft(Quantize("f8e5m2"), "x", most)
-        program = Program([("x", draft.types["x"])], draft.steps, (narrow,))
-        (shards,) = run_reference(program, [sp.distribute(x, draft.types["x"])])
-        found.add(sp.collect(shards, draft.types[narrow]).tobytes())
+        builder = ProgramBuilder({"x": TensorType("bf16", x.shape, layout, Mesh(x=2, y=2))})
+        most = builder.reduce_axes(builder(ReduceDims((0, 1), "absmax"), "x"), ("x", "y"))
+        narrow = builder(Quantize("f8e5m2"), "x", most)
+        program = Program([("x", builder.types["x"])], builder.steps, (narrow,))
+        (shards,) = run_reference(program, [sp.distribute(x, builder.types["x"])])
+        found.add(sp.collect(shards, builder.types[narrow]).tobytes())
     assert len(found) == 1
 
 

@@ -91,8 +91,10 @@ def test_what_does_nothing_is_refused_everywhere(name: str, said: dict[str, Any]
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"attention": "flash1"}, "simulate: attention='flash1' at the fidelity 'ops', which prices attention's ops; "
-         "legal are 'closed' and 'events', or None"),
+        ({"attention": "unfused"}, "simulate: attention='unfused' at the fidelity 'ops', which has attention as one "
+         "kernel; legal are 'closed' and 'events', or another kernel"),
+        ({"tensor": 2, "tensor_overlap": True}, "simulate: tensor_overlap=True at the fidelity 'ops', whose jobs have "
+         "no such ops; legal are 'closed' and 'events', or False"),
         ({"offload": True}, "strategy: offload with 1 microbatches under the schedule 1f1b: a backward pass comes "
          "next, or next but one; legal are schedules with more between a forward pass and its backward pass"),
         ({"data": 2, "bucket": 1, "global_batch": 4}, "strategy: bucket=1 joins nothing: no gradients that are "

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from shardplan import Layouts, Mesh, Model, Program, Strategy, TensorType, partition
-from shardplan.core.draft import Draft
 from shardplan.core.factor_rule import FactorRule
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
 from shardplan.core.ops import Einsum, Elementwise, ReduceDims, Repeat
-from shardplan.core.ops.compute import At, Ruled, Size
+from shardplan.core.ops.compute import At, RuleTypedOp, Size
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.rule_text import rule_of
 from shardplan.errors import LayoutError
 from strategy.jobs import apart, arrays, by_name, stepped, wrong
@@ -32,7 +32,7 @@ held
 
 
 @dataclass(frozen=True, slots=True)
-class Bent(Ruled):
+class Bent(RuleTypedOp):
     """x + bend * x^3 + shift, of x `[p w]` and a shift `[w]`."""
 
     name: ClassVar[str] = "bent"
@@ -56,19 +56,19 @@ class Bent(Ruled):
         return 5.0 * float(np.prod(operands[0].local_shape(0)))
 
     def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+        self, builder: ProgramBuilder, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
     ) -> Sequence[str | None]:
         """(1 + 3 bend x^2) dy, and the sum of dy over p."""
         x, dy = operands[0], cotangents[0]
-        dx = draft(Elementwise(f"(1 + {3 * self.bend} * a * a) * b"), x, dy)
-        return [dx, draft(ReduceDims((0,)), dy)]
+        dx = builder(Elementwise(f"(1 + {3 * self.bend} * a * a) * b"), x, dy)
+        return [dx, builder(ReduceDims((0,)), dy)]
 
 
 def own() -> Model:
     """Three rounds of x + bent(x into) out, and a squared error."""
     one, people, taste, wishes = Mesh(), 6, 5, 8
     typed = lambda *shape: TensorType("f64", shape, (), one)  # noqa: E731
-    body = Draft(
+    body = ProgramBuilder(
         {"x": typed(people, taste), "in": typed(taste, wishes), "by": typed(wishes), "out": typed(wishes, taste)}
     )
     bent = body(Bent(0.1), body(Einsum("pt,tw->pw"), "x", "in"), "by")
@@ -79,12 +79,12 @@ def own() -> Model:
         "rounds.shift": typed(3, wishes),
         "rounds.out": typed(3, wishes, taste),
     }
-    draft = Draft({"asked": typed(people, taste), "wanted": typed(people, taste), **stacks})
-    inputs = [(n, t) for n, t in draft.types.items()]
-    x = draft(Repeat(3, layer, 1, 3), "asked", *stacks)
-    miss = draft(Elementwise("(a - b) ** 2"), x, "wanted")
-    (loss,) = draft.write_step(ReduceDims((0, 1), "mean"), miss)
-    steps = [s if s.results != (loss,) else type(s)(s.op, s.operands, ("loss",)) for s in draft.steps]
+    builder = ProgramBuilder({"asked": typed(people, taste), "wanted": typed(people, taste), **stacks})
+    inputs = [(n, t) for n, t in builder.types.items()]
+    x = builder(Repeat(3, layer, 1, 3), "asked", *stacks)
+    miss = builder(Elementwise("(a - b) ** 2"), x, "wanted")
+    (loss,) = builder.write_step(ReduceDims((0, 1), "mean"), miss)
+    steps = [s if s.results != (loss,) else type(s)(s.op, s.operands, ("loss",)) for s in builder.steps]
     dims = {
         "asked": ("people", "taste"), "wanted": ("people", "taste"), "rounds.into": ("layer", "taste", "wishes"),
         "rounds.shift": ("layer", "wishes"), "rounds.out": ("layer", "wishes", "taste"),

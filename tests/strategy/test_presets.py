@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from tests.models.published_counts import closed_form, general_flops
 
-from shardplan.core.draft import Draft
+from shardplan.core.nested import as_nested
 from shardplan.core.op import Op
 from shardplan.core.ops import Einsum
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import program_leaves
 from shardplan.strategy import Model, presets
@@ -31,12 +32,12 @@ def einsums(op: Op, types: tuple[TensorType, ...]) -> Iterator[float]:
     if body is None:
         yield kernel.flops(*types) if isinstance(op, Einsum) else 0.0
         return
-    draft = Draft.of(types)
-    draft.copy(body.steps, lambda name: name)
-    total = sum(computing(s.op).flops(*(draft.types[o] for o in s.operands)) for s in draft.steps)  # type: ignore[union-attr]
+    builder = ProgramBuilder.of(types)
+    builder.copy(body.steps, lambda name: name)
+    total = sum(computing(s.op).flops(*(builder.types[o] for o in s.operands)) for s in builder.steps)  # type: ignore[union-attr]
     skipped = kernel.flops(*types) / total if total else 1.0
-    for step in draft.steps:
-        yield from (skipped * n for n in einsums(step.op, tuple(draft.types[o] for o in step.operands)))
+    for step in builder.steps:
+        yield from (skipped * n for n in einsums(step.op, tuple(builder.types[o] for o in step.operands)))
 
 
 def products(program: Program) -> float:
@@ -125,7 +126,7 @@ def test_a_training_step_of_175b_needs_no_memory_to_build() -> None:
     assert sum(math.prod(t.shape) for t in model.program.input_types) > 3 * 174e9
 
 
-def test_each_gradient_step_knows_its_parameter() -> None:
+def test_each_gradient_step_knows_the_forward_step_that_it_is_of() -> None:
     model = Model.load("llama3-8b")
     forward = sum(origin is None for origin in model.origins)
     assert 0 < forward < len(model.origins) < len(model.program.steps)
@@ -133,10 +134,14 @@ def test_each_gradient_step_knows_its_parameter() -> None:
     makers = {r: origin for step, origin in zip(model.program.steps, model.origins, strict=False) for r in step.results}
     head, layers = makers[model.gradients["head"]], makers[model.gradients["layers.q"]]
     assert head is not None and layers is not None
-    assert head.parameter == "head"
-    assert {"layers.q", "layers.down"} <= {inner.parameter for inner in layers.inner}
-    assert layers.forward is not None
-    assert "layers.q" in model.program.steps[layers.forward].operands
+    assert head.forward is not None and layers.forward is not None
+    assert "head" in model.program.steps[head.forward].operands
+    loop = model.program.steps[layers.forward]
+    assert "layers.q" in loop.operands
+    body = as_nested(loop.op)
+    assert body is not None
+    products = [body.body.steps[inner.forward] for inner in layers.inner if inner.forward is not None]
+    assert {"q", "down"} <= {operand for step in products for operand in step.operands}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])

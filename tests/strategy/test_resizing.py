@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from shardplan import LayoutError, Mesh, Model, Program, ShardplanError, Strategy, TensorType, partition
-from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Constant, Crop, Einsum, Elementwise, Expand, Gather, Iota, Pad, ReduceDims, Reshape
 from shardplan.core.ops.opaque import Opaque
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.resizing import counted_means
 from strategy.jobs import apart, arrays, by_name, model, stepped
@@ -65,11 +65,11 @@ def test_a_job_has_microbatches_of_another_size() -> None:
 
 def made(*steps: tuple[Op, tuple[str, ...]], dims: tuple[str, ...] = ("batch", "sequence")) -> Model:
     """A model of x [4, 6] and a parameter w [5]; a step reads those or `0`, `1`, ... by their numbers."""
-    draft = Draft({"x": TensorType("f32", (4, 6), (), ONE), "w": TensorType("f32", (5,), (), ONE)})
-    inputs, names = [(n, t) for n, t in draft.types.items()], list[str]()
+    builder = ProgramBuilder({"x": TensorType("f32", (4, 6), (), ONE), "w": TensorType("f32", (5,), (), ONE)})
+    inputs, names = [(n, t) for n, t in builder.types.items()], list[str]()
     for op, operands in steps:
-        names.append(draft(op, *(names[int(o)] if o.isdigit() else o for o in operands)))
-    program = Program(inputs, draft.steps, (names[-1],))
+        names.append(builder(op, *(names[int(o)] if o.isdigit() else o for o in operands)))
+    program = Program(inputs, builder.steps, (names[-1],))
     return Model.of(program, {"x": dims, "w": ("width",)}, ["w"], training=False)
 
 
@@ -155,11 +155,11 @@ def test_a_sum_by_the_number_of_its_elements_is_a_mean(text: str, mean: bool) ->
 
 
 def test_a_weight_that_is_split_unevenly_is_refused_by_name() -> None:
-    draft = Draft({"x": TensorType("f32", (4, 5), (), ONE), "w": TensorType("f32", (5, 6), (), ONE)})
-    inputs = [(n, t) for n, t in draft.types.items()]
-    split = draft(Reshape("i (a=2 b) -> i a b"), "w")
-    made_of = draft(Einsum("bi,iac->bac"), "x", split)
-    program = Program(inputs, draft.steps, (made_of,))
+    builder = ProgramBuilder({"x": TensorType("f32", (4, 5), (), ONE), "w": TensorType("f32", (5, 6), (), ONE)})
+    inputs = [(n, t) for n, t in builder.types.items()]
+    split = builder(Reshape("i (a=2 b) -> i a b"), "w")
+    made_of = builder(Einsum("bi,iac->bac"), "x", split)
+    program = Program(inputs, builder.steps, (made_of,))
     own_one = Model.of(program, {"x": ("batch", "width"), "w": ("width", "ffn")}, ["w"], training=False)
     with pytest.raises(LayoutError, match=r"step 0 \(reshape\) on f32\[5, 6\]: no dim that the axis tensor serves"):
         partition(own_one, Strategy(tensor=4, microbatch=4))

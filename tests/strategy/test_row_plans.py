@@ -137,5 +137,5 @@ def test_a_partition_of_two_layers_calls_little(name: str, said: dict[str, Any])
     partition(model, strategy)
     every, away = calls(lambda: make_job(model, strategy))
     assert every <= 1_000_000 and away <= 200_000
-    # Whether an axis leaves work whole is looked at with each, for an eighth more.
-    assert calls(lambda: partition(model, strategy))[0] <= 1.16 * every
+    # Whether an axis leaves work whole is looked at with each, for a fifth more.
+    assert calls(lambda: partition(model, strategy))[0] <= 1.2 * every

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from shardplan import Job, Model, Strategy, partition
-from shardplan.core.draft import Draft
 from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
 from shardplan.core.ops import Attention, Einsum, Elementwise, ReduceDims, Softmax
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ReplicationWarning
 from shardplan.strategy.partition.partition import make_job
@@ -92,7 +92,7 @@ def capped(*, optimizer: str | None = "sgd") -> Model:
             "o": ("head_count", "d7", "hidden"), "up": ("hidden", "ffn"), "down": ("ffn", "hidden")}  # fmt: skip
     sizes = {"batch": 2, "sequence": 6, "hidden": 8, "head_count": 4, "d7": 2, "ffn": 16}
     inputs = {n: TensorType("f64", tuple(sizes[d] for d in names), (), Mesh()) for n, names in dims.items()}
-    d = Draft(inputs)
+    d = ProgramBuilder(inputs)
     q, k, v = (d(Einsum("bsh,hgd->bsgd"), "x", name) for name in ("q", "k", "v"))
     scores = d(Elementwise("5 * tanh(a / 5)"), d(Einsum("bsgd,btgd->bgst"), q, k))
     mixed = d(Einsum("bgst,btgd->bsgd"), d(Softmax(3), scores), v)

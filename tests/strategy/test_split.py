@@ -8,7 +8,7 @@ import pytest
 
 from shardplan import Job, Strategy, partition
 from shardplan.core.accounting import account
-from shardplan.core.nested import rows
+from shardplan.core.nested import stacked_type
 from shardplan.core.ops import Elementwise, Repeat
 from shardplan.core.ops.compute import computing
 from shardplan.core.program import Program
@@ -99,7 +99,7 @@ def test_a_sum_that_is_carried_is_w_s() -> None:
     ]
     body = Program({"c": x, "sum": x, "w": x, "x": x}, steps, ("down", "more"))
     loop = Repeat(4, body, carried=2, sliced=1, reverse=True)
-    types = {"c0": x, "s0": x, "w0": x, "xs": rows(x, 4)}
+    types = {"c0": x, "s0": x, "w0": x, "xs": stacked_type(x, 4)}
     whole = Program(types, [Step(loop, (*types,), ("c4", "s4"))], ("s4",))
     halves = split(whole, ())
     assert [

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shardplan import TensorType
-from shardplan.core.draft import Draft
 from shardplan.core.ops import Einsum, Elementwise
 from shardplan.core.ops.composed import Composed
+from shardplan.core.program_builder import ProgramBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class CappedGlu(Composed):
     name: ClassVar[str] = "capped_glu"
     cap: float = 30.0
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Two products and one expression; the operands are called "0", "1" and "2"."""
         gate, up = (d(Einsum("bh,hf->bf"), "0", weight) for weight in ("1", "2"))
         return [d(Elementwise(f"{self.cap} * tanh(silu(a) * b / {self.cap})"), gate, up)]

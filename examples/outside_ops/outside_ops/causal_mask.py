@@ -7,12 +7,12 @@ from typing import ClassVar
 from shardplan import TensorType
 from shardplan.core.factor_rule import FactorRule
 from shardplan.core.namespace import Namespace, Tensor
-from shardplan.core.ops.compute import At, Ruled, Size
+from shardplan.core.ops.compute import At, RuleTypedOp, Size
 from shardplan.core.rule_text import rule_of
 
 
 @dataclass(frozen=True, slots=True)
-class CausalMask(Ruled):
+class CausalMask(RuleTypedOp):
     """Scores [batch, query, key]: `value` where the key comes after the query."""
 
     name: ClassVar[str] = "causal_mask"

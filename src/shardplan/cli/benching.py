@@ -57,7 +57,7 @@ def bench(
 
     Nothing but the package is needed. Seconds that are measured are of this machine; all other figures are the page's.
     """
-    from shardplan.core import border
+    from shardplan.core import validation
     from shardplan.report.text import json_text
 
     if name is None:
@@ -65,7 +65,7 @@ def bench(
             raise ShardplanError("bench: --count and --out without NAME; legal with them is one of the list")
         print(json_text({k: b._asdict() for k, b in BENCHES.items()}) if as_json else bench_list())
         return
-    border.choice("bench: NAME", name, tuple(BENCHES), ShardplanError)
+    validation.choice("bench: NAME", name, tuple(BENCHES), ShardplanError)
     out = Path(f"{name}.json") if out is None else out
     check_writable(out)
     words = [name, "--out", str(out.absolute()), *([] if count is None else ["--count", str(count)])]

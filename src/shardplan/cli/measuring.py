@@ -70,11 +70,11 @@ def measure(
 
 def _check_asked(where: Topology, precision: str | None) -> None:
     """Refuse what cannot be measured, before any process is joined."""
-    from shardplan.core import border
+    from shardplan.core import validation
     from shardplan.strategy.training import PRECISIONS
 
     if precision is not None:
-        border.choice("measure: --precision", precision, tuple(PRECISIONS), ShardplanError)
+        validation.choice("measure: --precision", precision, tuple(PRECISIONS), ShardplanError)
     if not where.device.flops:
         raise ShardplanError(
             f"measure: {where.name} states no flops of its device; legal is one that does, with memory_bandwidth"

@@ -121,14 +121,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Find the best strategy of training or serving, and say why others lost; or judge one."""
-    from shardplan.core import border
+    from shardplan.core import validation
     from shardplan.strategy.asked_model import parse_model
     from shardplan.strategy.strategy import NARROW, PREDICTED
     from shardplan.strategy.training import PRECISIONS
 
-    border.choice("plan: --goal", goal, GOALS, ShardplanError)
+    validation.choice("plan: --goal", goal, GOALS, ShardplanError)
     if precision is not None:
-        border.choice("plan: --precision", precision, (*PRECISIONS, *PREDICTED), ShardplanError)
+        validation.choice("plan: --precision", precision, (*PRECISIONS, *PREDICTED), ShardplanError)
     if goal in ("step", "memory") and batch is None:
         raise ShardplanError("plan: no --batch; legal is one, or --goal latency or tokens")
     check_writable(resume, report)

@@ -3,7 +3,7 @@
 Reading order:
 
 - `notation`        the scanner that every parser of the package shares
-- `border`          what a user's value must be, with one line where it is not
+- `validation`      what a user's value must be, with one line where it is not
 - `decoding`        files from elsewhere as text, JSON or TOML
 - `dtypes`          the element types and their short names; reductions over them
 - `digits`          numbers of places and tiles by their digits
@@ -38,7 +38,7 @@ Reading order:
 - `nested`          `Nested`: an op with a program in it
 - `walk`            the walk over a program's steps and the bodies inside them
 - `ops`             one frozen class per operation, with its typing rule and its meaning in numpy
-- `draft`           `Draft`: steps while they are written
+- `program_builder` `ProgramBuilder`: steps while they are written
 - `reshard_cotangent` the gradient of a move
 - `gradients`       `gradients`: a program with its gradients
 - `dim_names`       what the dims of a program's values are called

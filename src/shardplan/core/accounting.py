@@ -125,14 +125,16 @@ def shared_values(program: Program) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class StepHoldings:
     """What exists during a step, without its staging, and after it; per device, or the same on all."""
 
     during: Bytes
     after: Bytes
 
 
-def holds(program: Program, devices: tuple[int, ...], outside: Sequence[str] = ()) -> tuple[Bytes, list[Hold]]:
+def live_bytes(
+    program: Program, devices: tuple[int, ...], outside: Sequence[str] = ()
+) -> tuple[Bytes, list[StepHoldings]]:
     """Return the live bytes at the start of a program, and of every step, on `devices` (ascending ids).
 
     The inputs named in `outside` are not counted.
@@ -146,7 +148,7 @@ def holds(program: Program, devices: tuple[int, ...], outside: Sequence[str] = (
     for name, _ in program.inputs:
         if name not in used:
             live = live - sizes[name]
-    found: list[Hold] = []
+    found: list[StepHoldings] = []
     behind: dict[str, int] = {}  # by storage, the padding that lies behind it: no part of any shard
     for step, ends in zip(program.steps, ended, strict=True):
         for name in step.results:
@@ -158,7 +160,7 @@ def holds(program: Program, devices: tuple[int, ...], outside: Sequence[str] = (
         for name in ends:
             live = live - sizes[name]
             behind.pop(name, None)
-        found.append(Hold(during, live))
+        found.append(StepHoldings(during, live))
     return start, found
 
 
@@ -216,7 +218,7 @@ def _entry(op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, 
 def account(program: Program) -> Account:
     """Return the bytes of a program."""
     ledger = _Ledger(program.devices)
-    start, found = holds(program, program.devices)
+    start, found = live_bytes(program, program.devices)
     peak = _worst(start)
     received: Bytes = 0
     sent: Bytes = 0
@@ -262,7 +264,7 @@ def books_of(body: Program) -> Account:
 @lru_cache(maxsize=256)
 def workspace_beside(program: Program, outside: frozenset[str]) -> int:
     """Return the most bytes that a device holds during a program, without its inputs `outside`, which outlive it."""
-    start, found = holds(program, program.devices, sorted(outside))
+    start, found = live_bytes(program, program.devices, sorted(outside))
     most, known = _worst(start), dict[tuple[Op, tuple[TensorType, ...]], int]()
     for step, hold in zip(program.steps, found, strict=True):
         key = step.op, program.step_types(step)[0]
@@ -285,7 +287,7 @@ def held_inside(body: Program, carried: int, ahead: int = 0, uncounted: frozense
     """
     ledger = _Ledger(body.devices)
     outside = [*(name for name, _ in body.inputs[carried:]), *sorted(uncounted)]
-    start, found = holds(body, body.devices, outside)
+    start, found = live_bytes(body, body.devices, outside)
     sizes = ledger.sizes(body) | dict.fromkeys(uncounted, 0)
     of = storages(body, sizes, outside).of
     made = {of[r] for step in body.steps[:ahead] for r in step.results} - dict(body.inputs).keys()

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from shardplan.core.composite_patterns import Formulas, composite
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import stands_for
 from shardplan.core.ops.arithmetic import Elementwise
 from shardplan.core.ops.attention import Attention
 from shardplan.core.ops.layers import Softmax
 from shardplan.core.ops.placing import Reshape
 from shardplan.core.ops.products import Einsum
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 
 LOW = -1e4  # what is added to a masked score, or stands in its place, is at most this
@@ -41,7 +41,7 @@ class AttentionRule:
     def __init__(self) -> None:
         self.said: list[tuple[str, tuple[str | None, ...]]] = []
 
-    def __call__(self, f: Formulas, draft: Draft, step: Step, names: Mapping[str, str]) -> str | None:
+    def __call__(self, f: Formulas, builder: ProgramBuilder, step: Step, names: Mapping[str, str]) -> str | None:
         """Write attention where a step is the product that ends it."""
         if not isinstance(step.op, Einsum) or len(step.operands) != 2:
             return None
@@ -50,11 +50,18 @@ class AttentionRule:
             x = _softmax_source(f, weights)
             scores = _scores(f, x) if x else None
             if scores is not None:
-                return self._write_attention(f, draft, step, k, weights, scores, names)
+                return self._write_attention(f, builder, step, k, weights, scores, names)
         return None
 
     def _write_attention(
-        self, f: Formulas, draft: Draft, step: Step, k: int, weights: str, scores: Scores, names: Mapping[str, str]
+        self,
+        f: Formulas,
+        builder: ProgramBuilder,
+        step: Step,
+        k: int,
+        weights: str,
+        scores: Scores,
+        names: Mapping[str, str],
     ) -> str | None:
         assert isinstance(scores.step.op, Einsum)
         assert isinstance(step.op, Einsum)
@@ -105,34 +112,34 @@ class AttentionRule:
         ends, factor = (names[x], names[y], names[step.operands[1 - k]]), scores.scale * by * more
         if not factor or not math.isfinite(factor):  # a scale of 0 is the default in the op
             return None
-        given = [_arrange_heads(draft, ends[0], q, [batch, s, *heads, *ratio, *inner], heads, ratio, 2)]
-        given += [_arrange_heads(draft, ends[1], key, [batch, t, *heads, *inner], heads, ["r"], 2),
-                  _arrange_heads(draft, ends[2], values, [batch, t, *heads, *last], heads, ["r"], 2)]  # fmt: skip
+        given = [_arrange_heads(builder, ends[0], q, [batch, s, *heads, *ratio, *inner], heads, ratio, 2)]
+        given += [_arrange_heads(builder, ends[1], key, [batch, t, *heads, *inner], heads, ["r"], 2),
+                  _arrange_heads(builder, ends[2], values, [batch, t, *heads, *last], heads, ["r"], 2)]  # fmt: skip
         for name, dims in zip(given, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
             self.said.append((name, ("batch", "sequence", *dims, "head")))
         scale = 0.0 if stands_for(factor, sizes[inner[0]] ** -0.5, f.types[scores.step.results[0]].dtype) else factor
-        y = draft(Attention(causal, scale), *given)
+        y = builder(Attention(causal, scale), *given)
         words = ["b", "s", "g" if heads else "g=1", "r" if ratio else "r=1", "e"]
         if not (heads and ratio):
             kept = [w for w in words if "=" not in w]
-            y = draft(Reshape(f"{' '.join(words)} -> {' '.join(kept)}"), y)
+            y = builder(Reshape(f"{' '.join(words)} -> {' '.join(kept)}"), y)
         now = "".join([batch, s, *heads, *ratio, *last])
-        return y if now == result else draft(Einsum(f"{now}->{result}"), y)
+        return y if now == result else builder(Einsum(f"{now}->{result}"), y)
 
 
 def _arrange_heads(
-    draft: Draft, name: str, now: str, wanted: list[str], heads: list[str], ratio: list[str], at: int
+    builder: ProgramBuilder, name: str, now: str, wanted: list[str], heads: list[str], ratio: list[str], at: int
 ) -> str:
     """A value in the order that attention takes, with dims of size 1 for heads and ratio that it lacks."""
     order = "".join(wanted)
     if now != order:
-        name = draft(Einsum(f"{now}->{order}"), name)
+        name = builder(Einsum(f"{now}->{order}"), name)
     if heads and ratio:
         return name
     words = [f"d{k}" for k in range(len(order))]
     more = [*(() if heads else ("g=1",)), *(() if ratio else ("r=1",))]
     place = at + len(heads)
-    return draft(Reshape(f"{' '.join(words)} -> {' '.join([*words[:place], *more, *words[place:]])}"), name)
+    return builder(Reshape(f"{' '.join(words)} -> {' '.join([*words[:place], *more, *words[place:]])}"), name)
 
 
 def _scale_of(f: Formulas, name: str) -> tuple[str, float]:

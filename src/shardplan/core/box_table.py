@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.notation import Scanner
 from shardplan.errors import LayoutError, excerpt
 
@@ -64,7 +64,7 @@ class BoxTable:
 
     def __init__(self, rows: Iterable[tuple[int, Box, int, tuple[int, ...]]]) -> None:
         """Check and order the rows."""
-        found = sorted(_row(k, value) for k, value in enumerate(border.items("rows", rows, "rows")))
+        found = sorted(_row(k, value) for k, value in enumerate(validation.items("rows", rows, "rows")))
         ndims = {len(row.box) for row in found}
         if len(ndims) != 1:
             some = "no rows" if not ndims else f"boxes of {' and '.join(map(str, sorted(ndims)))} dims"
@@ -96,10 +96,8 @@ class BoxTable:
     def views(self, device: int, storage: np.ndarray) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
         """Yield where in the array each row of a device lies, and its view of the device's storage."""
         for row in self.rows[slice(*np.searchsorted(self.ids, [device, device + 1]))]:
-            steps = [storage.itemsize * stride for stride in row.strides]
             sizes = [hi - lo for lo, hi in row.box]
-            view = np.lib.stride_tricks.as_strided(storage[row.offset :], sizes, steps)
-            yield tuple(slice(lo, hi) for lo, hi in row.box), view
+            yield tuple(slice(*pair) for pair in row.box), region_view(storage, row.offset, sizes, row.strides)
 
     def __eq__(self, other: object) -> bool:
         """Tables are equal when their rows are."""
@@ -125,21 +123,21 @@ def _row(k: int, value: Any) -> BoxRow:
         raise LayoutError(f"{what} is {excerpt(value)}; legal is a tuple (device, box, offset, strides)")
     device, given, offset, strides = value  # pyright: ignore[reportUnknownVariableType]
     box: list[tuple[int, int]] = []
-    for d, pair in enumerate(border.items(f"the box of {what}", given, "pairs (start, stop)")):
-        ends = border.items(f"dim {d} of the box of {what}", pair, "two numbers, start and stop")
+    for d, pair in enumerate(validation.items(f"the box of {what}", given, "pairs (start, stop)")):
+        ends = validation.items(f"dim {d} of the box of {what}", pair, "two numbers, start and stop")
         if len(ends) != 2:
             raise LayoutError(f"dim {d} of the box of {what} is {excerpt(pair)}; legal is a pair (start, stop)")
-        lo = border.whole_number(f"the start of dim {d} of {what}", ends[0])
-        box.append((lo, border.whole_number(f"the stop of dim {d} of {what}", ends[1], least=lo + 1)))
+        lo = validation.whole_number(f"the start of dim {d} of {what}", ends[0])
+        box.append((lo, validation.whole_number(f"the stop of dim {d} of {what}", ends[1], least=lo + 1)))
     steps = [
-        border.whole_number(f"a stride of {what}", n, least=1)
-        for n in border.items(f"the strides of {what}", strides, "numbers")
+        validation.whole_number(f"a stride of {what}", n, least=1)
+        for n in validation.items(f"the strides of {what}", strides, "numbers")
     ]
     if len(steps) != len(box):
         raise LayoutError(f"{what} has {len(steps)} strides for a box of {len(box)} dims; give one a dim")
     device, offset = (
-        border.whole_number(f"the device of {what}", device),
-        border.whole_number(f"the offset of {what}", offset),
+        validation.whole_number(f"the device of {what}", device),
+        validation.whole_number(f"the offset of {what}", offset),
     )
     return BoxRow(device, tuple(box), offset, tuple(steps))
 
@@ -186,6 +184,28 @@ def runs(offset: int, sizes: list[int], strides: list[int]) -> tuple[np.ndarray,
     for size, stride in dims:
         starts = (starts[:, None] + np.arange(size) * stride).reshape(-1)
     return starts, length
+
+
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous array, in elements.
+
+    >>> strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    out: list[int] = []
+    step = 1
+    for n in reversed(shape):
+        out.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(out))
+
+
+def region_view(
+    array: np.ndarray, offset: int, sizes: Sequence[int] | np.ndarray, strides: Sequence[int] | np.ndarray
+) -> np.ndarray:
+    """Return a view of an array made flat: the block of these sizes and strides, in elements, from an offset."""
+    flat = array.reshape(-1)
+    return np.lib.stride_tricks.as_strided(flat[offset:], tuple(sizes), [int(n) * flat.strides[0] for n in strides])
 
 
 def split(boxes: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype, stands_for
 from shardplan.core.expression_tree import CUBIC, GELU_EXACT, Binary, Call, Name, Negate, Node, Number
 from shardplan.core.op import Op
@@ -25,6 +24,7 @@ from shardplan.core.ops.layers import LayerNorm, RmsNorm, Softmax
 from shardplan.core.ops.placing import Cast, Reshape
 from shardplan.core.ops.products import Einsum
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.reference import run_reference
 from shardplan.core.step import Step, live_steps
 from shardplan.core.tensor import TensorType
@@ -202,7 +202,7 @@ class Formulas:
 
 
 Found = tuple[Op, list[str]]  # an op and its operands
-Rule = Callable[[Formulas, Draft, Step, Mapping[str, str]], str | None]
+Rule = Callable[[Formulas, ProgramBuilder, Step, Mapping[str, str]], str | None]
 
 
 def _softmax(f: Formulas, name: str, t: TensorType) -> Found | None:
@@ -301,27 +301,27 @@ def composite(f: Formulas, name: str) -> Found | None:
 def close_composites(program: Program, rule: Rule) -> Program:
     """Return the program with composites as one step each; `rule` may write a step in another way, too."""
     f = Formulas(program)
-    draft, names = Draft(dict(program.inputs)), {n: n for n, _ in program.inputs}
+    builder, names = ProgramBuilder(dict(program.inputs)), {n: n for n, _ in program.inputs}
     turned: dict[str, tuple[str, str]] = {}  # transposed values: of which one, and its spec
     seen = 0
     for step in program.steps:
-        for new in draft.steps[seen:]:
+        for new in builder.steps[seen:]:
             if isinstance(new.op, Einsum) and len(new.operands) == 1 and _turns(new.op):
                 turned[new.results[0]] = (new.operands[0], new.op.spec)
-        seen = len(draft.steps)
+        seen = len(builder.steps)
         found = composite(f, step.results[0]) if isinstance(step.op, Elementwise) else None
         if found is not None:
             op, operands = found
-            names[step.results[0]] = draft(op, *(names[o] for o in operands))
+            names[step.results[0]] = builder(op, *(names[o] for o in operands))
             continue
-        own = rule(f, draft, step, names)
+        own = rule(f, builder, step, names)
         if own is not None:
             names[step.results[0]] = own
             continue
         op, operands = _through(step.op, [names[o] for o in step.operands], turned)
-        names |= zip(step.results, draft.write_step(op, *operands, stopped=step.stopped), strict=True)
+        names |= zip(step.results, builder.write_step(op, *operands, stopped=step.stopped), strict=True)
     outputs = [names[o] for o in program.outputs]
-    return Program(program.inputs, [draft.steps[k] for k in draft.live(outputs)], outputs)
+    return Program(program.inputs, [builder.steps[k] for k in builder.live(outputs)], outputs)
 
 
 def _turns(op: Einsum) -> bool:

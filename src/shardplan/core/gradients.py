@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shardplan.core.draft import Cotangents, Draft
 from shardplan.core.layout import Layout
-from shardplan.core.nested import row, rows
+from shardplan.core.nested import row_type, stacked_type
 from shardplan.core.ops.bodies import Repeat
 from shardplan.core.ops.collective import moving
 from shardplan.core.ops.composed import Reverse, differs, needing, plus, zeros
 from shardplan.core.ops.indexing import Constant
 from shardplan.core.ops.reduction import ToPartial
 from shardplan.core.program import Program
+from shardplan.core.program_builder import Cotangents, ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -78,21 +78,21 @@ def gradients(
     t = program.types[loss]
     if t.shape or t.layout.root or t.layout.reduction not in (None, "sum"):
         raise TypingError(f"gradients: the loss %{loss} is {t}; legal is a scalar, whole or a sum")
-    draft = Draft(program.types)
-    if isinstance(scale, str) and draft.types.get(scale) != TensorType(t.dtype, (), (), t.mesh):
-        raise TypingError(f"gradients: the scale %{scale} is {draft.types.get(scale)}; legal is a whole {t.dtype}[]")
-    level = _Level(draft, program, keep)
-    cotangents = {loss: scale if isinstance(scale, str) else draft(Constant(scale, t.dtype, (), Layout(()), t.mesh))}
+    builder = ProgramBuilder(program.types)
+    if isinstance(scale, str) and builder.types.get(scale) != TensorType(t.dtype, (), (), t.mesh):
+        raise TypingError(f"gradients: the scale %{scale} is {builder.types.get(scale)}; legal is a whole {t.dtype}[]")
+    level = _Level(builder, program, keep)
+    cotangents = {loss: scale if isinstance(scale, str) else builder(Constant(scale, t.dtype, (), Layout(()), t.mesh))}
     level.fill_cotangents(program.steps, cotangents, needing(program.steps, program.types, wanted))
-    draft.origin = None
+    builder.origin = None
     found = [
-        draft.reduce_axes(cotangents[n], program.types[n].layout.used_axes)
+        builder.reduce_axes(cotangents[n], program.types[n].layout.used_axes)
         if n in cotangents
-        else zeros(draft, program.types[n], n)
+        else zeros(builder, program.types[n], n)
         for n in wanted
     ]
-    live = draft.live(found)
-    steps = [*level.forward, *(draft.steps[k] for k in live)]
+    live = builder.live(found)
+    steps = [*level.forward, *(builder.steps[k] for k in live)]
     made = Program(program.inputs, steps, (*program.outputs, *found))
     return Gradients(made, (*(None for _ in level.forward), *level.origins(live)))
 
@@ -104,8 +104,8 @@ class _Level(Reverse):
     has, by the first result of a repeat in reverse, the origins inside it.
     """
 
-    def __init__(self, draft: Draft, program: Program, keep: Keep) -> None:
-        super().__init__(draft, dict(program.types), self.read)
+    def __init__(self, builder: ProgramBuilder, program: Program, keep: Keep) -> None:
+        super().__init__(builder, dict(program.types), self.read)
         self.keep = keep
         self.forward = list(program.steps)
         self.makers = {r: k for k, step in enumerate(program.steps) for r in step.results}
@@ -113,24 +113,24 @@ class _Level(Reverse):
         self.bodies: dict[str, tuple[Origin, ...]] = {}
 
     def saved_name(self, name: str) -> str:
-        """Return what a value that is kept, or came from outside, is called in the draft."""
-        self.draft.types[name] = self.types[name]
+        """Return what a value that is kept, or came from outside, is called in the builder."""
+        self.builder.types[name] = self.types[name]
         return name
 
     def read(self, name: str) -> str:
-        """Return what a forward value is called in the draft, where it is made again unless it is kept."""
+        """Return what a forward value is called in the builder, where it is made again unless it is kept."""
         if name not in self.known:
             number = self.makers.get(name)
             if number is None or self._is_saved(self.forward[number]):
                 self.known[name] = self.saved_name(name)
             else:
-                step, before = self.forward[number], self.draft.origin
+                step, before = self.forward[number], self.builder.origin
                 operands = [self.read(o) for o in step.operands]
-                self.draft.origin = number
-                copies = self.draft.write_step(step.op, *operands)
+                self.builder.origin = number
+                copies = self.builder.write_step(step.op, *operands)
                 self.known.update(zip(step.results, copies, strict=True))
-                self.draft.alike.update(zip(copies, step.results, strict=True))
-                self.draft.origin = before
+                self.builder.alike.update(zip(copies, step.results, strict=True))
+                self.builder.origin = before
         return self.known[name]
 
     def _is_saved(self, step: Step) -> bool:
@@ -140,12 +140,12 @@ class _Level(Reverse):
         return bool(step.operands) and self.keep(step, moved)
 
     def origins(self, steps: Iterable[int]) -> tuple[Origin, ...]:
-        """Return the origins of steps of the draft, given by number."""
-        draft, found = self.draft, list[Origin]()
+        """Return the origins of steps of the builder, given by number."""
+        builder, found = self.builder, list[Origin]()
         for k in steps:
-            results = draft.steps[k].results
-            alike = tuple(map(draft.alike.get, results))
-            found.append(Origin(draft.origins[k], self.bodies.get(results[0], ()), alike))
+            results = builder.steps[k].results
+            alike = tuple(map(builder.alike.get, results))
+            found.append(Origin(builder.origins[k], self.bodies.get(results[0], ()), alike))
         return tuple(found)
 
     def step_gradient(self, number: int, step: Step, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
@@ -155,13 +155,13 @@ class _Level(Reverse):
         return super().step_gradient(number, step, came, wants)
 
     def _repeat(self, number: int, op: Repeat, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
-        draft, step, outputs = self.draft, self.forward[number], op.body.outputs
+        builder, step, outputs = self.builder, self.forward[number], op.body.outputs
         names = [name for name, _ in op.body.inputs]
         wanted = [n for n, want in zip(names, wants, strict=True) if want]
-        stacked = {k: draft.types[c] for k, c in enumerate(came) if c and k >= op.carried}
+        stacked = {k: builder.types[c] for k, c in enumerate(came) if c and k >= op.carried}
         invariants = names[op.carried : len(names) - op.sliced]
         trial = _Body(op, self.keep, wanted, stacked, {})
-        sums = {n: trial.draft.types[trial.found[n]] for n in invariants if n in trial.found}
+        sums = {n: trial.builder.types[trial.found[n]] for n in invariants if n in trial.found}
         back = _Body(op, self.keep, wanted, stacked, sums)
         if not back.outputs:  # nothing that is wanted has a part in what came
             return [None for _ in names]
@@ -170,10 +170,10 @@ class _Level(Reverse):
         more: list[str] = []
         for name in back.residuals:
             more.append(f"{number}.{name}")
-            while more[-1] in self.types or more[-1] in draft.types:
+            while more[-1] in self.types or more[-1] in builder.types:
                 more[-1] += "_"
             self.makers[more[-1]] = number
-            self.types[more[-1]] = rows(back.types[name], op.n)
+            self.types[more[-1]] = stacked_type(back.types[name], op.n)
             operand[name] = more[-1]
         body = Program(op.body.inputs, back.forward, (*outputs, *back.residuals))
         self.forward[number] = Step(replace(op, body=body), step.operands, (*step.results, *more), step.stopped)
@@ -182,16 +182,16 @@ class _Level(Reverse):
         for j in back.carried:
             c = came[j]
             starts.append(
-                zeros(draft, self.types[step.operands[j]], step.operands[j])
+                zeros(builder, self.types[step.operands[j]], step.operands[j])
                 if c is None
-                else draft.reduce_axes(c, draft.types[c].layout.partial)
+                else builder.reduce_axes(c, builder.types[c].layout.partial)
             )
         for n, t in sums.items():
-            zero = zeros(draft, t, operand[n])
-            starts.append(draft(ToPartial(t.layout.partial), zero) if t.layout.partial else zero)
+            zero = zeros(builder, t, operand[n])
+            starts.append(builder(ToPartial(t.layout.partial), zero) if t.layout.partial else zero)
         read = [self.read(operand[n]) for n in (*back.invariants, *back.rows)]
         reverse = Repeat(op.n, back.program(), len(starts), len(back.rows) + len(stacked), not op.reverse)
-        found = draft.write_step(reverse, *starts, *read, *(c for k, c in enumerate(came) if k in stacked and c))
+        found = builder.write_step(reverse, *starts, *read, *(c for k, c in enumerate(came) if k in stacked and c))
         self.bodies[found[0]] = back.origins(back.live)
         made = [*(names[j] for j in back.carried), *sums, *back.slices]
         cotangents: dict[str, str | None] = dict(zip(made, found, strict=True))
@@ -214,8 +214,8 @@ class _Body(_Level):
         stacked: Mapping[int, TensorType],
         sums: Mapping[str, TensorType],
     ) -> None:
-        super().__init__(Draft({}), op.body, keep)
-        body, draft = op.body, self.draft
+        super().__init__(ProgramBuilder({}), op.body, keep)
+        body, builder = op.body, self.builder
         names, needed = [name for name, _ in body.inputs], set(wanted)
         while True:  # what is carried may come to hang on what is needed in the next run
             inside = needing(body.steps, body.types, needed)
@@ -230,30 +230,30 @@ class _Body(_Level):
         self.rows: dict[str, str] = {}
         self.carried = [j for j in range(op.carried) if names[j] in needed]
         self.entering = [
-            draft.add_input(t.with_layout(Layout(t.layout.dims))) for t in (body.input_types[j] for j in self.carried)
+            builder.add_input(t.with_layout(Layout(t.layout.dims))) for t in (body.input_types[j] for j in self.carried)
         ]
-        totals = {n: draft.add_input(t) for n, t in sums.items()}
-        self.coming = [draft.add_input(row(t)) for t in stacked.values()]
+        totals = {n: builder.add_input(t) for n, t in sums.items()}
+        self.coming = [builder.add_input(row_type(t)) for t in stacked.values()]
         found: dict[str, str] = {}
         for k, c in zip((*self.carried, *stacked), (*self.entering, *self.coming), strict=True):
             name = body.outputs[k]
             if name in inside:
-                found[name] = plus(draft, found[name], c) if name in found else c
+                found[name] = plus(builder, found[name], c) if name in found else c
         self.fill_cotangents(body.steps, found, inside)
-        self.found = {n: draft.reduce_axes(found[n], body.types[n].layout.used_axes) for n in names if n in found}
+        self.found = {n: builder.reduce_axes(found[n], body.types[n].layout.used_axes) for n in names if n in found}
         self.leaving: list[str] = []
         for j in self.carried:
             c = self.found.get(names[j])
             self.leaving.append(
-                zeros(draft, body.input_types[j], names[j])
+                zeros(builder, body.input_types[j], names[j])
                 if c is None
-                else draft.reduce_axes(c, draft.types[c].layout.partial)
+                else builder.reduce_axes(c, builder.types[c].layout.partial)
             )
-        self.leaving += [plus(draft, totals[n], self.found[n]) for n in sums]
+        self.leaving += [plus(builder, totals[n], self.found[n]) for n in sums]
         self.entering += totals.values()
         self.slices = [n for n in self.sliced if n in self.found]
         self.outputs = (*self.leaving, *(self.found[n] for n in self.slices))
-        self.live = draft.live(self.outputs)
+        self.live = builder.live(self.outputs)
 
     @property
     def residuals(self) -> list[str]:
@@ -263,11 +263,11 @@ class _Body(_Level):
     def saved_name(self, name: str) -> str:
         """An invariant, or a row."""
         into = self.invariants if name in self.outside else self.rows
-        into[name] = self.draft.add_input(self.types[name])
+        into[name] = self.builder.add_input(self.types[name])
         return into[name]
 
     def program(self) -> Program:
         """Return the body."""
         given = (*self.entering, *self.invariants.values(), *self.rows.values(), *self.coming)
-        steps = [self.draft.steps[k] for k in self.live]
-        return Program([(n, self.draft.types[n]) for n in given], steps, self.outputs)
+        steps = [self.builder.steps[k] for k in self.live]
+        return Program([(n, self.builder.types[n]) for n in given], steps, self.outputs)

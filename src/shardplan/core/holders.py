@@ -12,14 +12,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import TypingError
 
 
 def checked_near(op: str, near: object) -> tuple[int, ...]:
     """Return sizes of nested blocks, smallest first; raises `TypingError` for any other value."""
-    given = border.items(f"{op}: near", near, "sizes of blocks", TypingError)
-    sizes = tuple(border.whole_number(f"{op}: a block of near", size, 2, kind=TypingError) for size in given)
+    given = validation.items(f"{op}: near", near, "sizes of blocks", TypingError)
+    sizes = tuple(validation.whole_number(f"{op}: a block of near", size, 2, kind=TypingError) for size in given)
     if any(outer % inner or outer == inner for inner, outer in pairwise((1, *sizes))):
         raise TypingError(f"{op}: near={sizes}; legal are multiples of the one before, like (8, 32)")
     return sizes

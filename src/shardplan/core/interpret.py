@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from shardplan.core.box_table import region_view
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.lowering import BufferBlock, Copy, Kernel, Lowering, Region, match_messages
 from shardplan.core.namespace import NUMPY
@@ -60,9 +61,8 @@ def _block(held: Mapping[str, Sequence[Array]], block: BufferBlock, row: int) ->
 def _view(array: Array, region: Region, row: int) -> Array:
     box = region.box[row]
     if region.strides is not None:
-        flat, strides = array.reshape(-1), region.strides[row]
-        sizes = box[:, 1] - box[:, 0]
-        return np.lib.stride_tricks.as_strided(flat[box[:, 0] @ strides :], sizes, strides * flat.strides[0])
+        strides = region.strides[row]
+        return region_view(array, box[:, 0] @ strides, box[:, 1] - box[:, 0], strides)
     if len(box) != array.ndim:
         return array.reshape(-1)[box[0, 0] : box[0, 1]]
     return array[tuple(slice(a, b) for a, b in box)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.box_table import BoxTable
 from shardplan.core.dtypes import COMBINE
 from shardplan.core.mesh import Mesh
@@ -165,17 +165,22 @@ def make_layout(
         dims, reduction = spec.dims, spec.reduction
         partials, roots = spec.partial, spec.root
     else:
-        entries = border.items("the layout", spec, "entries, one a dim: None, an axis, or a tuple of axes")
-        dims = tuple(() if d is None else border.names(f"entry {k} of the layout", d) for k, d in enumerate(entries))
-        partial = {} if partial is None else border.table("partial", partial, "names of axes to a reduction")
-        kinds = {border.text("a reduction", kind) for kind in partial.values()}
+        entries = validation.items("the layout", spec, "entries, one a dim: None, an axis, or a tuple of axes")
+        dims = tuple(
+            () if d is None else validation.names(f"entry {k} of the layout", d) for k, d in enumerate(entries)
+        )
+        partial = {} if partial is None else validation.table("partial", partial, "names of axes to a reduction")
+        kinds = {validation.text("a reduction", kind) for kind in partial.values()}
         for kind in kinds:
             if kind not in REDUCTIONS:
                 raise LayoutError(f"unknown reduction {kind!r}; legal are {', '.join(REDUCTIONS)}")
         if len(kinds) > 1:
             raise LayoutError(f"one type has the reductions {', '.join(sorted(kinds))}; all its partial axes carry one")
         reduction = next(iter(kinds), None)
-        partials, roots = border.names("partial", tuple(partial)), tuple(border.items("root", root, "names of axes"))
+        partials, roots = (
+            validation.names("partial", tuple(partial)),
+            tuple(validation.items("root", root, "names of axes")),
+        )
     if len(dims) > ndim:
         raise LayoutError(f"the layout {_loose(dims)} names {len(dims)} dims, but the tensor has {ndim}")
     dims += ((),) * (ndim - len(dims))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardplan.core.draft import Draft
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -25,12 +25,12 @@ def weight_loss_rows(program: Program, loss: str, dim: int, weight: str) -> Prog
     t = program.types[step.operands[0]] if step.operands else program.types[loss]
     if not isinstance(op, ReduceDims) or op.reduction != "mean" or len(op.dims) != t.ndim:
         raise TypingError(f"the loss is made by {op.name}; legal for rows of unequal weights is a mean over all dims")
-    draft = Draft(program.types)
-    draft.types[weight] = TensorType(t.dtype, (t.shape[dim],), (), t.mesh)
+    builder = ProgramBuilder(program.types)
+    builder.types[weight] = TensorType(t.dtype, (t.shape[dim],), (), t.mesh)
     rest = t.nbytes // t.itemsize // t.shape[dim]
     dims = " ".join("b" if d == dim else f"d{d}={n}" for d, n in enumerate(t.shape))
-    spread = draft(Expand(f"b -> {dims}"), weight) if t.ndim > 1 else weight
-    scaled = draft(Elementwise(f"a * b / {rest}" if rest > 1 else "a * b"), step.operands[0], spread)
-    steps = [*program.steps[:number], *draft.steps, Step(ReduceDims(op.dims), (scaled,), (loss,))]
-    inputs = (*program.inputs, (weight, draft.types[weight]))
+    spread = builder(Expand(f"b -> {dims}"), weight) if t.ndim > 1 else weight
+    scaled = builder(Elementwise(f"a * b / {rest}" if rest > 1 else "a * b"), step.operands[0], spread)
+    steps = [*program.steps[:number], *builder.steps, Step(ReduceDims(op.dims), (scaled,), (loss,))]
+    inputs = (*program.inputs, (weight, builder.types[weight]))
     return Program(inputs, (*steps, *program.steps[number + 1 :]), program.outputs)

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.digits import digit_groups, digit_numbers
 from shardplan.core.notation import NAME, Scanner
 from shardplan.errors import LayoutError, excerpt, near_text
 
-MOST_DEVICES = border.MOST_ITEMS  # four million, beyond any cluster: a few numbers a device still fit in memory
+MOST_DEVICES = validation.MOST_ITEMS  # four million, beyond any cluster: a few numbers a device still fit in memory
 Parts = tuple[tuple[str, int], ...]  # names and sizes of the parts of one axis, major first; () where it is not split
 
 
@@ -110,7 +110,7 @@ class Mesh:
         """Take axis sizes by keyword or as one ordered mapping."""
         if axes is not None and sizes:
             raise LayoutError("a mesh takes its axes as one mapping or as keywords, not both")
-        table = sizes if axes is None else border.table("the mesh", axes, "names of axes to sizes, or keywords")
+        table = sizes if axes is None else validation.table("the mesh", axes, "names of axes to sizes, or keywords")
         _fill(self, table, devices, {})
 
     def split(self, axis: str, /, **parts: int) -> Mesh:
@@ -122,7 +122,7 @@ class Mesh:
         if not isinstance(axis, str) or axis not in self.axes:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"cannot split {excerpt(axis)}: {self.legal()}")
         size = self.sizes[self.axes.index(axis)]
-        parts = {name: border.whole_number(f"the part {axis}.{name}", n) for name, n in parts.items()}
+        parts = {name: validation.whole_number(f"the part {axis}.{name}", n) for name, n in parts.items()}
         if math.prod(parts.values()) != size or any(p < 1 for p in parts.values()):
             raise LayoutError(f"cannot split {axis!r} of size {size} into {parts}: the parts must multiply to {size}")
         for name in parts:
@@ -140,7 +140,7 @@ class Mesh:
     def reorder_factors(self, axis: str, /, *factors: int) -> Mesh:
         """Return this mesh with the prime factors of `axis` in another order: `data=12(3,2,2)`."""
         legal = primes(self.span(axis).size)
-        factors = tuple(border.whole_number(f"a factor of {axis}", n, 2) for n in factors)
+        factors = tuple(validation.whole_number(f"a factor of {axis}", n, 2) for n in factors)
         if axis not in self.axes or legal != tuple(sorted(factors)):
             raise LayoutError(f"cannot order {axis!r} as {factors}: legal are the factors {legal} of an axis")
         splits = {a: dict(p) for a, p in zip(self.axes, self.parts, strict=True) if p}
@@ -198,12 +198,12 @@ class Mesh:
     def place(self, device: int | tuple[int, ...]) -> int:
         """Return the place of `device`, given as that or as coordinates over the axes; raises `LayoutError` outside."""
         if isinstance(device, tuple):
-            device = tuple(border.whole_number("a coordinate of a device", c) for c in device)
+            device = tuple(validation.whole_number("a coordinate of a device", c) for c in device)
             legal = len(device) == len(self.sizes) and all(0 <= c < s for c, s in zip(device, self.sizes, strict=True))
             if not legal:
                 raise LayoutError(f"device {device} is outside the mesh {self}")
             return sum(c * self._spans[a].stride for c, a in zip(device, self.axes, strict=True))
-        device = border.integer("a device's place", device)
+        device = validation.integer("a device's place", device)
         if not 0 <= device < self.size:
             raise LayoutError(f"device {device} is outside the mesh {self}: places are 0 to {self.size - 1}")
         return int(device)
@@ -323,11 +323,11 @@ def _device_ids(devices: Iterable[int]) -> tuple[int, ...]:
     elif isinstance(devices, np.ndarray) and devices.ndim == 1 and devices.dtype.kind in "iu":
         ids = devices.tolist()
     else:
-        ids = border.items("devices", devices, "device ids")
+        ids = validation.items("devices", devices, "device ids")
     if not all(type(d) is int for d in ids):
-        ids = [border.integer("a device id", d) for d in ids]
-    if ids and max(ids) > border.MOST:
-        raise LayoutError(f"device {excerpt(max(ids))} is too large; device ids are 0 to {border.MOST}")
+        ids = [validation.integer("a device id", d) for d in ids]
+    if ids and max(ids) > validation.MOST:
+        raise LayoutError(f"device {excerpt(max(ids))} is too large; device ids are 0 to {validation.MOST}")
     return tuple(ids)
 
 

@@ -89,7 +89,7 @@ def parcels(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tupl
 def overlap_elements(s: TensorType, t: TensorType) -> np.ndarray:
     """Return the elements of its `t` box that each device of `t` already holds under `s`: int64 [t.mesh.size]."""
     if has_box_table(s, t):
-        found = parcels(s, t)
+        found = parcels(s, t, (), ())  # said out, so that it is remembered as what `messages` asks for
         out = np.zeros(t.mesh.size, dtype=counter(t))
         np.add.at(out, found.ends[1][found.stay_mask], found.sizes[found.stay_mask])
         return out
@@ -243,7 +243,7 @@ def stays(s: TensorType, t: TensorType, axes: tuple[str, ...]) -> bool:
     return True
 
 
-class Served(NamedTuple):
+class SenderLoads(NamedTuple):
     """What senders have to do in a general move."""
 
     elements: np.ndarray  # that each device sends to others, int64 [devices]
@@ -257,7 +257,9 @@ class Served(NamedTuple):
 
 
 @lru_cache(maxsize=RECENT)
-def sent_in_general(s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> Served:
+def sent_in_general(
+    s: TensorType, t: TensorType, near: tuple[int, ...] = (), axes: tuple[str, ...] = ()
+) -> SenderLoads:
     """Return what every device sends in the general move; arguments as for `messages`.
 
     Where all receivers of a tile take equal parts of it, and all tiles of a group are wanted, their holders' shares are
@@ -267,7 +269,7 @@ def sent_in_general(s: TensorType, t: TensorType, near: tuple[int, ...] = (), ax
         senders, _, sizes = messages(s, t, near, axes)
         sent = np.zeros(s.mesh.size, dtype=counter(s))
         np.add.at(sent, senders, sizes)
-        return Served(sent, np.bincount(senders, minlength=s.mesh.size), True)
+        return SenderLoads(sent, np.bincount(senders, minlength=s.mesh.size), True)
     cuts = [(math.prod(s.mesh.atoms[a].size for a in x), math.prod(s.mesh.atoms[a].size for a in y))
             for x, y in zip(s.atoms, t.atoms, strict=True)]  # fmt: skip
     part = math.prod(n // max(x, y) for n, (x, y) in zip(s.shape, cuts, strict=True))
@@ -283,7 +285,7 @@ def sent_in_general(s: TensorType, t: TensorType, near: tuple[int, ...] = (), ax
     turn = wanting[:, None] // holders + (np.arange(holders) < wanting[:, None] % holders)
     counts = np.zeros(s.mesh.size, dtype=np.int64)
     counts[order] = turn.reshape(-1)
-    return Served(counts.astype(counter(s)) * part, counts, False)
+    return SenderLoads(counts.astype(counter(s)) * part, counts, False)
 
 
 def _tiles_nest(s: TensorType, t: TensorType, near: tuple[int, ...], axes: tuple[str, ...]) -> bool:

@@ -7,6 +7,8 @@ then those whose rows are stacked along a new leading dim. A body that runs `at_
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import ClassVar
 
 from shardplan.core.box_table import BoxTable
@@ -71,13 +73,13 @@ class Nested(Op):
         """Hold the operands against the body's inputs; carried results are the body's, the others rows of a stack."""
         inner = self.body.input_types
         whole = len(inner) - self.cut
-        legal = (*inner[:whole], *(rows(t, self.times) for t in inner[whole:]))
+        legal = (*inner[:whole], *(stacked_type(t, self.times) for t in inner[whole:]))
         if operands != legal:
             raise TypingError(f"{self.name}: operands {_texts(operands)}; the body takes {_texts(legal)}")
         found = self.body.output_types
         if self.at_once:
             return found
-        return (*found[: self.carried_count], *(rows(u, self.times) for u in found[self.carried_count :]))
+        return (*found[: self.carried_count], *(stacked_type(u, self.times) for u in found[self.carried_count :]))
 
 
 def as_nested(op: Op) -> Nested | None:
@@ -96,20 +98,20 @@ def check_depth(op: Nested) -> None:
         raise TypingError(f"{op.name}: bodies inside each other, {depth(op)} deep; legal are {MOST_NESTED}")
 
 
-def rows(t: TensorType, count: int) -> TensorType:
+@lru_cache(maxsize=1 << 14)  # a body is typed again and again over a few of them
+def stacked_type(t: TensorType, count: int) -> TensorType:
     """Return the type of `count` values of one type, stacked along a leading dim that no axis cuts."""
     if t.layout.boxes is not None:
         raise TypingError(f"{t} lies in a table of boxes, which has no rows to stack or to slice")
-    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
-    return TensorType(t.dtype, (count, *t.shape), ((), *t.layout.dims), t.mesh, partial, t.layout.root)
+    return TensorType(t.dtype, (count, *t.shape), replace(t.layout, dims=((), *t.layout.dims)), t.mesh)
 
 
-def row(t: TensorType) -> TensorType:
+@lru_cache(maxsize=1 << 14)
+def row_type(t: TensorType) -> TensorType:
     """Return the type of one of several values that are stacked; raises `TypingError` where axes cut the stack."""
     if t.layout.boxes is not None or not t.ndim or t.layout.dims[0]:
         raise TypingError(f"{t} is no stack along a first dim that no axis cuts")
-    partial = dict.fromkeys(t.layout.partial, t.layout.reduction or "sum")
-    return TensorType(t.dtype, t.shape[1:], t.layout.dims[1:], t.mesh, partial, t.layout.root)
+    return TensorType(t.dtype, t.shape[1:], replace(t.layout, dims=t.layout.dims[1:]), t.mesh)
 
 
 def _texts(types: tuple[TensorType, ...]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.box_table import NAME, BoxTable, scan_row
 from shardplan.core.layout import Layout, scan_layout
 from shardplan.core.mesh import Mesh, scan_mesh
@@ -74,7 +74,7 @@ class Claim(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ParsedProgram:
     """What the text of a program says, not yet verified."""
 
     inputs: tuple[tuple[str, TensorType], ...]
@@ -99,13 +99,13 @@ class _Scope:
     claims: list[Claim] = field(default_factory=list[Claim])
     outputs: tuple[str, ...] = ()
 
-    def finish(self, text: str) -> Written:
-        return Written(tuple(self.inputs), tuple(self.steps), self.outputs, tuple(self.claims), text)
+    def finish(self, text: str) -> ParsedProgram:
+        return ParsedProgram(tuple(self.inputs), tuple(self.steps), self.outputs, tuple(self.claims), text)
 
 
 class _Parser:
-    def __init__(self, text: str, verified: Callable[[Written], Any]) -> None:
-        border.text("the text of a program", text, ParseError)
+    def __init__(self, text: str, verified: Callable[[ParsedProgram], Any]) -> None:
+        validation.text("the text of a program", text, ParseError)
         self.text = _COMMENT.sub(lambda m: " " * len(m.group()), text)  # no op has '#' in a quoted attribute
         self.scanner = Scanner(self.text)
         self.meshes: dict[str, Mesh] = {}
@@ -325,7 +325,7 @@ class _Parser:
         return tuple(found)
 
 
-def parse_text(text: str, verified: Callable[[Written], Any]) -> Any:
+def parse_text(text: str, verified: Callable[[ParsedProgram], Any]) -> Any:
     """Read the text of a program; `verified` makes one of what is written, and of what a body says.
 
     Raises `ParseError` at the character, and what `verified` raises.

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.box_table import BoxTable
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import results_of
-from shardplan.core.parse import Written, parse_text
+from shardplan.core.parse import ParsedProgram, parse_text
 from shardplan.core.step import Step, last_uses
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import program_text
@@ -50,10 +50,10 @@ class Program:
         outputs: Iterable[str],
     ) -> None:
         """Verify and derive the types."""
-        listed = tuple(inputs.items() if isinstance(inputs, Mapping) else border.items("inputs", inputs, "pairs"))
+        listed = tuple(inputs.items() if isinstance(inputs, Mapping) else validation.items("inputs", inputs, "pairs"))
         pairs: tuple[tuple[str, TensorType], ...] = listed  # checked below
-        body: tuple[Step, ...] = tuple(border.items("steps", steps, "steps"))
-        results = border.names("outputs", tuple(border.items("outputs", outputs, "names of values")))
+        body: tuple[Step, ...] = tuple(validation.items("steps", steps, "steps"))
+        results = validation.names("outputs", tuple(validation.items("outputs", outputs, "names of values")))
         types: dict[str, TensorType] = {}
         for pair in listed:
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -150,7 +150,7 @@ class Program:
         return parse_text(text, _check_written)
 
 
-def _check_written(written: Written) -> Program:
+def _check_written(written: ParsedProgram) -> Program:
     program = Program(written.inputs, written.steps, written.outputs)
     written.check(program.types)
     return program

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import at_root
@@ -93,7 +93,7 @@ def collect(shards: Shards, t: TensorType | str, *, mesh: Mesh | str | None = No
     Raises `LayoutError` naming the first device whose shard has a wrong shape or differs from its replica.
     """
     t = type_of("the type", t, mesh)
-    shards = border.items("shards", shards, "arrays, one a device")
+    shards = validation.items("shards", shards, "arrays, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"{len(shards)} shards for the {t.mesh.size} devices of {t!r}")
     if t.layout.boxes is None:
@@ -198,7 +198,7 @@ def take_values(values: dict[str, Any], names: Sequence[str], freed: Container[s
 
 def check_shards(name: str, t: TensorType, shards: Shards) -> list[Array]:
     """Return the shards as arrays after checking their number, shapes and dtype against the type of input `name`."""
-    shards = border.items(f"input %{name}", shards, "shards, one a device")
+    shards = validation.items(f"input %{name}", shards, "shards, one a device")
     if len(shards) != t.mesh.size:
         raise LayoutError(f"input %{name}: {len(shards)} shards for the {t.mesh.size} devices of {t}")
     arrays = [_array(f"input %{name}, device {k}", x) for k, x in enumerate(shards)]

@@ -61,7 +61,7 @@ def resize_dims(program: Program, names: DimNames, sizes: Sizes) -> Program:
     return _Resizer(program, names, sizes, {}).program()
 
 
-class Summed(NamedTuple):
+class SumExtent(NamedTuple):
     """Of how many elements a value is a sum, and whether along a dim that changes."""
 
     many: int
@@ -71,7 +71,7 @@ class Summed(NamedTuple):
 class _Resizer:
     """The new steps and types of one program; `sums` has what values are sums of."""
 
-    def __init__(self, program: Program, names: DimNames, sizes: Sizes, sums: Mapping[str, Summed]) -> None:
+    def __init__(self, program: Program, names: DimNames, sizes: Sizes, sums: Mapping[str, SumExtent]) -> None:
         self.old, self.names, self.sizes = program, names, sizes
         self.sums = dict(sums)
         self.made = {r: step for step in program.steps for r in step.results}
@@ -152,7 +152,7 @@ class _Resizer:
         elif not isinstance(op, (Elementwise, Reshape, Cast)):
             many = 1
         if many > 1:
-            self.sums |= dict.fromkeys(step.results, Summed(many, changed))
+            self.sums |= dict.fromkeys(step.results, SumExtent(many, changed))
 
     def numbers(self, step: Step, op: Elementwise) -> list[float]:
         """The factors and divisors of an expression that are numbers, and operands that are one number."""

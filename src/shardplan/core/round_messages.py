@@ -36,7 +36,7 @@ class RoundMessages(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Counted:
+class MessageCounts:
     """The elements that a lowering of one operand, on all devices, moves; devices in order of their ids."""
 
     devices: Ints
@@ -59,7 +59,7 @@ class Counted:
         return sent[np.searchsorted(self.devices, t.mesh.ids)]
 
 
-def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Counted:
+def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> MessageCounts:
     """Count the lowering from type `t` to `u` that `lower` gives for devices."""
     ids = np.unique(np.concatenate([t.mesh.ids, u.mesh.ids]))
     lowering = lower(ids)
@@ -113,7 +113,9 @@ def count(t: TensorType, u: TensorType, lower: Callable[[Ints], Lowering]) -> Co
     buffers = int(sum(room.values(), np.zeros_like(ids)).max(initial=0))
     packed = Packed(most[0], most[1], runs[0], runs[1], buffers)
     pieces[1] += int(slots.max(initial=0))
-    return Counted(ids, received, rounds, packed, (pieces[0], pieces[1]), int(written.max(initial=0)), tuple(turns))
+    return MessageCounts(
+        ids, received, rounds, packed, (pieces[0], pieces[1]), int(written.max(initial=0)), tuple(turns)
+    )
 
 
 def _shapes(t: TensorType, ids: Ints) -> Ints:

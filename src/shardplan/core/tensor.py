@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core import border, dtypes
+from shardplan.core import dtypes, validation
 from shardplan.core.box_table import NAME, Box, BoxTable, check_covers
 from shardplan.core.digits import tile_bounds
 from shardplan.core.layout import Layout, Spec, make_layout, scan_suffix
@@ -61,10 +61,10 @@ class TensorType:
         """Check and fold; see the class."""
         mesh = mesh_of("mesh", mesh)
         name = dtypes.short_name(dtype)
-        sizes = tuple(shape) if isinstance(shape, (tuple, list)) else tuple(border.items("shape", shape, "sizes"))
+        sizes = tuple(shape) if isinstance(shape, (tuple, list)) else tuple(validation.items("shape", shape, "sizes"))
         for k, n in enumerate(sizes):
-            if type(n) is not int or n > border.MOST:
-                sizes = tuple(border.integer(f"the size of dim {k}", n) for k, n in enumerate(sizes))
+            if type(n) is not int or n > validation.MOST:
+                sizes = tuple(validation.integer(f"the size of dim {k}", n) for k, n in enumerate(sizes))
             if n < 1:
                 raise LayoutError(f"dim {k} of the shape {sizes} has size {n}; every dim has at least 1 element")
         layout = make_layout(len(sizes), spec, mesh, partial, root)

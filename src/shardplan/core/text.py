@@ -44,7 +44,7 @@ ALIGNED = 110  # characters: comments stand behind the longest step up to here; 
 FOLDED = 8  # values, or steps at once: more are folded where a text is for the eye
 
 
-class Lines(Protocol):
+class PrintedProgram(Protocol):
     """What is printed as a program."""
 
     @property
@@ -131,7 +131,7 @@ def _value_text(value: Any, meshes: dict[Mesh, str]) -> str:
 
 
 def program_text(
-    program: Lines, note: Callable[[int, Step], str] | None = None, total: Callable[[int], str] | None = None
+    program: PrintedProgram, note: Callable[[int, Step], str] | None = None, total: Callable[[int], str] | None = None
 ) -> str:
     """Return a program's text; `note(number, step)` may add a comment to a step's line.
 
@@ -148,7 +148,7 @@ def program_text(
 
 
 def _lines(
-    program: Lines,
+    program: PrintedProgram,
     names: dict[Mesh, str],
     several: bool,
     indent: str,

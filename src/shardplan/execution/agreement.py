@@ -1,16 +1,17 @@
 """One agreement: ranks that are to begin something together find out whether all come with the same.
 
-Each rank has a word of its own: `Comes`, with what it offers, or `Fails`, with the reason why it does not come. It
-hears the words of the ranks below it. Once one of them fails, or comes with something else, that is its verdict: a
-`Refusal`, of all words that it has heard. Once all of them have come with what it offers itself, it says so to the rank
-above; one with nobody above it says `Start` to those below. A verdict holds, and nothing said later changes it, nor
-does time: ranks that are still `silent` are named, and the agreement is over. So where all words arrive all ranks come
-to the same verdict, in whatever order they do, and a refusal waits for nobody who is late.
+Each rank has a word of its own: `RankReady`, with what it offers, or `RankFailed`, with the reason why it does not
+come. It hears the words of the ranks below it. Once one of them fails, or comes with something else, that is its
+verdict: a `Refusal`, of all words that it has heard. Once all of them have come with what it offers itself, it says so
+to the rank above; one with nobody above it says `Start` to those below. A verdict holds, and nothing said later changes
+it, nor does time: ranks that are still `silent` are named, and the agreement is over. So where all words arrive all
+ranks come to the same verdict, in whatever order they do, and a refusal waits for nobody who is late.
 
 Who is below and above is the transport's, and so is how words travel, its `Mail`:
 
 - MPI (`mpi.agreed_programs`): a binary tree, of letters to neighbours, at most three a rank; a refusal goes on from
-  neighbour to neighbour. That a rank has ended is a word, `Fails`. Where one is late a roll call finds who is silent.
+  neighbour to neighbour. That a rank has ended is a word, `RankFailed`. Where one is late a roll call finds who is
+  silent.
 - JAX's store (`jax.agree`): all others. Each writes its word, all meet at a barrier, the first reads all words and
   writes them down for the others where they differ: five operations. Where the barrier fails, who has written nothing
   is named, unless one that has written fails.
@@ -36,14 +37,14 @@ from shardplan.execution.rank_names import format_ranks, name_ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Comes:
+class RankReady:
     """To the rank above: this rank, and all below it, come with this offer; the same where it is equal."""
 
     offer: Any
 
 
 @dataclass(frozen=True, slots=True)
-class Fails:
+class RankFailed:
     """Of a rank: it does not come; `why` goes on behind its name, as in "raised ValueError: no"."""
 
     why: str
@@ -58,20 +59,20 @@ class Start:
 class Refusal:
     """To all neighbours: nothing begins; what was said by whom, first by the rank that found it out."""
 
-    said: tuple[tuple[int, Comes | Fails], ...]
+    said: tuple[tuple[int, RankReady | RankFailed], ...]
 
     @property
     def failure(self) -> str:
         """Which rank does not come, and why, as a clause without "rank"; empty where ranks come with unlike offers."""
-        return next((f"{rank} {word.why}" for rank, word in self.said if isinstance(word, Fails)), "")
+        return next((f"{rank} {word.why}" for rank, word in self.said if isinstance(word, RankFailed)), "")
 
     @property
     def offers(self) -> dict[int, Any]:
         """What ranks come with, as far as was heard."""
-        return {rank: word.offer for rank, word in self.said if isinstance(word, Comes)}
+        return {rank: word.offer for rank, word in self.said if isinstance(word, RankReady)}
 
 
-Word = Comes | Fails | Start | Refusal
+Word = RankReady | RankFailed | Start | Refusal
 Words = list[tuple[int, Word]]  # the rank of the receiver, and what it is told
 
 
@@ -96,21 +97,21 @@ class Agreement:
     """The view of one rank on one agreement; `verdict` is what it has come to."""
 
     rank: int
-    own: Comes | Fails
+    own: RankReady | RankFailed
     below: tuple[int, ...]
     above: int | None = None
     shared: bool = False  # whether each says its word to all, and none waits for another's verdict
     verdict: Start | Refusal | None = None
-    _said: dict[int, Comes | Fails] = field(default_factory=dict[int, "Comes | Fails"])
+    _said: dict[int, RankReady | RankFailed] = field(default_factory=dict[int, "RankReady | RankFailed"])
 
     @staticmethod
-    def in_tree(ranks: Sequence[int], rank: int, own: Comes | Fails) -> Agreement:
+    def in_tree(ranks: Sequence[int], rank: int, own: RankReady | RankFailed) -> Agreement:
         """Return that of a binary tree, in which the rank at index k has its parent at (k - 1) // 2."""
         k = ranks.index(rank)
         return Agreement(rank, own, tuple(ranks[2 * k + 1 : 2 * k + 3]), ranks[(k - 1) // 2] if k else None)
 
     @staticmethod
-    def among_all(ranks: Sequence[int], rank: int, own: Comes | Fails) -> Agreement:
+    def among_all(ranks: Sequence[int], rank: int, own: RankReady | RankFailed) -> Agreement:
         """Return that of ranks each of which hears all others."""
         return Agreement(rank, own, tuple(r for r in ranks if r != rank), shared=True)
 
@@ -134,7 +135,7 @@ class Agreement:
             if isinstance(word, Start | Refusal):
                 return self._settle(word, sender)
             self._said[sender] = word
-        if any(isinstance(word, Fails) or word != self.own for word in self._said.values()):
+        if any(isinstance(word, RankFailed) or word != self.own for word in self._said.values()):
             return self._settle(Refusal(tuple(self._said.items())))
         if not {*self.below} <= {*self._said}:
             return []

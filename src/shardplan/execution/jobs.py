@@ -25,9 +25,9 @@ from shardplan.core.reference import collect
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
-from shardplan.execution.drive import Running, finish
-from shardplan.execution.hand import Hand, Offer, Shards
+from shardplan.execution.async_executor import Running, finish
 from shardplan.execution.job_arrays import batch_dim, check_bound
+from shardplan.execution.job_backend import JobBackend, JobLaunch, Shards
 from shardplan.execution.record import Record
 from shardplan.movement.redistribute import redistribute
 from shardplan.strategy.partition.job import Job, Transfer
@@ -104,11 +104,11 @@ def _move(job: Job, transfer: Transfer) -> Move:
     return Move(before, rest, at_once=False, placed=near and found.has_messages)
 
 
-def offer(job: Job, problem: LayoutError | None) -> Offer:
+def offer(job: Job, problem: LayoutError | None) -> JobLaunch:
     """Return what backends are asked to run together."""
     found = parts(job)
     streams = not all(move.at_once for move in found.moves)
-    return Offer(found.devices, found.digest, lambda whole: programs(job, whole), streams, problem)
+    return JobLaunch(found.devices, found.digest, lambda whole: programs(job, whole), streams, problem)
 
 
 def programs(job: Job, whole: bool) -> Iterator[Program]:
@@ -169,7 +169,7 @@ class JobRun:
     """
 
     job: Job
-    hand: Hand
+    backend: JobBackend
     arrays: Mapping[str, np.ndarray]
     record: Record | None = None
     dealt: frozenset[str] = frozenset()  # the arrays of which only this process's part is given
@@ -319,7 +319,7 @@ class JobRun:
             (stage, name), to = transfer.source, transfer.target
             own = self.own[microbatch, stage] if kind in ("F", "B") else {}
             shards = own.get(name) or self.values.get(transfer.source, [])
-            if move.at_once or self.hand.devices is None:
+            if move.at_once or self.backend.devices is None:
                 for program in (move.before, move.rest):
                     if program is not None and self.has_device(program.devices):
                         [shards] = finish(self.start_program(program, [shards], place, 1 + k))
@@ -339,7 +339,7 @@ class JobRun:
         """Wait for what other stages send for an action, in the order in which each sends it."""
         for k, (transfer, move) in enumerate(zip(self.job.transfers, self.parts.moves, strict=True)):
             mine = transfer.kind == kind and transfer.target[0] == stage and move.placed == placed
-            if mine and move.rest is not None and not move.at_once and self.hand.devices:
+            if mine and move.rest is not None and not move.at_once and self.backend.devices:
                 place = self.places[transfer.source[0], kind, microbatch]
                 [shards] = finish(self.start_program(move.rest, [[]], place, 1 + k))
                 self.own.setdefault((microbatch, stage), {})[transfer.target[1]] = shards
@@ -356,16 +356,16 @@ class JobRun:
         if self.record is not None and record is not None:
             self.record.runs.append((program, record))
         own = [list(shards) for shards in given]  # lists that the hand may empty, so that shards are let go
-        return self.hand.start(program, own, place * (1 + len(self.job.transfers)) + part, record)
+        return self.backend.start(program, own, place * (1 + len(self.job.transfers)) + part, record)
 
     def has_device(self, devices: Sequence[int]) -> bool:
         """Say whether this process has one of some devices."""
-        return self.hand.devices is None or not self.hand.devices.isdisjoint(devices)
+        return self.backend.devices is None or not self.backend.devices.isdisjoint(devices)
 
     def put(self, array: np.ndarray, t: TensorType) -> Shards:
         """Return this process's shards of an array."""
         boxes, dtype = (t.box(k) for k in self.own_places(t)), numpy_dtype(t.dtype)
-        put = self.hand.put
+        put = self.backend.put
         return [put(array[tuple(slice(a, b) for a, b in box)].astype(dtype)) for box in boxes]
 
     def zeros(self, t: TensorType) -> Shards:
@@ -374,13 +374,13 @@ class JobRun:
 
     def own_places(self, t: TensorType) -> Iterator[int]:
         """Yield the places of this process's devices in a type's mesh."""
-        here = self.hand.devices
+        here = self.backend.devices
         return (k for k, d in enumerate(t.mesh.devices) if here is None or d in here)
 
     def gather_arrays(self, shards: Sequence[Shards], types: Sequence[TensorType], place: int) -> list[np.ndarray]:
         """Return the arrays of values: moved to every device, where no process has all of them."""
-        array = self.hand.array
-        if self.hand.devices is None:
+        array = self.backend.array
+        if self.backend.devices is None:
             return [collect([array(x) for x in each], t) for each, t in zip(shards, types, strict=True)]
         found = finish(self.start_program(everywhere(tuple(types), self.parts.devices), shards, place, 0))
         return [np.array(array(x)) for [x] in found]
@@ -392,7 +392,7 @@ class JobRun:
             if name in self.dealt:
                 size = t.local_shape(next(self.own_places(t)))[dim]
                 rows = (slice(None),) * dim + (slice(microbatch * size, (microbatch + 1) * size),)
-                return [self.hand.put(self.arrays[name][rows].astype(numpy_dtype(t.dtype)))]
+                return [self.backend.put(self.arrays[name][rows].astype(numpy_dtype(t.dtype)))]
             rows = (slice(None),) * dim + (slice(microbatch * t.shape[dim], (microbatch + 1) * t.shape[dim]),)
             return self.put(self.arrays[name][rows], t)
         found = self.own[microbatch, stage].get(name)

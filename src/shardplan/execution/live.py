@@ -17,14 +17,14 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import row, rows
+from shardplan.core.nested import row_type, stacked_type
 from shardplan.core.program import Program
 from shardplan.core.target_counts import COUNT, counting
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, LayoutError, ShardplanError, excerpt
-from shardplan.execution.drive import finish
-from shardplan.execution.hand import Hand, Offer, Shards
+from shardplan.execution.async_executor import finish
 from shardplan.execution.job_arrays import batch_dim, check_step_arrays
+from shardplan.execution.job_backend import JobBackend, JobLaunch, Shards
 from shardplan.execution.jobs import JobRun, chain_of, everywhere, offer, parts
 from shardplan.execution.record import Record
 from shardplan.execution.run import TIMEOUT, load_backend
@@ -94,7 +94,7 @@ class Live:
     results: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     record: Record | None = None
     _shards: dict[tuple[int, str], Shards] = field(default_factory=dict[tuple[int, str], Shards])
-    _hand: Hand = field(default_factory=Hand)  # that of the last agreement
+    _joined: JobBackend = field(default_factory=JobBackend)  # that of the last agreement
     _ended: str = ""  # why nothing can be run
 
     def lay_out(self, open_source: Callable[[], Source]) -> None:
@@ -106,16 +106,16 @@ class Live:
         except ShardplanError as error:
             problem = error
         asked = offer(self.job, None if problem is None else LayoutError(str(problem)))
-        hand = self._agree(asked)
+        joined = self._agree(asked)
         if problem is not None:
             raise problem
         assert source is not None
         types = self.job.model.program.types
         for each in state_boxes(self.job):
-            if hand is not None and self.holds(each.device):
+            if joined is not None and self.holds(each.device):
                 stage, name, _ = self.job.parts[each.key]
                 array = source(each.name, types[each.name], each.box)
-                self._shards.setdefault((stage, name), []).append(hand.put(array))
+                self._shards.setdefault((stage, name), []).append(joined.put(array))
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -150,16 +150,16 @@ class Live:
         except LayoutError as error:
             problem = error
         dealt = frozenset(n for n in shapes if n in given and given[n].shape == shapes[n])
-        hand = self._agree(offer(self.job, problem))
+        joined = self._agree(offer(self.job, problem))
         if problem is not None:
             raise problem
-        if hand is None:
+        if joined is None:
             self.results = {}
             return None
         try:
-            run = JobRun(self.job, hand, given, self.record, dealt, keeps_totals=False, values=self._shards)
-            if COUNT in given and hand.devices is not None:
-                run.arrays = given | {COUNT: self._count_of_all(hand, given[COUNT], dealt)}
+            run = JobRun(self.job, joined, given, self.record, dealt, keeps_totals=False, values=self._shards)
+            if COUNT in given and joined.devices is not None:
+                run.arrays = given | {COUNT: self._count_of_all(joined, given[COUNT], dealt)}
             run.begin()
             self.results = run.gather_results(run.actions())
         except BaseException as error:
@@ -186,7 +186,7 @@ class Live:
     def shard(self, box: StateBox) -> np.ndarray:
         """Return the shard of a box of this process, on the host; it may be the one that lives."""
         places = [k for k, d in enumerate(self.job.state[box.key].mesh.devices) if self.holds(d)]
-        return self._hand.array(self._shards[self.job.parts[box.key][:2]][places.index(box.place)])
+        return self._joined.array(self._shards[self.job.parts[box.key][:2]][places.index(box.place)])
 
     def collect(self, names: Sequence[str] | str | None = None) -> dict[str, np.ndarray]:
         """Return parameters and other state by name, by default all, as global arrays in every process.
@@ -204,10 +204,10 @@ class Live:
         for name in wanted:
             keys = [key for key, _ in self._first_keys(name)]
             types = tuple(self.job.state[key] for key in keys)
-            hand = self._agree(_offer_of(everywhere(types, every), every))
-            if hand is not None:
+            joined = self._agree(_offer_of(everywhere(types, every), every))
+            if joined is not None:
                 shards = [self._shards.get(self.job.parts[key][:2], []) for key in keys]
-                found = JobRun(self.job, hand, {}).gather_arrays(shards, types, 0)
+                found = JobRun(self.job, joined, {}).gather_arrays(shards, types, 0)
                 out[name] = found[0] if len(found) == 1 else np.concatenate(found)
         return out
 
@@ -232,40 +232,40 @@ class Live:
         moves = list(self._moves(after))
         plan = redistribute([m.source for m in moves], [m.target for m in moves], memory_limit=memory_limit)
         devices = tuple(sorted({*parts(self.job).devices, *parts(after).devices}))
-        hand = self._agree(_offer_of(plan.program, devices))
+        joined = self._agree(_offer_of(plan.program, devices))
         try:
-            self._arrive(hand, moves, self._move(hand, moves, plan.program))
+            self._arrive(joined, moves, self._move(joined, moves, plan.program))
         except BaseException as error:
             self._end(error)
             raise
         self.job = after
 
-    def _move(self, hand: Hand | None, moves: Sequence[_Move], program: Program) -> list[Shards]:
+    def _move(self, joined: JobBackend | None, moves: Sequence[_Move], program: Program) -> list[Shards]:
         """Run the movement of the state, which is this program's alone meanwhile."""
         given = [[x if m.take is None else x[slice(*m.take)] for x in self._shards.get(m.home, [])] for m in moves]
         self._shards.clear()
-        if hand is None or not (hand.devices is None or hand.devices & {*program.devices}):
+        if joined is None or not (joined.devices is None or joined.devices & {*program.devices}):
             return []
-        running = hand.start(program, given, 0, None)
+        running = joined.start(program, given, 0, None)
         del given
         return finish(running)
 
-    def _arrive(self, hand: Hand | None, moves: Sequence[_Move], found: Sequence[Shards]) -> None:
+    def _arrive(self, joined: JobBackend | None, moves: Sequence[_Move], found: Sequence[Shards]) -> None:
         """Take what came: the pieces of a stack one after another."""
         pieces: dict[tuple[int, str], list[Shards]] = {}
         for m, shards in zip(moves, found, strict=bool(found)):
             if shards:
                 pieces.setdefault(m.to, []).append(shards)
         for to, some in pieces.items():
-            assert hand is not None
+            assert joined is not None
             whole = (list(each) for each in zip(*some, strict=True))
-            self._shards[to] = [each[0] if len(each) == 1 else hand.join(each) for each in whole]
+            self._shards[to] = [each[0] if len(each) == 1 else joined.join(each) for each in whole]
 
     def vote(self, mine: int) -> list[int]:
         """Return what every device's process says, a number each by ascending id: all wait here for all."""
         devices = parts(self.job).devices
-        hand = self._agree(_offer_of(_poll(devices), devices))
-        return [] if hand is None else _gather_numbers(hand, devices, mine)
+        joined = self._agree(_offer_of(_poll(devices), devices))
+        return [] if joined is None else _gather_numbers(joined, devices, mine)
 
     # In this process
 
@@ -280,22 +280,24 @@ class Live:
 
     def holds(self, device: int) -> bool:
         """Say whether a device is one of this process's."""
-        return self._hand.devices is None or device in self._hand.devices
+        return self._joined.devices is None or device in self._joined.devices
 
-    def _agree(self, asked: Offer) -> Hand | None:
+    def _agree(self, asked: JobLaunch) -> JobBackend | None:
         """Agree with the other processes on what runs now."""
-        hand = Hand() if self.backend == "reference" else load_backend(self.backend).hand(asked, self.timeout)
-        self._hand = Hand(devices=frozenset()) if hand is None else hand
-        return hand
+        joined = (
+            JobBackend() if self.backend == "reference" else load_backend(self.backend).join_launch(asked, self.timeout)
+        )
+        self._joined = JobBackend(devices=frozenset()) if joined is None else joined
+        return joined
 
     def _part(self, name: str) -> tuple[np.ndarray, ...] | None:
         """Positions of an input that this process reads, per dim; None where that is the whole, or no box."""
         job = self.job
         s = job.strategy
-        if self._hand.devices is None or name not in job.model.dims or s.sequences % (s.data * s.microbatch):
+        if self._joined.devices is None or name not in job.model.dims or s.sequences % (s.data * s.microbatch):
             return None
         types = {t for key, p in job.programs.items() if key[1] != "OPT" for n, t in p.inputs if n == name}
-        mine = {(t, k) for t in types for k, d in enumerate(t.mesh.devices) if d in self._hand.devices}
+        mine = {(t, k) for t in types for k, d in enumerate(t.mesh.devices) if d in self._joined.devices}
         boxes = {tuple((int(a), int(b)) for a, b in t.box(k)) for t, k in mine}
         dim, dims = batch_dim(job, name), job.model.dims[name]
         if len(boxes) != 1:
@@ -320,12 +322,12 @@ class Live:
                 out |= {name: shape} if shape != tuple(whole) else {}
         return out
 
-    def _count_of_all(self, hand: Hand, mine: np.ndarray, dealt: frozenset[str]) -> np.ndarray:
+    def _count_of_all(self, joined: JobBackend, mine: np.ndarray, dealt: frozenset[str]) -> np.ndarray:
         """How many targets count: whoever has all of them says so, else it is the sum over parts, each once."""
         devices, found = parts(self.job).devices, counting(self.job.model.program)
         assert found is not None
         whole = found.targets not in dealt
-        told = _gather_numbers(hand, devices, 2 * int(mine) + whole)
+        told = _gather_numbers(joined, devices, 2 * int(mine) + whole)
         if any(n % 2 for n in told):
             return np.asarray(next(n // 2 for n in told if n % 2), mine.dtype)
         first: dict[object, int] = {}
@@ -356,7 +358,7 @@ class Live:
                 (a, b), (c, d) = (x or (0, self.job.model.program.types[name].shape[0]) for x in (own, some))
                 low, high = max(a, c), min(b, d)
                 if low < high:
-                    u, v = (rows(row(x), high - low) for x in (u, t))
+                    u, v = (stacked_type(row_type(x), high - low) for x in (u, t))
                     yield _Move(home, to, u, v, None if (low, high) == (a, b) else (low - a, high - a))
 
 
@@ -370,9 +372,9 @@ class _Move(NamedTuple):
     take: tuple[int, int] | None
 
 
-def _offer_of(program: Program, devices: tuple[int, ...]) -> Offer:
+def _offer_of(program: Program, devices: tuple[int, ...]) -> JobLaunch:
     """What runs by itself, beside steps."""
-    return Offer(
+    return JobLaunch(
         devices, hashlib.sha256(str(program).encode()).hexdigest(), lambda whole: iter((program,)), False, None
     )
 
@@ -383,10 +385,10 @@ def _poll(devices: tuple[int, ...]) -> Program:
     return everywhere((TensorType("i64", (len(devices),), ("device",), mesh),), devices)
 
 
-def _gather_numbers(hand: Hand, devices: tuple[int, ...], mine: int) -> list[int]:
+def _gather_numbers(joined: JobBackend, devices: tuple[int, ...], mine: int) -> list[int]:
     """What all devices say."""
-    if hand.devices is None:
+    if joined.devices is None:
         return [mine] * len(devices)
-    one = hand.put(np.array([mine], numpy_dtype("i64")))
-    [[x]] = finish(hand.start(_poll(devices), [[one]], 0, None))
-    return [int(n) for n in hand.array(x)]
+    one = joined.put(np.array([mine], numpy_dtype("i64")))
+    [[x]] = finish(joined.start(_poll(devices), [[one]], 0, None))
+    return [int(n) for n in joined.array(x)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.box_table import strides
 from shardplan.core.ids import check_shard_ids
 from shardplan.core.messages import at_root
 from shardplan.core.op import Op
@@ -156,20 +157,6 @@ class View:
                 return False
             step *= n
         return True
-
-
-def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous array, in elements.
-
-    >>> strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    out: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        out.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(out))
 
 
 def view_of(shape: Sequence[int], box: Box) -> View:

@@ -1,8 +1,8 @@
 """`run`: a program on shards, or a job on arrays, by a backend named in one explicit table.
 
-A backend is a folder of this room whose `run.py` has the functions `run_program`, `decline` and `hand`, and one line
-here. Under a launcher (torchrun, mpiexec, JAX's own) every process passes and receives the shards of its own devices,
-in mesh order. Of a job every process passes and receives the whole arrays.
+A backend is a folder of this room whose `run.py` has the functions `run_program`, `decline` and `join_launch`, and one
+line here. Under a launcher (torchrun, mpiexec, JAX's own) every process passes and receives the shards of its own
+devices, in mesh order. Of a job every process passes and receives the whole arrays.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.ids import check_shard_ids
 from shardplan.core.program import Program
 from shardplan.core.reference import check_shards
 from shardplan.core.reference import run_reference as reference
 from shardplan.errors import BackendError, LayoutError, ShardplanError, excerpt, optional
-from shardplan.execution.hand import Hand, Offer
 from shardplan.execution.job_arrays import check_step_arrays
+from shardplan.execution.job_backend import JobBackend, JobLaunch
 from shardplan.execution.jobs import JobRun, offer
 from shardplan.execution.record import Record
 from shardplan.plans.plan import Plan
@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Tell the other processes of a program that this one raises instead of running it."""
         ...
 
-    def hand(self, offered: Offer, timeout: float) -> Hand | None:
+    def join_launch(self, offered: JobLaunch, timeout: float) -> JobBackend | None:
         """Agree with the other processes on a step of a job; None for a process without a device of it."""
         ...
 
@@ -139,17 +139,17 @@ def run_recorded(
 def check_seconds(timeout: float) -> None:
     """Refuse what is no number of seconds that a wait may take."""
     seconds = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not (seconds and 0 < timeout <= border.MOST):
+    if not (seconds and 0 < timeout <= validation.MOST):
         raise BackendError(f"timeout={excerpt(timeout)}; legal is a positive number of seconds")
 
 
 def _shards_by_input(program: Program, shards: Any) -> tuple[list[Any], bool]:
     """Return the shards by input, and whether they were given as those of one input, without a list around them."""
-    shards = border.items("shards", shards, "arrays; for several inputs of such lists")
+    shards = validation.items("shards", shards, "arrays; for several inputs of such lists")
     # one input: a list of arrays. A process without a device of its mesh passes an empty list.
     if len(program.inputs) == 1 and (not shards or getattr(shards[0], "shape", None) is not None):
         return [shards], True
-    return [border.items(f"the shards of input {k}", x, "arrays") for k, x in enumerate(shards)], False
+    return [validation.items(f"the shards of input {k}", x, "arrays") for k, x in enumerate(shards)], False
 
 
 def _run_job(job: Job, arrays: Any, backend: str, timeout: float, record: Record | None) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _run_job(job: Job, arrays: Any, backend: str, timeout: float, record: Record
         given = check_step_arrays(job, arrays)
     except LayoutError as error:
         problem = error
-    hand = Hand() if backend == "reference" else load_backend(backend).hand(offer(job, problem), timeout)
+    joined = JobBackend() if backend == "reference" else load_backend(backend).join_launch(offer(job, problem), timeout)
     if problem is not None:
         raise problem
-    return {} if hand is None else JobRun(job, hand, given, record).step()
+    return {} if joined is None else JobRun(job, joined, given, record).step()

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import TopologyError, excerpt
 
 Link = Literal["switch", "ring", "torus", "mesh", "full"]
@@ -114,25 +114,25 @@ class Level:
     def _check_kinds(self, where: str) -> None:
         """Refuse a value of another kind than its field's."""
         for name in ("size", "uplinks"):
-            border.integer(f"{where}: {name}", getattr(self, name), TopologyError)
+            validation.integer(f"{where}: {name}", getattr(self, name), TopologyError)
         for name in ("bandwidth", "latency", "efficiency"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
                 raise TopologyError(f"{where}: {name} is {excerpt(value)}; legal is a number in SI units")
-        for extent in border.items(f"{where}: shape", self.shape, "extents", TopologyError):
-            border.integer(f"{where}: an extent", extent, TopologyError)
+        for extent in validation.items(f"{where}: shape", self.shape, "extents", TopologyError):
+            validation.integer(f"{where}: an extent", extent, TopologyError)
         for name, of in (("degraded", "(unit, factor)"), ("slow_ports", "(unit, port, factor)")):
-            for row in border.items(f"{where}: {name}", getattr(self, name), f"rows {of}", TopologyError):
+            for row in validation.items(f"{where}: {name}", getattr(self, name), f"rows {of}", TopologyError):
                 if not isinstance(row, tuple) or len(row) != of.count(",") + 1:
                     raise TopologyError(f"{where}: {name} has {excerpt(row)}; legal are rows {of}")
                 *numbers, factor = row
                 for number in numbers:
-                    border.integer(f"{where}: a number in {name}", number, TopologyError)
+                    validation.integer(f"{where}: a number in {name}", number, TopologyError)
                 if isinstance(factor, bool) or not isinstance(factor, (int, float, np.number)):
                     raise TopologyError(f"{where}: the degraded factor {excerpt(factor)} is no number")
         for name in ("reduces", "rails"):
-            border.flag(f"{where}: {name}", getattr(self, name), TopologyError)
-        border.text(f"{where}: source", self.source, TopologyError)
+            validation.flag(f"{where}: {name}", getattr(self, name), TopologyError)
+        validation.text(f"{where}: source", self.source, TopologyError)
 
     @property
     def delivered_rate(self) -> float:
@@ -160,7 +160,7 @@ class KernelShares:
 
     def __post_init__(self) -> None:
         for name in ("product", "attention", "stream", "half", "queries"):
-            value = border.number(f"device: kernels: {name}", getattr(self, name), TopologyError)
+            value = validation.number(f"device: kernels: {name}", getattr(self, name), TopologyError)
             if name != "half" and not value > 0:
                 raise TopologyError(f"device: kernels: {name} is {excerpt(value)}, it must be above 0")
 
@@ -169,7 +169,7 @@ class KernelShares:
 class DeviceSpec:
     """What one device can do, infinite where it is unstated.
 
-    Raises `TopologyError` where a value is not positive (`launch`: negative), or a dtype is named twice.
+    Raises `TopologyError` where a value is not positive (`launch`, `issue`: negative), or a dtype is named twice.
     """
 
     flops: tuple[tuple[str, float], ...] = ()  # pairs of dtype and operations per second; `*` stands for every dtype
@@ -178,9 +178,17 @@ class DeviceSpec:
     launch: float = 0.0  # seconds to start a kernel or a collective
     kernels: KernelShares = KernelShares()
     processors: int = 0  # that have a tile of a kernel at once; 0 where it is unstated
+    issue: float | None = None  # seconds in which its host issues one, whoever runs; `launch` where it is unstated
+
+    @property
+    def issue_seconds(self) -> float:
+        """The seconds in which its host issues a kernel or a collective."""
+        return self.launch if self.issue is None else self.issue
 
     def __post_init__(self) -> None:
-        for pair in border.items("device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError):
+        for pair in validation.items(
+            "device: flops", self.flops, "pairs (dtype, operations per second)", TopologyError
+        ):
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
                 raise TopologyError(
                     f"device: flops has {excerpt(pair)}; legal are pairs (dtype, operations per second)"
@@ -193,8 +201,9 @@ class DeviceSpec:
         for name, value in values:
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value > 0:
                 raise TopologyError(f"device: {name} is {excerpt(value)}, it must be above 0")
-        border.number("device: launch", self.launch, TopologyError)
-        border.whole_number("device: processors", self.processors, 0, kind=TopologyError)
+        validation.number("device: launch", self.launch, TopologyError)
+        validation.number("device: issue", self.issue_seconds, TopologyError)
+        validation.whole_number("device: processors", self.processors, 0, kind=TopologyError)
         if not isinstance(self.kernels, KernelShares):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"device: kernels is {excerpt(self.kernels)}; legal is KernelShares")
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.mesh import Mesh, primes
 from shardplan.core.notation import MOST_DIGITS
 from shardplan.core.tensor import mesh_of
@@ -59,10 +59,10 @@ class Placement:
         _check_sizes(self.mesh, self.topology)
         rows, levels = len(self.mesh.axes), self.topology.levels
         matrix = tuple(
-            tuple(border.integer("an entry of the matrix", x, TopologyError) for x in row)
+            tuple(validation.integer("an entry of the matrix", x, TopologyError) for x in row)
             for row in (
-                border.items("a row of the matrix", given, "whole numbers", TopologyError)
-                for given in border.items("the matrix", self.matrix, "rows", TopologyError)
+                validation.items("a row of the matrix", given, "whole numbers", TopologyError)
+                for given in validation.items("the matrix", self.matrix, "rows", TopologyError)
             )
         )
         object.__setattr__(self, "matrix", matrix)
@@ -92,8 +92,8 @@ class Placement:
         plain = self._plain_order()
         if not self.order:
             return plain
-        given = border.items("the order", self.order, "orders of axes, one a level", TopologyError)
-        orders = [border.names("the order of a level", one, TopologyError) for one in given]
+        given = validation.items("the order", self.order, "orders of axes, one a level", TopologyError)
+        orders = [validation.names("the order of a level", one, TopologyError) for one in given]
         if len(orders) != len(plain):
             raise TopologyError(
                 f"order {list(orders)} is of {len(orders)} levels; {self.topology.describe()} has {len(plain)}"
@@ -187,7 +187,7 @@ class Placement:
 
         Raises `ParseError` where the text is malformed, `TopologyError` where the matrix does not fit.
         """
-        lines = border.text("the text of a placement", text, ParseError).split("\n", 2)
+        lines = validation.text("the text of a placement", text, ParseError).split("\n", 2)
         if len(lines) != 3 or not lines[0].startswith("mesh "):
             raise ParseError("expected 'mesh ', a line 'placement ', and the topology", text, 0)
         start = len(lines[0]) + 1
@@ -262,7 +262,7 @@ def placements(
     for key, ends in _option("bounds", bounds, "(axis, level) to (least, greatest) entry"):
         (axis, level), (low, high) = _pair("a key of bounds", key), _pair(f"bounds of {excerpt(key)}", ends)
         i, j = _row(mesh, axis), topology.index(level)
-        low, high = (border.whole_number(f"bounds of {excerpt(key)}", n, kind=TopologyError) for n in (low, high))
+        low, high = (validation.whole_number(f"bounds of {excerpt(key)}", n, kind=TopologyError) for n in (low, high))
         least[i][j], most[i][j] = max(least[i][j], low), min(most[i][j], high)
     for axis, level in _option("inside", inside, "an axis to a level"):
         i = _row(mesh, axis)
@@ -272,7 +272,7 @@ def placements(
 
 
 def _option(what: str, value: object, of: str) -> list[tuple[Any, Any]]:
-    return [] if value is None else list(border.table(what, value, of, TopologyError).items())
+    return [] if value is None else list(validation.table(what, value, of, TopologyError).items())
 
 
 def _pair(what: str, value: object) -> tuple[Any, Any]:

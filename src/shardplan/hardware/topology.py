@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.mesh import MOST_DEVICES
 from shardplan.errors import TopologyError, excerpt, near_text
 from shardplan.hardware.level import DeviceSpec, Hardware, Level
@@ -43,12 +43,12 @@ class Topology:
     library: str = "ring"  # the library model that prices collectives
 
     def __post_init__(self) -> None:
-        border.text("the name of a topology", self.name, TopologyError)
+        validation.text("the name of a topology", self.name, TopologyError)
         if not isinstance(self.levels, tuple) or not all(isinstance(level, Level) for level in self.levels):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"topology {self.name!r}: levels is {excerpt(self.levels)}; legal is a tuple of levels")
         if not isinstance(self.device, DeviceSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TopologyError(f"topology {self.name!r}: device is {excerpt(self.device)}; legal is a DeviceSpec")
-        text = border.text("the library of a topology", self.library, TopologyError)
+        text = validation.text("the library of a topology", self.library, TopologyError)
         named = text.endswith(".toml") or text in libraries()
         if not named:
             legal = f"{', '.join(libraries())}, or the path of a table (.toml)"
@@ -214,8 +214,8 @@ def _outside_topology(name: str, value: Any) -> Topology:
 
 def _resize_level(level: Level, key: str, value: int | Sequence[int]) -> Level:
     given = (value,) if isinstance(value, (int, float, str)) or value is None else value  # pyright: ignore[reportUnnecessaryComparison]
-    extents = border.items(key, given, "extents", TopologyError)
-    shape = tuple(border.integer(key, n, TopologyError) for n in extents)
+    extents = validation.items(key, given, "extents", TopologyError)
+    shape = tuple(validation.integer(key, n, TopologyError) for n in extents)
     if level.shape and len(shape) != len(level.shape):
         if level.size == math.prod(shape):
             return level

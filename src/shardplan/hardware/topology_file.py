@@ -22,7 +22,7 @@ from shardplan.hardware.units import exact, parse_bytes, parse_flops, parse_rate
 _PRESETS = Path(__file__).parent / "presets"
 _COUNTED = re.compile(r"(?P<name>[\w-]+?)(?:\s*[,:x*]\s*|\s+)(?:nodes?\s*=\s*)?(?P<nodes>\d+)")  # what people write
 _TOP = ("version", "name", "library", "device", "levels")
-_DEVICE = ("flops", "memory", "memory_bandwidth", "launch", "kernels", "processors")
+_DEVICE = ("flops", "memory", "memory_bandwidth", "launch", "kernels", "processors", "issue")
 _KERNELS = ("product", "attention", "stream", "half", "queries")
 _LEVEL = (
     "name", "size", "link", "bandwidth", "latency", "uplinks", "shape", "source", "efficiency", "degraded", "reduces",
@@ -199,7 +199,8 @@ def _device(data: dict[str, Any]) -> DeviceSpec:
     check_keys("device: kernels", kernels, _KERNELS)
     shares = {name: float(_typed_value("device: kernels", kernels, name, (int, float), 1.0)) for name in kernels}
     processors = _typed_value("device", data, "processors", int, 0)
-    return DeviceSpec(flops, memory, bandwidth, launch, KernelShares(**shares), processors)
+    issue = _quantity("device", data, "issue", parse_seconds, "6 us") if "issue" in data else None
+    return DeviceSpec(flops, memory, bandwidth, launch, KernelShares(**shares), processors, issue)
 
 
 def to_text(topology: Hardware) -> str:
@@ -223,6 +224,8 @@ def to_text(topology: Hardware) -> str:
             lines.append(f'memory_bandwidth = "{exact(device.memory_bandwidth, "B/s")}"')
         if device.launch:
             lines.append(f'launch = "{exact(device.launch, "s")}"')
+        if device.issue is not None:
+            lines.append(f'issue = "{exact(device.issue, "s")}"')
         if device.processors:
             lines.append(f"processors = {device.processors}")
         plain = KernelShares()

@@ -1,4 +1,4 @@
-"""Unit strings at the border: parsed to SI floats, and printed from them.
+"""Unit strings of users: parsed to SI floats, and printed from them.
 
 Inside shardplan every quantity is a float in bytes, bytes per second, seconds or operations per second. Only files and
 print-outs carry units. Decimal prefixes are powers of 1000 (`GB`), binary ones powers of 1024 (`GiB`), and bits are
@@ -13,7 +13,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import LayoutError, ParseError, excerpt
 
 _DIGITS = 3  # of printed numbers: more than a prediction is good for
@@ -86,7 +86,7 @@ def bytes_of(what: str, value: object) -> float:
     >>> bytes_of("nbytes", "64 MB")
     64000000.0
     """
-    return parse_bytes(value) if isinstance(value, str) else border.number(f"{what}, in bytes,", value)
+    return parse_bytes(value) if isinstance(value, str) else validation.number(f"{what}, in bytes,", value)
 
 
 def limit_of(what: str, value: object) -> int | None:
@@ -104,10 +104,10 @@ def limit_of(what: str, value: object) -> int | None:
         limit = int(parse_bytes(value))
     elif isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
         number = value if isinstance(value, int) else float(value)
-        limit = int(number) if abs(number) <= border.MOST and number == int(number) else None
+        limit = int(number) if abs(number) <= validation.MOST and number == int(number) else None
     else:
         limit = None
-    if limit is None or limit > border.MOST:
+    if limit is None or limit > validation.MOST:
         raise LayoutError(
             f"the {what} is {excerpt(value)}; legal is a whole number of bytes, its text such as '1 GB', or None"
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import LayoutError, excerpt
 from shardplan.execution.live import Live
 from shardplan.execution.run import BACKENDS, TIMEOUT, check_seconds, require_backend
@@ -47,7 +47,7 @@ def start(
     """
     if not isinstance(job, Job):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise LayoutError(f"start takes a Job, got {excerpt(job)}")
-    border.choice("start: backend", backend, tuple(BACKENDS), LayoutError)
+    validation.choice("start: backend", backend, tuple(BACKENDS), LayoutError)
     check_seconds(timeout)
     require_backend(backend)
     live = Live(job, backend, write_state, timeout)

@@ -43,6 +43,7 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {  # options without a value, and what 
     "grad-reduce-in-bf16": {"gradient_dtype": "bf16"},
     "tp-comm-overlap": {},
     "overlap-grad-reduce": {},
+    "overlap-moe-expert-parallel-comm": {"expert_overlap": True, "schedule": "combined-1f1b"},
     "use-megatron-fsdp": {},
     "parallelism.enable_sequence_parallel": {"sequence_parallel": True},
     "parallelism.no-enable_sequence_parallel": {"sequence_parallel": False},
@@ -142,6 +143,8 @@ def _megatron(said: _Said, found: dict[str, Any], devices: int, layers: int | No
     if found.get("context", 1) > 1:
         found.setdefault("context_kind", CONTEXTS["p2p"])  # Transformer Engine's default
     found.setdefault("schedule", "interleaved" if found.get("interleave", 1) > 1 else "1f1b")
+    if found.get("expert_overlap"):
+        found.setdefault("interleave", 1)
     if "use-megatron-fsdp" in said.values and found.get("zero") == SHARDING["optim_grads_params"]:
         found["fsdp"] = True
     looked = _block(said, found, layers)

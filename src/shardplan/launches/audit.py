@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import mesh_of
 from shardplan.errors import TopologyError, excerpt
@@ -33,7 +33,7 @@ from shardplan.launches.megatron import name_of
 from shardplan.launches.verdict import Findings, analyse
 from shardplan.movement.placing.demand import demand_pattern
 from shardplan.movement.placing.place import candidates, outermost
-from shardplan.movement.placing.placement_price import SAME, Placed, rank_placements
+from shardplan.movement.placing.placement_price import SAME, PricedPlacement, rank_placements
 from shardplan.movement.placing.traffic import Demand, Traffic, demands_of
 from shardplan.notebook import notebook_html
 
@@ -176,7 +176,7 @@ def audit(
     launch = ids if isinstance(ids, Launch) else _launch(ids, mesh, topology, hosts)
     if ids is launch and (mesh is not None or topology is not None or hosts):
         raise TopologyError("a Launch brings its own mesh, topology and hosts; give none with it")
-    border.text("device", device)
+    validation.text("device", device)
     mesh, topology = launch.mesh, launch.topology
     checked_algorithm(algorithm, library(topology.library))
     demands = () if traffic is None else _demands(traffic, mesh)
@@ -260,7 +260,7 @@ def _launch(ids: object, mesh: Mesh | str | None, topology: Topology | str | Non
     if mesh is None or topology is None:
         raise TopologyError("an array of device ids needs a mesh and a topology; a Launch brings its own")
     mesh, topology = mesh_of("mesh", mesh), topology_of("topology", topology)
-    hosts = [border.text("a host's name", name) for name in border.items("hosts", hosts, "names of hosts")]
+    hosts = [validation.text("a host's name", name) for name in validation.items("hosts", hosts, "names of hosts")]
     try:
         array = np.asarray(ids)
     except ValueError:  # lists of unequal lengths
@@ -290,7 +290,7 @@ def stock_ranking(
     demands: Sequence[Demand],
     inside: Mapping[str, str] | None = None,
     algorithm: str = "auto",
-) -> list[Placed]:
+) -> list[PricedPlacement]:
     """Return every placement, in every order, with its price where every demand is a stock collective, cheapest first.
 
     Groups list their members in level-major order. Raises as `movement.placing.place.candidates`.
@@ -299,7 +299,7 @@ def stock_ranking(
     return rank_placements(every, demands, "stock", algorithm)
 
 
-def _steady_rows(launch: Launch, ranking: Sequence[Placed], total: float) -> Sequence[Placed]:
+def _steady_rows(launch: Launch, ranking: Sequence[PricedPlacement], total: float) -> Sequence[PricedPlacement]:
     """The rows that leave tensor parallelism in the nodes where it is, or gain `SURE`; all where that leaves none."""
     mesh, topology = launch.mesh, launch.topology
     names = [level.name for level in topology.levels]
@@ -316,7 +316,7 @@ def _steady_rows(launch: Launch, ranking: Sequence[Placed], total: float) -> Seq
     ] or ranking
 
 
-def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: float) -> Placed:
+def _best(launch: Launch, findings: Findings, ranking: Sequence[PricedPlacement], total: float) -> PricedPlacement:
     """Of the placements that are as good as the cheapest the launch's own, else the most local one.
 
     Where some of them are worth a new launch, which takes `total` seconds now, it is one of those.
@@ -329,7 +329,7 @@ def _best(launch: Launch, findings: Findings, ranking: Sequence[Placed], total: 
     return next((row for row in better if row.placement == own), None) or _easiest(launch, local)
 
 
-def _easiest(launch: Launch, rows: Sequence[Placed]) -> Placed:
+def _easiest(launch: Launch, rows: Sequence[PricedPlacement]) -> PricedPlacement:
     """The first that ranks in row-major order are, else the first."""
     natural = np.arange(launch.mesh.size)
     return next(

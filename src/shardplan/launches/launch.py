@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.mesh import Mesh
 from shardplan.errors import TopologyError, excerpt
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.aggregate import Laid, units_spanned
+from shardplan.hardware.prices.aggregate import GroupLayout, units_spanned
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 
@@ -47,8 +47,8 @@ class Launch:
             raise TopologyError(
                 f"a launch of {excerpt(self.mesh)} on {excerpt(self.topology)}; legal are a Mesh and a Topology"
             )
-        ids = border.items("the ids of a launch", self.ids, "topology ids", TopologyError)
-        ids = tuple(border.integer("a topology id", i, TopologyError) for i in ids)
+        ids = validation.items("the ids of a launch", self.ids, "topology ids", TopologyError)
+        ids = tuple(validation.integer("a topology id", i, TopologyError) for i in ids)
         object.__setattr__(self, "ids", ids)
         topology, count = self.topology, len(self.ids)
         if count != self.mesh.size:
@@ -160,7 +160,7 @@ def ring_of(launch: Launch, axes: Sequence[str], listed: bool = False) -> Ring:
     if listed or fabric.library.member_order:
         edges = [np.count_nonzero(g != np.roll(g, -1, axis=1)) for g in (groups // s for s in topology.strides)]
     else:
-        edges = Laid(groups, fabric).walk.edges.sum(axis=1)
+        edges = GroupLayout(groups, fabric).walk.edges.sum(axis=1)
     return Ring(
         tuple(axes), tuple(map(int, edges)), tuple(int(u[u > 1].sum()) for u in units_spanned(groups, topology))
     )

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardplan.core.pattern import Groups
 from shardplan.hardware.placement import Matrix, Order, Placement, reorder_level
-from shardplan.hardware.prices.aggregate import Laid, units_spanned
+from shardplan.hardware.prices.aggregate import GroupLayout, units_spanned
 from shardplan.hardware.prices.cost import KINDS, seconds
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.recognise import matrix_of, order_of
@@ -126,7 +126,7 @@ def _leaf_changes(launch: Launch, placed: Launch) -> str:
     fabric = Fabric(launch.topology)
     for j, level in enumerate(launch.topology.levels):
         for axis in launch.mesh.axes if level.rails else ():
-            here, there = (Laid(one.groups((axis,)), fabric).stray_parts(j).sum() for one in (launch, placed))
+            here, there = (GroupLayout(one.groups((axis,)), fabric).stray_parts(j).sum() for one in (launch, placed))
             if here > there * (1 + SAME):
                 return (
                     f"groups over `{axis}` have other NICs in other nodes: what they send goes from leaf to leaf of "

@@ -26,7 +26,7 @@ from shardplan.plans.pricing import Where
 AXIS = "stop"  # over which a stop cuts what a device of the end has
 
 
-class Stop(NamedTuple):
+class IdleStop(NamedTuple):
     """A type on all devices of the nodes of one end, and the seconds of the moves to it and from it."""
 
     type: TensorType
@@ -49,17 +49,17 @@ def stop_text(s: TensorType, t: TensorType, where: Where | None, now: float, pri
     )
 
 
-def best_stop(s: TensorType, t: TensorType, where: Where | None, price: Callable[..., float]) -> Stop | None:
+def best_stop(s: TensorType, t: TensorType, where: Where | None, price: Callable[..., float]) -> IdleStop | None:
     """Return the stop of fewest seconds in the nodes of either end; None where no node has idle devices."""
     plain = not (has_box_table(s, t) or any(x.layout.partial or x.layout.root for x in (s, t)))
     if not isinstance(where, Topology) or set(s.mesh.devices) == set(t.mesh.devices) or not plain:
         return None
     fabric = Fabric(where)
-    found: list[Stop] = []
+    found: list[IdleStop] = []
     for end in (s, t):
         for stop in _stops(end, {*s.mesh.devices, *t.mesh.devices}, fabric):
             try:
-                found.append(Stop(stop, price(s, stop) + price(stop, t)))
+                found.append(IdleStop(stop, price(s, stop) + price(stop, t)))
             except Infeasible:  # within the memory limit
                 continue
     return min(found, key=lambda stop: stop.seconds, default=None)

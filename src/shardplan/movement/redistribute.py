@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.mesh import Mesh
 from shardplan.core.messages import has_box_table
 from shardplan.core.shardings import Sharding, is_sharding, types_between
@@ -83,7 +83,7 @@ def _types_of_shardings(
             f"shardings with shape={excerpt(shape)}, dtype={excerpt(dtype)}, mesh={excerpt(mesh)}; legal are the shape "
             "and the dtype of an array, whose mesh the shardings say"
         )
-    sizes = tuple(border.whole_number("shape", n) for n in border.items("shape", shape, "sizes"))
+    sizes = tuple(validation.whole_number("shape", n) for n in validation.items("shape", shape, "sizes"))
     return types_between(sizes, dtype, src, dst)
 
 
@@ -104,7 +104,7 @@ def plan_kept(
     outputs, behind those of the destinations; without a limit there is nothing to count, and it lists none.
     """
     where, limit = where_of("topology", topology), limit_of("memory limit", memory_limit)
-    portable = border.flag("portable", portable)
+    portable = validation.flag("portable", portable)
     keep = keep if limit is not None else False
     if isinstance(src, (TensorType, str)) != isinstance(dst, (TensorType, str)):
         raise LayoutError("redistribute takes two types, or two lists of types of equal length")
@@ -112,8 +112,10 @@ def plan_kept(
         source, destination = type_of("the source", src, mesh), type_of("the destination", dst, mesh)
         check_pair(source, destination)
         return _cached_plan(source, destination, where, limit, portable, _keep_flags(keep, 1)[0], even)
-    sources = tuple(type_of(f"source {k}", t, mesh) for k, t in enumerate(border.items("src", src, "types")))
-    destinations = tuple(type_of(f"destination {k}", t, mesh) for k, t in enumerate(border.items("dst", dst, "types")))
+    sources = tuple(type_of(f"source {k}", t, mesh) for k, t in enumerate(validation.items("src", src, "types")))
+    destinations = tuple(
+        type_of(f"destination {k}", t, mesh) for k, t in enumerate(validation.items("dst", dst, "types"))
+    )
     if len(sources) != len(destinations):
         raise LayoutError(
             f"a batch of {len(sources)} sources and {len(destinations)} destinations; give as many of each"

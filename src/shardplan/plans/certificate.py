@@ -166,7 +166,7 @@ class Certificate:
         return out
 
 
-class Derived(NamedTuple):
+class DerivedClaims(NamedTuple):
     """What follows from a program."""
 
     claims: dict[str, Any]
@@ -180,7 +180,7 @@ def derive(
     where: Where | None,
     books: Account | None = None,
     algorithm: str = "auto",
-) -> Derived:
+) -> DerivedClaims:
     """Return every claim that follows from a program; raises `CertificateError` when its ends are not those asked for.
 
     `books` is the account of a program that was typed and booked a moment ago; without it both are done from scratch.
@@ -231,7 +231,7 @@ def derive(
         "seconds": cost.seconds,
         "lower_bound_seconds": bound.seconds,
     }
-    return Derived(claims, cost.transfer <= FLOOR * bound.transfer)
+    return DerivedClaims(claims, cost.transfer <= FLOOR * bound.transfer)
 
 
 def _bytes_of(values: np.ndarray) -> tuple[int, ...]:

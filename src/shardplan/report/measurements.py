@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardplan.errors import LayoutError
-from shardplan.hardware.measured.fitting import Fitted
+from shardplan.hardware.measured.fitting import FittedLibrary
 from shardplan.hardware.prices.library import library_text
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.report.text import table
@@ -53,7 +53,7 @@ def _spread(first: int, last: int | None) -> str:
     return f"{low} and more" if last is None else f"{low} to {high}" if first else f"to {high}"
 
 
-def calibration_text(fitted: Fitted, skipped: Sequence[tuple[str, str]]) -> str:
+def calibration_text(fitted: FittedLibrary, skipped: Sequence[tuple[str, str]]) -> str:
     """Return what was fitted on how many rows, the held-out errors, and what the rows do not determine, as lines."""
     judged = f"median error {fitted.before:.1f} % before, {fitted.after:.1f} % after"
     if not fitted.held_out:
@@ -73,7 +73,7 @@ def calibration_text(fitted: Fitted, skipped: Sequence[tuple[str, str]]) -> str:
 
 
 def calibration_object(
-    fitted: Fitted, skipped: Sequence[tuple[str, str]], unknown_systems: Sequence[str]
+    fitted: FittedLibrary, skipped: Sequence[tuple[str, str]], unknown_systems: Sequence[str]
 ) -> dict[str, Any]:
     """Return a fit as an object: the table as its text, rows, constants, errors in percent, what was skipped."""
     return {

@@ -20,7 +20,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.launches.audit import Audit
 from shardplan.movement.placing.place import Ranking
-from shardplan.movement.placing.placement_price import Placed
+from shardplan.movement.placing.placement_price import PricedPlacement
 from shardplan.movement.reductions.enumeration import Reduction
 from shardplan.movement.weights.refit import RefitPlan
 from shardplan.movement.weights.weights import Weights
@@ -168,7 +168,7 @@ def _placement_parts(p: Placement) -> Parts:
     yield PagePart(p.describe(), f"Mesh {p.mesh} on {p.topology.name or 'a topology'}.", markup=svg_placement(p))
 
 
-def _placed_parts(row: Placed) -> Parts:
+def _placed_parts(row: PricedPlacement) -> Parts:
     cards = [(format_seconds(row.seconds), "a step"), (format_seconds(row.stock_seconds), "with stock collectives")]
     picture = svg_placement(row.placement, [share.demand for share in row.shares])
     yield PagePart(row.placement.describe(), cards=cards, markup=picture)
@@ -299,7 +299,7 @@ PARTS: Mapping[type, Callable[[Any], Parts]] = {
     Certificate: _certificate_parts,
     Reduction: _reduction_parts,
     Placement: _placement_parts,
-    Placed: _placed_parts,
+    PricedPlacement: _placed_parts,
     Ranking: _ranking_parts,
     Audit: _audit_parts,
     Weights: _weights_parts,

@@ -12,7 +12,7 @@ from shardplan.hardware.topology import Topology
 from shardplan.hardware.units import format_bytes, format_seconds
 from shardplan.movement.placing.degradation import Degraded
 from shardplan.movement.placing.place import Ranking
-from shardplan.movement.placing.placement_price import Placed
+from shardplan.movement.placing.placement_price import PricedPlacement
 from shardplan.movement.reductions.enumeration import Reduction
 from shardplan.plans.plan import Plan
 from shardplan.report.text import library_object, plan_object, table
@@ -102,7 +102,7 @@ def ranking_object(found: Ranking, top: int | None = None) -> dict[str, Any]:
     }
 
 
-def _plans(row: Placed) -> dict[str, list[str]]:
+def _plans(row: PricedPlacement) -> dict[str, list[str]]:
     """The programs of the best placement, by axes, as text."""
     return {
         ",".join(axes): [str(p.program) for p in (plans if isinstance(plans, tuple) else (plans,))]
@@ -110,7 +110,7 @@ def _plans(row: Placed) -> dict[str, list[str]]:
     }
 
 
-def placed_object(row: Placed) -> dict[str, Any]:
+def placed_object(row: PricedPlacement) -> dict[str, Any]:
     """Return one placement as an object."""
     return {
         "placement": row.placement.describe(),

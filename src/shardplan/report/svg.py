@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from shardplan.core.box_table import strides
 from shardplan.core.program import Program
 from shardplan.core.tensor import Box, TensorType
 from shardplan.report.canvas import FAINT, INK, LINE, MARGIN, MONO, PAPER, Page
@@ -235,9 +236,9 @@ class _ContentsPage(Page):
         hidden = [d for d in range(len(whole)) if d not in dims]
         if any(held[d][1] - held[d][0] > 1 for d in hidden):
             return
-        strides = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
-        first = sum(held[d][0] * strides[d] for d in hidden)
-        down, along = ([0, 0] + [strides[d] for d in dims])[-2:]
+        steps = strides(whole)
+        first = sum(held[d][0] * steps[d] for d in hidden)
+        down, along = ([0, 0] + [steps[d] for d in dims])[-2:]
         shape = (1,) * (2 - len(area.shape)) + area.shape
         most = len(str(math.prod(whole) - 1))
         cell_w, cell_h = area.wide / shape[1], area.high / shape[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.hardware.units import format_seconds
 from shardplan.report.text import table
 from shardplan.simulation.interval import Interval
@@ -14,7 +14,7 @@ def compared_text(found: TimelineComparison, most: int = 20) -> str:
 
     Raises `LayoutError` where `most` is below 0.
     """
-    border.whole_number("compared_text: most", most)
+    validation.whole_number("compared_text: most", most)
     rows = [["kind", "count", "predicted", "count", "measured", "ratio"]]
     for kind in found.kinds:
         ratio = "" if kind.ratio is None else f"{kind.ratio:.3g}"

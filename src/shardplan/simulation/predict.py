@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core.accounting import holds
+from shardplan.core.accounting import live_bytes
 from shardplan.core.pattern import communicates
 from shardplan.core.program import Program
 from shardplan.core.text import op_text
@@ -126,11 +126,11 @@ def _intervals(program: Program, slots: list[_Slot], drawn: set[int]) -> list[In
 def live(program: Program, parts: Sequence[np.ndarray]) -> np.ndarray:
     """Return the bytes on every device before the first step, and during and after each: [1 + 2 steps, devices].
 
-    It is `core.accounting.holds` with the staging on those that take part alone, whose ids `parts` says by step, where
-    an account adds it everywhere.
+    It is `core.accounting.live_bytes` with the staging on those that take part alone, whose ids `parts` says by step,
+    where an account adds it everywhere.
     """
     ids = np.asarray(program.devices, dtype=np.int64)
-    start, found = holds(program, program.devices)
+    start, found = live_bytes(program, program.devices)
     rows = np.zeros((1 + 2 * len(found), len(ids)), dtype=np.int64)
     rows[0] = start
     for number, (step, hold, part) in enumerate(zip(program.steps, found, parts, strict=True)):

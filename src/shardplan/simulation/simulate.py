@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import overload
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
@@ -14,7 +14,7 @@ from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.inference.request_timeline import simulate_requests
 from shardplan.simulation.inference.requests import Requests
 from shardplan.simulation.jobs.job_timeline import JobTimeline, simulate_job
-from shardplan.simulation.steps import delivered, simulate_step
+from shardplan.simulation.steps import derate, simulate_step
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
@@ -76,23 +76,29 @@ def simulate(
                 "topology"
             )
         if requests is not None:
-            border.choice("simulate: fidelity of requests", fidelity or "closed", FIDELITIES[:1], ShardplanError)
+            validation.choice("simulate: fidelity of requests", fidelity or "closed", FIDELITIES[:1], ShardplanError)
             return simulate_requests(program, placement, topology, requests, params)
-        said = border.choice("simulate: fidelity", fidelity or "events", FIDELITIES, ShardplanError)
+        said = validation.choice("simulate: fidelity", fidelity or "events", FIDELITIES, ShardplanError)
         if said == "ops":
             check_options(program, placement)
-            if (kernels := placement.software.attention) is not None:
+            if placement.software.attention == "unfused":
                 raise ShardplanError(
-                    f"simulate: attention={kernels!r} at the fidelity 'ops', which prices attention's ops; "
-                    "legal are 'closed' and 'events', or None"
+                    "simulate: attention='unfused' at the fidelity 'ops', which has attention as one kernel; "
+                    "legal are 'closed' and 'events', or another kernel"
                 )
+            for name, plain in (("tensor_overlap", False), ("offload_layers", 0)):
+                if (said := getattr(placement.software, name)) != plain:
+                    raise ShardplanError(
+                        f"simulate: {name}={said} at the fidelity 'ops', whose jobs have no such ops; "
+                        f"legal are 'closed' and 'events', or {plain}"
+                    )
             for name in ("imbalance", "dispatch", "expert_products"):
                 if (said := getattr(placement.software, name)) is not None:
                     raise ShardplanError(
                         f"simulate: {name}={said!r} at the fidelity 'ops', whose experts have as many tokens each, "
                         "exchanged by the job's collectives, in one kernel; legal are 'closed' and 'events', or None"
                     )
-            where = delivered(topology_of("the topology", topology), params)
+            where = derate(topology_of("the topology", topology), params, placement.software.attention)
             return simulate_job(partition(program, placement, topology), where, algorithm=algorithm)
         return simulate_step(program, placement, topology, said, params)
     if isinstance(topology, str) and algorithm == "auto":  # of a program the third is the algorithm

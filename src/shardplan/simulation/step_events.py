@@ -8,9 +8,11 @@ import numpy as np
 
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import CODES, Configurations
-from shardplan.simulation.closed.form import ClosedForm, PricedSteps, StageTimes
+from shardplan.simulation.closed.form import ClosedForm, PricedSteps
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.scheduled_steps import StageTimes
 from shardplan.simulation.sweep import StageSeconds, compile_schedule, sweep
+from shardplan.strategy.schedules.table import is_rendezvous
 
 Floats = np.ndarray
 
@@ -63,7 +65,8 @@ class StepEvents:
     def _alike(self, c: Configurations) -> list[tuple[np.ndarray, StageTimes, int]]:
         """Strategies of one schedule: their places, what their chunks take, and their microbatches."""
         col = c.columns
-        keys = np.stack([col["pipeline"], col["interleave"], col["schedule"], c.microbatches], axis=1)
+        keys = [col[name] for name in ("pipeline", "interleave", "schedule", "expert_overlap")]
+        keys = np.stack([*keys, c.microbatches], axis=1)
         chunks, of_chunks = np.unique(keys[:, :2], axis=0, return_inverse=True)
         found: list[tuple[np.ndarray, StageTimes, int]] = []
         for k in range(len(chunks)):
@@ -72,25 +75,28 @@ class StepEvents:
             rest, of_rest = np.unique(keys[where, 2:], axis=0, return_inverse=True)
             for j in range(len(rest)):
                 at = np.flatnonzero(of_rest.reshape(-1) == j)
-                found.append((where[at], StageTimes(*(x[at] for x in made)), int(rest[j, 1])))
+                found.append((where[at], StageTimes(*(x[at] for x in made)), int(rest[j, 2])))
         return found
 
     def _swept(self, one: Configurations, made: StageTimes, many: int) -> Floats:
         """The seconds of strategies that have the schedule of one."""
         col = {name: int(x[0]) for name, x in one.columns.items()}
         name = "gpipe" if self.forward and col["interleave"] == 1 else CODES["schedule"][col["schedule"]]
-        return sweep(compile_schedule(name, col["pipeline"], many, col["interleave"]), self._seconds(made)).makespan
+        together = bool(col["expert_overlap"]) and not self.forward
+        order = compile_schedule(name, col["pipeline"], many, col["interleave"], together=together)
+        return sweep(order, self._seconds(made, is_rendezvous(name, col["interleave"]))).makespan
 
-    def _seconds(self, made: StageTimes) -> StageSeconds:
-        send = np.repeat(made.send[:, None], made.forward.shape[1] - 1, axis=1)
-        back, weight, after = made.backward - made.weight, made.weight, made.after
-        if self.forward:
-            nothing = np.zeros_like(made.forward)
-            return StageSeconds(made.forward, nothing, nothing, send, np.zeros_like(send))
-        return StageSeconds(made.forward, back, weight, send, send, np.zeros(len(after)), after)
+    def _seconds(self, made: StageTimes, rendezvous: bool = False) -> StageSeconds:
+        found = made.of_chunks(rendezvous)
+        if not self.forward:
+            return found
+        nothing = np.zeros_like(found.forward)
+        return StageSeconds(found.forward, nothing, nothing, found.send, np.zeros_like(found.send))
 
     def _busiest(self, one: Configurations, made: StageTimes) -> Floats:
         """The seconds of a microbatch on the busiest rank."""
         pipeline = int(one.columns["pipeline"][0])
-        total = made.forward if self.forward else made.forward + made.backward
+        total = made.forward if self.forward else made.forward + made.backward - made.hidden_seconds
+        if pipeline > 1 and not self.forward:
+            total = total - made.ahead - made.ahead_back
         return total.reshape(len(total), -1, pipeline).sum(axis=1).max(axis=1)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-import numpy as np
-
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.simulation.closed.collectives import with_network
@@ -17,11 +15,12 @@ from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.machines import check_topology_size, of_machine
 from shardplan.simulation.closed.parameters import Parameters
 from shardplan.simulation.interval import Interval, MemoryCurve
-from shardplan.simulation.sweep import StageSeconds, compile_schedule, intervals_of, sweep
+from shardplan.simulation.sweep import compile_schedule, intervals_of, sweep
 from shardplan.simulation.timeline import Timeline
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
 from shardplan.strategy.schedules.schedule import Schedule
+from shardplan.strategy.schedules.table import is_rendezvous
 from shardplan.strategy.strategy import Strategy
 
 FIDELITIES = ("closed", "events")
@@ -56,7 +55,7 @@ def simulate_step(
     >>> line.devices, 0.7 < simulate_step(model, one, box, "closed").seconds / line.seconds < 1.3
     ((0, 1), True)
     """
-    border.choice("simulate: fidelity", fidelity, FIDELITIES, ShardplanError)
+    validation.choice("simulate: fidelity", fidelity, FIDELITIES, ShardplanError)
     where = topology_of("the topology", topology)
     check_topology_size("simulate", where, strategy)
     if params is not None and not isinstance(params, Parameters):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -71,11 +70,10 @@ def simulate_step(
     columns = Configurations.of([named])
     if fidelity == "closed" and own is None:
         return _closed_form_timeline(form(columns), where.name)
-    made = form.stages(columns)
-    send = np.repeat(made.send[:, None], made.forward.shape[1] - 1, axis=1)
-    stages = StageSeconds(made.forward, made.backward - made.weight, made.weight, send, send, np.zeros(1), made.after)
-    order = compile_schedule(own) if own else compile_schedule(
-        str(strategy.schedule), strategy.pipeline, strategy.microbatches, strategy.interleave
+    stages = form.stages(columns).of_chunks(own is None and is_rendezvous(str(strategy.schedule), chunks))
+    together = strategy.software.expert_overlap
+    order = compile_schedule(own, together=together) if own else compile_schedule(
+        str(strategy.schedule), strategy.pipeline, strategy.microbatches, strategy.interleave, together=together
     )  # fmt: skip
     curve = MemoryCurve(0, ((0.0, int(form.peak_bytes(columns)[0])),))
     return Timeline(intervals_of(sweep(order, stages)), (curve,), title=f"events, {where.name}")
@@ -90,10 +88,14 @@ def _form_of(model: Model, topology: Topology, params: Parameters) -> ClosedForm
     return form
 
 
-def delivered(topology: Topology, params: Parameters | None = None) -> Topology:
-    """Return a topology as its machine delivers it: what parameters say that kernels and collectives reach."""
+def derate(topology: Topology, params: Parameters | None = None, attention: str | None = None) -> Topology:
+    """Return a topology as its machine delivers it: what parameters say of kernels, collectives and the host.
+
+    `attention` is the generation of its kernels, as `Software.attention` has it; FlashAttention 2 by default.
+    """
     p = params or of_machine(topology)
-    return replace(with_network(topology, p), device=with_kernels(topology.device, p))
+    device = replace(with_kernels(topology.device, p, attention or "flash2"), issue=p.launch)
+    return replace(with_network(topology, p), device=device)
 
 
 def _closed_form_timeline(out: PricedSteps, name: str) -> Timeline:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from shardplan.core.ops import Attention, Concat, Expand, RmsNorm, Rotary, Write
 from shardplan.core.ops.rotary import RotaryScaling
-from shardplan.strategy.parameter import Within
+from shardplan.strategy.parameter import FactorPart
 from shardplan.strategy.scope import Scope
 from shardplan.strategy.sizes import DecoderSizes
 
@@ -53,7 +53,7 @@ def gpt_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str, *
     made: list[str] = []
     products = (("q", many, "hgrd->bsgrd"), ("k", one, "hgd->bsgd"), ("v", one, "hgd->bsgd"))
     for k, (name, dims, spec) in enumerate(products):
-        part, dim = Within("part", 3, k), f"(part {' '.join(dims)})"
+        part, dim = FactorPart("part", 3, k), f"(part {' '.join(dims)})"
         weight = s.parameter(name, {"hidden": c.hidden, **dims}, f"{block}.c_attn.weight", f"hidden {dim}", part)
         bias = s.parameter(f"{name}_bias", dims, f"{block}.c_attn.bias", dim, part)
         made.append(s.elementwise("a + b", s.einsum(f"bsh,{spec}", x, weight), bias))
@@ -79,7 +79,7 @@ def grouped_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: st
     ):
         fused = c.model_type == "phi3"
         file = f"{block}.{'qkv' if fused else name}_proj"
-        part = Within("", starts[-1] * c.head_dim, starts[k] * c.head_dim) if fused else None
+        part = FactorPart("", starts[-1] * c.head_dim, starts[k] * c.head_dim) if fused else None
         weight = s.parameter(name, {**hidden, **dims}, f"{file}.weight", f"({' '.join(dims)}) hidden", part)
         y = s.einsum(f"bsh,{spec}", x, weight)
         if c.qkv_bias:
@@ -121,10 +121,10 @@ def latent_attention(s: Scope, c: DecoderSizes, given: Given, x: str, block: str
     queries = s(Concat(4), s.einsum("bsq,qgrd->bsgrd", squeezed, q), turned)
 
     file, width = f"{block}.kv_a_proj_with_mqa.weight", c.kv_lora_rank + c.rotary_dim
-    weight = s.parameter("kv_a", {**hidden, **ranks[1]}, file, "kv_rank hidden", Within("kv_rank", width, 0))
+    weight = s.parameter("kv_a", {**hidden, **ranks[1]}, file, "kv_rank hidden", FactorPart("kv_rank", width, 0))
     latent = norm(s, c, "kv_a_norm", ranks[1], f"{block}.kv_a_layernorm.weight", s.einsum("bsh,hk->bsk", x, weight))
     one = {"head": c.rotary_dim}
-    weight = s.parameter("k_turned", {**hidden, **one}, file, "head hidden", Within("head", width, c.kv_lora_rank))
+    weight = s.parameter("k_turned", {**hidden, **one}, file, "head hidden", FactorPart("head", width, c.kv_lora_rank))
     key = s(turn, s.einsum("bsh,hd->bsd", x, weight), given["positions"])
     latent = write_cache(s, c, given, "latent_cache", ranks[1], latent)
     key = write_cache(s, c, given, "key_cache", one, key)
@@ -143,7 +143,7 @@ def _parameters_side_by_side(
     """Parameters that a checkpoint has side by side in each head."""
     starts = [0, *itertools.accumulate(widths.values())]
     return [
-        s.parameter(name, {**dims, "head": n}, file, stored, Within("head", starts[-1], at))
+        s.parameter(name, {**dims, "head": n}, file, stored, FactorPart("head", starts[-1], at))
         for (name, n), at in zip(widths.items(), starts, strict=False)
     ]
 

@@ -28,7 +28,7 @@ from shardplan.core.ops.ring_rounds import MASKED
 from shardplan.core.ops.zigzag import Zigzag
 from shardplan.errors import ShardplanError
 from shardplan.strategy.attention import Given, gpt_attention, grouped_attention, latent_attention, norm
-from shardplan.strategy.parameter import Within
+from shardplan.strategy.parameter import FactorPart
 from shardplan.strategy.scope import ONE, Scope
 from shardplan.strategy.sizes import DecoderSizes
 
@@ -99,7 +99,7 @@ def _further(s: Scope, c: DecoderSizes, x: str, table: str, head: str, given: Gi
         for at, (part, y) in enumerate((("e", token), ("h", x))):
             y = norm(s, c, f"{name}.{part}_norm", hidden, f"{file}.{part}norm.weight", y)
             weight = s.parameter(f"{name}.{part}", {**hidden, "features": c.hidden}, f"{file}.eh_proj.weight",
-                                 "features (part hidden)", Within("part", 2, at))  # fmt: skip
+                                 "features (part hidden)", FactorPart("part", 2, at))  # fmt: skip
             made.append(s.einsum("bsh,hg->bsg", y, weight))
         x = s.elementwise("a + b", *made)
         number = c.layers + k
@@ -208,7 +208,7 @@ def gated_mlp(s: Scope, c: DecoderSizes, x: str, ffn: int, block: str, opens: st
     for k, name in enumerate(("gate", "up")):
         stored, file, part = "ffn hidden", f"{name}_proj", None
         if c.model_type == "phi3":
-            stored, file, part = "(part ffn) hidden", "gate_up_proj", Within("part", 2, k)
+            stored, file, part = "(part ffn) hidden", "gate_up_proj", FactorPart("part", 2, k)
         weight = s.parameter(f"{opens}{name}", wide, f"{block}.{file}.weight", stored, part)
         gate_up.append(s.einsum("bsh,hf->bsf", x, weight))
     down = s.parameter(f"{opens}down", {"ffn": ffn, "hidden": c.hidden}, f"{block}.down_proj.weight", "hidden ffn")
@@ -230,7 +230,7 @@ def routed_mlp(s: Scope, c: DecoderSizes, x: str, layer: str) -> str:
     if "routing" in s.carried:
         s.carried["routing"] = s.elementwise("a + b", s.carried["routing"], _routing_loss(s, c, scores))
     chosen, weights = (_group_limited if c.router == "sigmoid" else _softmax)(s, c, scores, block)
-    slots, dropped = s.draft.write_step(Dispatch(c.experts, c.capacity), x, chosen)
+    slots, dropped = s.builder.write_step(Dispatch(c.experts, c.capacity), x, chosen)
     s.add_result("dropped", dropped)
     made = (_biased_experts if oss else _experts)(s, c, slots, f"{block}.experts")
     y = s(Combine(), made, chosen, weights)
@@ -262,7 +262,7 @@ def _biased_experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
     """Those of gpt-oss: with biases; a checkpoint has all of them as one, gates and the other rows by turns."""
     many = {"experts": c.experts}
 
-    def product(name: str, sides: tuple[str, str], file: str, x: str, spec: str, part: Within | None = None) -> str:
+    def product(name: str, sides: tuple[str, str], file: str, x: str, spec: str, part: FactorPart | None = None) -> str:
         """Of a weight `sides`, features in and out, of which a checkpoint has `part`."""
         width = {"hidden": c.hidden, "ffn": c.ffn}
         dims, out = ({**many, **{side: width[side] for side in some}} for some in (sides, sides[1:]))
@@ -272,7 +272,7 @@ def _biased_experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
         return s.elementwise("a + b", y, s(Reshape("e f -> e one=1 f"), bias))
 
     gate, up = (
-        product(name, ("hidden", "ffn"), f"{file}.gate_up_proj", slots, "bech,ehf->becf", Within("part", 2, k))
+        product(name, ("hidden", "ffn"), f"{file}.gate_up_proj", slots, "bech,ehf->becf", FactorPart("part", 2, k))
         for k, name in enumerate(("gate", "up"))
     )
     inside = s.elementwise(GATED[c.activation], gate, up)
@@ -281,14 +281,14 @@ def _biased_experts(s: Scope, c: DecoderSizes, slots: str, file: str) -> str:
 
 def _routing_loss(s: Scope, c: DecoderSizes, scores: str) -> str:
     """What a layer's router adds to the loss: for choices that are not even, and for scores that are large."""
-    x = widened(s.draft, scores)
-    _, chosen = s.draft.write_step(TopK(c.experts_per_token), scores)
+    x = widened(s.builder, scores)
+    _, chosen = s.builder.write_step(TopK(c.experts_per_token), scores)
     tokens = c.batch * c.seq
     top = s(ReduceDims((2,), "max", keep=True), x)
-    powers = s.draft(Elementwise("exp(a - b)"), x, top, stopped=(1,))
+    powers = s.builder(Elementwise("exp(a - b)"), x, top, stopped=(1,))
     total = s(ReduceDims((2,), keep=True), powers)
-    square = s.sum_all(s.draft(Elementwise("(log(a) + b) ** 2"), total, top, stopped=(1,)))
-    hot = s(ReduceDims((0, 1, 2)), s(OneHot(c.experts, s.draft.types[x].dtype), chosen))
+    square = s.sum_all(s.builder(Elementwise("(log(a) + b) ** 2"), total, top, stopped=(1,)))
+    hot = s(ReduceDims((0, 1, 2)), s(OneHot(c.experts, s.builder.types[x].dtype), chosen))
     share = s(ReduceDims((0, 1)), s.elementwise("a / b", powers, total))
     even = s.sum_all(s.elementwise("a * b", hot, share))
     factor = c.balance_loss * c.experts / tokens**2
@@ -301,7 +301,7 @@ def _softmax(s: Scope, c: DecoderSizes, scores: str, block: str) -> tuple[str, s
     Without `router_norm` weights are of the softmax of all scores, and do not sum to 1.
     """
     given = scores if c.router_norm else s(Softmax(2), scores)
-    best, chosen = s.draft.write_step(TopK(c.experts_per_token), given)
+    best, chosen = s.builder.write_step(TopK(c.experts_per_token), given)
     return chosen, s(Softmax(2), best) if c.router_norm else best
 
 
@@ -318,11 +318,11 @@ def _group_limited(s: Scope, c: DecoderSizes, scores: str, block: str) -> tuple[
     choice = s.elementwise("a + b", affinity, correction)
     if c.router_groups > 1:
         grouped = s(Reshape(f"b s (g={c.router_groups} n) -> b s g n"), choice)
-        best, _ = s.draft.write_step(TopK(min(2, c.experts // c.router_groups)), grouped)
-        _, kept = s.draft.write_step(TopK(c.router_groups_kept), s(ReduceDims((3,)), best))
+        best, _ = s.builder.write_step(TopK(min(2, c.experts // c.router_groups)), grouped)
+        _, kept = s.builder.write_step(TopK(c.router_groups_kept), s(ReduceDims((3,)), best))
         inside = s(ReduceDims((2,)), s(OneHot(c.router_groups, s.dtype), kept))
         allowed = s.elementwise(f"where(a > 0, b, {MASKED})", s(Expand("b s g -> b s g one=1"), inside), grouped)
         choice = s(Reshape("b s g n -> b s (g n)"), allowed)
-    _, chosen = s.draft.write_step(TopK(c.experts_per_token), choice)
+    _, chosen = s.builder.write_step(TopK(c.experts_per_token), choice)
     taken = s.einsum("bsn,bskn->bsk", affinity, s(OneHot(c.experts, s.dtype), chosen))
     return chosen, s.elementwise(f"{c.router_scale} * a / b", taken, s(ReduceDims((2,), keep=True), taken))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Literal
 
 from shardplan.strategy.model import Model
@@ -57,7 +58,8 @@ def cut_dims(dims: Mapping[str, int], axes: Iterable[str]) -> Iterator[tuple[str
         yield first, heads + ratio
 
 
-def expert_dim(dims: Iterable[str]) -> str | None:
+@lru_cache(maxsize=1 << 12)  # asked of every value of a model, for every strategy
+def expert_dim(dims: tuple[str, ...]) -> str | None:
     """Return the dim of a value that experts are: themselves, or the embeddings of tables; None where there is none."""
     mine = [d for d in dims if d != LAYER]
     if mine and mine[0] == "experts":
@@ -68,7 +70,7 @@ def expert_dim(dims: Iterable[str]) -> str | None:
 def held_cuts(model: Model, name: str, axes: Mapping[str, int]) -> Iterator[tuple[str, Axes]]:
     """Yield how a parameter is held: experts one by one, and what tensor axes cut."""
     sizes = sizes_of_dims(model, name)
-    shared, sharing = expert_dim(sizes), tuple(a for a in axes if a in SHARING.values())
+    shared, sharing = expert_dim(tuple(sizes)), tuple(a for a in axes if a in SHARING.values())
     if shared and sharing and sizes[shared] > 1:
         yield shared, sharing
     yield from cut_dims(sizes, [a for a in axes if not (shared and a in sharing)])

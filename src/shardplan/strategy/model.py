@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.gradients import Origin
 from shardplan.core.program import Program
@@ -113,7 +113,7 @@ class Model:
         >>> model.parameter_count, model.dims["layers.q"], model.replaced["layers.q"]
         (4056, ('layer', 'hidden', 'kv_heads', 'ratio', 'head'), 'next.layers.q')
         """
-        border.text("Model.load: the name of a model", name, ShardplanError)
+        validation.text("Model.load: the name of a model", name, ShardplanError)
         known = presets()
         if name not in known and is_config(name):
             read = load_config(name, ignore)
@@ -126,11 +126,11 @@ class Model:
                 f"Model.load: {excerpt(name)} is no preset and no family{near_text(name, (*known, *_FAMILIES), 3)}; "
                 f"legal is one of {len(known)} presets, which docs/models.md lists, or a family: {', '.join(_FAMILIES)}"
             )
-        border.flag("Model.load: training", training, ShardplanError)
+        validation.flag("Model.load: training", training, ShardplanError)
         if optimizer == "":
             optimizer = "adamw" if training else None
         if optimizer is not None:
-            border.choice("Model.load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
+            validation.choice("Model.load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
             if not training:
                 raise ShardplanError(f"Model.load: optimizer={optimizer!r} without training; legal is None")
         legal = OPTIMIZERS[optimizer].fields if optimizer else {}
@@ -139,7 +139,7 @@ class Model:
         sizes = _sizes(name, given, fields, tuple(legal))
         if (recipe := recipe_of("Model.load: precision", precision)) is not None:
             dtype = recipe.dtype
-        kind = border.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
+        kind = validation.choice("Model.load: dtype", short_name(dtype), ("f16", "bf16", "f32", "f64"), ShardplanError)
         said = {"training": training, "optimizer": optimizer, "dtype": kind}
         return _build_model(name, sizes, said | ({"precision": precision} if precision else {}), settings)
 
@@ -175,7 +175,7 @@ class Model:
                 raise ShardplanError(f"Model.of: the dims of {key}, {t}, are {said}; legal are {t.ndim} names")
         owned = {
             key: Parameter(tuple(zip(found[key], types[key].shape, strict=True)), key, " ".join(found[key]))
-            for key in border.names("Model.of: parameters", tuple(parameters))
+            for key in validation.names("Model.of: parameters", tuple(parameters))
         }
         fields = {"training": training, "optimizer": optimizer, "dtype": types[next(iter(owned))].dtype, **settings}
         return assemble_model(name, program, found, owned, {}, fields, settings)
@@ -208,7 +208,7 @@ class Model:
         Raises `ShardplanError` naming a parameter that would change; and of a program the step that hides a size.
         """
         asked = {
-            name: border.whole_number(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError)
+            name: validation.whole_number(f"resize of {self.name}: {name}", n, 1, kind=ShardplanError)
             for name, n in sizes.items()
         }
         if not self._is_loaded():
@@ -244,7 +244,7 @@ class Model:
         Constants, which an import's source has, are beside them; one of a checkpoint takes the place of its own.
         Raises `LayoutError` for a tensor that is missing, of another shape, or of no parameter.
         """
-        given = border.table("a checkpoint", arrays, "names to arrays")
+        given = validation.table("a checkpoint", arrays, "names to arrays")
         used: set[str] = {n for n in given if n in self.constants} | self.spare
         found: dict[str, Array] = {}
         for value, array in self.constants.items():
@@ -268,7 +268,7 @@ class Model:
 
         Parameters may be left out where all that shares a tensor with them is. Raises `LayoutError` for another name.
         """
-        given = border.table("parameters", values, "names to arrays")
+        given = validation.table("parameters", values, "names to arrays")
         for value in given:
             if value not in self.parameters:
                 raise LayoutError(

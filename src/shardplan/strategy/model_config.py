@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.ops.rotary import RotaryScaling
 from shardplan.errors import ParseError, ShardplanError, excerpt, line, near_text
 from shardplan.movement.weights.configs import PLAIN, model_config
@@ -152,7 +152,7 @@ def read_config(config: Mapping[str, Any], what: str = "config.json") -> ReadCon
     fields |= {name: config[key] for name, key in read.items() if key} | dict(beside)
     most = config.get("max_position_embeddings") or config.get("n_positions") or USUAL_SEQ
     fields["seq"] = min(
-        border.whole_number(f"{what}: max_position_embeddings", most, 1, kind=ShardplanError), USUAL_SEQ
+        validation.whole_number(f"{what}: max_position_embeddings", most, 1, kind=ShardplanError), USUAL_SEQ
     )
     taken = {*read.values()}
     if family == "moe":
@@ -196,7 +196,7 @@ def load_config(path: str, ignore: Iterable[str] = ()) -> ReadConfig:
 
     Raises `ShardplanError` naming the keys that no builder computes, and a key to ignore that is none of them.
     """
-    found, spared = read_config(model_config(path), line(path)), border.names("Model.load: ignore", tuple(ignore))
+    found, spared = read_config(model_config(path), line(path)), validation.names("Model.load: ignore", tuple(ignore))
     for key in spared:
         if key not in found.left_out:
             legal = ", ".join(found.left_out) or "none, as all of it counts"
@@ -259,7 +259,7 @@ def _gemma(config: Mapping[str, Any], kind: str, what: str) -> Read:
     if not kind.startswith("gemma"):
         return {}, set()
     key, hidden = "query_pre_attn_scalar", _size(config, "hidden_size", what)
-    said = border.number(f"{what}: {key}", config.get(key) or 0, ShardplanError)
+    said = validation.number(f"{what}: {key}", config.get(key) or 0, ShardplanError)
     return {"embed_scale": hidden**0.5} | ({"score_scale": said**-0.5} if said else {}), {key}
 
 
@@ -269,7 +269,7 @@ def _windows(config: Mapping[str, Any], kind: str, layers: int, what: str) -> Re
     window, said = config.get("sliding_window"), config.get("layer_types")
     none = not window or config.get("use_sliding_window") is False
     listed = isinstance(said, list) and not {*map(str, said)} - {*KINDS}
-    layers = border.whole_number(f"{what}: the number of layers", layers, 1, border.MOST_ITEMS, ShardplanError)
+    layers = validation.whole_number(f"{what}: the number of layers", layers, 1, validation.MOST_ITEMS, ShardplanError)
     if said is not None and (not listed or len(said) < layers or (none and "sliding_attention" in said)):
         return {}, set()
     if none:
@@ -278,7 +278,7 @@ def _windows(config: Mapping[str, Any], kind: str, layers: int, what: str) -> Re
         letters = "".join(KINDS[one] for one in said[:layers])
     elif "use_sliding_window" in config:  # Qwen's: of the layers from one on
         full = config.get("max_window_layers") or 0
-        full = min(border.whole_number(f"{what}: max_window_layers", full, kind=ShardplanError), layers)
+        full = min(validation.whole_number(f"{what}: max_window_layers", full, kind=ShardplanError), layers)
         letters = "f" * full + "w" * (layers - full)
     else:
         key = next((k for k in ("sliding_window_pattern", "_sliding_window_pattern") if config.get(k)), "")
@@ -325,7 +325,7 @@ def _shared_widths(config: Mapping[str, Any], fields: Mapping[str, Any], what: s
 
 
 def _size(config: Mapping[str, Any], key: str, what: str) -> int:
-    return border.whole_number(f"{what}: {key}", config.get(key), 1, kind=ShardplanError)
+    return validation.whole_number(f"{what}: {key}", config.get(key), 1, kind=ShardplanError)
 
 
 def _otherwise(config: Mapping[str, Any], taken: set[str]) -> list[tuple[str, str]]:

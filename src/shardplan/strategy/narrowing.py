@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardplan.core.draft import Draft
 from shardplan.core.nested import as_nested
 from shardplan.core.ops import ScaledEinsum
 from shardplan.core.ops.compute import computing
 from shardplan.core.ops.narrow import FORWARD, write_quantized
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.errors import ShardplanError
 from shardplan.strategy.parameter import Parameter
@@ -47,7 +47,7 @@ def narrow_products(name: str, program: Program, parameters: Mapping[str, Parame
 
 def _narrow_layer(body: Program, held: Mapping[str, Parameter]) -> Program:
     """A layer; each value is quantized once for all products that read it alike."""
-    draft, steps = Draft(body.types), list[Step]()
+    builder, steps = ProgramBuilder(body.types), list[Step]()
     known: dict[tuple[str, frozenset[int]], tuple[str, str, str]] = {}
     for step in body.steps:
         op = computing(step.op)
@@ -61,9 +61,9 @@ def _narrow_layer(body: Program, held: Mapping[str, Parameter]) -> Program:
         for value, letters in zip(step.operands, sides, strict=True):
             key = value, frozenset(letters.index(c) for c in kept)
             if key not in known:
-                before = len(draft.steps)
-                known[key] = write_quantized(draft, value, letters, kept, FORWARD)
-                steps += draft.steps[before:]
+                before = len(builder.steps)
+                known[key] = write_quantized(builder, value, letters, kept, FORWARD)
+                steps += builder.steps[before:]
             made.append(known[key][:2])
         scales = ("".join(c for c in letters if c in kept) for letters in sides)
         spec = f"{','.join((*sides, *scales))}->{out}"

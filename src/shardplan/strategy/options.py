@@ -16,9 +16,10 @@ from shardplan.strategy.held_cuts import deal_experts
 from shardplan.strategy.limits import ModelLimits
 from shardplan.strategy.model import Model
 from shardplan.strategy.schedules.schedule import Schedule
-from shardplan.strategy.schedules.table import GENERATORS
+from shardplan.strategy.schedules.table import GENERATORS, overlapping_schedules
 from shardplan.strategy.strategy import Strategy
 
+IN_ROUNDS = ("interleaved", "combined-1f1b", "looped-bfs")  # schedules of microbatches through all chunks in turn
 TRAINED = ("no backward pass", "a model that trains")
 
 
@@ -52,6 +53,11 @@ def check_options(model: Model, strategy: Strategy, *, serves: bool = False, tab
             f"divisors of {limits.sequence}"
         )
     found = [*(excess_degrees(limits, strategy) if tables else ()), *idle(limits, strategy)]
+    if serves and strategy.software.expert_overlap and strategy.expert > 1 < limits.experts:
+        found = [one for one in found if one.name != "expert_overlap"]
+        if strategy.microbatches == 1:  # of prompts two groups go in turn
+            legal = "False, or a microbatch of half of what is in flight, and less"
+            found.append(IdleOption("expert_overlap", "one group has all sequences in flight", legal, False))
     for one in found[:1]:
         value = getattr(strategy, one.name)
         raise LayoutError(f"strategy: {one.name}={value!r} of {model.name}: {one.why}; legal is {one.legal}")
@@ -130,7 +136,7 @@ def idle(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
     if s.software.offload_layers > limits.layers:
         why = f"the model has {limits.layers} layers"
         yield IdleOption("offload_layers", why, f"0 to {limits.layers}", limits.layers)
-    if s.schedule in ("interleaved", "looped-bfs") and s.microbatches == 1 and s.interleave != 1:
+    if s.schedule in IN_ROUNDS and s.microbatches == 1 and s.interleave != 1:
         why = f"one microbatch goes through all chunks in turn under {s.schedule!r}, and none hides another's waiting"
         yield IdleOption("interleave", why, "'1f1b', or 2 microbatches and more", 1)
     if limits.training and same_order(s):
@@ -150,8 +156,32 @@ def idle_experts(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
         if getattr(s.software, name) is not None and (limits.experts == 1 or alone):
             why = "it has no experts" if limits.experts == 1 else "expert=1, and every device has all experts"
             yield IdleOption(name, why, "None" + ", or expert of 2 and more" * (limits.experts > 1), None)
+    if s.software.expert_overlap:
+        yield from unpaired_experts(limits, s)
     if s.software.imbalance is not None:
         yield from excess_imbalance(limits, s.software.imbalance, s.expert)
+
+
+def unpaired_experts(limits: ModelLimits, s: Strategy) -> Iterator[IdleOption]:
+    """Yield an overlap of experts' exchanges with another microbatch where there is none of one of them."""
+    if s.expert == 1 or limits.experts == 1:
+        why = "it has no experts" if limits.experts == 1 else "expert=1, and no token goes to another device"
+        yield IdleOption("expert_overlap", why, "False" + ", or expert of 2 and more" * (limits.experts > 1), False)
+    elif not limits.training:
+        yield IdleOption("expert_overlap", TRAINED[0], f"False, or {TRAINED[1]}", False)
+    elif not runs_together(s):
+        called = s.schedule.label if isinstance(s.schedule, Schedule) else repr(s.schedule)
+        many = f"of {s.microbatches} microbatch{'es' * (s.microbatches > 1)}"
+        why = f"the schedule {called} {many} runs no forward and backward together"
+        names = ", ".join(map(repr, overlapping_schedules()))
+        yield IdleOption("expert_overlap", why, f"False, or one of {names}, and 2 microbatches and more", False)
+
+
+def runs_together(s: Strategy) -> bool:
+    """Say whether a schedule runs forwards and backwards of two microbatches together."""
+    if isinstance(s.schedule, Schedule):
+        return any(a.is_pair for row in s.schedule.ranks for a in row if a)
+    return s.schedule in overlapping_schedules() and s.microbatches > 1
 
 
 def excess_imbalance(limits: ModelLimits, imbalance: float, expert: int) -> Iterator[IdleOption]:
@@ -170,7 +200,7 @@ def excess_imbalance(limits: ModelLimits, imbalance: float, expert: int) -> Iter
 def same_order(s: Strategy) -> bool:
     """Say whether a schedule that is not 1F1B, called by its name, has its order nevertheless."""
     alike = s.microbatches == 1 or (s.schedule == "interleaved" and s.pipeline == 1)
-    return s.interleave == 1 and s.schedule in ("gpipe", "looped-bfs", "interleaved") and alike
+    return s.interleave == 1 and s.schedule in ("gpipe", *IN_ROUNDS) and alike
 
 
 def up_to(most: int) -> str:

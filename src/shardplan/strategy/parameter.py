@@ -22,7 +22,7 @@ _BRACES = re.compile(r"{(\w+)}")
 _DIM = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
-class Within(NamedTuple):
+class FactorPart(NamedTuple):
     """What of a factor of a checkpoint's dim a parameter is: its size there, and where ours begins.
 
     A factor that our value does not have is one place of it; no factor is the first dim, of which ours are some rows.
@@ -48,7 +48,7 @@ class Parameter:
     dims: tuple[tuple[str, int], ...]
     file: str
     stored: str
-    part: Within | None = None
+    part: FactorPart | None = None
     first: int = 0
     trained: bool = True
     rows: tuple[str, ...] = ()

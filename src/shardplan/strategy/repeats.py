@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import NamedTuple
 
-from shardplan.core.nested import rows
+from shardplan.core.nested import stacked_type
 from shardplan.core.ops import Crop, Repeat, Reshape
 from shardplan.core.program import Program
 from shardplan.core.step import Step
@@ -208,7 +208,7 @@ class _Writer:
                 alone = [k for k, row in enumerate(group) if any(inside.get(at) is not run for at in reads[row])]
                 name = self.fresh(self.called(group), () if alone else group)
                 self.stacks[name] = group
-                self.types[name] = rows(self.program.types[group[0]], run.times)
+                self.types[name] = stacked_type(self.program.types[group[0]], run.times)
                 for k in alone:
                     heads += self.row(name, k, group[k])
         for k, step in enumerate(old):
@@ -251,7 +251,7 @@ class _Writer:
         names = [name if name not in out[:k] else self.fresh(name) for k, name in enumerate(out)]
         self.steps.append(Step(op, (*(v for v, _ in run.state), *same, *stacked), (*names, *kept.values())))
         for (j, k), name in kept.items():
-            self.types[name] = rows(self.types[body[j].results[k]], run.times)
+            self.types[name] = stacked_type(self.types[body[j].results[k]], run.times)
             for i, row in alone[j, k]:
                 self.steps += self.row(name, i, row)
 

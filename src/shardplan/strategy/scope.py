@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Einsum, Elementwise, Iota, ReduceDims, Repeat, TargetCount
 from shardplan.core.ops.placing import widened
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
-from shardplan.strategy.parameter import Parameter, Within
+from shardplan.strategy.parameter import FactorPart, Parameter
 
 Sizes = Mapping[str, int]  # the dims of a value, in order
 ONE = Mesh()
@@ -34,7 +34,7 @@ class Scope:
         self.dtype = dtype
         self.place = 0  # of the layer that is written, where a body has several
         self.prefix = ""  # of the names of what it has
-        self.draft = Draft({})
+        self.builder = ProgramBuilder({})
         self.inputs: dict[str, Sizes] = {}
         self.parameters: dict[str, Parameter] = {}
         self.replaced: dict[str, str] = {}
@@ -43,30 +43,30 @@ class Scope:
 
     def __call__(self, op: Op, *operands: str) -> str:
         """Write a step of one result."""
-        return self.draft(op, *operands)
+        return self.builder(op, *operands)
 
     def elementwise(self, expression: str, *operands: str) -> str:
         """Write an expression of every element."""
-        return self.draft(Elementwise(expression), *operands)
+        return self.builder(Elementwise(expression), *operands)
 
     def einsum(self, spec: str, *operands: str) -> str:
         """Write a product."""
-        return self.draft(Einsum(spec), *operands)
+        return self.builder(Einsum(spec), *operands)
 
     def count(self, n: int) -> str:
         """Write 0, 1, 2, ..., i32."""
-        return self.draft(Iota("i32", (n,), 0, Layout(((),)), ONE))
+        return self.builder(Iota("i32", (n,), 0, Layout(((),)), ONE))
 
     def mean(self, losses: str) -> str:
         """Write the mean over all dims, in f32 or wider, as the result `loss`."""
-        losses = widened(self.draft, losses)
-        self.results["loss"] = self.draft(ReduceDims(tuple(range(self.draft.types[losses].ndim)), "mean"), losses)
+        losses = widened(self.builder, losses)
+        self.results["loss"] = self.builder(ReduceDims(tuple(range(self.builder.types[losses].ndim)), "mean"), losses)
         return self.results["loss"]
 
     def sum_all(self, value: str) -> str:
         """Write the sum over all dims, in f32 or wider."""
-        value = widened(self.draft, value)
-        return self.draft(ReduceDims(tuple(range(self.draft.types[value].ndim))), value)
+        value = widened(self.builder, value)
+        return self.builder(ReduceDims(tuple(range(self.builder.types[value].ndim))), value)
 
     def counted_mean(self, losses: str, targets: str, each: str | None = None, beside: str | None = None) -> str:
         """Write the mean over those whose target counts, in f32 or wider, as the result `loss`; 0 where none does.
@@ -75,13 +75,13 @@ class Scope:
         the sum `beside`, divided as theirs is.
         """
         total = self.sum_all(losses)
-        t = self.draft.types[total]
+        t = self.builder.types[total]
         if each is not None:
-            mine = self.sum_all(self.draft(Cast(t.dtype), self.elementwise("where(a == -100, 0, 1)", targets)))
+            mine = self.sum_all(self.builder(Cast(t.dtype), self.elementwise("where(a == -100, 0, 1)", targets)))
             total = self.elementwise("a + b * c", total, each, mine)
         if beside is not None:
             total = self.elementwise("a + b", total, beside)
-        self.results["loss"] = self.elementwise("a / maximum(b, 1)", total, self.draft(TargetCount(t.dtype), targets))
+        self.results["loss"] = self.elementwise("a / maximum(b, 1)", total, self.builder(TargetCount(t.dtype), targets))
         return self.results["loss"]
 
     def input(self, name: str, dims: Sizes, dtype: str = "") -> str:
@@ -89,11 +89,11 @@ class Scope:
         name = f"{self.prefix}{name}"
         assert name not in self.inputs, name
         self.inputs[name] = dims
-        self.draft.types[name] = TensorType(dtype or self.dtype, tuple(dims.values()), (), ONE)
+        self.builder.types[name] = TensorType(dtype or self.dtype, tuple(dims.values()), (), ONE)
         return name
 
     def parameter(
-        self, name: str, dims: Sizes, file: str, stored: str = "", part: Within | None = None, trained: bool = True
+        self, name: str, dims: Sizes, file: str, stored: str = "", part: FactorPart | None = None, trained: bool = True
     ) -> str:
         """Declare a parameter, and where a checkpoint has it; by default with the same dims."""
         name = self.input(name, dims)
@@ -121,11 +121,11 @@ class Scope:
         of so many layers, which divide them, each has parameters of its own, named `name.place.`.
         """
         inner, count = Scope(self.dtype), len(numbers) // period
-        types = inner.draft.types
-        types["x"] = self.draft.types[x]
-        types |= {inside: self.draft.types[outside] for inside, outside in self.carried.items()}
+        types = inner.builder.types
+        types["x"] = self.builder.types[x]
+        types |= {inside: self.builder.types[outside] for inside, outside in self.carried.items()}
         inner.carried = {inside: inside for inside in self.carried}
-        types |= {inside: self.draft.types[outside] for inside, outside in invariants.items()}
+        types |= {inside: self.builder.types[outside] for inside, outside in invariants.items()}
         y, given = "x", {inside: inside for inside in invariants}
         for inner.place in range(period):
             inner.prefix = f"{inner.place}." if period > 1 else ""
@@ -134,7 +134,7 @@ class Scope:
         rows = {f"{name}.{key}": value for key, value in inner.replaced.items()}
         rows |= {f"{name}.{key}": value for key, value in inner.results.items()}
         program = Program(
-            [(n, types[n]) for n in inputs], inner.draft.steps, (y, *inner.carried.values(), *rows.values())
+            [(n, types[n]) for n in inputs], inner.builder.steps, (y, *inner.carried.values(), *rows.values())
         )
         for key, dims in inner.inputs.items():
             outer = {"layer": count, **dims}
@@ -146,7 +146,7 @@ class Scope:
                 self.parameters[f"{name}.{key}"] = made
         stacked = [f"{name}.{key}" for key in inner.inputs]
         hands = 1 + len(self.carried)
-        out = self.draft.write_step(
+        out = self.builder.write_step(
             Repeat(count, program, carried=hands, sliced=len(stacked)),
             *(x, *self.carried.values(), *invariants.values(), *stacked),
         )
@@ -158,4 +158,4 @@ class Scope:
 
     def program(self, outputs: Sequence[str]) -> Program:
         """Return what was written."""
-        return Program([(name, self.draft.types[name]) for name in self.inputs], self.draft.steps, outputs)
+        return Program([(name, self.builder.types[name]) for name in self.inputs], self.builder.steps, outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.ops.rotary import RotaryScaling
 from shardplan.errors import ParseError, ShardplanError
 
@@ -15,13 +15,13 @@ def _check(sizes: DecoderSizes | PerceptronSizes | RecommenderSizes, *positive: 
     for f in fields(sizes):
         what, value = f"Model.load: {f.name}", getattr(sizes, f.name)
         if f.type == "int":
-            border.whole_number(what, value, int(f.name in positive), kind=ShardplanError)
+            validation.whole_number(what, value, int(f.name in positive), kind=ShardplanError)
         elif f.type == "float":
-            border.number(what, value, ShardplanError)
+            validation.number(what, value, ShardplanError)
         elif f.type == "str":
-            border.text(what, value, ShardplanError)
+            validation.text(what, value, ShardplanError)
         elif f.type == "bool" or (value is not None and f.type == "bool | None"):
-            border.flag(what, value, ShardplanError)
+            validation.flag(what, value, ShardplanError)
 
 
 def _divides(part: str, n: int, whole: str, total: int) -> None:
@@ -192,7 +192,7 @@ class DecoderSizes:
         if not self.rope_theta:
             self._refuse("rope_theta", "is above 0")
         if not gpt:
-            border.choice("Model.load: activation", self.activation, ACTIVATIONS, ShardplanError)
+            validation.choice("Model.load: activation", self.activation, ACTIVATIONS, ShardplanError)
         if {*self.windows} - {*("wf" if self.window else "f")}:
             self._refuse("windows", "are letters w (of a window) and f (full), and f alone without a window")
         for name in ("balance_loss", "router_z_loss"):
@@ -225,7 +225,7 @@ class DecoderSizes:
         if gpt and last > self.positions:
             self._refuse("cache" if self.cache else "seq", f"are up to positions={self.positions}")
         if self.family == "moe":
-            border.choice("Model.load: router", self.router, ("softmax", "sigmoid"), ShardplanError)
+            validation.choice("Model.load: router", self.router, ("softmax", "sigmoid"), ShardplanError)
             _divides("router_groups", self.router_groups, "experts", self.experts)
             kept = min(self.router_groups_kept, self.router_groups) * (self.experts // self.router_groups)
             if self.router_groups_kept > self.router_groups:
@@ -306,8 +306,8 @@ class RecommenderSizes:
         """Check, and make lists tuples."""
         _check(self, "dense_features", "embedding_dim", "bag", "batch")
         for name in ("table_rows", "bottom", "top"):
-            found = border.items(f"Model.load: {name}", getattr(self, name), "whole numbers", ShardplanError)
-            whole = (border.whole_number(f"Model.load: {name}", n, 1, kind=ShardplanError) for n in found)
+            found = validation.items(f"Model.load: {name}", getattr(self, name), "whole numbers", ShardplanError)
+            whole = (validation.whole_number(f"Model.load: {name}", n, 1, kind=ShardplanError) for n in found)
             object.__setattr__(self, name, tuple(whole))
         if not self.table_rows or self.bottom[-1:] != (self.embedding_dim,) or self.top[-1:] != (1,):
             raise ShardplanError(

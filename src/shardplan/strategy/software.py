@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardplan.core import border
+from shardplan.core import validation
 
 ATTENTION = ("unfused", "flash1", "flash2", "flash3", "cudnn", "cudnn_2024")
 DISPATCH = ("direct", "levels")
@@ -27,6 +27,9 @@ class Software:
             each node, which hands it on; by default as takes less time.
         expert_products: How the products of a device's experts are issued: `grouped`, all in one kernel, as by default,
             or in a `loop`, by the host one after another, as before there were such kernels.
+        expert_overlap: Whether tokens go to experts and back while another microbatch computes, where a schedule runs
+            a forward and a backward together (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1; Megatron-Core's
+            `--overlap-moe-expert-parallel-comm`).
 
     Raises `LayoutError` for a value that is not legal.
     """
@@ -37,17 +40,19 @@ class Software:
     imbalance: float | None = None
     dispatch: str | None = None
     expert_products: str | None = None
+    expert_overlap: bool = False
 
     def __post_init__(self) -> None:
         """Check every field."""
         if self.attention is not None:
-            border.choice("strategy: attention", self.attention, ATTENTION)
-        border.flag("strategy: tensor_overlap", self.tensor_overlap)
-        border.whole_number("strategy: offload_layers", self.offload_layers, 0)
+            validation.choice("strategy: attention", self.attention, ATTENTION)
+        validation.flag("strategy: tensor_overlap", self.tensor_overlap)
+        validation.flag("strategy: expert_overlap", self.expert_overlap)
+        validation.whole_number("strategy: offload_layers", self.offload_layers, 0)
         if self.imbalance is not None:
-            most = border.number("strategy: imbalance", self.imbalance, least=1.0)
+            most = validation.number("strategy: imbalance", self.imbalance, least=1.0)
             object.__setattr__(self, "imbalance", round(most, 3))
         if self.dispatch is not None:
-            border.choice("strategy: dispatch", self.dispatch, DISPATCH)
+            validation.choice("strategy: dispatch", self.dispatch, DISPATCH)
         if self.expert_products is not None:
-            border.choice("strategy: expert_products", self.expert_products, EXPERT_PRODUCTS)
+            validation.choice("strategy: expert_products", self.expert_products, EXPERT_PRODUCTS)

@@ -9,7 +9,7 @@ from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.dtypes import short_name
 from shardplan.core.mesh import Mesh
 from shardplan.errors import LayoutError, ScheduleError
@@ -141,6 +141,7 @@ class Strategy:
     imbalance: InitVar[float | None] = None
     dispatch: InitVar[str | None] = None
     expert_products: InitVar[str | None] = None
+    expert_overlap: InitVar[bool] = False
     software: Software = field(init=False, default=Software())
 
     def __post_init__(
@@ -151,15 +152,17 @@ class Strategy:
         imbalance: float | None,
         dispatch: str | None,
         expert_products: str | None,
+        expert_overlap: bool,
     ) -> None:
         """Check every field by itself, and what hangs together."""
-        said = Software(attention, tensor_overlap, offload_layers, imbalance, dispatch, expert_products)
+        of_experts = imbalance, dispatch, expert_products, expert_overlap
+        said = Software(attention, tensor_overlap, offload_layers, *of_experts)
         object.__setattr__(self, "software", said)
         for name in ("data", "tensor", "pipeline", "context", "expert", "microbatch", "loss_chunks"):
-            border.whole_number(f"strategy: {name}", getattr(self, name), 1)
-        border.whole_number("strategy: zero", self.zero, 0, 3)
-        border.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
-        border.choice("strategy: expert_from", self.expert_from, EXPERTS_FROM)
+            validation.whole_number(f"strategy: {name}", getattr(self, name), 1)
+        validation.whole_number("strategy: zero", self.zero, 0, 3)
+        validation.choice("strategy: context_kind", self.context_kind, get_args(ContextKind))
+        validation.choice("strategy: expert_from", self.expert_from, EXPERTS_FROM)
         if self.rotates and self.context == 1:
             kind = self.context_kind
             raise LayoutError(
@@ -176,49 +179,49 @@ class Strategy:
         replicas = self.data * self.microbatch
         if self.global_batch is None:
             object.__setattr__(self, "global_batch", replicas)
-        batch = border.whole_number("strategy: global_batch", self.global_batch, 1)
+        batch = validation.whole_number("strategy: global_batch", self.global_batch, 1)
         if batch < replicas:
             raise LayoutError(
                 f"strategy: global_batch={batch} is below data * microbatch = {self.data} * {self.microbatch}; "
                 f"legal are {replicas} and more"
             )
-        group = self.data if self.shard is None else border.whole_number("strategy: shard", self.shard, 1)
+        group = self.data if self.shard is None else validation.whole_number("strategy: shard", self.shard, 1)
         if self.data % group or group * inside % self.expert:
             legal = [n for n in range(1, self.data + 1) if self.data % n == 0 and n * inside % self.expert == 0]
             raise LayoutError(
                 f"strategy: shard={group} does not divide data={self.data}, or expert={self.expert} does not divide "
                 f"shard * context * tensor; legal are {legal}"
             )
-        border.choice("strategy: loss", self.loss, LOSS)
+        validation.choice("strategy: loss", self.loss, LOSS)
         if (self.loss_chunks > 1) != (self.loss == "chunked"):
             said = f"loss_chunks={self.loss_chunks} with loss={self.loss!r}"
             raise LayoutError(f"strategy: {said}; legal are 2 and more with 'chunked', else 1")
         for name in ("sequence_parallel", "fsdp", "offload", *["prefetch"][self.prefetch is None :]):
-            border.flag(f"strategy: {name}", getattr(self, name))
+            validation.flag(f"strategy: {name}", getattr(self, name))
         if self.precision is not None:
-            border.choice("strategy: precision", self.precision, (*PRECISIONS, *PREDICTED))
+            validation.choice("strategy: precision", self.precision, (*PRECISIONS, *PREDICTED))
         if self.shard is not None and not (self.zero or self.fsdp):
             raise LayoutError(f"strategy: shard={group} without zero or fsdp; legal is one of them, or no shard")
         if self.bucket is not None:
             object.__setattr__(self, "bucket", limit_of("strategy: bucket", self.bucket))
         if isinstance(self.recompute, str):
-            border.choice("strategy: recompute", self.recompute, RECOMPUTE)
+            validation.choice("strategy: recompute", self.recompute, RECOMPUTE)
         else:
-            border.names("strategy: recompute", self.recompute)
+            validation.names("strategy: recompute", self.recompute)
         if self.recompute_layers is not None:
-            n = border.whole_number("strategy: recompute_layers", self.recompute_layers, 1)
+            n = validation.whole_number("strategy: recompute_layers", self.recompute_layers, 1)
             if self.recompute == "none":
                 raise LayoutError(f"strategy: recompute_layers={n} with recompute='none'; legal is None")
-        object.__setattr__(self, "keep", border.names("strategy: keep", self.keep))
+        object.__setattr__(self, "keep", validation.names("strategy: keep", self.keep))
         for name in ("gradient_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
-                found = border.choice(f"strategy: {name}", short_name(getattr(self, name)), GRADIENT_DTYPES)
+                found = validation.choice(f"strategy: {name}", short_name(getattr(self, name)), GRADIENT_DTYPES)
                 object.__setattr__(self, name, found)
         if self.fsdp and self.zero == 1:
             raise LayoutError("strategy: fsdp with zero=1; legal are 2, and 3, as by default")
         if self.cuts is not None:
-            object.__setattr__(self, "cuts", tuple(border.items("strategy: cuts", self.cuts, "layers")))
-            layers = [border.whole_number("strategy: cuts", n, 1) for n in self.cuts]
+            object.__setattr__(self, "cuts", tuple(validation.items("strategy: cuts", self.cuts, "layers")))
+            layers = [validation.whole_number("strategy: cuts", n, 1) for n in self.cuts]
             if layers != sorted(set(layers)):
                 raise LayoutError(f"strategy: cuts={self.cuts}; legal are layers in order, each once")
         self._order()
@@ -229,7 +232,7 @@ class Strategy:
         if isinstance(said, os.PathLike) or (isinstance(said, str) and said not in GENERATORS and "." in said):
             said = Schedule.from_csv(said)
         elif not isinstance(said, Schedule):
-            said = border.choice("strategy: schedule", said, GENERATORS, ScheduleError)
+            said = validation.choice("strategy: schedule", said, GENERATORS, ScheduleError)
         object.__setattr__(self, "schedule", said)
         if isinstance(said, str):
             chunks = GENERATORS[said].chunks
@@ -244,7 +247,7 @@ class Strategy:
                     )
         if self.interleave is None:
             object.__setattr__(self, "interleave", chunks)
-        several = border.whole_number("strategy: interleave", self.interleave, 1)
+        several = validation.whole_number("strategy: interleave", self.interleave, 1)
         if isinstance(said, str) and several != chunks and not GENERATORS[said].free:
             raise ScheduleError(f"schedule {said} has {chunks} chunks a rank, {several} were asked for")
 
@@ -276,7 +279,7 @@ class Strategy:
     @property
     def kept_names(self) -> tuple[str, ...]:
         """What is kept as it was moved; all parameters under `fsdp` with `zero` 2."""
-        named = border.names("strategy: keep", self.keep)
+        named = validation.names("strategy: keep", self.keep)
         return ("*", *named) if self.fsdp and self.zero == 2 else named
 
     @property
@@ -314,7 +317,7 @@ class Strategy:
         over which query heads of one group are dealt. Of each axis the inner part is apart where experts take it.
         """
         whole = self.stage_degrees(n for p in model.parameters.values() for dim, n in p.dims if dim == "kv_heads")
-        shared = any(expert_dim(dims) for dims in model.dims.values())
+        shared = any(map(expert_dim, model.dims.values()))
         parts = deal_experts(whole, self.expert if shared else 1, self.expert_from)
         sizes = {"replica": self.data // whole["data"]}
         for axis, n in whole.items():

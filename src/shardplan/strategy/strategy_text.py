@@ -15,7 +15,7 @@ WHOLE = ("data", "tensor", "pipeline", "context", "expert", "microbatch", "globa
 WORDS = ("schedule", "recompute", "context_kind", "precision", "gradient_dtype", "reduce_dtype", "attention", "bucket",
          "loss", "expert_from", "dispatch", "expert_products")  # fmt: skip
 NUMBERS = ("imbalance",)
-FLAGS = ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap")
+FLAGS = ("sequence_parallel", "fsdp", "offload", "prefetch", "tensor_overlap", "expert_overlap")
 SAID = {"true": True, "false": False}
 SHORT = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "sp": "sequence_parallel",
          "vpp": "interleave", "mbs": "microbatch", "gbs": "global_batch"}  # fmt: skip

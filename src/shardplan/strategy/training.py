@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardplan.core import border
-from shardplan.core.draft import Draft
+from shardplan.core import validation
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.gradients import Keep, Origin, gradients, keep_computed
 from shardplan.core.ops import Adafactor, AdamW, Cast, Elementwise, ReduceDims, Sgd
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.placing import cast_to, widened
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError
@@ -71,7 +71,7 @@ class Optimizer:
         return {
             k: fields[k]
             if k in (*self.inputs, SCALE) and fields[k] == INPUT
-            else border.number(f"{what}: {k}", fields[k], ShardplanError, *self.bounds.get(k, ()))
+            else validation.number(f"{what}: {k}", fields[k], ShardplanError, *self.bounds.get(k, ()))
             for k in self.fields
             if k in fields
         }
@@ -123,7 +123,7 @@ OPTIMIZERS = {update.op.name: update for update in _UPDATES}
 
 def recipe_of(what: str, name: str | None) -> Precision | None:
     """Return the recipe of a name, if any; raises `ShardplanError`, which `what` opens, for another one."""
-    return None if name is None else PRECISIONS[border.choice(what, name, tuple(PRECISIONS), ShardplanError)]
+    return None if name is None else PRECISIONS[validation.choice(what, name, tuple(PRECISIONS), ShardplanError)]
 
 
 class Training(NamedTuple):
@@ -171,25 +171,25 @@ def training_program(
     if optimizer is None:
         return Training(named, made, {}, found.origins)
     rule = OPTIMIZERS[optimizer]
-    draft, states, steps = Draft(named.types), dict[str, TensorType](), list(named.steps)
+    builder, states, steps = ProgramBuilder(named.types), dict[str, TensorType](), list(named.steps)
     replaced: dict[str, str] = {}
     now: tuple[str, ...] = ()
     scaled, factor, taken = dict(made), "", ""
     if settings.get(CLIP) or settings.get(SCALE):
-        total = _add_up(draft, [sum_squares(draft, made[w]) for w in names])
-        factor = draft(Elementwise(factor_expression(settings)), total, *((SCALE,) if scale == INPUT else ()))
-        scaled = {w: multiply(draft, made[w], factor) for w in names}
+        total = _add_up(builder, [sum_squares(builder, made[w]) for w in names])
+        factor = builder(Elementwise(factor_expression(settings)), total, *((SCALE,) if scale == INPUT else ()))
+        scaled = {w: multiply(builder, made[w], factor) for w in names}
     if settings.get(SCALE):
-        taken = draft(Cast("i32"), draft(Elementwise("where(a > 0, 1, 0)"), factor))
-        states[SKIPPED] = draft.types[SKIPPED] = TensorType("i32", (), (), ONE)
-        replaced[SKIPPED] = draft(Elementwise("a + 1 - b"), SKIPPED, taken)
+        taken = builder(Cast("i32"), builder(Elementwise("where(a > 0, 1, 0)"), factor))
+        states[SKIPPED] = builder.types[SKIPPED] = TensorType("i32", (), (), ONE)
+        replaced[SKIPPED] = builder(Elementwise("a + 1 - b"), SKIPPED, taken)
     if rule.counts:
-        states["step"] = draft.types["step"] = TensorType("i32", (), (), ONE)
-        now = (draft(Elementwise("a + 1"), "step"),)
-        replaced["step"] = draft(Elementwise("a + b"), "step", taken) if taken else now[0]
+        states["step"] = builder.types["step"] = TensorType("i32", (), (), ONE)
+        now = (builder(Elementwise("a + 1"), "step"),)
+        replaced["step"] = builder(Elementwise("a + b"), "step", taken) if taken else now[0]
     wide = "f64" if any(named.types[w].dtype == "f64" for w in names) else "f32"
     for name in rule.given(settings):
-        states[name] = draft.types[name] = TensorType(wide, (), (), ONE)
+        states[name] = builder.types[name] = TensorType(wide, (), (), ONE)
         now = (*now, name)
     for w in names:
         t = named.types[w]
@@ -197,15 +197,17 @@ def training_program(
         first, p = f"{w}.{MASTER}" if master else w, wanted[w]
         mine = {f"{w}.{part}": shape for part, shape in rule.state_shapes(p).items()}
         for name, shape in (({first: t.shape} if master else {}) | mine).items():
-            states[name] = draft.types[name] = TensorType(kept, shape, t.layout, t.mesh)
-        out = draft.write_step(rule.made(settings, p), first, scaled[w], *mine, *now)
+            states[name] = builder.types[name] = TensorType(kept, shape, t.layout, t.mesh)
+        out = builder.write_step(rule.made(settings, p), first, scaled[w], *mine, *now)
         if taken:
             pairs = zip(out, (first, *mine), strict=True)
-            out = tuple(draft(Elementwise(TAKEN), a, b, cast_to(draft, factor, draft.types[a].dtype)) for a, b in pairs)
-        replaced |= {w: draft(Cast(t.dtype), out[0])} if master else {}
+            out = tuple(
+                builder(Elementwise(TAKEN), a, b, cast_to(builder, factor, builder.types[a].dtype)) for a, b in pairs
+            )
+        replaced |= {w: builder(Cast(t.dtype), out[0])} if master else {}
         replaced |= zip((first, *mine), out, strict=True)
     names_of = {v: f"next.{name}" for name, v in replaced.items()}
-    steps += (_rename_step(step, names_of) for step in draft.steps)
+    steps += (_rename_step(step, names_of) for step in builder.steps)
     outputs = (*named.outputs[:count], *names_of.values())
     whole = Program((*named.inputs, *states.items()), steps, outputs)
     return Training(whole, made, {name: f"next.{name}" for name in replaced}, found.origins)
@@ -226,23 +228,23 @@ def factor_expression(settings: Mapping[str, Any]) -> str:
     return f"where(a - a == 0, {found} / {by}, 0)" if scale else found
 
 
-def multiply(draft: Draft, gradient: str, factor: str) -> str:
+def multiply(builder: ProgramBuilder, gradient: str, factor: str) -> str:
     """Write a gradient times a factor, in the wider dtype of both."""
-    kinds = [draft.types[name].dtype for name in (gradient, factor)]
+    kinds = [builder.types[name].dtype for name in (gradient, factor)]
     kind = max(kinds, key=lambda kind: numpy_dtype(kind).itemsize)
-    return draft(Elementwise("a * b"), cast_to(draft, gradient, kind), cast_to(draft, factor, kind))
+    return builder(Elementwise("a * b"), cast_to(builder, gradient, kind), cast_to(builder, factor, kind))
 
 
-def sum_squares(draft: Draft, name: str) -> str:
+def sum_squares(builder: ProgramBuilder, name: str) -> str:
     """Write the sum of the squares of a value, in f32 or wider."""
-    dims = tuple(range(draft.types[name].ndim))
-    return draft(ReduceDims(dims), draft(Elementwise("a * a"), widened(draft, name)))
+    dims = tuple(range(builder.types[name].ndim))
+    return builder(ReduceDims(dims), builder(Elementwise("a * a"), widened(builder, name)))
 
 
-def _add_up(draft: Draft, names: Sequence[str]) -> str:
+def _add_up(builder: ProgramBuilder, names: Sequence[str]) -> str:
     total, *others = names
     for name in others:
-        total = draft(Elementwise("a + b"), total, name)
+        total = builder(Elementwise("a + b"), total, name)
     return total
 
 

@@ -108,8 +108,37 @@ def test_our_own_executors_are_simulated_in_the_order_of_programs() -> None:
     assert simulate_job(one, CLUSTER).seconds < simulate_job(one, CLUSTER, rendezvous=True).seconds
 
 
+def test_a_pass_begins_with_what_it_receives_and_sends_when_its_kernels_are_done() -> None:
+    """What a checkpoint computes again comes behind the message; gradients of parameters come before the next one."""
+    line = simulate_job(job(pipeline=2, recompute="full", global_batch=4), CLUSTER, launch=0.0)
+    compiled, messages = line.compiled, line.opened.messages
+    met, left = 0, 0
+    for r, run in enumerate(line.swept.ranks):
+        for i, (stage, kind, k) in enumerate(run.actions):
+            ops = line.opened.ops(r, i)
+            if k < 0 or not ops:
+                continue
+            arrived = [end for place, (_, end, *_) in messages.items()
+                       if place.microbatch == k and place.number in compiled.taken[stage, kind]]  # fmt: skip
+            sent = [start for start, _, *who in messages.values() if who == [r, i]]
+            met += bool(arrived)
+            left += bool(sent)
+            assert min(op.start for op in ops) >= max(arrived, default=0.0) - line.opened.slack
+            assert min(sent, default=1.0) >= max(op.end for op in ops) - line.opened.slack
+    assert met > 0 and left > 0
+
+
+def test_parameters_of_a_rank_that_waits_are_gathered_one_layer_ahead() -> None:
+    """Those of its first layer are there when the message comes, those of the second are on their way from then on."""
+    line = simulate_job(job(data=2, pipeline=2, fsdp=True, global_batch=4), CLUSTER, launch=0.0)
+    arrived = min(end for place, (_, end, _, _) in line.opened.messages.items() if place.microbatch == 0)
+    gathers = [op for op in line.opened.ops(1, 0) if ".parameters" in op.op.cost.stream and op.runs]
+    first, second = (min(op.start for op in gathers if op.runs == (n,)) for n in range(2))
+    assert first < arrived - line.opened.slack and second >= arrived - line.opened.slack
+
+
 def test_folding_changes_nothing_of_it() -> None:
-    one = job(data=4, fsdp=True, global_batch=8)
+    one = job(data=2, pipeline=2, fsdp=True, global_batch=8)
     folded, whole = (simulate_job(one, CLUSTER, fold=f).seconds for f in (True, replace(Fold.nothing(), ranks=True)))
     assert folded == pytest.approx(whole, rel=1e-12)
 
@@ -140,3 +169,33 @@ def test_products_beside_moves_of_parameters_lose_the_processors_that_these_keep
     assert sum(op.cost.seconds for op in slower if op.cost.stream == COMPUTE) == pytest.approx(taken, rel=1e-3)
     for op, now in zip(ops, slower, strict=True):
         assert (now.cost.seconds > op.cost.seconds) == (on_all(op) and op.cost.seconds > 0)
+
+
+def spans_of(kind: str, **said: Any) -> list[list[tuple[TimedOp, float, float]]]:
+    """The ops that the passes of a microbatch of attention over a context consist of, and when each starts and ends."""
+    model = sp.Model.load("gpt", layers=2, hidden=4096, heads=32, seq=4096, vocab=1024, precision="bf16")
+    strategy = sp.Strategy(context=4, context_kind=kind, precision="bf16", **said)
+    where = sp.Topology.load("dgx-h100", node=1, gpu=4)
+    line = simulate_job(sp.partition(model, strategy, where), where)
+    return [[(p.op, p.start, p.end) for p in line.opened.ops(0, k)] for k in range(2)]
+
+
+def in_order(rows: list[tuple[TimedOp, float, float]]) -> Iterator[tuple[str, float, float]]:
+    """Products, attention and movements of a context's activations, as they start."""
+    for op, start, end in sorted(rows, key=lambda row: row[1]):
+        kind = op.cost.pattern.kind if isinstance(op.cost.pattern, Work) else "move"
+        if kind in ("product", "scores") or op.cost.stream == "context, gpu":
+            yield kind, start, end
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("kind", "into", "out"), [("gather", 2, 2), ("ulysses", 3, 3)])
+def test_what_attention_moves_goes_beside_no_product(kind: str, into: int, out: int, recompute: str) -> None:
+    """It is issued where attention is called, behind the products of queries, keys and values, and waited for there."""
+    forward, back = (list(in_order(rows)) for rows in spans_of(kind, recompute=recompute))
+    first = [row[0] for row in forward].index("scores")
+    assert [row[0] for row in forward[first - into - 3 : first]] == ["product"] * 3 + ["move"] * into
+    assert forward[first - into][1] >= max(end for what, _, end in forward[:first] if what == "product")
+    last = len(back) - 1 - [row[0] for row in back][::-1].index("scores")
+    assert [row[0] for row in back[last + 1 : last + out + 2]] == ["move"] * out + ["product"]
+    assert back[last + out + 1][1] >= max(end for _, _, end in back[last + 1 : last + out + 1])

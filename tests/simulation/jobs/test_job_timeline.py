@@ -186,6 +186,8 @@ def test_the_trace_is_what_the_format_requires(tmp_path: Path) -> None:
     across = [two for two in ends.values() if two[0]["pid"] != two[1]["pid"]]
     received = [i for i in line.intervals if i.stream.startswith("receive") and i.seconds > 0]
     assert len(across) >= len(received) > 0
+    there, here = ({i.device for i in line.intervals if i.stream == f"{end} F 0-1"} for end in ("send", "receive"))
+    assert there and here and there.isdisjoint(here)
     gathers = [two for two in ends.values() if {names[e["pid"], e["tid"]] for e in two} == {"compute", "tensor, gpu"}]
     assert gathers
 

@@ -18,10 +18,10 @@ from shardplan.hardware.topology import Topology
 from shardplan.plans.pricing import fabric_of
 from shardplan.simulation.jobs.compiled_job import CompiledJob, compile_job
 from shardplan.simulation.jobs.job_timeline import simulate_job
-from shardplan.simulation.jobs.periods import shorter, spans
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.sweep import JobSweep, sweep
-from shardplan.strategy.schedules import replay, schedule
+from shardplan.simulation.jobs.timing import COMPUTE
+from shardplan.strategy.schedules import replay
 from shardplan.strategy.schedules.action import Action
 from simulation.jobs.job_cases import CLUSTER, SIZES, STRATEGIES, job
 
@@ -73,7 +73,7 @@ def test_long_messages_queue(name: str) -> None:
     assert max(queued) > 0.0
 
 
-@pytest.mark.parametrize("switch", ["layers", "prices", "microbatches"])
+@pytest.mark.parametrize("switch", ["layers", "prices"])
 @pytest.mark.parametrize("name", ["tensor", "prefetch", "gpipe", "interleaved"])
 def test_each_fold_alone_changes_nothing(name: str, switch: str) -> None:
     one = simulate_job(job(name, 8), CLUSTER)
@@ -112,41 +112,72 @@ def scaled(one: CompiledJob, factors: list[float], message: float) -> CompiledJo
     return replace(one, maps=maps, messages=tuple(replace(m, seconds=m.seconds * message) for m in one.messages))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved"]), st.integers(2, 3), st.data())
-def test_microbatches_that_are_left_out_change_nothing(name: str, ranks: int, data: st.DataObject) -> None:
-    """Stages of any speed, messages of any length: the whole schedule, and the one with periods left out."""
-    one = bare(name, ranks, 48)
-    speeds = st.sampled_from([0.5, 1.0, 1.0, 1.0, 1.7, 3.0])
-    drawn = scaled(
-        one, [data.draw(speeds) for _ in range(one.job.stages)], data.draw(st.sampled_from([0.0, 1.0, 30.0]))
-    )
-    whole = sweep(replace(drawn, fold=Fold(microbatches=False)))
-    assert_same(sweep(drawn), whole)
+def one_by_one(compiled: CompiledJob) -> list[list[tuple[float, float, list[tuple[float, float]]]]]:
+    """Begin, end and messages (start, arrival) of every action: the rules of the docs, one action after another."""
+    n, owners = len(compiled.streams), compiled.job.schedule.owners
+    free = [np.zeros(n) for _ in compiled.rows]
+    done: dict[tuple[int, int], float] = {}  # by stage and microbatch
+    mail: dict[tuple[int, int], float] = {}  # by message and microbatch
+    record: dict[tuple[int, int], tuple[list[tuple[float, float]], int]] = {}  # where it is written down
+    line: dict[int, float] = {}  # by message until when its connection is taken
+    found: list[list[tuple[float, float, list[tuple[float, float]]]]] = [[] for _ in compiled.rows]
+    left = sum(map(len, compiled.rows))
+    while left:
+        for r, row in enumerate(compiled.rows):
+            at = len(found[r])
+            if at == len(row) or any((number, row[at][2]) not in mail for number in compiled.taken[row[at][:2]]):
+                continue
+            stage, kind, k = row[at]
+            for number in compiled.taken[stage, kind] if compiled.is_rendezvous else ():
+                if seconds := compiled.messages[number].seconds:  # it waits until this rank has computed so far
+                    times, place = record[number, k]
+                    start = max(times[place][0], free[r][compiled.streams.index(COMPUTE)])
+                    times[place] = start, start + seconds
+                    mail[number, k] = start + seconds
+            took = [mail[number, k] for number in compiled.taken[stage, kind]]
+            entry = np.array([*free[r], done.get((stage, k), -np.inf), *took])
+            after = (compiled.map_at(r, at, (stage, kind)).matrix + entry).max(axis=1)
+            free[r], done[stage, k] = after[:n], float(after[n + 1])
+            sent: list[tuple[float, float]] = []
+            for number, made in zip(compiled.sent[stage, kind], after[n + 2 :].tolist(), strict=True):
+                assert owners[compiled.messages[number].transfer.source[0]] == r
+                start = made if compiled.is_rendezvous else max(made, line.get(number, -np.inf))
+                line[number] = mail[number, k] = start + compiled.messages[number].seconds
+                record[number, k] = sent, len(sent)
+                sent.append((start, line[number]))
+            found[r].append((float(after[n]), float(after[n + 1]), sent))
+            left -= 1
+    return found
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "interleaved"])
-def test_some_microbatches_are_left_out(name: str) -> None:
-    """The law above would hold of nothing left out."""
-    one = bare(name, 2, 48)
-    assert sweep(scaled(one, [2.0, *[1.0] * (one.job.stages - 1)], 0.0)).periods > 0
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "gpipe", "zb-h1", "interleaved", "dualpipe", "zb-v"]), st.integers(1, 2),
+    st.sampled_from([0.0, 1.0, 30.0]), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_level_by_level_is_one_action_after_another(name: str, half: int, message: float, seed: int) -> None:
+    """Maps of any numbers, messages of any length: the same begin, end and messages, bit by bit."""
+    one, random = bare(name, 2 * half, 12), np.random.default_rng(seed)
+    maps = {
+        key: replace(found, matrix=np.where(random.random(found.matrix.shape) < 0.5, random.random(found.matrix.shape),
+                                            found.matrix))
+        for key, found in one.maps.items()
+    }  # fmt: skip
+    assert_run_one_by_one(replace(scaled(one, [1.0] * one.job.stages, message), maps=maps))
 
 
-def test_shorter_lists_are_schedules_of_fewer_microbatches() -> None:
-    """What is cut out of a generator's lists leaves what it makes of fewer microbatches."""
-    for name, ranks, chunks in (("1f1b", 4, 1), ("gpipe", 3, 1), ("zb-h1", 3, 1), ("interleaved", 2, 2)):
-        rows = [
-            [(a.stage, a.kind, a.microbatch or 0) for a in row if a] for row in schedule(name, ranks, 40, chunks).ranks
-        ]
-        short = next(iter(shorter(rows, 8)))
-        fewer = schedule(name, ranks, 40 - short.left_out, chunks).ranks
-        assert [list(row) for row in short.rows] == [
-            [(a.stage, a.kind, a.microbatch or 0) for a in row if a] for row in fewer
-        ]
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_level_by_level_is_one_action_after_another_on_every_stream(name: str) -> None:
+    """Collectives and copies beside the actions of other microbatches, and what moves once a step."""
+    found = job(name, 8)
+    assert_run_one_by_one(compile_job(found, fabric_of(CLUSTER, found.programs.meshes), JobSettings(), Fold()))
 
 
-def test_a_list_that_does_not_repeat_is_kept() -> None:
-    assert spans([(0, "F", 0), (0, "B", 0), (0, "B", 1), (0, "F", 1)], 1) == []
+def assert_run_one_by_one(compiled: CompiledJob) -> None:
+    for run, expected in zip(sweep(compiled).ranks, one_by_one(compiled), strict=True):
+        for k, (begin, end, sent) in enumerate(expected):
+            assert (run.begin[k], run.done[k]) == (begin, end)
+            assert [tuple(times) for times in run.sent[k, : len(sent)].tolist()] == sent
 
 
 def at_ends(matrix: Floats, streams: int) -> Floats:

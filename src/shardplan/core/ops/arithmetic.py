@@ -10,15 +10,15 @@ from typing import ClassVar, Self
 import numpy as np
 
 from shardplan.core.derivative import NOTHING, derivative, substitute, times
-from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import identity, numpy_dtype
 from shardplan.core.expression import Expression
 from shardplan.core.expression_tree import Name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, check_arity, common_dtype
+from shardplan.core.ops.compute import WHOLE, At, RuleTypedOp, Size, check_arity, common_dtype
 from shardplan.core.ops.placing import add_brackets, said_anew
+from shardplan.core.program_builder import Cotangents, ProgramBuilder, Values
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -27,7 +27,7 @@ _REDUCTIONS = ("sum", "max", "min", "mean", "absmax")
 
 
 @dataclass(frozen=True, slots=True)
-class Elementwise(Ruled):
+class Elementwise(RuleTypedOp):
     """One expression of the operands a, b, c, ... on every element, with numpy's broadcasting (trailing alignment).
 
     `expr` is kept in its canonical text (see `Expression`). The operands and the result are of one dtype, except that
@@ -122,7 +122,7 @@ class Elementwise(Ruled):
         values = [x if kind.kind == "b" else xp.astype(x, up) for x, kind in zip(arrays, kinds, strict=True)]
         return (self.expression.evaluate(xp, values, up),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The derivative times the cotangent, summed over the dims that broadcast."""
         expression = self.expression
         last = chr(ord("a") + expression.arity)
@@ -137,11 +137,11 @@ class Elementwise(Ruled):
             if tree != Name(last):
                 names = Expression(tree).names
                 short = {old: Name(chr(ord("a") + k)) for k, old in enumerate(names)}
-                dx = draft(Elementwise(str(Expression(substitute(tree, short)))), *(values[n] for n in names))
-            shape, more = draft.types[x].shape, draft.types[dx].ndim - draft.types[x].ndim
-            dx = draft(ReduceDims(tuple(range(more))), dx) if more else dx
-            ones = tuple(d for d, n in enumerate(draft.types[dx].shape) if n != shape[d])
-            found.append(draft(ReduceDims(ones, keep=True), dx) if ones else dx)
+                dx = builder(Elementwise(str(Expression(substitute(tree, short)))), *(values[n] for n in names))
+            shape, more = builder.types[x].shape, builder.types[dx].ndim - builder.types[x].ndim
+            dx = builder(ReduceDims(tuple(range(more))), dx) if more else dx
+            ones = tuple(d for d, n in enumerate(builder.types[dx].shape) if n != shape[d])
+            found.append(builder(ReduceDims(ones, keep=True), dx) if ones else dx)
         return found
 
     def flops(self, *operands: TensorType) -> float:
@@ -151,7 +151,7 @@ class Elementwise(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceDims(Ruled):
+class ReduceDims(RuleTypedOp):
     """Reduce some dims away, or with `keep` to size 1. A mean is the sum divided by the global size.
 
     `absmax` is the largest of the absolute values.
@@ -216,9 +216,9 @@ class ReduceDims(Ruled):
         x = xp.maximum(x, -x) if self.reduction == "absmax" else x
         return (xp.reduce(self.combine, x, self.dims, self.keep, nothing),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The cotangent along the dims; of a maximum shared by the elements that have it."""
-        t, dx = draft.types[operands[0]], cotangents[0]
+        t, dx = builder.types[operands[0]], cotangents[0]
         if self.reduction == "absmax":
             raise TypingError("reduce_dims(absmax) has no gradient: it is a scale, and no value")
         names = [f"d{d}" for d in range(t.ndim)]
@@ -228,13 +228,13 @@ class ReduceDims(Ruled):
         ones = [f"o{d}=1" if d in self.dims else n for d, n in enumerate(names)]
         if self.combine == "sum":
             if self.reduction == "mean":
-                dx = draft(Elementwise(f"a / {math.prod(t.shape[d] for d in self.dims)}"), dx)
-            return [expand_dims(draft, dx, ones if self.keep else rest, names, t)]
+                dx = builder(Elementwise(f"a / {math.prod(t.shape[d] for d in self.dims)}"), dx)
+            return [expand_dims(builder, dx, ones if self.keep else rest, names, t)]
         y, dx = (
-            v if self.keep else draft(Expand(f"{' '.join(rest)} -> {' '.join(ones)}"), v) for v in (results[0], dx)
+            v if self.keep else builder(Expand(f"{' '.join(rest)} -> {' '.join(ones)}"), v) for v in (results[0], dx)
         )
-        hit = draft(Elementwise("where(a == b, 1, 0)"), operands[0], y)
-        return [draft(Elementwise("a * b / c"), hit, dx, draft(ReduceDims(self.dims, keep=True), hit))]
+        hit = builder(Elementwise("where(a == b, 1, 0)"), operands[0], y)
+        return [builder(Elementwise("a * b / c"), hit, dx, builder(ReduceDims(self.dims, keep=True), hit))]
 
     def flops(self, *operands: TensorType) -> float:
         """One operation an element of the operand, on the worst device."""
@@ -243,7 +243,7 @@ class ReduceDims(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class Expand(Ruled):
+class Expand(RuleTypedOp):
     """The same values along new dims, as `h -> b=4 s=3 h`, which may be sharded `over` axes, in their order.
 
     >>> from shardplan.core.mesh import Mesh
@@ -283,15 +283,15 @@ class Expand(Ruled):
         """New dims of these sizes."""
         return replace(self, spec=said_anew(self.spec, sizes))
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Sums along the new dims."""
         rule = parse_rule(add_brackets(self.spec))
         before, after = ([n for (n,) in side] for (side,) in (rule.operands, rule.results))
         dx, held = cotangents[0], [n for n in before if n in after]
         if len(held) < len(after):
-            dx = draft(ReduceDims(tuple(d for d, n in enumerate(after) if n not in before)), dx)
+            dx = builder(ReduceDims(tuple(d for d, n in enumerate(after) if n not in before)), dx)
         if len(held) < len(before):
-            dx = draft(Expand(f"{' '.join(held)} -> {' '.join(n if n in held else f'{n}=1' for n in before)}"), dx)
+            dx = builder(Expand(f"{' '.join(held)} -> {' '.join(n if n in held else f'{n}=1' for n in before)}"), dx)
         return [dx]
 
     def flops(self, *operands: TensorType) -> float:
@@ -299,10 +299,10 @@ class Expand(Ruled):
         return 0.0
 
 
-def expand_dims(draft: Draft, name: str, held: Sequence[str], dims: Sequence[str], t: TensorType) -> str:
+def expand_dims(builder: ProgramBuilder, name: str, held: Sequence[str], dims: Sequence[str], t: TensorType) -> str:
     """Return a value of the dims `held` along all `dims`, which are those of `t`, over whose axes it is sharded."""
     if tuple(held) == tuple(dims):
         return name
     new = [d for d, c in enumerate(dims) if c not in held]
     spec = " ".join(f"{c}={t.shape[d]}" if d in new else c for d, c in enumerate(dims))
-    return draft(Expand(f"{' '.join(held)} -> {spec}", Layout(tuple(t.layout.dims[d] for d in new))), name)
+    return builder(Expand(f"{' '.join(held)} -> {spec}", Layout(tuple(t.layout.dims[d] for d in new))), name)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from shardplan.core import border
-from shardplan.core.draft import Draft
+from shardplan.core import validation
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
@@ -20,6 +19,7 @@ from shardplan.core.ops.query_tiles import QueryTiles
 from shardplan.core.ops.ring import RingAttention, cap_scores, mask_scores
 from shardplan.core.ops.ring_rounds import MASKED, ScoreRule
 from shardplan.core.ops.zigzag import Zigzag
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
 
@@ -58,7 +58,7 @@ class Attention(Composed):
         """Attention."""
         return "scores"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Scores, softmax over the keys, and their mean of the values."""
         self._check(operands)
         q, k = operands[:2]
@@ -102,8 +102,8 @@ class Attention(Composed):
         """Refuse what hangs together otherwise."""
         check_arity(self.name, operands[: self._fixed_count], self._fixed_count)
         q, k = operands[:2]
-        border.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
-        border.whole_number(f"{self.name}: window", self.window, 0, kind=TypingError)
+        validation.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+        validation.whole_number(f"{self.name}: window", self.window, 0, kind=TypingError)
         if self.zigzag > 1 and (len(operands) > self._fixed_count or q.shape[1] != k.shape[1]):
             raise TypingError(f"zigzag={self.zigzag} of {q} with keys {k}; legal is 1, or a sequence and itself")
         if self.window and not self.causal:

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.accounting import books_of, held_inside, shared_around
 from shardplan.core.lowering import Ints, Lowering, side_by_side
 from shardplan.core.nested import Nested, check_depth
@@ -58,10 +58,12 @@ class Repeat(Nested):
     def __post_init__(self) -> None:
         """Check the counts, and that what is carried keeps its type."""
         body = self.body
-        border.whole_number("repeat: n", self.n, 0, kind=TypingError)
-        border.whole_number("repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError)
-        border.whole_number("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
-        border.whole_number("repeat: ahead", self.ahead, 0, len(body.steps), TypingError)
+        validation.whole_number("repeat: n", self.n, 0, kind=TypingError)
+        validation.whole_number(
+            "repeat: carried", self.carried, 0, min(len(body.inputs), len(body.outputs)), TypingError
+        )
+        validation.whole_number("repeat: sliced", self.sliced, 0, len(body.inputs) - self.carried, TypingError)
+        validation.whole_number("repeat: ahead", self.ahead, 0, len(body.steps), TypingError)
         carried = {name for name, _ in body.inputs[: self.carried]}
         for number, step in enumerate(body.steps[: self.ahead]):
             if late := [o for o in step.operands if o in carried]:

@@ -18,7 +18,7 @@ from shardplan.core.message_totals import own_copy_bytes
 from shardplan.core.messages import FIGURES, Packed
 from shardplan.core.op import Array, Op, Shards, poison
 from shardplan.core.pattern import Local, Messages, Pattern
-from shardplan.core.round_messages import Counted, RoundMessages, count
+from shardplan.core.round_messages import MessageCounts, RoundMessages, count
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError, excerpt
 
@@ -219,7 +219,7 @@ def moving(op: Op) -> Collective | None:
 
 
 @lru_cache(maxsize=256)
-def lowering_counts(op: Collective, t: TensorType, u: TensorType) -> Counted:
+def lowering_counts(op: Collective, t: TensorType, u: TensorType) -> MessageCounts:
     """Return what the lowering of one operand costs in one chunk; remembered, since several facets ask."""
     one = op if op.algorithm in SEGMENTED else op.in_chunks(1)
     return count(t, u, lambda ids: one.lower_operand(t, u, ids))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from shardplan.core.draft import Cotangents, Decomposition, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
@@ -28,13 +27,14 @@ from shardplan.core.ops.compute import (
     IdRange,
     KernelClass,
     LocalRun,
-    Ruled,
+    RuleTypedOp,
     Size,
     Where,
     computing,
     score_sides,
 )
 from shardplan.core.ops.indexing import Constant
+from shardplan.core.program_builder import Cotangents, Decomposition, ProgramBuilder, Values
 from shardplan.core.reshard_cotangent import reshard_cotangent
 from shardplan.core.step import Step, last_uses
 from shardplan.core.tensor import TensorType
@@ -46,13 +46,13 @@ class Composed(Compute):
     """An op that says only its decomposition: typing, meaning and flops follow. It is priced as one kernel."""
 
     @abc.abstractmethod
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Write the steps, on operands called "0", "1", ..., and return the names of the results."""
 
     def decomposition(self, *operands: TensorType) -> Decomposition:
         """Return the steps."""
-        draft = Draft.of(operands)
-        return draft.decomposition(*self.write(draft, *operands))
+        builder = ProgramBuilder.of(operands)
+        return builder.decomposition(*self.write(builder, *operands))
 
     def infer(self, *operands: TensorType) -> tuple[TensorType, ...]:
         """Type the steps."""
@@ -78,7 +78,7 @@ class Composed(Compute):
             return [values[name] for name in results]
 
         shapes = {where(t)[1] for t in found}
-        ops = [op for op, _, _ in typed if isinstance(op, Ruled) and op.pointwise]
+        ops = [op for op, _, _ in typed if isinstance(op, RuleTypedOp) and op.pointwise]
         if len(shapes) > 1 or len(ops) < len(typed):
             return run
         # All of a block before the next one: what goes from step to step is no larger than a block.
@@ -110,11 +110,11 @@ class Composed(Compute):
         return score_sides(self.share(*operands), *operands) if self.kernel_class == "scores" else ()
 
     def pull(
-        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+        self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
     ) -> Cotangents:
         """One kernel, which computes again what it needs of the forward one."""
         needs = tuple(k for k, want in enumerate(wanted) if want)
-        found = draft.write_step(Backward(self, needs, len(cotangents)), *operands, *cotangents)
+        found = builder.write_step(Backward(self, needs, len(cotangents)), *operands, *cotangents)
         made = dict(zip(needs, found, strict=True))
         return [made.get(k) for k in range(len(operands))]
 
@@ -154,7 +154,7 @@ class Backward(Composed):
         """That of the op."""
         return self.of.kernel_class if isinstance(self.of, Compute) else "streamed"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """The steps of the op, and back."""
         count = len(operands) - self.results
         if not isinstance(self.of, Composed):
@@ -192,14 +192,14 @@ class Backward(Composed):
         return self.of.share(*operands[: len(operands) - self.results]) if isinstance(self.of, Composed) else 1.0
 
     def pull(
-        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+        self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
     ) -> Cotangents:
         """None: a gradient of a gradient is not said, as what is stopped in the op is not stopped in its gradient."""
         raise TypingError(f"the gradient of {self.of.name} has no gradient")
 
 
-class Opened(Draft):
-    """A draft that opens an op whose operands do not type on it, and reduces what a step does not take partial."""
+class DecomposingBuilder(ProgramBuilder):
+    """A builder that decomposes ops whose operands do not type on it, and reduces what a step does not take partial."""
 
     def write_step(self, op: Op, *operands: str, stopped: tuple[int, ...] = ()) -> tuple[str, ...]:
         """Write a step, or those that it comes to."""
@@ -218,8 +218,8 @@ class Opened(Draft):
 
 def decompose_sharded(op: Composed, types: Sequence[TensorType]) -> Decomposition:
     """Return the steps of an op on operands that may be sharded where the whole op does not type, with reductions."""
-    draft = Opened.of(types)
-    return draft.decomposition(*op.write(draft, *types))
+    builder = DecomposingBuilder.of(types)
+    return builder.decomposition(*op.write(builder, *types))
 
 
 def differs(t: TensorType) -> bool:
@@ -236,10 +236,10 @@ def needing(steps: Iterable[Step], types: Mapping[str, TensorType], wanted: Iter
     return found
 
 
-def zeros(draft: Draft, t: TensorType, of: str) -> str:
+def zeros(builder: ProgramBuilder, t: TensorType, of: str) -> str:
     """Write a cotangent of zeros of a value."""
-    name = draft(Constant(0, t.dtype, t.shape, without_partial(t), t.mesh))
-    draft.alike[name] = of
+    name = builder(Constant(0, t.dtype, t.shape, without_partial(t), t.mesh))
+    builder.alike[name] = of
     return name
 
 
@@ -248,27 +248,27 @@ def without_partial(t: TensorType) -> Layout:
     return Layout(t.layout.dims)
 
 
-def plus(draft: Draft, x: str, y: str) -> str:
+def plus(builder: ProgramBuilder, x: str, y: str) -> str:
     """Write a sum; where one addend is partial and the other is not, that one is reduced first."""
-    over = [draft.types[v].mesh.expand(draft.types[v].layout.partial) for v in (x, y)]
-    mesh, both = draft.types[x].mesh, set(over[0]) & set(over[1])
+    over = [builder.types[v].mesh.expand(builder.types[v].layout.partial) for v in (x, y)]
+    mesh, both = builder.types[x].mesh, set(over[0]) & set(over[1])
     found = [
-        draft.reduce_axes(v, mesh.fold(tuple(a for a in own if a not in both)))
+        builder.reduce_axes(v, mesh.fold(tuple(a for a in own if a not in both)))
         for v, own in zip((x, y), over, strict=True)
     ]
-    return draft(Elementwise("a + b"), *found)
+    return builder(Elementwise("a + b"), *found)
 
 
 class Reverse:
     """The walk from the cotangents of what steps make to those of what they read; one walks over one program.
 
-    `types` are those of the forward values, and `value` says what a forward value is called in the draft, where it is
+    `types` are those of the forward values, and `value` says what a forward value is called in the builder, where it is
     asked for one.
     """
 
-    def __init__(self, draft: Draft, types: dict[str, TensorType], value: Callable[[str], str]) -> None:
+    def __init__(self, builder: ProgramBuilder, types: dict[str, TensorType], value: Callable[[str], str]) -> None:
         """Begin."""
-        self.draft, self.types, self.value = draft, types, value
+        self.builder, self.types, self.value = builder, types, value
 
     def fill_cotangents(
         self, steps: Sequence[Step], cotangents: dict[str, str], needed: set[str], origin: int | None = None
@@ -277,16 +277,16 @@ class Reverse:
 
         What is written is of step `origin` where it is said, as of the steps of a body.
         """
-        draft = self.draft
-        draft.alike.update((c, name) for name, c in cotangents.items())
+        builder = self.builder
+        builder.alike.update((c, name) for name, c in cotangents.items())
         for number in reversed(range(len(steps))):
             step = steps[number]
             wants = [o in needed and k not in step.stopped for k, o in enumerate(step.operands)]
             if not any(wants) or not any(r in cotangents for r in step.results):
                 continue
-            draft.origin = number if origin is None else origin
+            builder.origin = number if origin is None else origin
             came = [
-                draft.reduce_axes(cotangents[r], self.types[r].layout.used_axes) if r in cotangents else None
+                builder.reduce_axes(cotangents[r], self.types[r].layout.used_axes) if r in cotangents else None
                 for r in step.results
             ]
             try:
@@ -295,24 +295,24 @@ class Reverse:
                 raise type(error)(f"the gradient of step {number} ({step.op.name}): {error}") from None
             for o, want, new in zip(step.operands, wants, found, strict=True):
                 if want and new is not None:
-                    cotangents[o] = plus(draft, cotangents[o], new) if o in cotangents else new
-                    draft.alike.setdefault(cotangents[o], o)
+                    cotangents[o] = plus(builder, cotangents[o], new) if o in cotangents else new
+                    builder.alike.setdefault(cotangents[o], o)
 
     def step_gradient(self, number: int, step: Step, came: Cotangents, wants: Sequence[bool]) -> Cotangents:
         """Write the gradient of a step: of a move the way back, else the part of what its op says that is wanted."""
         if moving(step.op) is not None and as_nested(step.op) is None:
             pairs = zip(step.operands, came, strict=True)
-            return [c and reshard_cotangent(self.draft, c, self.types[o], step.op.name) for o, c in pairs]
+            return [c and reshard_cotangent(self.builder, c, self.types[o], step.op.name) for o, c in pairs]
         inner = as_nested(step.op)
         if inner is not None and inner.overlaps:
             return self._body_gradient(number, inner, step, came, wants)
         op = computing(step.op)
         if op is None:
             raise TypingError(f"{step.op.name} has no gradient")
-        dy = [c or zeros(self.draft, self.types[r], r) for c, r in zip(came, step.results, strict=True)]
+        dy = [c or zeros(self.builder, self.types[r], r) for c, r in zip(came, step.results, strict=True)]
         outside = (*step.operands, *step.results, *dy)
-        types = [self.types[n] for n in (*step.operands, *step.results)] + [self.draft.types[c] for c in dy]
-        part, many = Draft.of(types), len(step.operands)
+        types = [self.types[n] for n in (*step.operands, *step.results)] + [self.builder.types[c] for c in dy]
+        part, many = ProgramBuilder.of(types), len(step.operands)
         names = [str(k) for k in range(len(outside))]
         said = op.pull(part, names[:many], names[many : many + len(dy)], names[many + len(dy) :], wants)
         found = [x if want else None for x, want in zip(said, wants, strict=True)]
@@ -321,14 +321,14 @@ class Reverse:
             k = int(name)
             return self.value(outside[k]) if k < many + len(dy) else outside[k]
 
-        made = self.draft.copy(part.decomposition(*filter(None, found)).steps, read)
+        made = self.builder.copy(part.decomposition(*filter(None, found)).steps, read)
         return [None if x is None else made[x] if x in made else read(x) for x in found]
 
     def _body_gradient(
         self, number: int, op: Nested, step: Step, came: Cotangents, wants: Sequence[bool]
     ) -> Cotangents:
         """Write the gradient of a body that runs once; of what it makes, what is needed is made again."""
-        body, alike = op.body, dict(self.draft.alike)
+        body, alike = op.body, dict(self.builder.alike)
         names = [name for name, _ in body.inputs]
         outside, makers = dict(zip(names, step.operands, strict=True)), {r: s for s in body.steps for r in s.results}
         made: dict[str, str] = {}
@@ -338,12 +338,12 @@ class Reverse:
                 return self.value(outside[name])
             if name not in made:
                 maker = makers[name]
-                copies = self.draft.write_step(maker.op, *map(value, maker.operands))
+                copies = self.builder.write_step(maker.op, *map(value, maker.operands))
                 made.update(zip(maker.results, copies, strict=True))
             return made[name]
 
         found = {name: c for name, c in zip(body.outputs, came, strict=True) if c is not None}
         needed = needing(body.steps, body.types, [n for n, want in zip(names, wants, strict=True) if want])
-        Reverse(self.draft, dict(body.types), value).fill_cotangents(body.steps, found, needed, number)
-        self.draft.alike = alike  # names of the body are not of this walk
+        Reverse(self.builder, dict(body.types), value).fill_cotangents(body.steps, found, needed, number)
+        self.builder.alike = alike  # names of the body are not of this walk
         return [found.get(name) for name in names]

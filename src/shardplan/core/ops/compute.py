@@ -1,4 +1,4 @@
-"""`Compute`: what the ops that compute share; `FactorTyped` and `Ruled` are those typed by a factor rule.
+"""`Compute`: what the ops that compute share; `FactorTyped` and `RuleTypedOp` are those typed by a factor rule.
 
 Each says what it means on one device, in any array namespace; every backend runs what `bind` returns, and knows no op.
 Products and sums are taken in f32 or wider, integers wrap as their dtype does, and results are rounded once.
@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
-from shardplan.core.draft import Cotangents, Decomposition, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.layout import Layout
@@ -23,6 +22,7 @@ from shardplan.core.namespace import NUMPY, Namespace, Tensor
 from shardplan.core.op import Array, Op, Shards, base_array, own_array, poison, results_of
 from shardplan.core.ops.blocks import run_in_blocks
 from shardplan.core.pattern import Pattern, Work
+from shardplan.core.program_builder import Cotangents, Decomposition, ProgramBuilder, Values
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
@@ -142,18 +142,18 @@ class Compute(Op):
         """
         return None
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Write the steps of the gradient, and return the cotangents of the operands; None of what has none.
 
-        All are names of the draft, `cotangents` those of the results. Every step is linear in them.
+        All are names of the builder, `cotangents` those of the results. Every step is linear in them.
         """
         raise TypingError(f"{self.name} has no gradient")
 
     def pull(
-        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+        self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
     ) -> Cotangents:
         """Write what of the gradient is wanted."""
-        return self.gradient(draft, operands, results, cotangents)
+        return self.gradient(builder, operands, results, cotangents)
 
     def touched_bytes(self, *operands: TensorType) -> int:
         """Return the bytes that the worst device reads and writes; a view touches none."""
@@ -271,7 +271,7 @@ class FactorTyped(Compute):
 
 
 @dataclass(frozen=True, slots=True)
-class Ruled(FactorTyped):
+class RuleTypedOp(FactorTyped):
     """An op that is typed by a factor rule, and says what it does to the shards of one device."""
 
     @abc.abstractmethod

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.accounting import books_of, held_inside
 from shardplan.core.nested import check_depth
 from shardplan.core.op import Op
@@ -70,7 +70,7 @@ class Fused(MovedBody):
 
     def __post_init__(self) -> None:
         """Check the body."""
-        border.whole_number(f"{self.name}: tiles", self.tiles, 0, MOST_TILES, TypingError)
+        validation.whole_number(f"{self.name}: tiles", self.tiles, 0, MOST_TILES, TypingError)
         body = self.body
         last = body.steps[-1].results if body.steps else ()
         if not body.steps or not isinstance(self._move_step.op, self.move) or body.outputs != last or len(last) != 1:
@@ -203,7 +203,7 @@ class GemvAllReduce(Fused):
     @property
     def form(self) -> GemvForm:
         """As a matrix and a thin one."""
-        border.whole_number(f"{self.name}: shots", self.shots, 1, 2, TypingError)
+        validation.whole_number(f"{self.name}: shots", self.shots, 1, 2, TypingError)
         return gemv_form(self.name, self.body)
 
     @property

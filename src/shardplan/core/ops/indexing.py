@@ -10,14 +10,14 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.namespace import Namespace, Tensor, wide
-from shardplan.core.ops.compute import WHOLE, At, IdRange, Ruled, Size, check_arity
+from shardplan.core.ops.compute import WHOLE, At, IdRange, RuleTypedOp, Size, check_arity
 from shardplan.core.ops.placing import check_value
+from shardplan.core.program_builder import Cotangents, ProgramBuilder, Values
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -38,7 +38,7 @@ def _check_rows(op: str, ids: TensorType, dtype: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather(Ruled):
+class Gather(RuleTypedOp):
     """Rows of a table (its dim 0) by ids of any shape; an id that no row has gives zeros, and is refused of an input.
 
     A table whose rows are sharded gives partial sums.
@@ -78,11 +78,11 @@ class Gather(Ruled):
         found = xp.take(table, xp.where(mine, here, 0 * here))
         return (xp.where(mine.reshape((*size.operands[1], *(1,) * (len(size.operands[0]) - 1))), found, zero),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The rows added up by their ids."""
-        table = draft.types[operands[0]]
+        table = builder.types[operands[0]]
         back = ScatterAdd(table.shape[0], Layout(table.layout.dims[:1]))
-        return [draft(back, cotangents[0], operands[1]), None]
+        return [builder(back, cotangents[0], operands[1]), None]
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
@@ -95,7 +95,7 @@ class Gather(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class ScatterAdd(Ruled):
+class ScatterAdd(RuleTypedOp):
     """Add rows up by their ids, the inverse of `Gather`: the sums are `rows` in number, dim 0 of the result.
 
     Ids without a row are left out. The rows may be sharded `over` axes that the operands do not use.
@@ -134,9 +134,9 @@ class ScatterAdd(Ruled):
         values = xp.astype(values, wide(xp.dtype(values))).reshape((count, *size.results[0][1:]))
         return (xp.scatter_add(rows, index, values),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The rows of the sums."""
-        return [draft(Gather(), cotangents[0], operands[1]), None]
+        return [builder(Gather(), cotangents[0], operands[1]), None]
 
     def flops(self, *operands: TensorType) -> float:
         """One a local element of the values."""
@@ -144,7 +144,7 @@ class ScatterAdd(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class Write(Ruled):
+class Write(RuleTypedOp):
     """Put values in the places of `dim` that their ids name, one along each; in place, and the ids are distinct.
 
     Values whose id has no place are left out. It has no gradient.
@@ -198,7 +198,7 @@ class Write(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class Made(Ruled):
+class OperandlessOp(RuleTypedOp):
     """An op without operands: all factors are its results', `over` also says root axes, and it says the mesh."""
 
     @abc.abstractmethod
@@ -234,7 +234,7 @@ class Made(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class Iota(Made):
+class Iota(OperandlessOp):
     """0, 1, 2, ... along a dim, the same along all others.
 
     >>> from shardplan.core.mesh import Mesh
@@ -265,7 +265,7 @@ class Iota(Made):
 
 
 @dataclass(frozen=True, slots=True)
-class Constant(Made):
+class Constant(OperandlessOp):
     """One value everywhere."""
 
     name: ClassVar[str] = "constant"

@@ -9,7 +9,6 @@ from functools import partial
 from string import ascii_lowercase
 from typing import ClassVar
 
-from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
@@ -18,11 +17,12 @@ from shardplan.core.ops.compute import WHOLE, IdRange, KernelClass, LocalRun, Wh
 from shardplan.core.ops.indexing import Gather, Iota
 from shardplan.core.ops.placing import Cast, Crop, Pad, Reshape, cast_to, widened
 from shardplan.core.ops.row_tiles import tile_rows
+from shardplan.core.program_builder import Cotangents, ProgramBuilder, Values
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
 
-def _softmax(d: Draft, x: str, dim: int) -> str:
+def _softmax(d: ProgramBuilder, x: str, dim: int) -> str:
     top = d(ReduceDims((dim,), "max", keep=True), x)
     e = d(Elementwise("exp(a - b)"), x, top, stopped=(1,))
     return d(Elementwise("a / b"), e, d(ReduceDims((dim,), keep=True), e))
@@ -35,7 +35,7 @@ class Softmax(Composed):
     name: ClassVar[str] = "softmax"
     dim: int
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Less the largest."""
         (t,) = check_arity(self.name, operands, 1)
         return [cast_to(d, _softmax(d, widened(d, "0"), self.dim), t.dtype)]
@@ -48,7 +48,7 @@ class LayerNorm(Composed):
     name: ClassVar[str] = "layer_norm"
     eps: float = 1e-5
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Mean, then variance of what is left."""
         t, _, _ = check_arity(self.name, operands, 3)
         x, last = widened(d, "0"), (t.ndim - 1,)
@@ -65,7 +65,7 @@ class RmsNorm(Composed):
     name: ClassVar[str] = "rms_norm"
     eps: float = 1e-6
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """The mean of squares, and a product."""
         t, _ = check_arity(self.name, operands, 2)
         x = widened(d, "0")
@@ -82,13 +82,13 @@ class OneHot(Composed):
     dtype: str
     over: Layout = WHOLE
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Compare with 0, 1, 2, ..."""
         check_arity(self.name, operands, 1)
         return [d(Cast(self.dtype), _hot(d, "0", self.classes, (*self.over.dims, ())[0]))]
 
 
-def _hot(d: Draft, ids: str, classes: int, over: tuple[str, ...]) -> str:
+def _hot(d: ProgramBuilder, ids: str, classes: int, over: tuple[str, ...]) -> str:
     """Whether a new last dim equals the ids: integers of their dtype."""
     t = d.types[ids]
     dims = " ".join(f"d{k}" for k in range(t.ndim))
@@ -99,7 +99,7 @@ def _hot(d: Draft, ids: str, classes: int, over: tuple[str, ...]) -> str:
 IGNORED = -100  # the target that counts for nothing, as torch has it
 
 
-def _counts(d: Draft, targets: str) -> str:
+def _counts(d: ProgramBuilder, targets: str) -> str:
     """Whether each of some targets counts: an integer of their dtype; none of unsigned ones is ignored."""
     signed = numpy_dtype(d.types[targets].dtype).kind == "i"
     return d(Elementwise(f"where(a == {IGNORED}, 0, 1)" if signed else "0 * a + 1"), targets)
@@ -121,7 +121,7 @@ class CrossEntropy(Composed):
         """A loss."""
         return "loss"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Of classes that are sharded the maximum and both sums are partial; no logit is gathered."""
         t, ids = check_arity(self.name, operands, 2)
         if not t.ndim or ids.shape != t.shape[:-1]:
@@ -173,14 +173,14 @@ class ClassSums(Composed):
         """A part of a loss."""
         return "loss"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Of classes that are sharded both sums are partial."""
         t, _, _ = check_arity(self.name, operands, 3)
         return _class_sums(d, widened(d, "0"), "1", "2", t.layout.dims[-1])
 
 
 def _class_sums(
-    d: Draft, x: str, top: str, targets: str, over: tuple[str, ...], stopped: tuple[int, ...] = ()
+    d: ProgramBuilder, x: str, top: str, targets: str, over: tuple[str, ...], stopped: tuple[int, ...] = ()
 ) -> list[str]:
     """The sum of exponentials of what logits are beside `top`, which counts as a constant if stopped; the target's."""
     t = d.types[x]
@@ -196,7 +196,7 @@ class TargetCount(Composed):
     name: ClassVar[str] = "target_count"
     dtype: str
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """One for each, summed."""
         (t,) = check_arity(self.name, operands, 1)
         return [d(ReduceDims(tuple(range(t.ndim))), d(Cast(self.dtype), _counts(d, "0")))]
@@ -208,7 +208,7 @@ class EmbeddingBag(Composed):
 
     name: ClassVar[str] = "embedding_bag"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Gather, and sum."""
         check_arity(self.name, operands, 2)
         return [d(ReduceDims((1,)), d(Gather(), "0", "1"))]
@@ -231,7 +231,7 @@ class Concat(Composed):
     name: ClassVar[str] = "concat"
     dim: int
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Zeros around each, and a sum."""
         if not operands or not all(0 <= self.dim < t.ndim for t in operands):
             given = ", ".join(map(str, operands)) or "nothing"
@@ -248,11 +248,11 @@ class Concat(Composed):
         return parts
 
     def pull(
-        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+        self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
     ) -> Cotangents:
         """The cotangent in parts: of the operands only the sizes are read, so that none is saved for it."""
-        sizes = tuple(draft.types[o].shape[self.dim] for o in operands)
-        found = draft.write_step(Split(self.dim, sizes), cotangents[0])
+        sizes = tuple(builder.types[o].shape[self.dim] for o in operands)
+        found = builder.write_step(Split(self.dim, sizes), cotangents[0])
         return [part if want else None for part, want in zip(found, wanted, strict=True)]
 
 
@@ -264,7 +264,7 @@ class Split(Composed):
     dim: int
     sizes: tuple[int, ...]
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """A part each."""
         (t,) = check_arity(self.name, operands, 1)
         if not 0 <= self.dim < t.ndim or sum(self.sizes) != t.shape[self.dim]:

@@ -17,13 +17,13 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.arithmetic import ReduceDims
-from shardplan.core.ops.compute import At, Ruled, Size, check_arity
+from shardplan.core.ops.compute import At, RuleTypedOp, Size, check_arity
 from shardplan.core.ops.products import Einsum, einsum_rule
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -33,7 +33,7 @@ _F32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize(Ruled):
+class Quantize(RuleTypedOp):
     """A float in 8 bits, scaled as its largest absolute values say, which have its dims `dims`.
 
     Its gradient is the cotangent, as if nothing were rounded.
@@ -82,7 +82,7 @@ class Quantize(Ruled):
         return (xp.maximum(xp.minimum(xp.astype(arrays[0], _F32) * scale, whole), -whole),)
 
     def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+        self, builder: ProgramBuilder, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
     ) -> Sequence[str | None]:
         """The cotangent, as it is."""
         return [cotangents[0], None]
@@ -152,16 +152,16 @@ class ScaledEinsum(Einsum):
         return (found,)
 
     def gradient(
-        self, draft: Draft, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
+        self, builder: ProgramBuilder, operands: Sequence[str], results: Sequence[str], cotangents: Sequence[str]
     ) -> Sequence[str | None]:
         """Of each operand the product of the other with the cotangent, in e5m2, both with their scales."""
         sides, out = self.sides
-        narrow, most, held = write_quantized(draft, cotangents[0], out, {*sides[2]}, BACKWARD)
+        narrow, most, held = write_quantized(builder, cotangents[0], out, {*sides[2]}, BACKWARD)
         found: list[str | None] = []
         for k in (0, 1):
             j = 1 - k
             spec = f"{out},{sides[j]},{held},{sides[2 + j]}->{sides[k]}"
-            found.append(draft(ScaledEinsum(spec, self.dtype), narrow, operands[j], most, operands[2 + j]))
+            found.append(builder(ScaledEinsum(spec, self.dtype), narrow, operands[j], most, operands[2 + j]))
         return [*found, None, None]
 
     @property
@@ -170,14 +170,16 @@ class ScaledEinsum(Einsum):
         return Einsum(f"{','.join(sides[:2])}->{out}")
 
 
-def write_quantized(draft: Draft, name: str, letters: str, kept: set[str], dtype: str) -> tuple[str, str, str]:
+def write_quantized(
+    builder: ProgramBuilder, name: str, letters: str, kept: set[str], dtype: str
+) -> tuple[str, str, str]:
     """Write a value with these factors in 8 bits; return it, the largest values that scale it, and their factors.
 
     These are one for each coordinate of the factors `kept`.
     """
     dims = tuple(d for d, c in enumerate(letters) if c in kept)
-    most = draft(ReduceDims(tuple(d for d in range(len(letters)) if d not in dims), "absmax"), name)
-    return draft(Quantize(dtype, dims), name, most), most, "".join(letters[d] for d in dims)
+    most = builder(ReduceDims(tuple(d for d in range(len(letters)) if d not in dims), "absmax"), name)
+    return builder(Quantize(dtype, dims), name, most), most, "".join(letters[d] for d in dims)
 
 
 def _check_narrow(op: str, dtype: str) -> None:

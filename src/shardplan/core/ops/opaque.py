@@ -8,14 +8,14 @@ from typing import ClassVar, Self
 
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.namespace import Namespace, Tensor
-from shardplan.core.ops.compute import At, Ruled, Size
+from shardplan.core.ops.compute import At, RuleTypedOp, Size
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, TypingError
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque(Ruled):
+class Opaque(RuleTypedOp):
     """What `called` makes, of the dtypes and shapes that its source says; it runs nowhere, and no dim may be sharded.
 
     It costs the bytes that it reads and writes.

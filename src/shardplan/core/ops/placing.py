@@ -10,12 +10,12 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import COMBINE, identity, numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor
-from shardplan.core.ops.compute import At, Ruled, Size, check_arity
+from shardplan.core.ops.compute import At, RuleTypedOp, Size, check_arity
+from shardplan.core.program_builder import Cotangents, ProgramBuilder, Values
 from shardplan.core.rule_text import parse_rule, rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -24,7 +24,7 @@ _SAID = re.compile(r"(\w+)=\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape(Ruled):
+class Reshape(RuleTypedOp):
     """Split or merge dims, as `(b s) h -> b s h`; the order of elements stays, `one=1` adds or drops a dim of size 1.
 
     A size that the shape does not tell stands in the text: `(b=4 s) -> b s`.
@@ -63,12 +63,12 @@ class Reshape(Ruled):
         """Reshape to the shape of the shard."""
         return (arrays[0].reshape(size.results[0]),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The sizes of the operand."""
-        rule = self.rule(draft.types[operands[0]])
+        rule = self.rule(builder.types[operands[0]])
         sizes = {f.name: f.size for f in rule.factors}
         back = (" ".join(_word(dim, sizes) for dim in dims) for (dims,) in (rule.results, rule.operands))
-        return [draft(Reshape(" -> ".join(back)), cotangents[0])]
+        return [builder(Reshape(" -> ".join(back)), cotangents[0])]
 
     def with_sizes(self, before: Sequence[TensorType], after: Sequence[TensorType], sizes: Mapping[str, int]) -> Self:
         """The same factors; sizes that the text says are the new ones."""
@@ -120,7 +120,7 @@ def check_value(op: str, value: float, name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pad(Ruled):
+class Pad(RuleTypedOp):
     """Put `lo` elements of a value before each dim and `hi` after it; a dim that grows is not sharded."""
 
     name: ClassVar[str] = "pad"
@@ -153,10 +153,10 @@ class Pad(Ruled):
             x = xp.concatenate([before, x, after], d) if lo or hi else x
         return (x,)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The part that is not padding."""
-        hi = tuple(a + n for a, n in zip(self.lo, draft.types[operands[0]].shape, strict=True))
-        return [draft(Crop(self.lo, hi), cotangents[0])]
+        hi = tuple(a + n for a, n in zip(self.lo, builder.types[operands[0]].shape, strict=True))
+        return [builder(Crop(self.lo, hi), cotangents[0])]
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
@@ -164,7 +164,7 @@ class Pad(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class Crop(Ruled):
+class Crop(RuleTypedOp):
     """Keep the elements from `start` to before `stop` of each dim; a dim that shrinks is not sharded."""
 
     name: ClassVar[str] = "crop"
@@ -199,10 +199,10 @@ class Crop(Ruled):
         """Slice; of a dim that is kept all that is here lies in the bounds."""
         return (arrays[0][tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))],)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Zeros around."""
-        rest = tuple(n - b for n, b in zip(draft.types[operands[0]].shape, self.stop, strict=True))
-        return [draft(Pad(self.start, rest), cotangents[0])]
+        rest = tuple(n - b for n, b in zip(builder.types[operands[0]].shape, self.stop, strict=True))
+        return [builder(Pad(self.start, rest), cotangents[0])]
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
@@ -210,7 +210,7 @@ class Crop(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Ruled):
+class Cast(RuleTypedOp):
     """The values in another dtype."""
 
     name: ClassVar[str] = "cast"
@@ -246,29 +246,29 @@ class Cast(Ruled):
         """The caller rounds."""
         return (arrays[0],)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Of a float, in its dtype."""
-        kind = draft.types[operands[0]].dtype
-        return [draft(Cast(kind), cotangents[0]) if numpy_dtype(kind).kind in "fV" else None]
+        kind = builder.types[operands[0]].dtype
+        return [builder(Cast(kind), cotangents[0]) if numpy_dtype(kind).kind in "fV" else None]
 
     def flops(self, *operands: TensorType) -> float:
         """One a local element."""
         return float(math.prod(operands[0].local_shape(0)))
 
 
-def cast_to(d: Draft, name: str, dtype: str) -> str:
+def cast_to(d: ProgramBuilder, name: str, dtype: str) -> str:
     """Write a value in a dtype, and return its name; one that is of it already stays."""
     return name if d.types[name].dtype == dtype else d(Cast(dtype), name)
 
 
-def widened(d: Draft, name: str) -> str:
+def widened(d: ProgramBuilder, name: str) -> str:
     """Write a value in f32 where its dtype is narrower; what is made of it is rounded at the end."""
     t = d.types[name]
     return cast_to(d, name, "f32") if numpy_dtype(t.dtype).kind in "fV" and t.itemsize < 4 else name
 
 
 @dataclass(frozen=True, slots=True)
-class Pin(Ruled):
+class Pin(RuleTypedOp):
     """The same values, of which a program's author says `to` which axes of a larger mesh their dims are to be cut.
 
     On a mesh it is as its operand; what partitions a program gives it this layout, over the axes that there are.
@@ -303,9 +303,9 @@ class Pin(Ruled):
         """As they are."""
         return (arrays[0],)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Pinned alike, as JAX does it."""
-        return [draft(self, cotangents[0])]
+        return [builder(self, cotangents[0])]
 
     def flops(self, *operands: TensorType) -> float:
         """None."""

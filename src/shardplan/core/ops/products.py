@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.factor_rule import FactorRule
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.arithmetic import expand_dims
-from shardplan.core.ops.compute import At, KernelClass, Ruled, Size, common_dtype
+from shardplan.core.ops.compute import At, KernelClass, RuleTypedOp, Size, common_dtype
+from shardplan.core.program_builder import Cotangents, ProgramBuilder, Values
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, TypingError
 
 
 @dataclass(frozen=True, slots=True)
-class Einsum(Ruled):
+class Einsum(RuleTypedOp):
     """Products and sums of any number of operands in Einstein's notation, `ik,kj->ij`; no ellipsis.
 
     Raises `ParseError` at the character for a malformed spec.
@@ -93,7 +93,7 @@ class Einsum(Ruled):
         """Einsum in the wide dtype."""
         return (xp.einsum(self.spec, *(xp.astype(x, wide(xp.dtype(x))) for x in arrays)),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Of each operand the product of the others with the cotangent; factors it has alone are expanded."""
         sides, out = self.sides
         found: list[str | None] = []
@@ -105,8 +105,8 @@ class Einsum(Ruled):
             dx = cotangents[0]
             if others or kept != out:
                 spec = f"{','.join([out, *(s for s, _ in others)])}->{kept}"
-                dx = draft(Einsum(spec), dx, *(n for _, n in others))
-            found.append(expand_dims(draft, dx, tuple(kept), tuple(side), draft.types[x]))
+                dx = builder(Einsum(spec), dx, *(n for _, n in others))
+            found.append(expand_dims(builder, dx, tuple(kept), tuple(side), builder.types[x]))
         return found
 
     def flops(self, *operands: TensorType) -> float:

@@ -18,8 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from shardplan.core import border
-from shardplan.core.draft import Cotangents, Decomposition, Draft, Values
+from shardplan.core import validation
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.core.factor_rule import FactorRule, infer
 from shardplan.core.lowering import Buffer, Copy, Ints, Lowering, Round
@@ -42,6 +41,7 @@ from shardplan.core.ops.ring_rounds import (
     whole_block,
 )
 from shardplan.core.ops.zigzag import Zigzag
+from shardplan.core.program_builder import Cotangents, Decomposition, ProgramBuilder, Values
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -67,7 +67,7 @@ class _Rotating(Overlapped):
 
     def __post_init__(self) -> None:
         """Check the order."""
-        border.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
+        validation.whole_number(f"{self.name}: zigzag", self.zigzag, 1, kind=TypingError)
 
     @property
     def kernel_class(self) -> KernelClass:
@@ -92,7 +92,7 @@ class _Rotating(Overlapped):
     def _scale(self, q: TensorType) -> float:
         return self.scale or q.shape[-1] ** -0.5
 
-    def _scores(self, d: Draft, q: str, k: str) -> str:
+    def _scores(self, d: ProgramBuilder, q: str, k: str) -> str:
         """Write scaled scores `[b s g r t]` of queries and all keys."""
         t, u = d.types[q], d.types[k]
         x = d(Elementwise(f"a * {self._scale(t)}"), d(Einsum("bsgrd,btgd->bsgrt"), q, k))
@@ -104,17 +104,17 @@ class _Rotating(Overlapped):
         row = d(Reshape("s -> s g=1 r=1 t=1"), d(Slice(0, axes), column) if axes else column)
         return mask_scores(d, row, column, x, self.window)
 
-    def _gather_sequence(self, d: Draft, name: str) -> str:
+    def _gather_sequence(self, d: ProgramBuilder, name: str) -> str:
         axes = self.members(d.types[name])
         return d(AllGather(SEQUENCE, axes), name) if axes else name
 
 
-def cap_scores(d: Draft, cap: float, scores: str) -> str:
+def cap_scores(d: ProgramBuilder, cap: float, scores: str) -> str:
     """Write scores that are bent to be below a cap; 0: none."""
     return d(Elementwise(f"{cap} * tanh(a / {cap})"), scores) if cap else scores
 
 
-def mask_scores(d: Draft, row: str, column: str, scores: str, window: int = 0) -> str:
+def mask_scores(d: ProgramBuilder, row: str, column: str, scores: str, window: int = 0) -> str:
     """Write scores of which those of a position `column` behind `row`, or a `window` before it, do not count."""
     seen = f"where(a - b < {window}, 0, 1)" if window else "0"
     late = d(Cast("bool"), d(Elementwise(f"where(a < b, 1, {seen})"), row, column))
@@ -153,7 +153,7 @@ class RingAttention(_Rotating):
     def decomposition(self, *operands: TensorType) -> Decomposition:
         """Keys and values gathered, and attention."""
         self.infer(*operands)
-        d = Draft.of(operands)
+        d = ProgramBuilder.of(operands)
         x = self._scores(d, widened(d, "0"), self._gather_sequence(d, widened(d, "1")))
         top = d(ReduceDims((4,), "max", keep=True), x)
         e = d(Elementwise("exp(a - b)"), x, top, stopped=(1,))
@@ -165,13 +165,13 @@ class RingAttention(_Rotating):
         return d.decomposition(cast_to(d, out, operands[0].dtype), d(Reshape("b s g r one=1 -> b s g r"), lse))
 
     def pull(
-        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+        self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
     ) -> Cotangents:
         """One ring back; what it takes of the results is made before: their product with the cotangents."""
-        came, more = (draft.reduce_axes(c, draft.types[c].layout.partial) for c in cotangents)
-        inner = draft(Einsum("bsgre,bsgre->bsgr"), widened(draft, came), widened(draft, results[0]))
-        inner = draft(Elementwise("a - b"), inner, more)
-        return draft.write_step(
+        came, more = (builder.reduce_axes(c, builder.types[c].layout.partial) for c in cotangents)
+        inner = builder(Einsum("bsgre,bsgre->bsgr"), widened(builder, came), widened(builder, results[0]))
+        inner = builder(Elementwise("a - b"), inner, more)
+        return builder.write_step(
             RingAttentionBackward(self.causal, self.scale, self.zigzag, self.window, self.cap),
             *operands,
             results[1],
@@ -249,7 +249,7 @@ class RingAttentionBackward(_Rotating):
     def decomposition(self, *operands: TensorType) -> Decomposition:
         """Keys and values gathered; their cotangents reduced and scattered."""
         self.infer(*operands)
-        d, axes = Draft.of(operands), self.members(operands[1])
+        d, axes = ProgramBuilder.of(operands), self.members(operands[1])
         q, k, v = widened(d, "0"), self._gather_sequence(d, widened(d, "1")), self._gather_sequence(d, widened(d, "2"))
         came, of = widened(d, "5"), operands[0].dtype
         one = " ".join("bsgr")

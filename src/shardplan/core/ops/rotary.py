@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import ClassVar
 
-from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.layout import Layout
 from shardplan.core.ops.arithmetic import Elementwise, Expand
 from shardplan.core.ops.composed import Composed
@@ -21,6 +20,7 @@ from shardplan.core.ops.compute import check_arity
 from shardplan.core.ops.indexing import Iota
 from shardplan.core.ops.placing import Cast, Reshape, cast_to, widened
 from shardplan.core.ops.products import Einsum
+from shardplan.core.program_builder import Cotangents, ProgramBuilder, Values
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ParseError, TypingError, excerpt
 
@@ -131,7 +131,7 @@ class Rotary(Composed):
     back: bool = False
     scaling: str = ""
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """x cos + J x sin, where J turns a pair by a quarter."""
         t, _ = check_arity(self.name, operands, 2)
         if t.ndim < 3 or t.shape[-1] % 2:
@@ -157,7 +157,7 @@ class Rotary(Composed):
         return [cast_to(d, d(Reshape(f"{lead} {pair} -> {lead} ({pair})"), y), t.dtype)]
 
     def pull(
-        self, draft: Draft, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
+        self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values, wanted: Sequence[bool]
     ) -> Cotangents:
         """The other way round, which reads the positions alone."""
-        return [draft(replace(self, back=not self.back), cotangents[0], operands[1]), None]
+        return [builder(replace(self, back=not self.back), cotangents[0], operands[1]), None]

@@ -14,17 +14,17 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from shardplan.core.draft import Cotangents, Draft, Values
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.factor_rule import FactorRule, factor_names
 from shardplan.core.layout import Layout
 from shardplan.core.namespace import Namespace, Tensor, wide
 from shardplan.core.ops.arithmetic import Elementwise, Expand, ReduceDims
 from shardplan.core.ops.composed import Composed
-from shardplan.core.ops.compute import WHOLE, At, Ruled, Size, check_arity
+from shardplan.core.ops.compute import WHOLE, At, RuleTypedOp, Size, check_arity
 from shardplan.core.ops.layers import OneHot
 from shardplan.core.ops.placing import Cast
 from shardplan.core.ops.products import Einsum
+from shardplan.core.program_builder import Cotangents, ProgramBuilder, Values
 from shardplan.core.rule_text import rule_of
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
@@ -33,7 +33,7 @@ _I32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(Ruled):
+class TopK(RuleTypedOp):
     """The k largest along the last dim, largest first, and their positions, i32; of equal ones the first."""
 
     name: ClassVar[str] = "top_k"
@@ -72,12 +72,12 @@ class TopK(Ruled):
             found.append(place)
         return xp.concatenate(values, len(lead)), xp.concatenate(found, len(lead))
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The cotangent at the positions."""
-        t = draft.types[operands[0]]
+        t = builder.types[operands[0]]
         letters = "".join(factor_names(t.ndim - 1))
-        hot = draft(OneHot(t.shape[-1], t.dtype), results[1])
-        return [draft(Einsum(f"{letters}K,{letters}KN->{letters}N"), cotangents[0], hot)]
+        hot = builder(OneHot(t.shape[-1], t.dtype), results[1])
+        return [builder(Einsum(f"{letters}K,{letters}KN->{letters}N"), cotangents[0], hot)]
 
     def flops(self, *operands: TensorType) -> float:
         """A comparison an element, k times."""
@@ -117,7 +117,7 @@ def _same_tokens(op: str, capacity: int, before: TensorType, after: TensorType) 
 
 
 @dataclass(frozen=True, slots=True)
-class ToSlots(Ruled):
+class ToSlots(RuleTypedOp):
     """Rows `[g n k h]` in the slots that their ids `[g n k]` take: `[g e c h]`, experts sharded `over` axes."""
 
     name: ClassVar[str] = "to_slots"
@@ -150,9 +150,9 @@ class ToSlots(Ruled):
         values = xp.astype(arrays[0], wide(xp.dtype(arrays[0]))).reshape((math.prod(size.operands[1]), features))
         return (xp.scatter_add(groups * count, row, values).reshape(size.results[0]),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Back from the slots."""
-        return [draft(FromSlots(), cotangents[0], operands[1]), None]
+        return [builder(FromSlots(), cotangents[0], operands[1]), None]
 
     def flops(self, *operands: TensorType) -> float:
         """None: rows are placed."""
@@ -160,7 +160,7 @@ class ToSlots(Ruled):
 
 
 @dataclass(frozen=True, slots=True)
-class FromSlots(Ruled):
+class FromSlots(RuleTypedOp):
     """The rows `[g n k h]` of slots `[g e c h]` that the ids `[g n k]` take; zeros where a choice was dropped."""
 
     name: ClassVar[str] = "from_slots"
@@ -185,10 +185,10 @@ class FromSlots(Ruled):
         table = xp.concatenate([arrays[0].reshape((groups * count, features)), zero], 0)
         return (xp.take(table, row).reshape(size.results[0]),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """Into the slots."""
-        t = draft.types[operands[0]]
-        return [draft(ToSlots(t.shape[1], t.shape[2], Layout(t.layout.dims[1:2])), cotangents[0], operands[1]), None]
+        t = builder.types[operands[0]]
+        return [builder(ToSlots(t.shape[1], t.shape[2], Layout(t.layout.dims[1:2])), cotangents[0], operands[1]), None]
 
     def flops(self, *operands: TensorType) -> float:
         """None."""
@@ -209,7 +209,7 @@ class Dispatch(Composed):
         _same_tokens(self.name, self.capacity, before[0], after[0])
         return self
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """A row for each choice; what is dropped is what is over the capacity, expert by expert."""
         _, ids = check_arity(self.name, operands, 2)
         _ids(self.name, ids)
@@ -226,14 +226,14 @@ class Combine(Composed):
 
     name: ClassVar[str] = "combine"
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Rows, and a product."""
         check_arity(self.name, operands, 3)
         return [d(Einsum("gnkh,gnk->gnh"), d(FromSlots(), "0", "1"), "2")]
 
 
 @dataclass(frozen=True, slots=True)
-class Dropout(Ruled):
+class Dropout(RuleTypedOp):
     """Zeros for a part `rate` of the elements, the others by 1 / (1 - rate); drawn from an i32 key and the position.
 
     A key may have the first dims of what is dropped: then it says instead of the position which of these it is.
@@ -269,9 +269,9 @@ class Dropout(Ruled):
         x = xp.astype(x, wide(xp.dtype(x)))
         return (xp.where(kept, x / (1 - self.rate), xp.full((), 0, xp.dtype(x))),)
 
-    def gradient(self, draft: Draft, operands: Values, results: Values, cotangents: Values) -> Cotangents:
+    def gradient(self, builder: ProgramBuilder, operands: Values, results: Values, cotangents: Values) -> Cotangents:
         """The same elements of the cotangent."""
-        return [draft(Dropout(self.rate), cotangents[0], operands[1]), None]
+        return [builder(Dropout(self.rate), cotangents[0], operands[1]), None]
 
     def flops(self, *operands: TensorType) -> float:
         """A product an element."""

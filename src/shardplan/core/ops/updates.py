@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import ml_dtypes
 
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ops.arithmetic import Elementwise, ReduceDims
 from shardplan.core.ops.composed import Composed
 from shardplan.core.ops.compute import check_arity
 from shardplan.core.ops.placing import cast_to
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
 
@@ -31,7 +31,7 @@ class Sgd(Composed):
     lr: float
     inputs: tuple[str, ...] = ()
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """One expression."""
         _check_operands(self.name, operands, 2, self.inputs, ("lr",))
         lr, more = ("c", [_like(d, "2", "0")]) if self.inputs else (self.lr, [])
@@ -54,7 +54,7 @@ class AdamW(Composed):
     decay: float = 0.01
     inputs: tuple[str, ...] = ()
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Moments, their corrections by 1 - beta**step, the update."""
         _check_operands(self.name, operands, 5, self.inputs, ("lr", "decay"))
         said = {"lr": str(self.lr), "decay": str(self.decay)} | dict(zip(self.inputs, "ef", strict=False))
@@ -96,7 +96,7 @@ class Adafactor(Composed):
         """The parameter, and what is kept."""
         return ((0, 0), (1, 2), (2, 3))[: 3 if self.rows else 2]
 
-    def write(self, d: Draft, *operands: TensorType) -> Sequence[str]:
+    def write(self, d: ProgramBuilder, *operands: TensorType) -> Sequence[str]:
         """Means of squares, the update by their roots, its root mean square, the step; in the dtype of what is kept."""
         count = 5 if self.rows else 4
         given = check_arity(self.name, operands, count + len(self.inputs))
@@ -146,5 +146,5 @@ def _check_operands(
         raise TypingError(f"{op} of {', '.join(map(str, operands))}; legal are a gradient and moments of the shape")
 
 
-def _like(d: Draft, name: str, other: str) -> str:
+def _like(d: ProgramBuilder, name: str, other: str) -> str:
     return cast_to(d, name, d.types[other].dtype)

@@ -30,7 +30,7 @@ from jax._src.distributed import global_state  # pyright: ignore[reportMissingIm
 from shardplan.core.program import Program
 from shardplan.errors import BackendError, TimedOut
 from shardplan.execution import agreement
-from shardplan.execution.agreement import Agreement, Comes, Fails, Refusal, Word, Words, meet
+from shardplan.execution.agreement import Agreement, RankFailed, RankReady, Refusal, Word, Words, meet
 from shardplan.execution.rank_names import format_ranks
 
 MOST_OPERATIONS = 5
@@ -106,7 +106,7 @@ class Meeting:
     def hold(self, digest: str, timeout: float) -> None:
         """Compare digests, within `timeout` seconds; raises as `agree`."""
         self.said = digest
-        mine = Agreement.among_all(self.processes, self.me, Comes(digest))
+        mine = Agreement.among_all(self.processes, self.me, RankReady(digest))
         meet(mine, self, timeout)
         if not isinstance(found := mine.verdict, Refusal):
             return
@@ -152,7 +152,7 @@ class Meeting:
             if not found:
                 raise self._late_error(came, seconds, error) from None
         found = found or dict.fromkeys(self.processes, self.said)
-        return {int(p): Fails(text) if text.startswith(RAISED) else Comes(text) for p, text in found.items()}
+        return {int(p): RankFailed(text) if text.startswith(RAISED) else RankReady(text) for p, text in found.items()}
 
     def close(self) -> None:
         """Nothing: the first has deleted what all have said."""

@@ -25,8 +25,7 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.walk import leaves, open_together, programs
 from shardplan.errors import BackendError, LayoutError
-from shardplan.execution.drive import Running
-from shardplan.execution.hand import Hand, Offer, Shards
+from shardplan.execution.async_executor import Running
 from shardplan.execution.jax.agree import agree, refuse, refusing
 from shardplan.execution.jax.executables import (
     CompiledPart,
@@ -37,6 +36,7 @@ from shardplan.execution.jax.executables import (
     program_context,
 )
 from shardplan.execution.jax.lower import moved_bytes, refusal
+from shardplan.execution.job_backend import JobBackend, JobLaunch, Shards
 from shardplan.execution.record import Record, StepSpan
 
 
@@ -71,7 +71,7 @@ def decline(program: Program, error: BaseException) -> None:
     refuse(program.devices, error)
 
 
-def hand(offered: Offer, timeout: float) -> Hand:
+def join_launch(offered: JobLaunch, timeout: float) -> JobBackend:
     """Return what runs a step of a job in this process, which has all devices; what JAX cannot run is refused first."""
     if offered.problem is not None:
         raise offered.problem
@@ -86,7 +86,7 @@ def hand(offered: Offer, timeout: float) -> Hand:
         yield from ()
         return run_program(program, inputs, timeout=timeout, record=record)
 
-    return Hand(start, join=jax.numpy.concatenate)
+    return JobBackend(start, join=jax.numpy.concatenate)
 
 
 def check(program: Program, placed: bool = True) -> None:

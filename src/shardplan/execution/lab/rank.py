@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shardplan.core.program import Program
 from shardplan.errors import ShardplanError
-from shardplan.execution.drive import finish
+from shardplan.execution.async_executor import finish
 from shardplan.execution.lab import network
 from shardplan.execution.lab.cluster import Cluster
 from shardplan.execution.lab.item import Failure, Item, Order, Outcome, WrongResult, unpack_job
@@ -46,7 +46,7 @@ STORE = network.RUN / "store"  # a file in the private tmpfs keeps its traffic o
 
 
 @dataclass(slots=True)
-class Loaded:
+class ItemState:
     """What a rank knows of one item."""
 
     item: Item
@@ -93,12 +93,12 @@ class Worker:
         """Start without items."""
         self.rank = rank
         self.timeout = timeout
-        self.items: dict[int, Loaded] = {}
+        self.items: dict[int, ItemState] = {}
 
     def load(self, key: int, item: Item) -> None:
         """Bind an item."""
         device = next((d for d, r in item.ranks.items() if r == self.rank), None)
-        found = Loaded(item, device)
+        found = ItemState(item, device)
         if item.topology is not None:
             job, algorithm = unpack_job(item.job), algorithm_of(item.engine)
             found.bound = None if device is None else SleptStep(job, item.topology, self.timeout, algorithm)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardplan.errors import BackendError
-from shardplan.execution.agreement import Agreement, Comes, Fails, Refusal, Word, Words, describe_unlike
+from shardplan.execution.agreement import Agreement, RankFailed, RankReady, Refusal, Word, Words, describe_unlike
 from shardplan.execution.mpi.faults import MpiWatch, error_line
 from shardplan.execution.mpi.letters import LEAVING, Letters, letters
 from shardplan.execution.rank_names import NAME_DIGITS
@@ -156,7 +156,7 @@ class AgreedPrograms:
             TimedOut: Some ranks did not come; they are named.
         """
         mail = self._begin(watch.ranks)
-        agreement = Agreement.in_tree(watch.ranks, watch.rank, Comes(digest))
+        agreement = Agreement.in_tree(watch.ranks, watch.rank, RankReady(digest))
         mail.post(agreement.open())
 
         def exchange_letters() -> bool:
@@ -183,7 +183,7 @@ class AgreedPrograms:
         agreed = self._find(ranks, digest)
         if agreed is None:
             mail = self._begin(ranks)
-            mail.post(Agreement.in_tree(ranks, rank, Fails(why)).open())
+            mail.post(Agreement.in_tree(ranks, rank, RankFailed(why)).open())
             mail.close()
         else:
             agreed.over = True
@@ -209,10 +209,10 @@ class AgreedPrograms:
                 self._letters.post(rank, letter)
         self._letters.flush(LEAVING)
 
-    def _end_words(self, ranks: Members, key: AgreementKey, run: int = 0) -> dict[int, Fails]:
+    def _end_words(self, ranks: Members, key: AgreementKey, run: int = 0) -> dict[int, RankFailed]:
         """Return the words of ranks that ended before they came to an agreement, or to a run of what was agreed on."""
         return {
-            rank: Fails(f"ended: {letter.error}")
+            rank: RankFailed(f"ended: {letter.error}")
             for rank, letter in self._parted.items()
             if rank in ranks and not (letter.runs.get(key, 0) >= run if run else letter.begun.get(key[0], 0) >= key[1])
         }

@@ -26,8 +26,8 @@ from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError, ShardplanError
 from shardplan.execution.agreement import refusing
-from shardplan.execution.drive import Hands, Running, drive, finish, run_under_watch
-from shardplan.execution.hand import Hand, Offer, Shards
+from shardplan.execution.async_executor import Hands, Running, drive_steps, finish, run_under_watch
+from shardplan.execution.job_backend import JobBackend, JobLaunch, Shards
 from shardplan.execution.lower import by_output, check_own_ids, own_shards
 from shardplan.execution.mpi.agreed_programs import NotStarted, agreed_programs, program_name
 from shardplan.execution.mpi.faults import MpiWatch, abort
@@ -81,7 +81,7 @@ class MpiExecutable:
             if record is not None:
                 record.spans.append(StepSpan(self.device, number, start, time.monotonic(), wire.received - before))
 
-        return drive(self.steps, values, self.program.outputs, wire, begin, record and note)
+        return drive_steps(self.steps, values, self.program.outputs, wire, begin, record and note)
 
 
 def executable(program: Program, device: int) -> MpiExecutable:
@@ -174,7 +174,7 @@ def rank_among(devices: Sequence[int], what: str) -> int:
     return rank
 
 
-def hand(offered: Offer, timeout: float) -> Hand | None:
+def join_launch(offered: JobLaunch, timeout: float) -> JobBackend | None:
     """Agree with the other ranks on a step of a job: all its programs share communicators, and have tags of their own.
 
     What their groups start on a communicator they start in one order: in each group all ranks go through its programs
@@ -202,7 +202,7 @@ def hand(offered: Offer, timeout: float) -> Hand | None:
             running = bound.drive(values, wire, record)
             return by_output(program, (yield from run_under_watch(running, watch, bound.texts)), rank)
 
-    return Hand(started, frozenset((rank,)))
+    return JobBackend(started, frozenset((rank,)))
 
 
 @functools.lru_cache(REMEMBERED)

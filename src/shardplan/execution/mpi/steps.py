@@ -22,7 +22,7 @@ from shardplan.core.namespace import NUMPY
 from shardplan.core.op import Op
 from shardplan.core.ops.collective import moving
 from shardplan.core.tensor import TensorType
-from shardplan.execution.drive import Bound, Running, wrap_blocking
+from shardplan.execution.async_executor import Bound, Running, wrap_blocking
 from shardplan.execution.lower import bind_local, group_of, place_of, shape_of
 from shardplan.execution.mpi.wire import Messages, MpiWire, Pending, Types
 from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankKernel, RankRound, RankRounds, rank_rounds

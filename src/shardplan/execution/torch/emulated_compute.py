@@ -20,13 +20,13 @@ from shardplan.core.pattern import AtOnce, InTurn, Pattern, Work, communicates
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
-from shardplan.execution.drive import Bound, Running, wrap_blocking
+from shardplan.execution.async_executor import Bound, Running, wrap_blocking
 from shardplan.execution.job_arrays import zeros
 from shardplan.execution.jobs import JobRun, offer
 from shardplan.execution.rank_rounds import RankKernel, rank_rounds
 from shardplan.execution.record import Record
 from shardplan.execution.torch.pack import maker
-from shardplan.execution.torch.run import TorchExecutable, hand
+from shardplan.execution.torch.run import TorchExecutable, join_launch
 from shardplan.execution.torch.steps import bind_step
 from shardplan.execution.torch.wire import TorchWire
 from shardplan.hardware.prices.cost import seconds
@@ -87,7 +87,7 @@ class SleptStep:
 
         `record` takes the bytes that came, step by step; its instants are the host's, not the device's.
         """
-        mine = hand(offer(self.job, None), self.timeout, self.executable)
+        mine = join_launch(offer(self.job, None), self.timeout, self.executable)
         if mine is None:
             raise BackendError(f"{self.job!r} has no device on this rank; legal are the ranks of its meshes")
         self._run = JobRun(self.job, mine, zeros(self.job), record)

@@ -52,7 +52,7 @@ MOST_SETS = 256  # sets of ranks whose hash is remembered
 TAG_DIGITS = 8  # hexadecimal digits of a digest in a tag: 32 bits, all that a tag can hold
 
 
-class Said(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank last said of itself."""
 
     number: int
@@ -296,7 +296,7 @@ class TorchWatch:
             self._answered += 1
             wire.answer(*map(int, store.get(f"{asked}/{self._answered}").decode().split()))
 
-    # Slow waits, on the second thread (see `group_state.Watched`)
+    # Slow waits, on the second thread (see `group_state.WatchedRun`)
 
     def slow(self, wait: Wait, seconds: float) -> None:
         """Say what this rank runs and waits for; find out whether the run has failed, and then ask to be let go."""
@@ -331,14 +331,14 @@ class TorchWatch:
     def _say(self, store: Any, peer: int = -1) -> None:
         store.set(f"shardplan/{_key_of(self.ranks)}/{self.rank}", f"{self.number} {self.digest} {peer} {self.name}")
 
-    def _heard(self, store: Any, rank: int) -> Said:
+    def _heard(self, store: Any, rank: int) -> RankReport:
         """Return what a rank last said of itself; number -1 where it has not said anything."""
         key = f"shardplan/{_key_of(self.ranks)}/{rank}"
         with contextlib.suppress(RuntimeError):
             if store.check([key]):
                 number, digest, peer, name = store.get(key).decode().split(" ", 3)
-                return Said(int(number), digest, int(peer), name)
-        return Said(-1, "", -1, "")
+                return RankReport(int(number), digest, int(peer), name)
+        return RankReport(-1, "", -1, "")
 
     def _post(self, verdict: str, store: Any = None) -> str:
         """Write the verdict on this run, unless there is one; return the one that holds."""

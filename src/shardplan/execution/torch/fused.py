@@ -19,7 +19,7 @@ from shardplan.core.nested import Nested
 from shardplan.core.ops.fused import as_fused
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError
-from shardplan.execution.drive import Bound, wrap_blocking
+from shardplan.execution.async_executor import Bound, wrap_blocking
 from shardplan.execution.lower import members_of
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.execution.torch.wire import TorchWire

@@ -34,7 +34,7 @@ ENDING = 1.0  # seconds that the second thread has to end: it may be at the stor
 TICK = 0.1  # seconds between two looks: a fifth of `GRACE`, so that a slow wait is noticed soon after it
 
 
-class Watched(Protocol):
+class WatchedRun(Protocol):
     """A run whose waits are looked after."""
 
     def slow(self, wait: Any, seconds: float) -> None:
@@ -59,7 +59,7 @@ class GroupState:
         self.agreements: dict[tuple[int, ...], str] = {}  # where the last one lies in the store
         self.agreed: set[str] = set()  # digests of the programs that all their ranks have come with
         self.left_behind: list[Any] = []  # messages of failed runs: gloo breaks a connection whose buffer is gone
-        self.waits: dict[Watched, Any] = {}  # by watch, what it waits for now
+        self.waits: dict[WatchedRun, Any] = {}  # by watch, what it waits for now
         self.groups: dict[tuple[int, ...], Any] = {}  # of native collectives, by their ranks in member order
         self.mismatches: dict[tuple[int, ...], str] = {}  # by the ranks of unlike programs, what was told of them
         self.ended: deque[Any] = deque()  # wires of runs on a device that have ended with posts not compared yet
@@ -114,8 +114,8 @@ class GroupState:
 
     def _look(self) -> None:
         """Tell watches of their slow waits, and of the end of those, until `end`: what the second thread does."""
-        seen: dict[Watched, tuple[Any, float]] = {}  # by watch, its wait and since when
-        told: set[Watched] = set()
+        seen: dict[WatchedRun, tuple[Any, float]] = {}  # by watch, its wait and since when
+        told: set[WatchedRun] = set()
         while not self._ends.wait(TICK):
             if not (self.waits or seen or told):
                 continue

@@ -18,7 +18,7 @@ from shardplan.core.library_call import LibraryCall, library_call
 from shardplan.core.messages import at_root
 from shardplan.core.op import Op
 from shardplan.core.tensor import Box, TensorType
-from shardplan.execution.drive import Bound, Running
+from shardplan.execution.async_executor import Bound, Running
 from shardplan.execution.lower import View, box_elements, chunk_of, flat_boxes, group_of, place_of, view_of
 from shardplan.execution.record import NativeCall
 from shardplan.execution.torch.dtypes import torch_dtype

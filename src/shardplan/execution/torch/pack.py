@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from shardplan.core.box_table import strides
 from shardplan.core.tensor import TensorType
-from shardplan.execution.lower import View, shape_of, strides
+from shardplan.execution.lower import View, shape_of
 from shardplan.execution.rank_rounds import PeerPiece, Piece, PieceCopy, RankKernel, RankRound
 from shardplan.execution.torch.dtypes import fold, identity_of, torch_dtype
 from shardplan.execution.torch.wire import TorchWire

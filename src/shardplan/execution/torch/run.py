@@ -21,8 +21,8 @@ from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.core.text import op_text
 from shardplan.errors import BackendError, LayoutError
-from shardplan.execution.drive import Bound, Hands, Running, drive, finish, run_under_watch
-from shardplan.execution.hand import Hand, Offer, Shards
+from shardplan.execution.async_executor import Bound, Hands, Running, drive_steps, finish, run_under_watch
+from shardplan.execution.job_backend import JobBackend, JobLaunch, Shards
 from shardplan.execution.lower import by_output, check_own_ids, own_shards, place_of
 from shardplan.execution.rank_names import NAME_DIGITS, format_ranks
 from shardplan.execution.record import Record, StepSpan
@@ -51,7 +51,7 @@ class Need(NamedTuple):
 
 
 class Runnable(Protocol):
-    """What `launch` runs on this process: a program, or a move that has none.
+    """What `launch` runs on this process: a program, or what has programs and more to do around them.
 
     `ranks` take part, `device` is this one; `digest` is the identity, equal on all ranks, `name` and `texts` (a line a
     step) are for messages. `needs` says what to pass by input, None where this rank has no part of it.
@@ -97,17 +97,25 @@ class TorchExecutable:
         hands = Hands(device, lambda op, t, u: bind(op, t, u, device), partial(maker, device=device), overlap)
         self.steps = hands.steps(program)
 
-    def drive(self, values: Values, wire: TorchWire, watch: TorchWatch, record: Record | None = None) -> Running:
-        """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel."""
+    def drive(
+        self, values: Values, wire: TorchWire, watch: TorchWatch, record: Record | None = None, first: int = 0
+    ) -> Running:
+        """Run the steps on `values`, the inputs by name, which is emptied on the way; yields while messages travel.
+
+        They are numbered from `first` on, where other programs ran before this one.
+        """
 
         def note(number: int, start: float, before: int) -> None:
             if wire.device.type == "cuda":  # a step ends where its kernels do
                 torch.cuda.synchronize(wire.device)
             if record is not None:
-                record.spans.append(StepSpan(self.device, number, start, time.monotonic(), wire.received - before))
+                span = StepSpan(self.device, first + number, start, time.monotonic(), wire.received - before)
+                record.spans.append(span)
 
         noted = None if record is None else note
-        return drive(self.steps, values, self.program.outputs, wire, watch.begin_step, noted)
+        return drive_steps(
+            self.steps, values, self.program.outputs, wire, lambda step: watch.begin_step(first + step), noted
+        )
 
 
 @lru_cache(maxsize=MOST_BOUND)
@@ -164,7 +172,7 @@ def launch(
     messages are posted.
 
     Args:
-        bound: A program bound to this rank, or a move that has none.
+        bound: A program bound to this rank, or what has some.
         values: The shards by input, emptied on the way.
         timeout: Seconds that any wait for other ranks may take.
         problem: What is wrong already, a line: the run is refused on every rank.
@@ -333,7 +341,9 @@ def own_values(program: Program, inputs: Sequence[Sequence[Any]], rank: int) -> 
     }
 
 
-def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchExecutable] = executable) -> Hand | None:
+def join_launch(
+    offered: JobLaunch, timeout: float, bound: Callable[[Program, int], TorchExecutable] = executable
+) -> JobBackend | None:
     """Agree with the other ranks on a step of a job: its programs run under one watch, each with a tag of its own.
 
     `bound` binds a program to a device.
@@ -357,7 +367,7 @@ def hand(offered: Offer, timeout: float, bound: Callable[[Program, int], TorchEx
         results = yield from launch(bound(program, rank), values, timeout, record=record, of_job=JobTurn(watch, turn))
         return by_output(program, results, rank)
 
-    return Hand(
+    return JobBackend(
         start,
         frozenset((rank,)),
         to_numpy,

@@ -24,7 +24,7 @@ import torch
 from shardplan.core.library_call import library_call
 from shardplan.core.op import Op
 from shardplan.core.tensor import TensorType
-from shardplan.execution.drive import Bound, Running
+from shardplan.execution.async_executor import Bound, Running
 from shardplan.execution.rank_rounds import RankKernel, RankRound, RankRounds, rank_rounds
 from shardplan.execution.torch.compute import bind_compute, work
 from shardplan.execution.torch.dtypes import torch_dtype

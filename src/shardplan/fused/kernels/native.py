@@ -84,8 +84,8 @@ def build(made_by: str, into: Path) -> Path:
     Raises `OSError`, as where others may write there, or `subprocess.SubprocessError`.
     """
 
-    def make(draft: Path) -> None:
-        command = [made_by, *FLAGS, "-o", str(draft), str(SOURCE)]
+    def make(builder: Path) -> None:
+        command = [made_by, *FLAGS, "-o", str(builder), str(SOURCE)]
         subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
 
     return shared_objects.build(into / file_name(made_by), make)

@@ -67,12 +67,12 @@ def build(path: Path, make: Callable[[Path], object]) -> Path:
     path = private_folder(path.parent) / path.name
     if not os.path.lexists(path):
         with tempfile.TemporaryDirectory(dir=path.parent) as drafts:
-            draft = Path(drafts) / path.name
-            make(draft)
-            draft.chmod(0o700)  # whatever the umask
-            with draft.open("rb") as written:
+            builder = Path(drafts) / path.name
+            make(builder)
+            builder.chmod(0o700)  # whatever the umask
+            with builder.open("rb") as written:
                 os.fsync(written.fileno())
-            draft.replace(path)
+            builder.replace(path)
     return path
 
 

@@ -21,7 +21,7 @@ from shardplan.fused.tiles.shapes import BlockShape, RowShape
 RESULT, PARTIAL = "result", "partial"
 
 
-class Plainly(NamedTuple):
+class ScheduleSpec(NamedTuple):
     """A schedule with its order worked out: whom each rank serves, in order."""
 
     name: str
@@ -51,7 +51,7 @@ class _Blocks:
     At a rank stand a counter for every source, then with acks one for every destination.
     """
 
-    def __init__(self, plan: Plainly, shape: BlockShape) -> None:
+    def __init__(self, plan: ScheduleSpec, shape: BlockShape) -> None:
         self.plan, self.shape, self.ranks = plan, shape, len(shape.boxes)
         self.slices = -(-plan.tiles // plan.slice)  # of a destination
         self.boxes = [[shape.tile(s, d, plan.tiles) for d in range(self.ranks)] for s in range(self.ranks)]
@@ -115,7 +115,7 @@ class _Blocks:
         return [lists, second, third]
 
 
-def block_protocol(plan: Plainly, shape: BlockShape) -> TileProtocol:
+def block_protocol(plan: ScheduleSpec, shape: BlockShape) -> TileProtocol:
     """Return the protocol of blocks: every rank puts its tiles, signals slices, waits and reads its result.
 
     Raises `TileScheduleError` where waits are by owner, which only sums in two shots have.
@@ -135,7 +135,7 @@ def block_protocol(plan: Plainly, shape: BlockShape) -> TileProtocol:
     )
 
 
-def two_shot_protocol(plan: Plainly, ranks: int, shape: RowShape) -> TileProtocol:
+def two_shot_protocol(plan: ScheduleSpec, ranks: int, shape: RowShape) -> TileProtocol:
     """Return the protocol of a sum in two shots: addends go to a tile's owner, which sums them and puts the sums.
 
     Program p of every rank takes tiles p, p + programs, ... of every owner, so that an owner's program waits only for

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from shardplan.errors import ParseError, excerpt
 from shardplan.fused.tiles.checker import TileMode, check
 from shardplan.fused.tiles.events import TileProtocol, TileScheduleError
-from shardplan.fused.tiles.generate import Plainly, block_protocol, two_shot_protocol
+from shardplan.fused.tiles.generate import ScheduleSpec, block_protocol, two_shot_protocol
 from shardplan.fused.tiles.shapes import BlockShape, TileShape
 
 SLOTS = 2  # of memory: epochs take turns
@@ -116,7 +116,9 @@ class TileSchedule:
     def protocol(self, ranks: int, shape: TileShape) -> TileProtocol:
         """Return what every program of every rank does with a shape, unchecked."""
         orders = [self.destinations(rank, ranks) for rank in range(ranks)]
-        plainly = Plainly(str(self), orders, self.tiles, self.slice, self.programs, self.waits, self.slots, self.acks)
+        plainly = ScheduleSpec(
+            str(self), orders, self.tiles, self.slice, self.programs, self.waits, self.slots, self.acks
+        )
         if self.shots == 1:
             return block_protocol(plainly, shape if isinstance(shape, BlockShape) else shape.lanes(ranks))
         if isinstance(shape, BlockShape):

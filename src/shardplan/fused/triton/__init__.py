@@ -2,7 +2,7 @@
 
 Reading order:
 
-- `words`     `put`, `signal`, `wait`, memory of peers, and the walk along a schedule's rows, as functions of Triton
+- `memory_ops` `put`, `signal`, `wait`, memory of peers, and the walk along a schedule's rows, as functions of Triton
 - `memory`    `TileMemory`: the heaps of all ranks, and the ranks that run in this process
 - `rows`      a proved protocol of tiles as the integers that a kernel reads
 - `launches`  `FusedKernel`: the schedule's memory, counters and epoch, and the launches of an epoch
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from shardplan.fused.triton.gemv import gemv_all_reduce
     from shardplan.fused.triton.launches import FusedKernel
     from shardplan.fused.triton.memory import TileMemory
+    from shardplan.fused.triton.memory_ops import PUT, READ, WIDE, enter, peer, place, put, signal, turn, wait
     from shardplan.fused.triton.options import KernelOptions
     from shardplan.fused.triton.product_tiles import ProductTile
-    from shardplan.fused.triton.words import PUT, READ, WIDE, enter, peer, place, put, signal, turn, wait
 
 __all__ = [
     "put",
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _WHERE = {
-    "words": ("PUT", "READ", "WIDE", "enter", "peer", "place", "put", "signal", "turn", "wait"),
+    "memory_ops": ("PUT", "READ", "WIDE", "enter", "peer", "place", "put", "signal", "turn", "wait"),
     "compile_ahead": ("compile_kernel", "source_hash"),
     "launches": ("FusedKernel",),
     "memory": ("TileMemory",),

@@ -36,7 +36,7 @@ class BlockCall(NamedTuple):
     aligned: bool
 
 
-class Launched(NamedTuple):
+class BoundKernel(NamedTuple):
     """A kernel with its own arguments and constants."""
 
     kernel: Any
@@ -139,7 +139,7 @@ class BlockKernel:
             self.spots.append(torch.tensor(self.words, dtype=torch.int64, device=self.memory.device))
 
     def run(
-        self, kernel: Any, call: BlockCall, *arguments: Any, reader: Launched | None = None, **constants: Any
+        self, kernel: Any, call: BlockCall, *arguments: Any, reader: BoundKernel | None = None, **constants: Any
     ) -> list[torch.Tensor]:
         """Run an epoch, and return the results of the ranks here: `launch`, after a look at what failed before."""
         self.memory.check(self.op)
@@ -147,7 +147,7 @@ class BlockKernel:
         return [self.result(call, rank) for rank in range(self.memory.rank0, self.memory.rank0 + self.memory.here)]
 
     def launch(
-        self, kernel: Any, call: BlockCall, *arguments: Any, reader: Launched | None = None, **constants: Any
+        self, kernel: Any, call: BlockCall, *arguments: Any, reader: BoundKernel | None = None, **constants: Any
     ) -> list[Any]:
         """Launch an epoch: the kernel, and what reads; return what Triton returned of both.
 
@@ -164,7 +164,7 @@ class BlockKernel:
         made = kernel[grid](*first, polls, *arguments, **more, sends=True, acked=kept, **constants)
         block = {"block_m": 16, "block_n": 128, "aligned": call.aligned, "copies": not kept, "adds": call.adds}
         reading = (call.out, call.out.shape[1], given.columns)
-        last, reads, reading_block = reader or Launched(self.reader, reading, block)
+        last, reads, reading_block = reader or BoundKernel(self.reader, reading, block)
         return [made, last[grid](*first, polls, *reads, **more, **reading_block)]
 
     def launch_local(

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from shardplan.fused.triton.gemm_kernel import product
+from shardplan.fused.triton.memory_ops import await_count, begin_blocks, block, end_blocks, landing, put
 from shardplan.fused.triton.move_kernel import copy_tiles
-from shardplan.fused.triton.words import await_count, begin_blocks, block, end_blocks, landing, put
 
 
 @triton.jit(do_not_specialize=["rank0", "polls"])

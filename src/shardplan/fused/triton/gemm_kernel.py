@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import (
+from shardplan.fused.triton.memory_ops import (
     arrive,
     await_count,
     begin_blocks,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import PUT, READ, WIDE, enter, place, put, turn
+from shardplan.fused.triton.memory_ops import PUT, READ, WIDE, enter, place, put, turn
 
 
 @triton.jit

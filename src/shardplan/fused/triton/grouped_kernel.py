@@ -9,7 +9,7 @@ import triton.language as tl
 
 from shardplan.fused.triton.embedding_kernel import INDEX
 from shardplan.fused.triton.gemm_kernel import product
-from shardplan.fused.triton.words import _sum_first, arrive, begin_blocks, block, landing, note, put, serve
+from shardplan.fused.triton.memory_ops import _sum_first, arrive, begin_blocks, block, landing, note, put, serve
 
 
 @triton.jit(do_not_specialize=["rank0", "polls", "height", "capacity"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.words import arrive, begin_blocks, block, by_16, landing, put, serve
+from shardplan.fused.triton.memory_ops import arrive, begin_blocks, block, by_16, landing, put, serve
 
 
 @triton.jit

@@ -7,8 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardplan.fused.triton.move_kernel import copy_tiles
-from shardplan.fused.triton.words import (
+from shardplan.fused.triton.memory_ops import (
     LINE,
     await_count,
     begin_blocks,
@@ -19,6 +18,7 @@ from shardplan.fused.triton.words import (
     signal,
     word,
 )
+from shardplan.fused.triton.move_kernel import copy_tiles
 
 
 @triton.jit(do_not_specialize=["rank0", "polls"])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.errors import optional
 from shardplan.fused.tiles.shapes import BlockCuts
-from shardplan.fused.triton.blocks import Launched, block_kernel
+from shardplan.fused.triton.blocks import BoundKernel, block_kernel
 from shardplan.fused.triton.gather_kernel import gather_kernel
 from shardplan.fused.triton.gemm_kernel import gemm_kernel
 from shardplan.fused.triton.memory import TileMemory
@@ -42,7 +42,7 @@ def gather_multiply(
     rows = call.out.view(memory.here, height, depth)
     told, (_, b) = options.product(memory, gather_kernel, tile._replace(described=False), a, b, call.aligned)
     del told["described"]  # rows lie in slots of the heap
-    reading = Launched(gather_kernel, (out, rows, height, b, depth, columns), told)
+    reading = BoundKernel(gather_kernel, (out, rows, height, b, depth, columns), told)
     even = {"block_m": 16, "block_n": 128, "aligned": told["aligned"]}
     own = options.launch(memory, move_kernel)
     made.run(move_kernel, call, a, depth, reader=reading, **even, **own)

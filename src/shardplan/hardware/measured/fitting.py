@@ -44,7 +44,7 @@ _OFF = 1e30  # a share so large that its load takes no time
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedLibrary:
     """A table with its constants fitted, and what is known of how good it is."""
 
     table: Library  # fitted on all samples
@@ -57,7 +57,7 @@ class Fitted:
     systems: tuple[tuple[str, System], ...] = ()  # of systems that are not known their names and fabrics, fitted too
 
 
-def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
+def fit(table: Library, samples: Sequence[Sample]) -> FittedLibrary:
     """Return a table whose constants are fitted to samples of its library.
 
     A third of the curves (GPU, op, one or several nodes, system) is held out by hash to judge by; the table returned is
@@ -80,7 +80,7 @@ def fit(table: Library, samples: Sequence[Sample]) -> Fitted:
     )
     kept = tuple(name for name, moved in zip(constants.names, moves, strict=True) if not moved)
     fitted, fabrics = constants.fill_table(table, values), constants.fabrics(values)
-    return Fitted(fitted, len(samples), int(moves.sum()), int(held.sum()) * judged, before, after, kept, fabrics)
+    return FittedLibrary(fitted, len(samples), int(moves.sum()), int(held.sum()) * judged, before, after, kept, fabrics)
 
 
 def _weights(samples: Sequence[Sample]) -> Floats:

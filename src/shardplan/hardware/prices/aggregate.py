@@ -30,7 +30,7 @@ def units_spanned(members: Ints, topology: Topology) -> Ints:
 
 
 class _Inside(NamedTuple):
-    """The members of all groups at one level, in the order of `Laid.device`."""
+    """The members of all groups at one level, in the order of `GroupLayout.device`."""
 
     unit: Ints
     run: Ints  # the number of the run of members of one group in one unit
@@ -38,7 +38,7 @@ class _Inside(NamedTuple):
     inside: Ints  # members of its run, for every member
 
 
-class Laid:
+class GroupLayout:
     """Groups on a topology, and what algorithms ask of them, each found once; of levels see `fabric`."""
 
     def __init__(self, members: Ints, fabric: Fabric) -> None:
@@ -142,7 +142,7 @@ class Laid:
         return moved
 
 
-def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
+def all_to_all(laid: GroupLayout, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     """Price the pairwise all-to-all: every member sends B/k to every other, on the rails of their devices.
 
     Returns:
@@ -168,7 +168,7 @@ def all_to_all(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     return hops, tuple(load), (part * hops).sum(axis=1)
 
 
-def other_nodes(laid: Laid) -> Floats:
+def other_nodes(laid: GroupLayout) -> Floats:
     """Return how many other nodes of its group every member finds across each level up to the nodes': [far, members].
 
     Members are in order of ids, as in `all_to_all`.
@@ -188,7 +188,7 @@ def other_nodes(laid: Laid) -> Floats:
     return found
 
 
-def _nodes_beside(laid: Laid, j: int, head: Ints) -> Ints:
+def _nodes_beside(laid: GroupLayout, j: int, head: Ints) -> Ints:
     """How many nodes every member reaches whole without crossing level j, one of rails: its own, and those on its leaf.
 
     `head` are the first members in their nodes.
@@ -204,7 +204,7 @@ def _number_pairs(one: Ints, other: Ints) -> Ints:
     return np.unique(one * (1 + other.max(initial=0)) + other, return_inverse=True)[1].reshape(-1)
 
 
-def in_network(laid: Laid, nbytes: Floats) -> tuple[Floats, Load, Floats]:
+def in_network(laid: GroupLayout, nbytes: Floats) -> tuple[Floats, Load, Floats]:
     """Price an all-reduce that switches perform: B goes up from every unit and comes down to it.
 
     Returns:
@@ -239,7 +239,7 @@ class Crossings:
         return np.diff(self.edges @ volume, prepend=0.0)
 
 
-def ring_crossings(laid: Laid) -> Crossings:
+def ring_crossings(laid: GroupLayout) -> Crossings:
     """Walk every group's nodes in the order of their first members, and inside a node and further in without detour.
 
     Source: NCCL orders a communicator's nodes by their first rank (`src/init.cc`), and joins them in that order.
@@ -263,7 +263,7 @@ def ring_crossings(laid: Laid) -> Crossings:
     return Crossings(edges, tuple(times))
 
 
-def unit_load(laid: Laid, near: Floats, far: Floats) -> Load:
+def unit_load(laid: GroupLayout, near: Floats, far: Floats) -> Load:
     """Return the load when every unit that a group crosses gives out and takes in some bytes: `near` or `far`, [G].
 
     Over ports they are dealt out to the members in the unit, each on its rail, and count as often as the group's walk

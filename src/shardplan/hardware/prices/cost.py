@@ -27,7 +27,7 @@ from shardplan.core.pattern import (
     computes,
 )
 from shardplan.errors import TopologyError, excerpt
-from shardplan.hardware.prices.aggregate import Laid
+from shardplan.hardware.prices.aggregate import GroupLayout
 from shardplan.hardware.prices.critical_path import critical, windows
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Ints, Load, add_loads, busiest, scale_load
 from shardplan.hardware.prices.fused import FusedConstants, FusedVariant, FusedWork, variant_seconds, variants
@@ -342,13 +342,13 @@ def _copy_seconds(nbytes: float, fabric: Fabric) -> float:
     return 2 * nbytes / (device.memory_bandwidth * device.kernels.stream)
 
 
-def _lay_groups(members: Ints, fabric: Fabric) -> tuple[Laid, Ints]:
+def _lay_groups(members: Ints, fabric: Fabric) -> tuple[GroupLayout, Ints]:
     """Lay groups on a topology in the order of the numbers returned: heads of trees go in the order of the devices."""
     order = np.argsort(members.min(axis=1), kind="stable")
-    return Laid(members[order], fabric), order
+    return GroupLayout(members[order], fabric), order
 
 
-def _rows(pattern: Groups, placed: tuple[Laid, Ints], nbytes: Floats, algorithm: str) -> list[Price]:
+def _rows(pattern: Groups, placed: tuple[GroupLayout, Ints], nbytes: Floats, algorithm: str) -> list[Price]:
     """The price under each row that serves a collective over these groups; an algorithm's traffic is found once."""
     laid, order = placed
     fabric, nbytes = laid.fabric, nbytes[order]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, TopologyError, excerpt
 from shardplan.hardware.prices.fused_kernels import KernelConstants, parse_kernels, read_taxes
@@ -140,11 +140,11 @@ class FusedConstants:
                     )
                 found[name] = value
         return cls(
-            border.text(f"{what}: backend", data.get("backend", ""), TopologyError),
+            validation.text(f"{what}: backend", data.get("backend", ""), TopologyError),
             **found,
             tile_tax=read_taxes(f"{what}: tile_tax", data.get("tile_tax", {"1": 1.0})),
             kernels=parse_kernels(f"{what}: kernels", data.get("kernels", {})),
-            source=border.text(f"{what}: source", data.get("source", ""), TopologyError),
+            source=validation.text(f"{what}: source", data.get("source", ""), TopologyError),
         )
 
     @classmethod

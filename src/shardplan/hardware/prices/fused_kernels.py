@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.pattern import StepPattern, Work
 from shardplan.errors import TopologyError, excerpt
 from shardplan.hardware.toml_fields import check_keys
@@ -137,7 +137,7 @@ def read_taxes(what: str, data: Any) -> tuple[tuple[int, float], ...]:
 
 def read_numbers(what: str, data: Any) -> dict[str, float]:
     """Read a table of numbers."""
-    return {key: border.number(f"{what}: {key}", value, TopologyError) for key, value in _table(what, data).items()}
+    return {key: validation.number(f"{what}: {key}", value, TopologyError) for key, value in _table(what, data).items()}
 
 
 def _table(what: str, data: Any) -> dict[str, Any]:

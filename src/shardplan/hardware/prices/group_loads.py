@@ -16,7 +16,7 @@ from shardplan.core.mesh import MOST_DEVICES
 from shardplan.core.pattern import Groups
 from shardplan.errors import TopologyError
 from shardplan.hardware.level import Level
-from shardplan.hardware.prices.aggregate import Laid
+from shardplan.hardware.prices.aggregate import GroupLayout
 from shardplan.hardware.prices.cost import row_shares
 from shardplan.hardware.prices.fabric import Fabric, Floats, Ints
 from shardplan.hardware.prices.library import LibraryRow
@@ -67,7 +67,7 @@ def group_loads(pattern: Groups, row: LibraryRow, fabric: Fabric) -> list[Loads]
     copies = _side_by_side(fabric.topology, groups)
     members = members[order] + size * np.arange(groups)[:, None]
     nbytes = np.asarray(pattern.nbytes, np.float64)[order]
-    rounds = ALGORITHMS[row.algorithm](pattern.kind, Laid(members, copies), nbytes, row)
+    rounds = ALGORITHMS[row.algorithm](pattern.kind, GroupLayout(members, copies), nbytes, row)
     shares, starts = row_shares(row, fabric), resource_starts(fabric)
     found: list[Loads] = []
     for one in rounds or ():

@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, TopologyError, excerpt
 from shardplan.hardware.toml_fields import basic_string, check_keys, parse_quantity
@@ -157,12 +157,12 @@ def parse_library(text: str, what: str = "library table") -> Library:
     if not isinstance(rows, list) or not rows:
         raise TopologyError(f"{what}: at least one [[rows]] table is needed")
     return Library(
-        border.text(f"{what}: name", data.get("name", ""), TopologyError),
+        validation.text(f"{what}: name", data.get("name", ""), TopologyError),
         tuple(_row(f"{what}: rows[{n}]", row) for n, row in enumerate(rows)),
-        border.text(f"{what}: measured", data.get("measured", ""), TopologyError),
+        validation.text(f"{what}: measured", data.get("measured", ""), TopologyError),
         _number(f"{what}: own_copy", data.get("own_copy", 0.0), 0, 2),
-        border.flag(f"{what}: member_order", data.get("member_order", False), TopologyError),
-        border.flag(f"{what}: even_only", data.get("even_only", False), TopologyError),
+        validation.flag(f"{what}: member_order", data.get("member_order", False), TopologyError),
+        validation.flag(f"{what}: even_only", data.get("even_only", False), TopologyError),
     )
 
 
@@ -183,14 +183,14 @@ def _row(what: str, data: Any) -> LibraryRow:
     for key in _NUMBERS:
         if key in data:
             numbers[key] = _number(f"{what}: {key}", data[key], *((1e-9, 2) if key.endswith("share") else (0, 1e3)))
-    ops = border.items(f"{what}: ops", data.get("ops"), "names of collectives", TopologyError)
+    ops = validation.items(f"{what}: ops", data.get("ops"), "names of collectives", TopologyError)
     return LibraryRow(
-        border.text(f"{what}: algorithm", data.get("algorithm"), TopologyError),
-        border.text(f"{what}: protocol", data.get("protocol", ""), TopologyError),
-        tuple(border.text(f"{what}: an op", op, TopologyError) for op in ops),
+        validation.text(f"{what}: algorithm", data.get("algorithm"), TopologyError),
+        validation.text(f"{what}: protocol", data.get("protocol", ""), TopologyError),
+        tuple(validation.text(f"{what}: an op", op, TopologyError) for op in ops),
         **numbers,  # pyright: ignore[reportArgumentType]
-        members=border.integer(f"{what}: members", data.get("members", 2), TopologyError),
-        asked=border.flag(f"{what}: asked", data.get("asked", False), TopologyError),
+        members=validation.integer(f"{what}: members", data.get("members", 2), TopologyError),
+        asked=validation.flag(f"{what}: asked", data.get("asked", False), TopologyError),
     )
 
 

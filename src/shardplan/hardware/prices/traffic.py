@@ -29,7 +29,7 @@ import numpy as np
 
 from shardplan.core.group_rounds import tree_parents
 from shardplan.core.pattern import MessageTotals
-from shardplan.hardware.prices.aggregate import Laid, all_to_all, in_network, other_nodes, unit_load
+from shardplan.hardware.prices.aggregate import GroupLayout, all_to_all, in_network, other_nodes, unit_load
 from shardplan.hardware.prices.algorithms import FlowRound, edge_volume, own_share, passes, ring, tree
 from shardplan.hardware.prices.fabric import Fabric, Floats, Flows, Load
 from shardplan.hardware.prices.library import LibraryRow
@@ -45,14 +45,14 @@ class Traffic:
     own: float = 0.0  # bytes that a member copies from its own part to its result
 
 
-Algorithm = Callable[[str, Laid, Floats, LibraryRow], "list[Traffic] | None"]
+Algorithm = Callable[[str, GroupLayout, Floats, LibraryRow], "list[Traffic] | None"]
 
 
 def _flows(found: list[FlowRound], fabric: Fabric) -> list[Traffic]:
     return [Traffic(one.hops, fabric.load(one.flows), fabric.level_bytes(one.flows)) for one in found]
 
 
-def _ring(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+def _ring(kind: str, laid: GroupLayout, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     if laid.fabric.library.member_order:
         return _flows(list(ring(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
     volume = edge_volume(kind, laid.k) * nbytes
@@ -60,12 +60,12 @@ def _ring(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffi
     return [Traffic(hops, unit_load(laid, volume, volume), laid.walk_bytes(volume), _own_bytes(kind, laid, nbytes))]
 
 
-def _own_bytes(kind: str, laid: Laid, nbytes: Floats) -> float:
+def _own_bytes(kind: str, laid: GroupLayout, nbytes: Floats) -> float:
     """The bytes of a member's own part of the result."""
     return float(nbytes.max()) * own_share(kind, laid.k)
 
 
-def _tree(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+def _tree(kind: str, laid: GroupLayout, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     if laid.fabric.library.member_order:
         return _flows(list(tree(kind, laid.members, nbytes, laid.fabric)), laid.fabric)
     most = laid.members_per_node[1]
@@ -74,17 +74,19 @@ def _tree(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffi
     return _in_nodes(laid, nbytes, near, 2, _double)
 
 
-def _nvls(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+def _nvls(kind: str, laid: GroupLayout, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     return _in_switches(laid, nbytes, row, _double)
 
 
-def _collnet(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+def _collnet(kind: str, laid: GroupLayout, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     if laid.nodes.max() == 1 or not all(laid.reduces[0]):
         return None
     return _in_switches(laid, nbytes, row, lambda n: 1.0)
 
 
-def _in_switches(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]) -> list[Traffic] | None:
+def _in_switches(
+    laid: GroupLayout, nbytes: Floats, row: LibraryRow, far: Callable[[int], float]
+) -> list[Traffic] | None:
     """Nodes whose switches reduce; None where they do not, or are too small."""
     inner = laid.reduces[1]
     least, most = laid.members_per_node
@@ -93,7 +95,9 @@ def _in_switches(laid: Laid, nbytes: Floats, row: LibraryRow, far: Callable[[int
     return _in_nodes(laid, nbytes, 1 + 1 / least + row.per_member * most, 1, far)
 
 
-def _in_nodes(laid: Laid, nbytes: Floats, near: Floats, passes: int, far: Callable[[int], float]) -> list[Traffic]:
+def _in_nodes(
+    laid: GroupLayout, nbytes: Floats, near: Floats, passes: int, far: Callable[[int], float]
+) -> list[Traffic]:
     """Reduce inside every node and over the nodes between; `near` and `far` times B are what members, nodes send."""
     spanned, nodes, inner = laid.spanned, laid.nodes, laid.fabric.far
     hops = np.zeros(spanned.shape)
@@ -121,12 +125,12 @@ def _double(nodes: int) -> float:
     return float(sent.max())
 
 
-def _network(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
+def _network(kind: str, laid: GroupLayout, nbytes: Floats, row: LibraryRow) -> list[Traffic] | None:
     outer, inner = laid.reduces
     return [Traffic(*in_network(laid, nbytes))] if all(outer) and all(inner) else None
 
 
-def _p2p(kind: str, laid: Laid, nbytes: Floats, row: LibraryRow) -> list[Traffic]:
+def _p2p(kind: str, laid: GroupLayout, nbytes: Floats, row: LibraryRow) -> list[Traffic]:
     far = laid.fabric.far
     hops, load, moved = all_to_all(laid, nbytes)
     if _starts_inside(laid.fabric):

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.box_table import strides
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import LayoutError, ParseError, excerpt, line, optional
 from shardplan.interop.checkpoint.folders import ADMITTED, SavedPlace, saved_tensors
@@ -143,14 +144,14 @@ def _overlap_runs(shape: tuple[int, ...], chunk: DistributedChunk, start: int, s
     split = max(split - 1, 0)
     tail = int(np.prod(shape[split + 1 :], dtype=np.int64)) if shape else 1
     run = (chunk.sizes[split] if shape else 1) * tail
-    strides = [int(np.prod(shape[d + 1 :], dtype=np.int64)) for d in range(len(shape))]
-    head = sum(o * s for o, s in zip(chunk.offsets, strides, strict=True))
-    last = head + sum((n - 1) * s for n, s in zip(chunk.sizes, strides, strict=True)) + 1
+    steps = strides(shape)
+    head = sum(o * s for o, s in zip(chunk.offsets, steps, strict=True))
+    last = head + sum((n - 1) * s for n, s in zip(chunk.sizes, steps, strict=True)) + 1
     if not run or stop <= head or start >= last:
         return []
     out: list[tuple[int, int, int]] = []
     for k, at in enumerate(np.ndindex(*chunk.sizes[:split])):
-        flat = head + sum(i * s for i, s in zip(at, strides, strict=False))
+        flat = head + sum(i * s for i, s in zip(at, steps, strict=False))
         low, high = max(flat, start), min(flat + run, stop)
         if low < high:
             out.append((low, k * run + low - flat, high - low))
@@ -291,14 +292,13 @@ def _contiguous(archive: zipfile.ZipFile, sizes: tuple[int, ...], where: str) ->
         said = said.arguments[0]
     rebuilt = isinstance(said, PickledCall) and (said.of.module, said.of.name) in REBUILD
     none: tuple[Any, Any, Any] = (None, None, None)
-    start, shape, strides = said.arguments[1:4] if rebuilt and len(said.arguments) > 3 else none
-    if type(start) is not int or not _are_whole(shape) or not _are_whole(strides) or len(shape) != len(strides):
+    start, shape, steps = said.arguments[1:4] if rebuilt and len(said.arguments) > 3 else none
+    if type(start) is not int or not _are_whole(shape) or not _are_whole(steps) or len(shape) != len(steps):
         raise ParseError(f"{where} is no plain tensor; legal is a tensor as torch.save writes it")
-    wanted = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    straight = all(n <= 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True))
+    straight = all(n <= 1 or a == b for n, a, b in zip(shape, steps, strides(shape), strict=True))
     if start != 0 or tuple(shape) != tuple(sizes) or not straight:
         raise ParseError(
-            f"{where} has shape {excerpt(shape)} and strides {excerpt(strides)}; legal is a contiguous chunk"
+            f"{where} has shape {excerpt(shape)} and strides {excerpt(steps)}; legal is a contiguous chunk"
         )
 
 

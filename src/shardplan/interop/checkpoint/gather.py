@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardplan.core.box_table import region_view
 from shardplan.movement.weights.reference import convert_values
 from shardplan.movement.weights.regions import merge_levels
 
@@ -113,8 +114,8 @@ class WindowGather:
         held = self.scratch[: span * tensor.dtype.itemsize]
         self.read(tensor, memoryview(_bytes(held)), at[0])
         shape = [n for n, _, _ in levels]
-        values = _view(held.view(tensor.dtype), shape, [s for _, s, _ in levels])
-        place = _view(into[at[1] :], shape, [t for _, _, t in levels])
+        values = region_view(held.view(tensor.dtype), 0, shape, [s for _, s, _ in levels])
+        place = region_view(into, at[1], shape, [t for _, _, t in levels])
         if tensor.dtype == into.dtype and not plus:
             wide_values, wide_place = _widest(values, place)
             wide_place[...] = wide_values
@@ -125,10 +126,6 @@ class WindowGather:
         """Read, and count."""
         self.bytes_read += len(target)
         tensor.read_into(target, start)
-
-
-def _view(flat: np.ndarray, shape: list[int], strides: list[int]) -> np.ndarray:
-    return np.lib.stride_tricks.as_strided(flat, shape, [s * flat.itemsize for s in strides])
 
 
 def _widest(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

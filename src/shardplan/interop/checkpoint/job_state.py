@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.box_table import strides
 from shardplan.core.dtypes import itemsize, numpy_dtype
 from shardplan.core.tensor import TensorType
 from shardplan.errors import BackendError, LayoutError, ShardplanError, excerpt, line
@@ -152,9 +153,8 @@ def folder_source(job: Job, held: OpenCheckpoint) -> Source:
         shape, of = tuple(b - a for a, b in box), _first_of(job, name, found)
         into = np.zeros(shape, numpy_dtype(t.dtype))
         if of is not None and into.size:
-            strides = tuple(tuple(math.prod(s[d + 1 :]) for d in range(len(s))) for s in (t.shape, shape))
-            at = sum(a * n for (a, _), n in zip(box, strides[0], strict=True))
-            gather.fill(into.reshape(-1), found[of], shape, (strides[0], strides[1]), (at, 0), 0)
+            at = sum(a * n for (a, _), n in zip(box, strides(t.shape), strict=True))
+            gather.fill(into.reshape(-1), found[of], shape, (strides(t.shape), strides(shape)), (at, 0), 0)
         return into
 
     return box_of

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from shardplan.core.box_table import strides
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.errors import line
 from shardplan.interop.checkpoint.gather import WindowGather
@@ -39,13 +40,12 @@ def compare_copies(
             ends = list(zip(copy_ends(found, k), (ours, theirs), strict=True))
             for start, sizes in split_block(tuple(found.sizes[k].tolist()), size // dtype.itemsize):
                 count = math.prod(sizes)
-                own = tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
                 views: list[np.ndarray] = []
                 for end, buffer in ends:
                     tensor = held.tensor(plan.source.place(end.rank), names_of(plan.source, end.rank)[end.number])
                     into = buffer[: count * dtype.itemsize].view(dtype)
                     first = end.offset + int(np.dot(start, end.strides))
-                    gather.fill(into, tensor, sizes, (tuple(end.strides.tolist()), own), (first, 0), 0)
+                    gather.fill(into, tensor, sizes, (tuple(end.strides.tolist()), strides(sizes)), (first, 0), 0)
                     views.append(into)
                 if (unlike := first_unlike(*views)) is not None:
                     at = tuple(i + int(x) for i, x in zip(start, np.unravel_index(unlike[0], sizes), strict=True))

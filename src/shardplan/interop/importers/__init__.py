@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.interop.hlo_trace import HloTrace
 from shardplan.interop.importers import jaxpr, onnx, torch_export
@@ -105,10 +105,10 @@ def load(
     Raises `ShardplanError` for another kind of source, a module that torch does not export, and what has no meaning
     here: operations by name, each with where the model calls it.
     """
-    border.flag("load: opaque", opaque, ShardplanError)
-    border.flag("load: training", training, ShardplanError)
+    validation.flag("load: opaque", opaque, ShardplanError)
+    validation.flag("load: training", training, ShardplanError)
     if optimizer is not None:
-        border.choice("load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
+        validation.choice("load: optimizer", optimizer, tuple(OPTIMIZERS), ShardplanError)
         if not training:
             raise ShardplanError(f"load: optimizer={optimizer!r} without training; legal is None")
     name = "import"

@@ -17,7 +17,7 @@ from shardplan.core.expression import Expression
 from shardplan.core.namespace import NUMPY
 from shardplan.core.ops import Opaque
 from shardplan.errors import ShardplanError, TypingError, line
-from shardplan.interop.importers.views import ComplexPair, Seen
+from shardplan.interop.importers.views import AtomView, ComplexPair
 from shardplan.interop.importers.writer import FlatWriter, finite
 
 
@@ -40,22 +40,22 @@ class Operation(NamedTuple):
         """Of the first result."""
         return self.shapes[0]
 
-    def write_elementwise(self, expression: str, *values: Any, dtype: str = "") -> Seen:
+    def write_elementwise(self, expression: str, *values: Any, dtype: str = "") -> AtomView:
         """An expression of a, b, c, ... in which numbers take the place of their letters."""
         kind = dtype or self.dtype
-        views, text = list[Seen](), expression
+        views, text = list[AtomView](), expression
         given = [self.inline_constant(v, kind) for v in values]
         chosen = expression.startswith("where({a},")
-        if chosen and isinstance(given[0], Seen) and not any(isinstance(v, Seen) for v in given[1:]):
+        if chosen and isinstance(given[0], AtomView) and not any(isinstance(v, AtomView) for v in given[1:]):
             given[1] = self.w.constant(given[1], kind)  # a condition alone is of no dtype
         for k, value in reversed(list(enumerate(given))):
             old = f"{{{chr(ord('a') + k)}}}"
-            if isinstance(value, Seen):
+            if isinstance(value, AtomView):
                 text = text.replace(old, f"<{k}>")
             else:
                 text = text.replace(old, number(value, kind))
         for k, value in enumerate(given):
-            if isinstance(value, Seen):
+            if isinstance(value, AtomView):
                 text = text.replace(f"<{k}>", chr(ord("a") + len(views)))
                 same = self.w.dtype(value) in (kind, "bool" if "where" in expression and k == 0 else kind)
                 views.append(value if same else self.w.cast(value, kind))
@@ -66,12 +66,12 @@ class Operation(NamedTuple):
 
     def inline_constant(self, value: Any, kind: str) -> Any:
         """A value, or what a constant without dims is as a number."""
-        found = self.w.scalar(value, kind) if isinstance(value, Seen) else None
+        found = self.w.scalar(value, kind) if isinstance(value, AtomView) else None
         return value if found is None else found
 
-    def compare(self, sign: str, x: Any, y: Any) -> Seen:
+    def compare(self, sign: str, x: Any, y: Any) -> AtomView:
         """A comparison, as bool."""
-        kinds = [self.w.dtype(v) for v in (x, y) if isinstance(v, Seen)]
+        kinds = [self.w.dtype(v) for v in (x, y) if isinstance(v, AtomView)]
         kind = max(kinds, key=lambda k: (numpy_dtype(k).kind in "fV", numpy_dtype(k).itemsize))
         whole = any(isinstance(v, float) and not v.is_integer() for v in (x, y))
         kind = "i32" if kind == "bool" else "f32" if whole and numpy_dtype(kind).kind in "iu" else kind
@@ -82,7 +82,7 @@ class Operation(NamedTuple):
 
 
 def _numeric(w: FlatWriter, kind: str, *values: Any) -> list[Any]:
-    return [w.cast(v, kind) if isinstance(v, Seen) else v for v in values]
+    return [w.cast(v, kind) if isinstance(v, AtomView) else v for v in values]
 
 
 def number(value: Any, dtype: str) -> str:
@@ -139,9 +139,9 @@ def handle_operation(
     refused: str = "",
 ) -> Any:
     """What a call makes, by the table; an op that is not known, or `refused`, is `opaque`, or noted."""
-    steps = len(call.w.draft.steps)
+    steps = len(call.w.builder.steps)
     made = _made_operation(call, table, unknown, place, args, kwargs, refused)
-    call.w.places |= dict.fromkeys((r for step in call.w.draft.steps[steps:] for r in step.results), place)
+    call.w.places |= dict.fromkeys((r for step in call.w.builder.steps[steps:] for r in step.results), place)
     return made
 
 
@@ -159,7 +159,7 @@ def _made_operation(
             why = line(error)
         except _UNFORESEEN as error:
             why = f"with arguments that are not known here: {type(error).__name__}: {line(error)}"
-    views = [v for v in flat(args) if isinstance(v, Seen)]
+    views = [v for v in flat(args) if isinstance(v, AtomView)]
     whole = bool(views and call.shapes) and all(0 not in shape for shape in (*call.shapes, *(v.shape for v in views)))
     if not call.w.opaque or not whole:
         unknown.add(call.name, place, why)
@@ -169,13 +169,13 @@ def _made_operation(
         names = [call.w.materialize_view(v).name for v in views]
         rest = "".join(f" {x}" for x in flat([args, list(kwargs.values())]) if isinstance(x, bool | int | float | str))
         op = Opaque(call.name + rest, call.kinds, call.shapes)
-        made = [call.w.view_value(n) for n in call.w.draft.write_step(op, *names)]
+        made = [call.w.view_value(n) for n in call.w.builder.write_step(op, *names)]
     return made[0] if len(made) == 1 else tuple(made)
 
 
 def flat(values: Any) -> list[Any]:
     """All values in nested lists."""
-    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | ComplexPair):
+    if isinstance(values, (list, tuple)) and not isinstance(values, AtomView | ComplexPair):
         items: list[Any] = list(values)
         return [x for v in items for x in flat(v)]
     return [values]

@@ -22,18 +22,18 @@ from shardplan.core.ops import (
     RmsNorm,
     Softmax,
 )
-from shardplan.interop.importers.views import Descent, Group, Seen, Strand, size_of
+from shardplan.interop.importers.views import AtomView, AxisFactor, Descent, Group, size_of
 from shardplan.interop.importers.writer import MASKED, ONE, FlatWriter
 
 
-def linear(w: FlatWriter, x: Seen, weight: Seen, bias: Seen | None = None) -> Seen:
+def linear(w: FlatWriter, x: AtomView, weight: AtomView, bias: AtomView | None = None) -> AtomView:
     """Times a weight `[out in]`, plus a bias."""
     lead = [f"d{d}" for d in range(len(x.dims) - 1)]
     y = w.einsum([[*lead, "i"], ["o", "i"]], [*lead, "o"], x, weight)
     return y if bias is None else w.write_elementwise("a + b", y, bias)
 
 
-def matmul(w: FlatWriter, x: Seen, y: Seen) -> Seen:
+def matmul(w: FlatWriter, x: AtomView, y: AtomView) -> AtomView:
     """The product of matrices, or of a vector, with dims before them that broadcast."""
     ndim = max(len(x.dims), len(y.dims)) - 2
     names = [f"d{d}" for d in range(ndim)]
@@ -43,23 +43,23 @@ def matmul(w: FlatWriter, x: Seen, y: Seen) -> Seen:
     return w.einsum([left, right], out, x, y)
 
 
-def softmax(w: FlatWriter, x: Seen, dim: int) -> Seen:
+def softmax(w: FlatWriter, x: AtomView, dim: int) -> AtomView:
     """Along a dim."""
     x = w.merge_dim(x, dim % len(x.dims))
-    return Seen(w.draft(Softmax(x.dims[dim][0].axis), x.name), x.dims)
+    return AtomView(w.builder(Softmax(x.dims[dim][0].axis), x.name), x.dims)
 
 
-def gelu(w: FlatWriter, x: Seen, *, tanh: bool) -> Seen:
+def gelu(w: FlatWriter, x: AtomView, *, tanh: bool) -> AtomView:
     """By the error function, or by its approximation with a tanh."""
     return w.write_elementwise("gelu(a)" if tanh else GELU_EXACT, x)
 
 
 def fill_vector(w: FlatWriter, value: float, dtype: str, n: int) -> str:
     """A vector of one value."""
-    return w.draft(Constant(value, dtype, (n,), Layout(((),)), ONE))
+    return w.builder(Constant(value, dtype, (n,), Layout(((),)), ONE))
 
 
-def layer_norm(w: FlatWriter, x: Seen, gain: Seen | None, bias: Seen | None, eps: float) -> Seen:
+def layer_norm(w: FlatWriter, x: AtomView, gain: AtomView | None, bias: AtomView | None, eps: float) -> AtomView:
     """Over the last dim."""
     x, name = w.move_dim_last(x)
     n, dtype = x.shape[-1], w.dtype(x)
@@ -67,24 +67,30 @@ def layer_norm(w: FlatWriter, x: Seen, gain: Seen | None, bias: Seen | None, eps
         w.materialize_view(v).name if v is not None else fill_vector(w, one, dtype, n)
         for v, one in ((gain, 1.0), (bias, 0.0))
     )
-    return _forget_origins(Seen(w.draft(LayerNorm(eps), name, *gains), x.dims))
+    return _forget_origins(AtomView(w.builder(LayerNorm(eps), name, *gains), x.dims))
 
 
-def rms_norm(w: FlatWriter, x: Seen, gain: Seen | None, eps: float) -> Seen:
+def rms_norm(w: FlatWriter, x: AtomView, gain: AtomView | None, eps: float) -> AtomView:
     """Over the last dim."""
     x, name = w.move_dim_last(x)
     by = w.materialize_view(gain).name if gain is not None else fill_vector(w, 1.0, w.dtype(x), x.shape[-1])
-    return _forget_origins(Seen(w.draft(RmsNorm(eps), name, by), x.dims))
+    return _forget_origins(AtomView(w.builder(RmsNorm(eps), name, by), x.dims))
 
 
-def _forget_origins(x: Seen) -> Seen:
+def _forget_origins(x: AtomView) -> AtomView:
     """What was normalised is no longer what a parameter made."""
-    return Seen(x.name, (*x.dims[:-1], tuple(a._replace(origins=frozenset()) for a in x.dims[-1])))
+    return AtomView(x.name, (*x.dims[:-1], tuple(a._replace(origins=frozenset()) for a in x.dims[-1])))
 
 
 def attention(
-    w: FlatWriter, q: Seen, k: Seen, v: Seen, causal: bool, scale: float | None, mask: Seen | None = None
-) -> Seen:
+    w: FlatWriter,
+    q: AtomView,
+    k: AtomView,
+    v: AtomView,
+    causal: bool,
+    scale: float | None,
+    mask: AtomView | None = None,
+) -> AtomView:
     """Of `[batch heads sequence head]`; keys and values may have fewer heads, or some of them repeated."""
     if len(q.dims) != 4 or (causal and mask is not None):
         raise NotImplementedError("attention of other than 4 dims, or causal with a mask")
@@ -110,17 +116,17 @@ def attention(
     names += [w.materialize_groups(x, [x.dims[0], x.dims[2], x.dims[1][:many], x.dims[3]]) for x in (k, v)]
     for name, dims in zip(names, (("kv_heads", "ratio"), ("kv_heads",), ("kv_heads",)), strict=True):
         w.mean(name, "batch", "sequence", *dims, "head")
-    out = w.draft(Attention(causal, 0.0 if stands_for(by, q.shape[-1] ** -0.5, w.dtype(q)) else by), *names)
+    out = w.builder(Attention(causal, 0.0 if stands_for(by, q.shape[-1] ** -0.5, w.dtype(q)) else by), *names)
     b, s, g, r, e = w.view_value(out).dims
-    return Seen(out, (b, (*g, *r), s, e))
+    return AtomView(out, (b, (*g, *r), s, e))
 
 
-def repeated_heads(x: Seen, times: int) -> Seen:
+def repeated_heads(x: AtomView, times: int) -> AtomView:
     """Every head so often."""
-    return Seen(x.name, (x.dims[0], (*x.dims[1], Strand(times, -1)), *x.dims[2:])) if times > 1 else x
+    return AtomView(x.name, (x.dims[0], (*x.dims[1], AxisFactor(times, -1)), *x.dims[2:])) if times > 1 else x
 
 
-def _masked_attention(w: FlatWriter, q: Seen, k: Seen, v: Seen, scale: float, mask: Seen) -> Seen:
+def _masked_attention(w: FlatWriter, q: AtomView, k: AtomView, v: AtomView, scale: float, mask: AtomView) -> AtomView:
     scores = w.einsum([["b", "h", "s", "d"], ["b", "h", "t", "d"]], ["b", "h", "s", "t"], q, k)
     scores = w.write_elementwise(f"a * {scale!r}", scores)
     if w.dtype(mask) == "bool":
@@ -130,7 +136,7 @@ def _masked_attention(w: FlatWriter, q: Seen, k: Seen, v: Seen, scale: float, ma
     return w.einsum([["b", "h", "s", "t"], ["b", "h", "t", "d"]], ["b", "h", "s", "d"], softmax(w, scores, -1), v)
 
 
-def cross_entropy(w: FlatWriter, logits: Seen, targets: Seen) -> Seen:
+def cross_entropy(w: FlatWriter, logits: AtomView, targets: AtomView) -> AtomView:
     """Of the classes in the last dim, for each of the others."""
     logits, targets = logits.tidy, targets.tidy
     for d in range(len(targets.dims)):
@@ -142,23 +148,23 @@ def cross_entropy(w: FlatWriter, logits: Seen, targets: Seen) -> Seen:
     axes = [(targets.dims[d][k],) if k < len(targets.dims[d]) else () for d, k in order]
     ids = w.materialize_groups(targets, axes)
     w.mean(name, *(None for _ in order), "vocab")
-    return Seen(w.draft(CrossEntropy(), name, ids), logits.dims[:-1])
+    return AtomView(w.builder(CrossEntropy(), name, ids), logits.dims[:-1])
 
 
-def rows(w: FlatWriter, table: Seen, ids: Seen) -> Seen:
+def gather_rows(w: FlatWriter, table: AtomView, ids: AtomView) -> AtomView:
     """Rows of a table by ids."""
     table = w.merge_dim(table, 0)
     atoms = [a for g in table.dims[1:] for a in g]
     name = w.materialize_groups(table, [table.dims[0], *((a,) for a in atoms)])
-    shift = w.draft.types[ids.name].ndim
+    shift = w.builder.types[ids.name].ndim
     place = {a: shift + k for k, a in enumerate(atoms)}
     if len(table.dims) == 2 and len(atoms) == 1:
         w.tables.append((name, ids.name))
     rest = tuple(tuple(a._replace(axis=place[a]) for a in g) for g in table.dims[1:])
-    return Seen(w.draft(Gather(), name, ids.name), (*ids.dims, *rest))
+    return AtomView(w.builder(Gather(), name, ids.name), (*ids.dims, *rest))
 
 
-def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
+def part(w: FlatWriter, v: AtomView, dim: int, start: int, stop: int) -> AtomView:
     """The elements of a dim from `start` to before `stop`."""
     dim %= len(v.dims)
     n, size = v.shape[dim], stop - start
@@ -167,7 +173,7 @@ def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
     if size <= 0:
         return w.empty(w.dtype(v), [*v.shape[:dim], 0, *v.shape[dim + 1 :]])
     v = v.tidy
-    atoms: list[Strand] = list(v.dims[dim])
+    atoms: list[AxisFactor] = list(v.dims[dim])
     minor = size_of(atoms[1:])
     origins = frozenset(o._replace(parts=n // size) for o in atoms[0].origins if o.parts == 1)
     if len(atoms) > 1 or n % size or start % size:
@@ -175,23 +181,23 @@ def part(w: FlatWriter, v: Seen, dim: int, start: int, stop: int) -> Seen:
     if start % minor or stop % minor or not atoms[0].has_axis:
         v, minor = w.merge_dim(v, dim), 1
         atoms = list(v.dims[dim])
-    at, ndim = atoms[0].axis, w.draft.types[v.name].ndim
-    shape = w.draft.types[v.name].shape
+    at, ndim = atoms[0].axis, w.builder.types[v.name].ndim
+    shape = w.builder.types[v.name].shape
     begin, end = ([x if d == at else other for d, other in enumerate(ends)] for x, ends in
                   ((start // minor, (0,) * ndim), (stop // minor, shape)))  # fmt: skip
-    name = w.draft(Crop(tuple(begin), tuple(end)), v.name)
-    first = Strand(size // minor, at, origins)
+    name = w.builder(Crop(tuple(begin), tuple(end)), v.name)
+    first = AxisFactor(size // minor, at, origins)
     rest = tuple(atoms[1:])
     group: Group = (first, *rest) if first.size > 1 or not rest else rest
-    return Seen(name, (*v.dims[:dim], group, *v.dims[dim + 1 :]))
+    return AtomView(name, (*v.dims[:dim], group, *v.dims[dim + 1 :]))
 
 
-def split_dim(w: FlatWriter, v: Seen, dim: int, sizes: Sequence[int]) -> list[Seen]:
+def split_dim(w: FlatWriter, v: AtomView, dim: int, sizes: Sequence[int]) -> list[AtomView]:
     """The parts of these sizes that follow one another along a dim."""
     return [part(w, v, dim, sum(sizes[:k]), sum(sizes[: k + 1])) for k in range(len(sizes))]
 
 
-def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
+def joined_along(w: FlatWriter, views: Sequence[AtomView], dim: int) -> AtomView:
     """After one another along a dim; those without elements add nothing."""
     dim %= len(views[0].dims)
     found = [w.merge_dim(v.tidy, dim) for v in views if v.size]
@@ -204,18 +210,18 @@ def joined_along(w: FlatWriter, views: Sequence[Seen], dim: int) -> Seen:
     order = sorted(first, key=lambda p: (first[p].has_axis, first[p].axis))
     names = [w.materialize_groups(v, [(v.dims[d][k],) if k < len(v.dims[d]) else () for d, k in order]) for v in found]
     place = {p: at for at, p in enumerate(order)}
-    name = w.draft(Concat(place[dim, 0]), *names)
+    name = w.builder(Concat(place[dim, 0]), *names)
     total = sum(v.shape[dim] for v in found)
     dims = tuple(
         tuple(
-            Strand(total, place[d, k]) if d == dim else Strand(a.size, place[d, k], _origins(found, d, k))
+            AxisFactor(total, place[d, k]) if d == dim else AxisFactor(a.size, place[d, k], _origins(found, d, k))
             for k, a in enumerate(g)
         )
         for d, g in enumerate(found[0].dims)
     )
-    return Seen(name, dims)
+    return AtomView(name, dims)
 
 
-def _origins(views: Sequence[Seen], dim: int, k: int) -> frozenset[Descent]:
+def _origins(views: Sequence[AtomView], dim: int, k: int) -> frozenset[Descent]:
     """The parameters' dims that one dim of several views comes from."""
     return frozenset(o for v in views if k < len(v.dims[dim]) for o in v.dims[dim][k].origins)

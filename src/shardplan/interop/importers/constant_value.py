@@ -12,13 +12,13 @@ import numpy as np
 
 from shardplan.core.dtypes import short_name
 from shardplan.interop.importers.call import number
-from shardplan.interop.importers.views import Group, Seen
+from shardplan.interop.importers.views import AtomView, Group
 from shardplan.interop.importers.writer import FlatWriter
 
 _Array = np.ndarray[Any, Any]
 
 
-def write_constant(w: FlatWriter, array: _Array) -> Seen:
+def write_constant(w: FlatWriter, array: _Array) -> AtomView:
     """Write an array; dims along which it is the same are repeated, and no elements of ours."""
     dtype = short_name(array.dtype)
     if not array.size:
@@ -39,7 +39,7 @@ def write_constant(w: FlatWriter, array: _Array) -> Seen:
     dims: list[Group] = [()] * array.ndim
     for d, group in zip(large, held.dims, strict=True):
         dims[d] = group
-    return Seen(held.name, tuple(dims)).broadcast_dims(array.shape)
+    return AtomView(held.name, tuple(dims)).broadcast_dims(array.shape)
 
 
 def _distinct_part(array: _Array) -> _Array:
@@ -51,7 +51,7 @@ def _distinct_part(array: _Array) -> _Array:
     return array
 
 
-def _arithmetic_row(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
+def _arithmetic_row(w: FlatWriter, array: _Array, dtype: str) -> AtomView | None:
     """Whole numbers with one step between them."""
     if array.dtype.kind not in "iuf" or (array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array))):
         return None
@@ -66,7 +66,7 @@ def _arithmetic_row(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
     )  # fmt: skip
 
 
-def _band_matrix(w: FlatWriter, array: _Array, dtype: str) -> Seen | None:
+def _band_matrix(w: FlatWriter, array: _Array, dtype: str) -> AtomView | None:
     """One value on some neighbouring diagonals of a matrix, another one elsewhere."""
     inside = array == array[-1, 0]
     values = (array[-1, 0].item(), array[~inside][0].item())

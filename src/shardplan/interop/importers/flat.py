@@ -28,7 +28,7 @@ from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.interop.importers.columns import FREE, column_names
-from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.views import AtomView
 from shardplan.interop.importers.writer import FlatWriter, Stored
 from shardplan.strategy.model import Model, assemble_model
 from shardplan.strategy.parameter import Parameter
@@ -46,7 +46,7 @@ class Flattened(NamedTuple):
 
     writer: FlatWriter
     inputs: Sequence[str]
-    outputs: Sequence[Seen]
+    outputs: Sequence[AtomView]
     constants: Mapping[str, Any]
     spare: frozenset[str] = frozenset()
     given: Mapping[str, TensorType] = MappingProxyType({})
@@ -120,8 +120,8 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
     outputs = [w.materialize_view(v).name for v in flat.outputs]
     for k, name in enumerate(outputs):  # an input, or twice a result, is a value of its own
         if name in w.inputs or name in outputs[:k]:
-            outputs[k] = w.draft(Elementwise("a"), name)
-    types = w.draft.types
+            outputs[k] = w.builder(Elementwise("a"), name)
+    types = w.builder.types
     losses = [o for o in outputs if not types[o].shape and numpy_dtype(types[o].dtype).kind in "fV"]
     if training and len(losses) != 1:
         raise ShardplanError(f"load: training of a source with {len(losses)} scalar results; legal is one, the loss")
@@ -130,8 +130,8 @@ def _program(flat: Flattened, training: bool) -> tuple[Program, list[str]]:
     if training:
         outputs = [losses[0], *others]
     names = [called.get(o, "loss") for o in outputs]
-    live = sorted(w.draft.live(outputs), key=lambda k: k not in w.hoisted)
-    steps = [w.draft.steps[k] for k in live]
+    live = sorted(w.builder.live(outputs), key=lambda k: k not in w.hoisted)
+    steps = [w.builder.steps[k] for k in live]
     used = {o for step in steps for o in step.operands}
     inputs = {n: types[n] for n in w.inputs if n in used or n not in w.constants}
     return Program(inputs, steps, outputs), names
@@ -161,12 +161,12 @@ def _tables(flat: Flattened) -> Iterator[tuple[str, tuple[str | None, ...]]]:
     Of several that are looked up by ids of one shape, words are those of the most rows; the others are token types.
     """
     w, given = flat.writer, {*flat.inputs}
-    said = {n for n in given if numpy_dtype(w.draft.types[n].dtype).kind in "iu"}
-    for step in w.draft.steps:
+    said = {n for n in given if numpy_dtype(w.builder.types[n].dtype).kind in "iu"}
+    for step in w.builder.steps:
         given |= {*step.results} if given & {*step.operands} else set[str]()
         if isinstance(step.op, Cast | Reshape | Crop | Einsum | Elementwise) and given & {*step.operands} <= said:
             said |= {*step.results} if said & {*step.operands} else set[str]()
-    types, most = w.draft.types, dict[tuple[int, ...], int]()
+    types, most = w.builder.types, dict[tuple[int, ...], int]()
     for table, ids in w.tables:
         if ids in said:
             most[types[ids].shape] = max(types[table].shape[0], most.get(types[ids].shape, 0))

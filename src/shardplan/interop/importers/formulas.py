@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardplan.interop.importers.call import Handler, Operation
-from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.views import AtomView
 
 # Those that expressions have by the same name.
 FUNCTIONS = ("exp", "log", "sqrt", "rsqrt", "tanh", "erf", "sin", "cos", "abs")
@@ -36,10 +36,10 @@ def expression_handler(text: str) -> Handler:
 def logical_handler(text: str) -> Handler:
     """An expression of bools, computed in i32; another dtype is refused."""
 
-    def handler(c: Operation, *values: Any, **_: Any) -> Seen:
+    def handler(c: Operation, *values: Any, **_: Any) -> AtomView:
         if c.dtype != "bool":
             raise NotImplementedError(f"of {c.dtype}")
-        numbers = [c.w.cast(v, "i32") if isinstance(v, Seen) else v for v in values]
+        numbers = [c.w.cast(v, "i32") if isinstance(v, AtomView) else v for v in values]
         return c.w.cast(c.write_elementwise(text, *numbers, dtype="i32"), "bool")
 
     return handler
@@ -50,14 +50,14 @@ def pass_through(c: Operation, x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 
-def write_power(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
+def write_power(c: Operation, x: Any, y: Any, **_: Any) -> AtomView:
     """A power; of one that is a value the base is positive."""
-    if isinstance(y, Seen):
+    if isinstance(y, AtomView):
         return c.write_elementwise("exp({b} * log({a}))", x, y)
     return c.write_elementwise("{a} * {a}", x) if y == 2 else c.write_elementwise("{a} ** {b}", x, y)
 
 
-def write_einsum(c: Operation, spec: str, views: Sequence[Seen]) -> Seen:
+def write_einsum(c: Operation, spec: str, views: Sequence[AtomView]) -> AtomView:
     """An einsum whose letters and result are said."""
     left, arrow, right = spec.replace(" ", "").partition("->")
     if "." in spec or not arrow or len(views) < 2:

@@ -16,7 +16,7 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.core.ops import TopK
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.constant_value import write_constant
-from shardplan.interop.importers.views import BROADCAST, Seen, Strand
+from shardplan.interop.importers.views import BROADCAST, AtomView, AxisFactor
 from shardplan.interop.importers.writer import FlatWriter
 
 MOST_SORTED = 1024  # elements along a dim that is sorted: each is compared with each
@@ -24,19 +24,19 @@ MOST_SORTED = 1024  # elements along a dim that is sorted: each is compared with
 _Array = np.ndarray[Any, Any]
 
 
-def take(w: FlatWriter, x: Seen, dim: int, ids: Seen) -> Seen:
+def take(w: FlatWriter, x: AtomView, dim: int, ids: AtomView) -> AtomView:
     """The elements of a dim at ids of any shape, whose dims stand in its place."""
     dim %= len(x.dims)
     if w.dtype(x) == "bool":
         return w.cast(take(w, w.cast(x, "i32"), dim, ids), "bool")
     order = [dim, *(d for d in range(len(x.dims)) if d != dim)]
     ids = w.materialize_view(ids)
-    found = ours.rows(w, x.permute_dims(order), ids)
+    found = ours.gather_rows(w, x.permute_dims(order), ids)
     n = len(ids.dims)
     return found.permute_dims([*range(n, n + dim), *range(n), *range(n + dim, len(found.dims))])
 
 
-def take_constant(w: FlatWriter, x: Seen, dim: int, ids: _Array) -> Seen:
+def take_constant(w: FlatWriter, x: AtomView, dim: int, ids: _Array) -> AtomView:
     """The elements of a dim at ids that are known; neighbours are a part of it."""
     n = x.shape[dim]
     ids = np.where(ids < 0, ids + n, ids)
@@ -45,14 +45,14 @@ def take_constant(w: FlatWriter, x: Seen, dim: int, ids: _Array) -> Seen:
     return take(w, x, dim, write_constant(w, ids.astype(np.int64)))
 
 
-def one_hot(w: FlatWriter, ids: Seen, count: int, dtype: str) -> Seen:
+def one_hot(w: FlatWriter, ids: AtomView, count: int, dtype: str) -> AtomView:
     """1 where a new last dim counts to the id, 0 elsewhere."""
     kind = w.dtype(ids) if numpy_dtype(w.dtype(ids)).kind in "iu" else "i64"
     hot = w.write_elementwise("where(a == b, 1, 0)", w.cast(ids, kind).with_one(-1), w.count(count, kind))
     return w.cast(hot, dtype)
 
 
-def choose(w: FlatWriter, x: Seen, dim: int, ids: Seen) -> Seen:
+def choose(w: FlatWriter, x: AtomView, dim: int, ids: AtomView) -> AtomView:
     """Of a dim the element at each id, where all other dims are those of the ids."""
     dim %= len(x.dims)
     for d, (n, m) in enumerate(zip(x.shape, ids.shape, strict=True)):
@@ -66,7 +66,9 @@ def choose(w: FlatWriter, x: Seen, dim: int, ids: Seen) -> Seen:
     return w.einsum([side, [*names, "v"]], names, x, one_hot(w, ids, x.shape[dim], kind))
 
 
-def put(w: FlatWriter, x: Seen, dim: int, ids: Seen, values: Seen | None, number: float, add: bool) -> Seen:
+def put(
+    w: FlatWriter, x: AtomView, dim: int, ids: AtomView, values: AtomView | None, number: float, add: bool
+) -> AtomView:
     """Put values, or one number, at ids along a dim; the other dims are those of the ids, or the first of them."""
     dim %= len(x.dims)
     kind, more = w.dtype(x), [n - m for n, m in zip(x.shape, ids.shape, strict=True)]
@@ -88,7 +90,7 @@ def put(w: FlatWriter, x: Seen, dim: int, ids: Seen, values: Seen | None, number
     return w.cast(chosen, kind)
 
 
-def put_part(w: FlatWriter, x: Seen, values: Seen, dim: int, start: int, stop: int) -> Seen:
+def put_part(w: FlatWriter, x: AtomView, values: AtomView, dim: int, start: int, stop: int) -> AtomView:
     """Values in the place of a part of a dim."""
     n = x.shape[dim]
     pieces = [ours.part(w, x, dim, 0, start)] if start else []
@@ -96,14 +98,14 @@ def put_part(w: FlatWriter, x: Seen, values: Seen, dim: int, start: int, stop: i
     return concatenate(w, pieces, dim)
 
 
-def concatenate(w: FlatWriter, pieces: Sequence[Seen], dim: int) -> Seen:
+def concatenate(w: FlatWriter, pieces: Sequence[AtomView], dim: int) -> AtomView:
     """After one another along a dim, bools too."""
     if w.dtype(pieces[0]) != "bool" or len(pieces) < 2:
         return ours.joined_along(w, pieces, dim)
     return w.cast(ours.joined_along(w, [w.cast(v, "i32") for v in pieces], dim), "bool")
 
 
-def pad(w: FlatWriter, x: Seen, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Seen:
+def pad(w: FlatWriter, x: AtomView, widths: Sequence[tuple[int, int]], value: float = 0.0) -> AtomView:
     """So many elements of a value before and after each dim; fewer than none are taken away."""
     for dim, (before, after) in enumerate(widths):
         n = x.shape[dim]
@@ -114,7 +116,7 @@ def pad(w: FlatWriter, x: Seen, widths: Sequence[tuple[int, int]], value: float 
     return x
 
 
-def windows(w: FlatWriter, x: Seen, dim: int, size: int, stride: int, dilation: int = 1) -> Seen:
+def windows(w: FlatWriter, x: AtomView, dim: int, size: int, stride: int, dilation: int = 1) -> AtomView:
     """Windows along a dim, which becomes two: how many, and their size."""
     n, reach = x.shape[dim], dilation * (size - 1) + 1
     many = (n - reach) // stride + 1
@@ -124,7 +126,7 @@ def windows(w: FlatWriter, x: Seen, dim: int, size: int, stride: int, dilation: 
     return take_constant(w, x, dim, np.arange(many)[:, None] * stride + np.arange(size) * dilation)
 
 
-def spread(w: FlatWriter, x: Seen, dim: int, stride: int) -> Seen:
+def spread(w: FlatWriter, x: AtomView, dim: int, stride: int) -> AtomView:
     """Zeros between the elements of a dim."""
     if stride == 1:
         return x
@@ -136,13 +138,13 @@ def spread(w: FlatWriter, x: Seen, dim: int, stride: int) -> Seen:
 
 def convolution(
     w: FlatWriter,
-    x: Seen,
-    weight: Seen,
+    x: AtomView,
+    weight: AtomView,
     stride: Sequence[int],
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
     groups: int,
-) -> Seen:
+) -> AtomView:
     """Products of windows of `[batch in ...]` with a weight `[out in/groups ...]`: one einsum over both."""
     n = len(x.dims) - 2
     if any(p != (0, 0) for p in padding):
@@ -159,14 +161,14 @@ def convolution(
     return w.reshape_view(y, [y.shape[0], y.shape[1] * y.shape[2], *y.shape[3:]])
 
 
-def flip(w: FlatWriter, x: Seen, dims: Sequence[int]) -> Seen:
+def flip(w: FlatWriter, x: AtomView, dims: Sequence[int]) -> AtomView:
     """The other way round along some dims."""
     for d in dims:
         x = take_constant(w, x, d % len(x.dims), np.arange(x.shape[d])[::-1])
     return x
 
 
-def cumulate(w: FlatWriter, x: Seen, dim: int, *, back: bool = False) -> Seen:
+def cumulate(w: FlatWriter, x: AtomView, dim: int, *, back: bool = False) -> AtomView:
     """Sums up to each element of a dim, or from it on: a product with a triangle; a dim that is cut types, too."""
     dim %= len(x.dims)
     n, kind = x.shape[dim], w.dtype(x)
@@ -176,7 +178,7 @@ def cumulate(w: FlatWriter, x: Seen, dim: int, *, back: bool = False) -> Seen:
     return w.einsum([names, [names[dim], "n"]], out, x, w.materialize_view(w.cast(triangle, kind)))
 
 
-def top(w: FlatWriter, x: Seen, k: int, dim: int, *, largest: bool = True) -> tuple[Seen, Seen]:
+def top(w: FlatWriter, x: AtomView, k: int, dim: int, *, largest: bool = True) -> tuple[AtomView, AtomView]:
     """The k largest, or smallest, of a dim in their order, and their positions in i64."""
     if not x.dims:
         return x, w.constant(0, "i64")
@@ -189,19 +191,19 @@ def top(w: FlatWriter, x: Seen, k: int, dim: int, *, largest: bool = True) -> tu
     x = x if largest else w.write_elementwise("-a", x)
     order = [*(d for d in range(len(x.dims)) if d != dim), dim]
     name = w.materialize_groups(x, [x.permute_dims(order).dims[d] for d in range(len(order))])
-    values, places = (w.view_value(v) for v in w.draft.write_step(TopK(k), name))
+    values, places = (w.view_value(v) for v in w.builder.write_step(TopK(k), name))
     back = [*range(dim), len(order) - 1, *range(dim, len(order) - 1)]
     values = values if largest else w.write_elementwise("-a", values)
     return w.cast(values, kind).permute_dims(back), w.cast(places, "i64").permute_dims(back)
 
 
-def repeat(w: FlatWriter, x: Seen, dim: int, times: int) -> Seen:
+def repeat(w: FlatWriter, x: AtomView, dim: int, times: int) -> AtomView:
     """Every element of a dim so often, one after another."""
     dim %= len(x.dims)
-    return Seen(x.name, (*x.dims[:dim], (*x.dims[dim], Strand(times, BROADCAST)), *x.dims[dim + 1 :]))
+    return AtomView(x.name, (*x.dims[:dim], (*x.dims[dim], AxisFactor(times, BROADCAST)), *x.dims[dim + 1 :]))
 
 
-def variance(w: FlatWriter, x: Seen, dims: Sequence[int], less: float, keep: bool) -> tuple[Seen, Seen]:
+def variance(w: FlatWriter, x: AtomView, dims: Sequence[int], less: float, keep: bool) -> tuple[AtomView, AtomView]:
     """The variance along some dims, of so many elements less, and the mean."""
     n = math.prod(x.shape[d] for d in dims)
     mean = w.reduce_view(x, dims, "mean", True)

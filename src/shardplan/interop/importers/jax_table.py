@@ -29,7 +29,7 @@ from shardplan.interop.importers.formulas import (
     pass_through,
     write_power,
 )
-from shardplan.interop.importers.views import BROADCAST, Group, Seen, Strand
+from shardplan.interop.importers.views import BROADCAST, AtomView, AxisFactor, Group
 from shardplan.interop.importers.writer import FlatWriter
 
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": 3.4028234663852886e38, "f64": sys.float_info.max}
@@ -38,27 +38,27 @@ _COMPARED = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}
 
 def _compare_handler(sign: str) -> Handler:
     def handler(c: Operation, x: Any, y: Any, **_: Any) -> Any:
-        if isinstance(x, Seen) or isinstance(y, Seen):
+        if isinstance(x, AtomView) or isinstance(y, AtomView):
             return c.compare(sign, x, y)
         return _COMPARED[sign](x, y)
 
     return handler
 
 
-def _view(c: Operation, x: Any) -> Seen:
-    return x if isinstance(x, Seen) else c.w.constant(x, c.dtype)
+def _view(c: Operation, x: Any) -> AtomView:
+    return x if isinstance(x, AtomView) else c.w.constant(x, c.dtype)
 
 
-def _write_maximum(c: Operation, x: Any, y: Any, **_: Any) -> Seen:
+def _write_maximum(c: Operation, x: Any, y: Any, **_: Any) -> AtomView:
     """A maximum; of minus infinity it is the other."""
     for one, other in ((x, y), (y, x)):
-        if not isinstance(one, Seen) and one == -math.inf:
+        if not isinstance(one, AtomView) and one == -math.inf:
             return other
     return c.write_elementwise("maximum({a}, {b})", x, y)
 
 
 def _select_case(c: Operation, which: Any, *cases: Any, **_: Any) -> Any:
-    if not isinstance(which, Seen):
+    if not isinstance(which, AtomView):
         return cases[int(which)]
     if len(cases) != 2 or c.w.dtype(which) != "bool":
         raise NotImplementedError("of several cases")
@@ -69,16 +69,16 @@ def _reduce_handler(kind: str) -> Handler:
     return lambda c, x, axes, **_: c.w.reduce_view(x, [int(d) for d in axes], kind, False)
 
 
-def _broadcast(c: Operation, x: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any) -> Seen:
-    if not isinstance(x, Seen):
+def _broadcast(c: Operation, x: Any, shape: Sequence[int], broadcast_dimensions: Sequence[int], **_: Any) -> AtomView:
+    if not isinstance(x, AtomView):
         return c.w.constant(x, c.dtype, c.shape)
-    dims: list[Group] = [() if n == 1 else (Strand(int(n), BROADCAST),) for n in shape]
+    dims: list[Group] = [() if n == 1 else (AxisFactor(int(n), BROADCAST),) for n in shape]
     for group, n, d in zip(x.dims, x.shape, broadcast_dimensions, strict=True):
         dims[int(d)] = group if n == shape[d] else dims[int(d)]
-    return Seen(x.name, tuple(dims))
+    return AtomView(x.name, tuple(dims))
 
 
-def _slice_dims(c: Operation, x: Seen, start_indices: Any, limit_indices: Any, strides: Any, **_: Any) -> Seen:
+def _slice_dims(c: Operation, x: AtomView, start_indices: Any, limit_indices: Any, strides: Any, **_: Any) -> AtomView:
     if strides is not None and set(strides) != {1}:
         raise NotImplementedError("with strides")
     for d, (a, b) in enumerate(zip(start_indices, limit_indices, strict=True)):
@@ -86,7 +86,7 @@ def _slice_dims(c: Operation, x: Seen, start_indices: Any, limit_indices: Any, s
     return x
 
 
-def _product(c: Operation, x: Seen, y: Seen, dimension_numbers: Any, **_: Any) -> Seen:
+def _product(c: Operation, x: AtomView, y: AtomView, dimension_numbers: Any, **_: Any) -> AtomView:
     (left, right), (left_batch, right_batch) = dimension_numbers
     sides = [[f"x{d}" for d in range(len(x.dims))], [f"y{d}" for d in range(len(y.dims))]]
     for pairs in (zip(left, right, strict=True), zip(left_batch, right_batch, strict=True)):
@@ -99,30 +99,30 @@ def _product(c: Operation, x: Seen, y: Seen, dimension_numbers: Any, **_: Any) -
     return c.w.einsum(sides, [*batch, *rest], x, y)
 
 
-def _rows(c: Operation, table: Seen, ids: Seen, dimension_numbers: Any, slice_sizes: Any, **_: Any) -> Seen:
+def _rows(c: Operation, table: AtomView, ids: AtomView, dimension_numbers: Any, slice_sizes: Any, **_: Any) -> AtomView:
     d, ndim = dimension_numbers, len(c.shape)
     width = len(table.dims) - 1
     whole = tuple(slice_sizes) == (1, *table.shape[1:]) and tuple(d.offset_dims) == tuple(range(ndim - width, ndim))
     if not whole or tuple(d.collapsed_slice_dims) != (0,) or tuple(d.start_index_map) != (0,):
         raise NotImplementedError("of other than rows of a table")
-    return ours.rows(c.w, table, ids.squeeze_dims([-1]))
+    return ours.gather_rows(c.w, table, ids.squeeze_dims([-1]))
 
 
-def _count(c: Operation, dimension: int, **_: Any) -> Seen:
+def _count(c: Operation, dimension: int, **_: Any) -> AtomView:
     n = c.shape[dimension]
     found = c.w.count(n, c.dtype)
-    return Seen(found.name, tuple(found.dims[0] if d == dimension else () for d in range(len(c.shape)))).broadcast_dims(
-        c.shape
-    )
+    return AtomView(
+        found.name, tuple(found.dims[0] if d == dimension else () for d in range(len(c.shape)))
+    ).broadcast_dims(c.shape)
 
 
-def _pin_sharding(c: Operation, x: Seen, sharding: Any, **_: Any) -> Seen:
+def _pin_sharding(c: Operation, x: AtomView, sharding: Any, **_: Any) -> AtomView:
     """A value that is pinned: to the axes of each dim of ours, of several those of the major one."""
     said = _said_axes(sharding)
     x = x.tidy
     if any(names and group and not group[0].has_axis for group, names in zip(x.dims, said, strict=False)):
         x = c.w.materialize_view(x)
-    return Seen(c.w.draft(Pin(Layout(seen_axes(c.w, x, said))), x.name), x.dims)
+    return AtomView(c.w.builder(Pin(Layout(seen_axes(c.w, x, said))), x.name), x.dims)
 
 
 def _said_axes(sharding: Any) -> list[tuple[str, ...]]:
@@ -132,16 +132,16 @@ def _said_axes(sharding: Any) -> list[tuple[str, ...]]:
     return said
 
 
-def seen_axes(w: FlatWriter, x: Seen, said: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+def seen_axes(w: FlatWriter, x: AtomView, said: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Return the axes of a value's dims, of axes that a source says of its own: of several dims the major one's."""
-    axes: list[tuple[str, ...]] = [()] * w.draft.types[x.name].ndim
+    axes: list[tuple[str, ...]] = [()] * w.builder.types[x.name].ndim
     for group, names in zip(x.dims, said, strict=False):
         if names and group:
             axes[group[0].axis] = names
     return tuple(axes)
 
 
-def annotated_type(w: FlatWriter, x: Seen, sharding: Any) -> TensorType | None:
+def annotated_type(w: FlatWriter, x: AtomView, sharding: Any) -> TensorType | None:
     """Return how a value lies that a `NamedSharding` is said of; None where another thing is, or dims are left open."""
     if not hasattr(sharding, "spec") or not hasattr(sharding, "mesh"):
         return None
@@ -149,15 +149,15 @@ def annotated_type(w: FlatWriter, x: Seen, sharding: Any) -> TensorType | None:
         said = _said_axes(sharding)
     except NotImplementedError:
         return None
-    t, x = w.draft.types[x.name], x.tidy
+    t, x = w.builder.types[x.name], x.tidy
     return TensorType(t.dtype, t.shape, seen_axes(w, x, said), mesh_of(sharding.mesh))
 
 
-def _cumulate(c: Operation, x: Seen, axis: int, reverse: bool = False) -> Seen:
+def _cumulate(c: Operation, x: AtomView, axis: int, reverse: bool = False) -> AtomView:
     return at.cumulate(c.w, x, axis, back=reverse)
 
 
-def _sort(c: Operation, x: Seen, *others: Seen, dimension: int, num_keys: int = 1, **_: Any) -> list[Seen]:
+def _sort(c: Operation, x: AtomView, *others: AtomView, dimension: int, num_keys: int = 1, **_: Any) -> list[AtomView]:
     """By the first operand; the others in its order."""
     if num_keys != 1:
         raise NotImplementedError(f"by {num_keys} keys; legal is 1")
@@ -165,41 +165,41 @@ def _sort(c: Operation, x: Seen, *others: Seen, dimension: int, num_keys: int = 
     return [values, *(at.choose(c.w, v, dimension, places) for v in others)]
 
 
-def _top(c: Operation, x: Seen, k: int, axis: int = -1, **_: Any) -> list[Seen]:
+def _top(c: Operation, x: AtomView, k: int, axis: int = -1, **_: Any) -> list[AtomView]:
     values, places = at.top(c.w, x, k, axis)
     return [values, c.w.cast(places, c.kinds[1])]
 
 
 def _best_handler(*, largest: bool) -> Handler:
-    def handler(c: Operation, x: Seen, axes: Sequence[int], **_: Any) -> Seen:
+    def handler(c: Operation, x: AtomView, axes: Sequence[int], **_: Any) -> AtomView:
         (axis,) = axes
         return c.w.cast(at.top(c.w, x, 1, axis, largest=largest)[1].squeeze_dims([axis]), c.dtype)
 
     return handler
 
 
-def _flip(c: Operation, x: Seen, dimensions: Sequence[int]) -> Seen:
+def _flip(c: Operation, x: AtomView, dimensions: Sequence[int]) -> AtomView:
     return at.flip(c.w, x, dimensions)
 
 
-def _pad(c: Operation, x: Seen, value: Any, padding_config: Sequence[tuple[int, int, int]]) -> Seen:
+def _pad(c: Operation, x: AtomView, value: Any, padding_config: Sequence[tuple[int, int, int]]) -> AtomView:
     number = c.inline_constant(value, c.dtype)
-    if isinstance(number, Seen):
+    if isinstance(number, AtomView):
         raise NotImplementedError("by a value that is no constant")
     for d, (_, _, inside) in enumerate(padding_config):
         x = _spread(c, x, d, inside + 1)
     return at.pad(c.w, x, [(before, after) for before, after, _ in padding_config], float(number))
 
 
-def _spread(c: Operation, x: Seen, dim: int, stride: int) -> Seen:
+def _spread(c: Operation, x: AtomView, dim: int, stride: int) -> AtomView:
     """Zeros between the elements of a dim, and none after the last."""
     return ours.part(c.w, at.spread(c.w, x, dim, stride), dim, 0, (x.shape[dim] - 1) * stride + 1)
 
 
 def _convolution(
     c: Operation,
-    x: Seen,
-    weight: Seen,
+    x: AtomView,
+    weight: AtomView,
     window_strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int],
@@ -208,7 +208,7 @@ def _convolution(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     **_: Any,
-) -> Seen:
+) -> AtomView:
     if batch_group_count != 1:
         raise NotImplementedError(f"of {batch_group_count} groups of the batch; legal is 1")
     x, weight = x.permute_dims(dimension_numbers.lhs_spec), weight.permute_dims(dimension_numbers.rhs_spec)
@@ -218,7 +218,9 @@ def _convolution(
     return y.permute_dims([int(d) for d in np.argsort(dimension_numbers.out_spec)])
 
 
-def _scatter_add(c: Operation, x: Seen, ids: Seen, values: Seen, dimension_numbers: Any, **_: Any) -> Seen:
+def _scatter_add(
+    c: Operation, x: AtomView, ids: AtomView, values: AtomView, dimension_numbers: Any, **_: Any
+) -> AtomView:
     """Rows added to those of ids of one dim, or of one id; ids out of bounds add nothing."""
     d, ndim = dimension_numbers, len(x.dims)
     plain = tuple(d.inserted_window_dims) == tuple(d.scatter_dims_to_operand_dims) == (0,)
@@ -265,9 +267,9 @@ TABLE: dict[str, Handler] = {
     "slice": _slice_dims,
     "split": lambda c, x, sizes, axis: ours.split_dim(c.w, x, axis, [int(n) for n in sizes]),
     "concatenate": lambda c, *views, dimension: ours.joined_along(c.w, views, dimension),
-    "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, Seen) else x,
+    "convert_element_type": lambda c, x, **_: c.w.cast(x, c.dtype) if isinstance(x, AtomView) else x,
     "sharding_constraint": _pin_sharding,
-    "stop_gradient": lambda c, x, **_: c.w.stop_gradient(x) if isinstance(x, Seen) else x,
+    "stop_gradient": lambda c, x, **_: c.w.stop_gradient(x) if isinstance(x, AtomView) else x,
     "clamp": lambda c, low, x, high: c.write_elementwise("minimum(maximum({a}, {b}), {c})", x, low, high),
     "is_finite": lambda c, x: c.compare(
         "<=", c.write_elementwise("abs({a})", x, dtype=c.w.dtype(x)), _LARGEST[c.w.dtype(x)]

@@ -18,7 +18,7 @@ from shardplan.interop.importers.call import Operation, Unknown, handle_operatio
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.jax_table import TABLE, annotated_type
 from shardplan.interop.importers.scan import Kind, ScanForm, write_scan
-from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.views import AtomView
 from shardplan.interop.importers.writer import FlatWriter
 
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of a primitive that calls
@@ -46,13 +46,13 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
         values[var] = w.declare_constant(array) if array.shape else array.item()
     found = _jaxpr(w, source.jaxpr, values, unknown)
     kinds = [short_name(var.aval.dtype) for var in source.jaxpr.outvars]
-    outputs = [v if isinstance(v, Seen) else w.constant(v, kind) for v, kind in zip(found, kinds, strict=True)]
+    outputs = [v if isinstance(v, AtomView) else w.constant(v, kind) for v, kind in zip(found, kinds, strict=True)]
     unknown.check()
     return Flattened(w, data, outputs, w.constants, frozenset(), *_said_shardings(source.jaxpr, w, values, outputs))
 
 
 def _said_shardings(
-    jaxpr: Any, w: FlatWriter, values: Mapping[Any, Any], outputs: Sequence[Seen]
+    jaxpr: Any, w: FlatWriter, values: Mapping[Any, Any], outputs: Sequence[AtomView]
 ) -> tuple[dict[str, TensorType], list[TensorType | None]]:
     """What `in_shardings` and `out_shardings` say, where all is one call of a jitted function."""
     given: dict[str, TensorType] = {}
@@ -62,7 +62,7 @@ def _said_shardings(
     (eqn,) = jaxpr.eqns
     for var, sharding in zip(eqn.invars, eqn.params["in_shardings"], strict=True):
         x = values.get(var) if var in jaxpr.invars else None
-        if isinstance(x, Seen) and (t := annotated_type(w, x, sharding)) is not None:
+        if isinstance(x, AtomView) and (t := annotated_type(w, x, sharding)) is not None:
             given[x.name] = t
     said = dict(zip(eqn.outvars, eqn.params["out_shardings"], strict=True))
     for k, (var, x) in enumerate(zip(jaxpr.outvars, outputs, strict=True)):
@@ -92,7 +92,7 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
         made: Any
         if name == "scan" and body is not None and not any(np.ndim(x) for x in body.consts):
             made = write_scan(w, _scan_form(eqn.params), args, partial(_write_closed, body, unknown, place))
-        elif name == "cond" and not isinstance(args[0], Seen):  # clamped, as JAX has it
+        elif name == "cond" and not isinstance(args[0], AtomView):  # clamped, as JAX has it
             branches = eqn.params["branches"]
             chosen = branches[min(max(int(args[0]), 0), len(branches) - 1)]
             made = _write_closed(chosen, unknown, place, w, args[1:])
@@ -106,7 +106,7 @@ def _jaxpr(w: FlatWriter, jaxpr: Any, values: dict[Any, Any], unknown: Unknown, 
             kinds = tuple(short_name(x.aval.dtype) for x in eqn.outvars)
             call = Operation(w, name, kinds, tuple(tuple(int(n) for n in x.aval.shape) for x in eqn.outvars))
             found = handle_operation(call, TABLE, unknown, place, args, eqn.params)
-            made = found if eqn.primitive.multiple_results and not isinstance(found, Seen) else [found]
+            made = found if eqn.primitive.multiple_results and not isinstance(found, AtomView) else [found]
         values |= zip(eqn.outvars, made, strict=True)
     return [value(x) for x in jaxpr.outvars]
 

@@ -18,7 +18,7 @@ from shardplan.interop.importers.call import Operation, Unknown, handle_operatio
 from shardplan.interop.importers.constant_value import write_constant
 from shardplan.interop.importers.flat import Flattened
 from shardplan.interop.importers.onnx_table import TABLE
-from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.views import AtomView
 from shardplan.interop.importers.writer import FlatWriter
 
 OLDEST = 10
@@ -71,7 +71,7 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
         if "to" in attributes:
             attributes["to"] = _kind(onnx, attributes["to"])
         args = [_operand_value(values, name, place) for name in node.input]
-        kinds = tuple(w.dtype(v) for v in args if isinstance(v, Seen))[:1] or ("f32",)
+        kinds = tuple(w.dtype(v) for v in args if isinstance(v, AtomView))[:1] or ("f32",)
         name = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
         call = Operation(w, name, kinds, ((),), (versions[0], len(node.output)))
         made = handle_operation(call, TABLE, unknown, place, args, attributes)
@@ -79,7 +79,7 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
         values |= zip(node.output, outs, strict=False)
     unknown.check()
     outputs = [_operand_value(values, x.name, "the graph's output") for x in source.graph.output]
-    outputs = [v if isinstance(v, Seen) else write_constant(w, np.asarray(v)) for v in outputs]
+    outputs = [v if isinstance(v, AtomView) else write_constant(w, np.asarray(v)) for v in outputs]
     return Flattened(w, data, outputs, w.constants)
 
 

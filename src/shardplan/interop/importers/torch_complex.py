@@ -7,23 +7,23 @@ from typing import Any
 from shardplan.core.dtypes import itemsize
 from shardplan.interop.importers import composites as ours
 from shardplan.interop.importers.call import Handler, Operation
-from shardplan.interop.importers.views import ComplexPair, Seen
+from shardplan.interop.importers.views import AtomView, ComplexPair
 
 
 def has_pairs(values: Any) -> bool:
     """Whether a complex value is among some."""
-    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | ComplexPair):
+    if isinstance(values, (list, tuple)) and not isinstance(values, AtomView | ComplexPair):
         return any(has_pairs(v) for v in values)
     return isinstance(values, ComplexPair)
 
 
-def _parts(c: Operation, x: Seen) -> ComplexPair:
+def _parts(c: Operation, x: AtomView) -> ComplexPair:
     """A last dim of two as a complex value."""
     real, imaginary = (ours.part(c.w, x, -1, k, k + 1).squeeze_dims([-1]) for k in (0, 1))
     return ComplexPair(real, imaginary)
 
 
-def _side_by_side(c: Operation, x: ComplexPair) -> Seen:
+def _side_by_side(c: Operation, x: ComplexPair) -> AtomView:
     d = len(x.real.dims)
     return ours.joined_along(c.w, [x.real.with_one(d), x.imaginary.with_one(d)], d)
 
@@ -31,7 +31,7 @@ def _side_by_side(c: Operation, x: ComplexPair) -> Seen:
 def _pair_of(c: Operation, x: Any) -> ComplexPair:
     if isinstance(x, ComplexPair):
         return x
-    if isinstance(x, Seen):
+    if isinstance(x, AtomView):
         return ComplexPair(x, c.w.constant(0.0, c.w.dtype(x), x.shape))
     return ComplexPair(*(c.w.constant(part, f"f{4 * itemsize(c.dtype)}") for part in (x.real, x.imag)))
 
@@ -72,7 +72,7 @@ def _sum_handler(sign: str) -> Handler:
     return handler
 
 
-def _absolute(c: Operation, x: ComplexPair) -> Seen:
+def _absolute(c: Operation, x: ComplexPair) -> AtomView:
     return c.write_elementwise("sqrt({a} * {a} + {b} * {b})", *x)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardplan.core.dtypes import numpy_dtype, short_name
 from shardplan.errors import optional
-from shardplan.interop.importers.views import ComplexPair, Seen
+from shardplan.interop.importers.views import AtomView, ComplexPair
 
 # What reads of a tensor its shape and dtype alone: the value it is filled with, or the place of it among the arguments.
 _FILLS: Mapping[str, Callable[[list[Any]], Any]] = {
@@ -76,11 +76,11 @@ def _nondeterministic(target: Any) -> bool:
 
 
 def _is_given(value: Any) -> bool:
-    return isinstance(value, Seen | ComplexPair) or type(value).__name__ in ("FakeTensor", "GraphModule")
+    return isinstance(value, AtomView | ComplexPair) or type(value).__name__ in ("FakeTensor", "GraphModule")
 
 
 def _mentions(values: Any, of: Callable[[Any], bool]) -> bool:
-    if isinstance(values, (list, tuple)) and not isinstance(values, Seen | ComplexPair):
+    if isinstance(values, (list, tuple)) and not isinstance(values, AtomView | ComplexPair):
         return any(_mentions(v, of) for v in values)
     return of(values)
 

@@ -21,7 +21,7 @@ from shardplan.interop.importers.torch_complex import has_pairs
 from shardplan.interop.importers.torch_constants import array_of, fold, folds, is_tensor
 from shardplan.interop.importers.torch_indexing import INDEXING, RAW
 from shardplan.interop.importers.torch_table import COMPLEX, TABLE
-from shardplan.interop.importers.views import ComplexPair, Seen
+from shardplan.interop.importers.views import AtomView, ComplexPair
 from shardplan.interop.importers.writer import FlatWriter
 
 _LEGAL = "legal is a module that changes no input, buffer or parameter: model.eval()"
@@ -136,7 +136,7 @@ def flatten_source(source: Any, named: Collection[str], w: FlatWriter) -> Flatte
             raise TypingError(f"load: the export changes {spec.target} in place; {_LEGAL}")
     results = [v for v, spec in zip(outputs, specs, strict=True) if spec.kind.name in ("USER_OUTPUT", "LOSS_OUTPUT")]
     for number, v in enumerate(results):
-        if v is not None and not isinstance(v, Seen):
+        if v is not None and not isinstance(v, AtomView):
             raise TypingError(f"load: result {number} is {excerpt(v)}; legal are tensors, and None, which is left out")
     chosen = [v for v in results if v is not None]
     users = [s.arg.name for s in source.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
@@ -160,7 +160,7 @@ def _bind_placeholders(source: Any, w: FlatWriter) -> tuple[dict[Any, Any], dict
     """Inputs by their nodes, and the values of those that are constants."""
     values: dict[Any, Any] = {}
     constants: dict[str, Any] = {}
-    seen: dict[Any, Seen] = {}
+    seen: dict[Any, AtomView] = {}
     nodes = {n.name: n for n in source.graph.nodes if n.op == "placeholder"}
     for spec in source.graph_signature.input_specs:
         node = nodes[spec.arg.name]
@@ -201,7 +201,7 @@ class _Graph:
 
     def __init__(self, w: FlatWriter, module: Any, values: dict[Any, Any], unknown: Unknown) -> None:
         self.w, self.module, self.values, self.unknown = w, module, values, unknown
-        self.views: dict[int, tuple[Any, Seen | ComplexPair]] = {}  # by id a constant, and its view
+        self.views: dict[int, tuple[Any, AtomView | ComplexPair]] = {}  # by id a constant, and its view
 
     def write(self) -> list[Any]:
         """Write all nodes; the values of the outputs."""
@@ -230,7 +230,7 @@ class _Graph:
             return _inline(self.w, args[1] if bool(args[0]) else args[2], args[3], unknown)
         if name == "scan":
             return _write_scan(self.w, *self.view(args), unknown=unknown)
-        if name == "getitem" and not isinstance(args[0], Seen | ComplexPair):
+        if name == "getitem" and not isinstance(args[0], AtomView | ComplexPair):
             return args[0][args[1]]
         if folds(node, name, args, kwargs):
             made = fold(node, name, args, kwargs)
@@ -252,9 +252,9 @@ class _Graph:
         if not is_tensor(x):
             return x
         if id(x) not in self.views:
-            first = len(self.w.draft.steps)
+            first = len(self.w.builder.steps)
             self.views[id(x)] = x, _constant(self.w, x)
-            self.w.hoisted.update(range(first, len(self.w.draft.steps)))
+            self.w.hoisted.update(range(first, len(self.w.builder.steps)))
         return self.views[id(x)][1]
 
     def _write_plain(self, node: Any, name: str, args: Any, kwargs: Any, made: Any) -> None:
@@ -265,7 +265,7 @@ class _Graph:
         lacking = Unknown("a constant")
         args, kwargs = self.view(args), {k: self.view(v) for k, v in kwargs.items()}
         view = _write_node(self.w, node, name, args, kwargs, lacking)
-        if not lacking.names and isinstance(view, Seen):
+        if not lacking.names and isinstance(view, AtomView):
             self.views[id(made)] = made, view
 
 
@@ -284,7 +284,7 @@ def _name(node: Any) -> str:
     return said if "." in said and "built-in" not in said else node.target.__name__
 
 
-def _constant(w: FlatWriter, tensor: Any) -> Seen | ComplexPair:
+def _constant(w: FlatWriter, tensor: Any) -> AtomView | ComplexPair:
     if tensor.is_complex():
         return ComplexPair(*(write_constant(w, array_of(part)) for part in (tensor.real, tensor.imag)))
     return write_constant(w, array_of(tensor))
@@ -300,7 +300,7 @@ def _write_node(
     call = Operation(w, name, tuple(kinds), tuple(shapes))
     table = COMPLEX if has_pairs([args, list(kwargs.values())]) else TABLE
     made = handle_operation(call, table, unknown, _place(node), args, kwargs, refused)
-    return [made] if isinstance(fakes, (list, tuple)) and isinstance(made, Seen) else made
+    return [made] if isinstance(fakes, (list, tuple)) and isinstance(made, AtomView) else made
 
 
 def _refuse_dynamic_sizes(node: Any, found: list[Any]) -> None:
@@ -322,7 +322,7 @@ def _inline_region(w: FlatWriter, args: list[Any], unknown: Unknown) -> list[Any
     at = next(k for k, a in enumerate(args) if hasattr(a, "graph") and hasattr(a.graph, "nodes"))
     outputs = _inline(w, args[at], args[at + 1 :], unknown)
     # Without gradients: what is made there is a constant to those outside.
-    return [w.stop_gradient(v) if args[0] is False and isinstance(v, Seen) else v for v in outputs]
+    return [w.stop_gradient(v) if args[0] is False and isinstance(v, AtomView) else v for v in outputs]
 
 
 def _inline(w: FlatWriter, module: Any, args: list[Any], unknown: Unknown) -> list[Any]:

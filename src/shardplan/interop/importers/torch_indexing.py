@@ -16,10 +16,10 @@ from shardplan.interop.importers import indexing as at
 from shardplan.interop.importers.call import Handler, Operation
 from shardplan.interop.importers.constant_value import write_constant
 from shardplan.interop.importers.torch_constants import array_of, is_tensor, mask_ids
-from shardplan.interop.importers.views import Group, Seen
+from shardplan.interop.importers.views import AtomView, Group
 
 
-def _ids(c: Operation, ids: Any, n: int) -> Seen:
+def _ids(c: Operation, ids: Any, n: int) -> AtomView:
     """Ids from 0 on; below it they count from the end."""
     if is_tensor(ids):
         held = array_of(ids)
@@ -36,7 +36,7 @@ def _view(c: Operation, x: Any) -> Any:
     return write_constant(c.w, array_of(x)) if is_tensor(x) else x
 
 
-def _flat_ids(c: Operation, x: Seen, indices: Sequence[Any]) -> tuple[Seen, list[int], Seen]:
+def _flat_ids(c: Operation, x: AtomView, indices: Sequence[Any]) -> tuple[AtomView, list[int], AtomView]:
     """A value whose indexed dims are one, before all others; these dims; and the ids in it."""
     indices = mask_ids(indices)
     dims = [d for d, ids in enumerate(indices) if ids is not None]
@@ -51,7 +51,7 @@ def _flat_ids(c: Operation, x: Seen, indices: Sequence[Any]) -> tuple[Seen, list
     return moved, dims, flat
 
 
-def _index(c: Operation, x: Any, indices: Sequence[Any]) -> Seen:
+def _index(c: Operation, x: Any, indices: Sequence[Any]) -> AtomView:
     x = _view(c, x)
     moved, dims, flat = _flat_ids(c, x, indices)
     found = at.take(c.w, moved, 0, flat)
@@ -61,53 +61,53 @@ def _index(c: Operation, x: Any, indices: Sequence[Any]) -> Seen:
     return found
 
 
-def _index_put(c: Operation, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Seen:
+def _index_put(c: Operation, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> AtomView:
     x, values = _view(c, x), _view(c, values)
     moved, dims, flat = _flat_ids(c, x, indices)
     rest = moved.shape[1:]
     count = math.prod(flat.shape)
     values = c.w.reshape_view(c.w.materialize_view(values.broadcast_dims([*flat.shape, *rest])), [count, *rest])
     ids = c.w.reshape_view(flat, [count])
-    ids = Seen(ids.name, (*ids.dims, *((),) * len(rest))).broadcast_dims([count, *rest])
+    ids = AtomView(ids.name, (*ids.dims, *((),) * len(rest))).broadcast_dims([count, *rest])
     found = at.put(c.w, moved, 0, c.w.materialize_view(ids), values, 0.0, accumulate)
     order = [*dims, *(d for d in range(len(x.dims)) if d not in dims)]
     found = c.w.reshape_view(found, [x.shape[d] for d in order])
     return found.permute_dims([order.index(d) for d in range(len(order))])
 
 
-def _index_select(c: Operation, x: Any, dim: int, ids: Any) -> Seen:
+def _index_select(c: Operation, x: Any, dim: int, ids: Any) -> AtomView:
     x = _view(c, x)
     if is_tensor(ids):
         return at.take_constant(c.w, x, dim, array_of(ids).reshape(-1))
     return at.take(c.w, x, dim, _ids(c, ids, x.shape[dim]))
 
 
-def _gather(c: Operation, x: Any, dim: int, ids: Any, sparse_grad: bool = False) -> Seen:
+def _gather(c: Operation, x: Any, dim: int, ids: Any, sparse_grad: bool = False) -> AtomView:
     x = _view(c, x)
     return at.choose(c.w, x, dim, _ids(c, ids, x.shape[dim]))
 
 
 def _scatter_handler(*, add: bool) -> Handler:
-    def handler(c: Operation, x: Any, dim: int, ids: Any, values: Any) -> Seen:
+    def handler(c: Operation, x: Any, dim: int, ids: Any, values: Any) -> AtomView:
         x = _view(c, x)
         values = _view(c, values)
-        given, number = (values, 0.0) if isinstance(values, Seen) else (None, values)
+        given, number = (values, 0.0) if isinstance(values, AtomView) else (None, values)
         return at.put(c.w, x, dim, _ids(c, ids, x.shape[dim]), given, number, add)
 
     return handler
 
 
-def _index_add(c: Operation, x: Any, dim: int, ids: Any, values: Any, alpha: Any = 1) -> Seen:
+def _index_add(c: Operation, x: Any, dim: int, ids: Any, values: Any, alpha: Any = 1) -> AtomView:
     x, values = _view(c, x), _view(c, values)
     if alpha != 1:
         raise NotImplementedError("with a factor")
     view = _ids(c, ids, x.shape[dim])
     dims: list[Group] = [()] * len(x.dims)
     dims[dim] = view.dims[0]
-    return at.put(c.w, x, dim, Seen(view.name, tuple(dims)).broadcast_dims(values.shape), values, 0.0, True)
+    return at.put(c.w, x, dim, AtomView(view.name, tuple(dims)).broadcast_dims(values.shape), values, 0.0, True)
 
 
-def _slice(c: Operation, x: Seen, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Seen:
+def _slice(c: Operation, x: AtomView, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> AtomView:
     dim %= len(x.dims)
     first, last = _ends(x.shape[dim], start, stop)
     if step == 1:
@@ -124,8 +124,8 @@ def _ends(n: int, start: Any, stop: Any) -> tuple[int, int]:
     return first, n if stop is None else stop + n if stop < 0 else min(stop, n)
 
 
-def _slice_scatter(c: Operation, x: Seen, values: Seen, dim: int = 0, start: Any = None, stop: Any = None,
-                   step: int = 1) -> Seen:  # fmt: skip
+def _slice_scatter(c: Operation, x: AtomView, values: AtomView, dim: int = 0, start: Any = None, stop: Any = None,
+                   step: int = 1) -> AtomView:  # fmt: skip
     dim %= len(x.dims)
     first, last = _ends(x.shape[dim], start, stop)
     if step == 1:
@@ -133,15 +133,15 @@ def _slice_scatter(c: Operation, x: Seen, values: Seen, dim: int = 0, start: Any
     ids = write_constant(c.w, np.arange(first, last, step))
     dims: list[Group] = [()] * len(x.dims)
     dims[dim] = ids.dims[0]
-    return at.put(c.w, x, dim, Seen(ids.name, tuple(dims)).broadcast_dims(values.shape), values, 0.0, False)
+    return at.put(c.w, x, dim, AtomView(ids.name, tuple(dims)).broadcast_dims(values.shape), values, 0.0, False)
 
 
-def _select_scatter(c: Operation, x: Seen, values: Seen, dim: int, place: int) -> Seen:
+def _select_scatter(c: Operation, x: AtomView, values: AtomView, dim: int, place: int) -> AtomView:
     dim, place = dim % len(x.dims), place % x.shape[dim]
     return at.put_part(c.w, x, values.with_one(dim), dim, place, place + 1)
 
 
-def _pad(c: Operation, x: Seen, widths: Sequence[int], value: float = 0.0) -> Seen:
+def _pad(c: Operation, x: AtomView, widths: Sequence[int], value: float = 0.0) -> AtomView:
     pairs = [(widths[k], widths[k + 1]) for k in range(0, len(widths), 2)]
     every = [(0, 0)] * (len(x.dims) - len(pairs)) + pairs[::-1]
     return at.pad(c.w, x, every, value)
@@ -150,7 +150,7 @@ def _pad(c: Operation, x: Seen, widths: Sequence[int], value: float = 0.0) -> Se
 def _padded_by(ids: Any) -> Handler:
     """Padding with elements that are there: their ids, of so many before and after and a size."""
 
-    def handler(c: Operation, x: Seen, widths: Sequence[int]) -> Seen:
+    def handler(c: Operation, x: AtomView, widths: Sequence[int]) -> AtomView:
         for k in range(0, len(widths), 2):
             d = len(x.dims) - 1 - k // 2
             x = at.take_constant(c.w, x, d, ids(widths[k], widths[k + 1], x.shape[d]))
@@ -173,8 +173,8 @@ def _one_per_dim(values: Any, n: int) -> list[int]:
     return held * n if len(held) == 1 else held
 
 
-def _convolution(c: Operation, x: Seen, weight: Seen, bias: Any, stride: Any, padding: Any, dilation: Any,
-                 transposed: bool, more: Any, groups: int) -> Seen:  # fmt: skip
+def _convolution(c: Operation, x: AtomView, weight: AtomView, bias: Any, stride: Any, padding: Any, dilation: Any,
+                 transposed: bool, more: Any, groups: int) -> AtomView:  # fmt: skip
     n = len(x.dims) - 2
     stride, padding, dilation, more = (_one_per_dim(v, n) for v in (stride, padding, dilation, more))
     pairs = [(p, p) for p in padding]
@@ -193,13 +193,11 @@ def _convolution(c: Operation, x: Seen, weight: Seen, bias: Any, stride: Any, pa
         else:
             weight = weight.transpose_dims(0, 1)
     y = at.convolution(c.w, x, weight, stride, pairs, dilation, groups)
-    if bias is None:
-        return y
-    return c.w.write_elementwise("a + b", y, Seen(bias.name, (*bias.dims, *((),) * n)))
+    return y if bias is None else c.w.write_elementwise("a + b", y, AtomView(bias.name, (*bias.dims, *((),) * n)))
 
 
-def _pool_windows(c: Operation, x: Seen, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool,
-                  fill: float) -> tuple[Seen, list[int]]:  # fmt: skip
+def _pool_windows(c: Operation, x: AtomView, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool,
+                  fill: float) -> tuple[AtomView, list[int]]:  # fmt: skip
     kernel = _one_per_dim(kernel, n)
     stride, padding, dilation = (_one_per_dim(v, n) for v in (stride or kernel, padding, dilation))
     lead = len(x.dims) - n
@@ -213,8 +211,8 @@ def _pool_windows(c: Operation, x: Seen, n: int, kernel: Any, stride: Any, paddi
 
 
 def _max_pool_handler(n: int) -> Handler:
-    def handler(c: Operation, x: Seen, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
-                ceil: bool = False) -> Seen:  # fmt: skip
+    def handler(c: Operation, x: AtomView, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+                ceil: bool = False) -> AtomView:  # fmt: skip
         x, dims = _pool_windows(c, x, n, kernel, stride, padding, dilation, ceil, -math.inf)
         return c.w.reduce_view(x, dims, "max", False)
 
@@ -222,8 +220,8 @@ def _max_pool_handler(n: int) -> Handler:
 
 
 def _average_pool_handler(n: int) -> Handler:
-    def handler(c: Operation, x: Seen, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False,
-                count_padding: bool = True, divisor: Any = None) -> Seen:  # fmt: skip
+    def handler(c: Operation, x: AtomView, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False,
+                count_padding: bool = True, divisor: Any = None) -> AtomView:  # fmt: skip
         if divisor is not None or (any(_one_per_dim(padding, n)) and not count_padding):
             raise NotImplementedError("by another number than that of a window's elements")
         x, dims = _pool_windows(c, x, n, kernel, stride, padding, 1, ceil, 0.0)
@@ -232,24 +230,28 @@ def _average_pool_handler(n: int) -> Handler:
     return handler
 
 
-def _top(c: Operation, x: Seen, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> list[Seen]:
+def _top(
+    c: Operation, x: AtomView, k: int, dim: int = -1, largest: bool = True, ordered: bool = True
+) -> list[AtomView]:
     return list(at.top(c.w, x, k, dim, largest=largest))
 
 
-def _sort(c: Operation, x: Seen, dim: int = -1, descending: bool = False) -> list[Seen]:
+def _sort(c: Operation, x: AtomView, dim: int = -1, descending: bool = False) -> list[AtomView]:
     return list(at.top(c.w, x, x.shape[dim] if x.dims else 1, dim, largest=descending))
 
 
-def _sort_stable(c: Operation, x: Seen, stable: Any = None, dim: int = -1, descending: bool = False) -> list[Seen]:
+def _sort_stable(
+    c: Operation, x: AtomView, stable: Any = None, dim: int = -1, descending: bool = False
+) -> list[AtomView]:
     return _sort(c, x, dim, descending)
 
 
-def _argsort(c: Operation, x: Seen, dim: int = -1, descending: bool = False, **_: Any) -> Seen:
+def _argsort(c: Operation, x: AtomView, dim: int = -1, descending: bool = False, **_: Any) -> AtomView:
     return _sort(c, x, dim, descending)[1]
 
 
 def _best_handler(kind: str) -> Handler:
-    def handler(c: Operation, x: Seen, dim: int, keep: bool = False) -> list[Seen]:
+    def handler(c: Operation, x: AtomView, dim: int, keep: bool = False) -> list[AtomView]:
         values, places = at.top(c.w, x, 1, dim, largest=kind == "max")
         values = c.w.reduce_view(x, [dim], kind, True) if x.dims else values
         return [v if keep else v.squeeze_dims([dim]) for v in (values, places)]
@@ -258,7 +260,7 @@ def _best_handler(kind: str) -> Handler:
 
 
 def _arg_handler(kind: str) -> Handler:
-    def handler(c: Operation, x: Seen, dim: Any = None, keep: bool = False) -> Seen:
+    def handler(c: Operation, x: AtomView, dim: Any = None, keep: bool = False) -> AtomView:
         if dim is None:
             x, dim = c.w.reshape_view(x, [x.size]), 0
         return _best_handler(kind)(c, x, dim, keep)[1]
@@ -266,18 +268,18 @@ def _arg_handler(kind: str) -> Handler:
     return handler
 
 
-def _cumulate(c: Operation, x: Seen, dim: int, dtype: Any = None) -> Seen:
+def _cumulate(c: Operation, x: AtomView, dim: int, dtype: Any = None) -> AtomView:
     return at.cumulate(c.w, c.w.cast(x, c.dtype), dim) if x.dims else x
 
 
-def _product(c: Operation, x: Seen, dim: Any = None, keep: bool = False, dtype: Any = None) -> Seen:
+def _product(c: Operation, x: AtomView, dim: Any = None, keep: bool = False, dtype: Any = None) -> AtomView:
     x = c.w.cast(x, c.dtype)
     if dim is None:
         x, dim = c.w.reshape_view(x, [x.size]), 0
     return _products(c, x, dim)[-1] if keep else _products(c, x, dim)[-1].squeeze_dims([dim])
 
 
-def _products(c: Operation, x: Seen, dim: int) -> list[Seen]:
+def _products(c: Operation, x: AtomView, dim: int) -> list[AtomView]:
     n = x.shape[dim]
     if n > at.MOST_SORTED:
         raise NotImplementedError(f"of {n} elements; legal are up to {at.MOST_SORTED}")
@@ -287,18 +289,18 @@ def _products(c: Operation, x: Seen, dim: int) -> list[Seen]:
     return found
 
 
-def _cumulate_product(c: Operation, x: Seen, dim: int, dtype: Any = None) -> Seen:
+def _cumulate_product(c: Operation, x: AtomView, dim: int, dtype: Any = None) -> AtomView:
     return at.concatenate(c.w, _products(c, c.w.cast(x, c.dtype), dim), dim)
 
 
-def _repeat_interleave(c: Operation, x: Seen, times: Any, dim: Any = None, output_size: Any = None) -> Seen:
+def _repeat_interleave(c: Operation, x: AtomView, times: Any, dim: Any = None, output_size: Any = None) -> AtomView:
     if not isinstance(times, int):
         raise NotImplementedError("with a number for each element")
     x, dim = (c.w.reshape_view(x, [x.size]), 0) if dim is None else (x, dim)
     return at.repeat(c.w, x, dim, times)
 
 
-def _roll(c: Operation, x: Seen, shifts: Any, dims: Any = ()) -> Seen:
+def _roll(c: Operation, x: AtomView, shifts: Any, dims: Any = ()) -> AtomView:
     if not dims:
         flat = c.w.reshape_view(x, [x.size])
         return c.w.reshape_view(_roll(c, flat, shifts, [0]), x.shape)
@@ -309,7 +311,7 @@ def _roll(c: Operation, x: Seen, shifts: Any, dims: Any = ()) -> Seen:
     return x
 
 
-def _diagonal(c: Operation, x: Seen, offset: int = 0, a: int = 0, b: int = 1) -> Seen:
+def _diagonal(c: Operation, x: AtomView, offset: int = 0, a: int = 0, b: int = 1) -> AtomView:
     ndim = len(x.dims)
     a, b = a % ndim, b % ndim
     rows, columns = x.shape[a], x.shape[b]
@@ -320,7 +322,7 @@ def _diagonal(c: Operation, x: Seen, offset: int = 0, a: int = 0, b: int = 1) ->
     return at.take_constant(c.w, x, len(x.dims) - 1, first + np.arange(many) * (columns + 1))
 
 
-def _unfold(c: Operation, x: Seen, dim: int, size: int, step: int) -> Seen:
+def _unfold(c: Operation, x: AtomView, dim: int, size: int, step: int) -> AtomView:
     dim %= len(x.dims)
     found = at.windows(c.w, x, dim, size, step)
     return found.permute_dims([*(d for d in range(len(found.dims)) if d != dim + 1), dim + 1])
@@ -335,13 +337,13 @@ def _bags(c: Operation, table: Any, ids: Any, offsets: Any, scale: bool = False,
     n = view.shape[0] // max(len(ends), 1)
     if [k * n for k in range(len(ends))] != ends or n * len(ends) != view.shape[0]:
         raise NotImplementedError("with bags of several sizes")
-    found = ours.rows(c.w, _view(c, table), c.w.materialize_view(c.w.reshape_view(view, [len(ends), n])))
+    found = ours.gather_rows(c.w, _view(c, table), c.w.materialize_view(c.w.reshape_view(view, [len(ends), n])))
     if weights is not None:
         found = c.w.write_elementwise("a * b", found, c.w.reshape_view(_view(c, weights), [len(ends), n, 1]))
     return [c.w.reduce_view(found, [1], ("sum", "mean", "max")[mode], False), None, None, None]
 
 
-def _as_strided(c: Operation, x: Seen, shape: Any, strides: Any, offset: Any = None) -> Seen:
+def _as_strided(c: Operation, x: AtomView, shape: Any, strides: Any, offset: Any = None) -> AtomView:
     """A view by strides of a value that lies row by row."""
     ids = np.full(tuple(shape), offset or 0)
     for d, (n, stride) in enumerate(zip(shape, strides, strict=True)):

@@ -14,21 +14,21 @@ from shardplan.core.dtypes import numpy_dtype
 from shardplan.interop.importers import indexing as at
 from shardplan.interop.importers.call import Handler, Operation
 from shardplan.interop.importers.formulas import FORMULAS, FUNCTIONS, SIGNS, expression_handler
-from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.views import AtomView
 
 _SOFTPLUS = "where({a} * {b} > {c}, {a}, log(1 + exp({a} * {b})) / {b})"
 
 
-def _elu(c: Operation, x: Seen, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> Seen:
+def _elu(c: Operation, x: AtomView, alpha: float = 1.0, scale: float = 1.0, inner: float = 1.0) -> AtomView:
     below = f"tanh({{a}} * {inner / 2}) * (exp({{a}} * {inner}) + 1) * {alpha * scale}"
     return c.write_elementwise(f"where({{a}} > 0, {{a}} * {scale}, {below})", x)
 
 
-def _softplus(c: Operation, x: Seen, beta: float = 1.0, threshold: float = 20.0) -> Seen:
+def _softplus(c: Operation, x: AtomView, beta: float = 1.0, threshold: float = 20.0) -> AtomView:
     return c.write_elementwise(_SOFTPLUS, x, float(beta), float(threshold))
 
 
-def _write_trunc(c: Operation, x: Seen) -> Seen:
+def _write_trunc(c: Operation, x: AtomView) -> AtomView:
     """Without what stands behind the point; what is so large has nothing there."""
     kind = c.w.dtype(x)
     if numpy_dtype(kind).kind not in "fV":
@@ -37,16 +37,16 @@ def _write_trunc(c: Operation, x: Seen) -> Seen:
     return c.write_elementwise("where(abs({a}) < 1e15, {b}, {a})", x, whole, dtype=kind)
 
 
-def _write_floor(c: Operation, x: Seen) -> Seen:
+def _write_floor(c: Operation, x: AtomView) -> AtomView:
     kind = c.w.dtype(x)
     return c.write_elementwise("{b} - where({b} > {a}, 1, 0)", x, _write_trunc(c, x), dtype=kind)
 
 
-def _ceil(c: Operation, x: Seen) -> Seen:
+def _ceil(c: Operation, x: AtomView) -> AtomView:
     return c.write_elementwise("{b} + where({b} < {a}, 1, 0)", x, _write_trunc(c, x))
 
 
-def _round(c: Operation, x: Seen, decimals: int = 0) -> Seen:
+def _round(c: Operation, x: AtomView, decimals: int = 0) -> AtomView:
     """To the nearest, and of two to the even one."""
     if decimals:
         raise NotImplementedError("to decimals")
@@ -55,11 +55,11 @@ def _round(c: Operation, x: Seen, decimals: int = 0) -> Seen:
     return c.write_elementwise("where({b} - {a} == 0.5, where({b} - 2 * {c} == 1, {b} - 1, {b}), {b})", x, up, half)
 
 
-def _quotient(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> Seen:
+def _quotient(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> AtomView:
     """A quotient, whole numbers too; of these the digits of f64 are those that count."""
     kind = c.dtype
     wide = kind if numpy_dtype(kind).kind in "fV" else "f64"
-    views = [c.w.cast(v, wide) if isinstance(v, Seen) else v for v in (x, y)]
+    views = [c.w.cast(v, wide) if isinstance(v, AtomView) else v for v in (x, y)]
     found = c.write_elementwise("{a} / {b}", *views, dtype=wide)
     if rounding_mode is not None:
         found = (_write_floor if rounding_mode == "floor" else _write_trunc)(c, found)
@@ -67,17 +67,17 @@ def _quotient(c: Operation, x: Any, y: Any, rounding_mode: Any = None) -> Seen:
 
 
 def _rest_handler(rounding: str) -> Handler:
-    def handler(c: Operation, x: Any, y: Any) -> Seen:
+    def handler(c: Operation, x: Any, y: Any) -> AtomView:
         return c.write_elementwise("{a} - {b} * {c}", x, y, _quotient(c, x, y, rounding))
 
     return handler
 
 
-def _is_nan(c: Operation, x: Seen) -> Seen:
+def _is_nan(c: Operation, x: AtomView) -> AtomView:
     return c.compare("!=", x, x)
 
 
-def _sum_of_logs(c: Operation, x: Seen, dims: Any, keep: bool = False) -> Seen:
+def _sum_of_logs(c: Operation, x: AtomView, dims: Any, keep: bool = False) -> AtomView:
     every = [dims] if isinstance(dims, int) else dims
     top = c.w.stop_gradient(c.w.reduce_view(x, every, "max", True))
     total = c.w.reduce_view(c.write_elementwise("exp({a} - {b})", x, top), every, "sum", True)
@@ -88,7 +88,9 @@ def _sum_of_logs(c: Operation, x: Seen, dims: Any, keep: bool = False) -> Seen:
 def _spread_handler(*, root: bool, mean: bool = False) -> Handler:
     """Of a variance or a standard deviation."""
 
-    def handler(c: Operation, x: Seen, dims: Any = None, correction: Any = 1, keepdim: bool = False, **_: Any) -> Any:
+    def handler(
+        c: Operation, x: AtomView, dims: Any = None, correction: Any = 1, keepdim: bool = False, **_: Any
+    ) -> Any:
         if isinstance(dims, bool):
             dims, correction = None, int(dims)
         if isinstance(correction, bool):
@@ -102,27 +104,27 @@ def _spread_handler(*, root: bool, mean: bool = False) -> Handler:
     return handler
 
 
-def _group_norm(c: Operation, x: Seen, groups: int, gain: Any = None, bias: Any = None, eps: float = 1e-5,
-                _: Any = None) -> Seen:  # fmt: skip
+def _group_norm(c: Operation, x: AtomView, groups: int, gain: Any = None, bias: Any = None, eps: float = 1e-5,
+                _: Any = None) -> AtomView:  # fmt: skip
     n, channels, *rest = x.shape
     parts = c.w.reshape_view(x, [n, groups, channels // groups, *rest])
     y = _normalize(c, parts, range(2, len(parts.dims)), eps)
     return _apply_gain(c, c.w.reshape_view(y, [n, channels, *rest]), gain, bias)
 
 
-def _instance_norm(c: Operation, x: Seen, gain: Any, bias: Any, mean: Any, variance: Any, use_input: bool,
-                   _: float, eps: float, __: Any) -> Seen:  # fmt: skip
+def _instance_norm(c: Operation, x: AtomView, gain: Any, bias: Any, mean: Any, variance: Any, use_input: bool,
+                   _: float, eps: float, __: Any) -> AtomView:  # fmt: skip
     if not use_input:
         return _batch_norm(c, x, gain, bias, mean, variance, False, 0.0, eps, False)
     return _apply_gain(c, _normalize(c, x, range(2, len(x.dims)), eps), gain, bias)
 
 
-def _normalize(c: Operation, x: Seen, dims: Sequence[int], eps: float) -> Seen:
+def _normalize(c: Operation, x: AtomView, dims: Sequence[int], eps: float) -> AtomView:
     variance, mean = at.variance(c.w, x, dims, 0, True)
     return c.write_elementwise(f"({{a}} - {{b}}) * rsqrt({{c}} + {eps!r})", x, mean, variance)
 
 
-def _apply_gain(c: Operation, x: Seen, gain: Any, bias: Any) -> Seen:
+def _apply_gain(c: Operation, x: AtomView, gain: Any, bias: Any) -> AtomView:
     """Times a gain and plus a bias of dim 1, where there are any."""
     for text, v in (("a * b", gain), ("a + b", bias)):
         if v is not None:
@@ -130,11 +132,11 @@ def _apply_gain(c: Operation, x: Seen, gain: Any, bias: Any) -> Seen:
     return x
 
 
-def _along_channels(v: Seen, ndim: int) -> Seen:
-    return Seen(v.name, (*v.dims, *((),) * (ndim - 2)))
+def _along_channels(v: AtomView, ndim: int) -> AtomView:
+    return AtomView(v.name, (*v.dims, *((),) * (ndim - 2)))
 
 
-def _batch_norm(c: Operation, x: Seen, gain: Any, bias: Any, mean: Any, variance: Any, train: bool, momentum: float,
+def _batch_norm(c: Operation, x: AtomView, gain: Any, bias: Any, mean: Any, variance: Any, train: bool, momentum: float,
                 eps: float, _: Any = None) -> Any:  # fmt: skip
     if train or mean is None:
         raise NotImplementedError("in training; export model.eval()")
@@ -142,7 +144,7 @@ def _batch_norm(c: Operation, x: Seen, gain: Any, bias: Any, mean: Any, variance
     return _apply_gain(c, c.write_elementwise(f"({{a}} - {{b}}) * rsqrt({{c}} + {eps!r})", x, *of), gain, bias)
 
 
-def _cosine(c: Operation, x: Seen, y: Seen, dim: int = 1, eps: float = 1e-8) -> Seen:
+def _cosine(c: Operation, x: AtomView, y: AtomView, dim: int = 1, eps: float = 1e-8) -> AtomView:
     pairs = ((x, y), (x, x), (y, y))
     top, one, two = (c.w.reduce_view(c.write_elementwise("{a} * {b}", *p), [dim], "sum", False) for p in pairs)
     return c.write_elementwise(
@@ -150,8 +152,8 @@ def _cosine(c: Operation, x: Seen, y: Seen, dim: int = 1, eps: float = 1e-8) -> 
     )
 
 
-def _binary_cross_entropy(c: Operation, x: Seen, y: Seen, weight: Any = None, positive: Any = None,
-                          reduction: int = 1) -> Seen:  # fmt: skip
+def _binary_cross_entropy(c: Operation, x: AtomView, y: AtomView, weight: Any = None, positive: Any = None,
+                          reduction: int = 1) -> AtomView:  # fmt: skip
     by = "1" if positive is None else "(1 + ({c} - 1) * {b})"
     given = [x, y, *(v for v in (positive,) if v is not None)]
     text = f"(1 - {{b}}) * {{a}} + {by} * (log(1 + exp(-abs({{a}}))) + maximum(-{{a}}, 0))"
@@ -160,21 +162,21 @@ def _binary_cross_entropy(c: Operation, x: Seen, y: Seen, weight: Any = None, po
     return reduce_losses(c, found, reduction)
 
 
-def reduce_losses(c: Operation, losses: Seen, reduction: int) -> Seen:
+def reduce_losses(c: Operation, losses: AtomView, reduction: int) -> AtomView:
     """Losses as they are, their mean or their sum, by torch's number of the reduction."""
     kind = ("", "mean", "sum")[reduction]
     return c.w.reduce_view(losses, range(len(losses.dims)), kind, False) if kind else losses
 
 
-def _bilinear(c: Operation, x: Seen, y: Seen, weight: Seen, bias: Any = None) -> Seen:
+def _bilinear(c: Operation, x: AtomView, y: AtomView, weight: AtomView, bias: Any = None) -> AtomView:
     lead = [f"d{d}" for d in range(len(x.dims) - 1)]
     found = c.w.einsum([[*lead, "i"], ["o", "i", "j"]], [*lead, "o", "j"], x, weight)
     found = c.w.einsum([[*lead, "o", "j"], [*lead, "j"]], [*lead, "o"], found, y)
     return found if bias is None else c.w.write_elementwise("a + b", found, bias)
 
 
-def _copy(c: Operation, x: Seen, source: Any, *_: Any) -> Seen:
-    view = source if isinstance(source, Seen) else c.w.constant(source, c.dtype)
+def _copy(c: Operation, x: AtomView, source: Any, *_: Any) -> AtomView:
+    view = source if isinstance(source, AtomView) else c.w.constant(source, c.dtype)
     return c.w.cast(view, c.dtype).broadcast_dims(c.shape)
 
 

@@ -19,11 +19,11 @@ from shardplan.interop.importers.formulas import (
 from shardplan.interop.importers.torch_complex import MADE, complex_table
 from shardplan.interop.importers.torch_indexing import INDEXING
 from shardplan.interop.importers.torch_pointwise import POINTWISE, reduce_losses
-from shardplan.interop.importers.views import Seen
+from shardplan.interop.importers.views import AtomView
 
 
 def _scaled_sum_handler(sign: str) -> Handler:
-    def handler(c: Operation, x: Any, y: Any, alpha: Any = 1) -> Seen:
+    def handler(c: Operation, x: Any, y: Any, alpha: Any = 1) -> AtomView:
         return c.write_elementwise(f"{{a}} {sign} {{b}}" if alpha == 1 else f"{{a}} {sign} {{c}} * {{b}}", x, y, alpha)
 
     return handler
@@ -33,17 +33,19 @@ def _compare_handler(sign: str) -> Handler:
     return lambda c, x, y: c.compare(sign, x, y)
 
 
-def _clamp(c: Operation, x: Seen, low: Any = None, high: Any = None) -> Seen:
+def _clamp(c: Operation, x: AtomView, low: Any = None, high: Any = None) -> AtomView:
     x = c.w.cast(x, c.dtype)
     x = x if low is None else c.write_elementwise("maximum({a}, {b})", x, low)
     return x if high is None else c.write_elementwise("minimum({a}, {b})", x, high)
 
 
-def _gelu(c: Operation, x: Seen, approximate: str = "none") -> Seen:
+def _gelu(c: Operation, x: AtomView, approximate: str = "none") -> AtomView:
     return ours.gelu(c.w, x, tanh=approximate == "tanh")
 
 
-def _norm(c: Operation, x: Seen, order: Any = 2, dims: Any = None, keep: bool = False, dtype: Any = None) -> Seen:
+def _norm(
+    c: Operation, x: AtomView, order: Any = 2, dims: Any = None, keep: bool = False, dtype: Any = None
+) -> AtomView:
     if order != 2:
         raise NotImplementedError("of another order than 2")
     every = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
@@ -51,22 +53,22 @@ def _norm(c: Operation, x: Seen, order: Any = 2, dims: Any = None, keep: bool = 
     return c.write_elementwise("sqrt({a})", c.w.reduce_view(c.write_elementwise("{a} * {a}", x), every, "sum", keep))
 
 
-def _dropout(c: Operation, x: Seen, p: float, train: bool) -> Seen:
+def _dropout(c: Operation, x: AtomView, p: float, train: bool) -> AtomView:
     if train and p:
         raise NotImplementedError("in training; export model.eval()")
     return x
 
 
-def _write_where(c: Operation, condition: Seen, x: Any, y: Any) -> Seen:
+def _write_where(c: Operation, condition: AtomView, x: Any, y: Any) -> AtomView:
     return c.write_elementwise("where({a}, {b}, {c})", condition, x, y)
 
 
-def _masked_fill(c: Operation, x: Seen, mask: Seen, value: Any) -> Seen:
+def _masked_fill(c: Operation, x: AtomView, mask: AtomView, value: Any) -> AtomView:
     return c.write_elementwise("where({a}, {b}, {c})", mask, value, x)
 
 
 def _reduce_handler(kind: str) -> Handler:
-    def handler(c: Operation, x: Seen, dims: Any = None, keep: bool = False, dtype: Any = None) -> Seen:
+    def handler(c: Operation, x: AtomView, dims: Any = None, keep: bool = False, dtype: Any = None) -> AtomView:
         every = range(len(x.dims)) if dims is None or dims == [] else dims
         x = c.w.cast(x, c.dtype) if kind in ("sum", "mean") else x
         return c.w.reduce_view(x, [every] if isinstance(every, int) else every, kind, keep)
@@ -74,8 +76,8 @@ def _reduce_handler(kind: str) -> Handler:
     return handler
 
 
-def _layer_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, bias: Any = None, eps: float = 1e-5,
-                _: Any = None) -> Seen:  # fmt: skip
+def _layer_norm(c: Operation, x: AtomView, shape: Sequence[int], gain: Any = None, bias: Any = None, eps: float = 1e-5,
+                _: Any = None) -> AtomView:  # fmt: skip
     if len(shape) != 1:
         raise NotImplementedError("over several dims")
     return ours.layer_norm(c.w, x, gain, bias, eps)
@@ -84,28 +86,28 @@ def _layer_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, b
 _EPSILON = {"f16": 2.0**-23, "bf16": 2.0**-23, "f32": 2.0**-23, "f64": 2.0**-52}  # of what torch computes in
 
 
-def _rms_norm(c: Operation, x: Seen, shape: Sequence[int], gain: Any = None, eps: float | None = None) -> Seen:
+def _rms_norm(c: Operation, x: AtomView, shape: Sequence[int], gain: Any = None, eps: float | None = None) -> AtomView:
     if len(shape) != 1:
         raise NotImplementedError("over several dims")
     return ours.rms_norm(c.w, x, gain, _EPSILON[c.w.dtype(x)] if eps is None else eps)
 
 
-def _log_softmax(c: Operation, x: Seen, dim: int, dtype: Any = None) -> Seen:
+def _log_softmax(c: Operation, x: AtomView, dim: int, dtype: Any = None) -> AtomView:
     x = c.w.cast(x, c.dtype)
     top = c.w.reduce_view(x, [dim], "max", True)
     total = c.w.reduce_view(c.write_elementwise("exp({a} - {b})", x, top), [dim], "sum", True)
     return c.write_elementwise("{a} - {b} - log({c})", x, top, total)
 
 
-def _attention(c: Operation, q: Seen, k: Seen, v: Seen, mask: Any = None, dropout: float = 0.0, causal: bool = False,
-               scale: Any = None, enable_gqa: bool = False) -> Seen:  # fmt: skip
+def _attention(c: Operation, q: AtomView, k: AtomView, v: AtomView, mask: Any = None, dropout: float = 0.0,
+               causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> AtomView:  # fmt: skip
     if dropout:
         raise NotImplementedError("with dropout; export model.eval()")
     return ours.attention(c.w, q, k, v, causal, scale, mask)
 
 
-def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, reduction: int = 1, ignored: int = -100,
-                   smoothing: float = 0.0) -> Seen:  # fmt: skip
+def _cross_entropy(c: Operation, x: AtomView, targets: AtomView, weight: Any = None, reduction: int = 1,
+                   ignored: int = -100, smoothing: float = 0.0) -> AtomView:  # fmt: skip
     if weight is not None or smoothing:
         raise NotImplementedError("with weights or smoothing")
     if len(targets.dims) > 1:
@@ -113,7 +115,7 @@ def _cross_entropy(c: Operation, x: Seen, targets: Seen, weight: Any = None, red
     return reduce_losses(c, ours.cross_entropy(c.w, x, targets), reduction)
 
 
-def _select(c: Operation, x: Seen, dim: int, at: int) -> Seen:
+def _select(c: Operation, x: AtomView, dim: int, at: int) -> AtomView:
     at %= x.shape[dim]
     return ours.part(c.w, x, dim, at, at + 1).squeeze_dims([dim])
 
@@ -125,33 +127,33 @@ def _moved_order(ndim: int, source: int, target: int) -> list[int]:
     return order
 
 
-def _split(c: Operation, x: Seen, sizes: Any, dim: int = 0) -> list[Seen]:
+def _split(c: Operation, x: AtomView, sizes: Any, dim: int = 0) -> list[AtomView]:
     n = x.shape[dim]
     every = [min(sizes, n - k) for k in range(0, n, sizes)] if isinstance(sizes, int) else sizes
     return ours.split_dim(c.w, x, dim, every)
 
 
-def _chunk(c: Operation, x: Seen, count: int, dim: int = 0) -> list[Seen]:
+def _chunk(c: Operation, x: AtomView, count: int, dim: int = 0) -> list[AtomView]:
     return _split(c, x, -(-x.shape[dim] // count), dim)
 
 
-def _squeeze(c: Operation, x: Seen, dims: Any = None) -> Seen:
+def _squeeze(c: Operation, x: AtomView, dims: Any = None) -> AtomView:
     every = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
     return x.squeeze_dims(every)
 
 
-def _stack(c: Operation, views: Sequence[Seen], dim: int = 0) -> Seen:
+def _stack(c: Operation, views: Sequence[AtomView], dim: int = 0) -> AtomView:
     at = dim % (len(views[0].dims) + 1)
     return ours.joined_along(c.w, [v.with_one(at) for v in views], at)
 
 
-def _addmm(c: Operation, bias: Seen, x: Seen, y: Seen, beta: Any = 1, alpha: Any = 1) -> Seen:
+def _addmm(c: Operation, bias: AtomView, x: AtomView, y: AtomView, beta: Any = 1, alpha: Any = 1) -> AtomView:
     if (beta, alpha) != (1, 1):
         raise NotImplementedError("with factors")
     return c.w.write_elementwise("a + b", ours.matmul(c.w, x, y), bias)
 
 
-def _arange(c: Operation, *numbers: Any, **_: Any) -> Seen:
+def _arange(c: Operation, *numbers: Any, **_: Any) -> AtomView:
     start, step = (0, 1) if len(numbers) < 2 else (numbers[0], numbers[2] if len(numbers) > 2 else 1)
     count = c.w.count(c.shape[0], c.dtype)
     return count if (start, step) == (0, 1) else c.write_elementwise("{a} * {b} + {c}", count, step, start)
@@ -161,12 +163,12 @@ def _constant(value: float) -> Handler:
     return lambda c, *_, **__: c.w.constant(value, c.dtype, c.shape)
 
 
-def _full(c: Operation, _: Any, value: Any, **__: Any) -> Seen:
+def _full(c: Operation, _: Any, value: Any, **__: Any) -> AtomView:
     return c.w.constant(value, c.dtype, c.shape)
 
 
 def _triangle(sign: str) -> Handler:
-    def handler(c: Operation, x: Seen, diagonal: int = 0) -> Seen:
+    def handler(c: Operation, x: AtomView, diagonal: int = 0) -> AtomView:
         rows, columns = (c.w.count(n, "i32") for n in x.shape[-2:])
         kind = "i32" if c.dtype == "bool" else c.dtype
         mask = c.write_elementwise(
@@ -178,7 +180,7 @@ def _triangle(sign: str) -> Handler:
     return handler
 
 
-def _to(c: Operation, x: Seen, *_: Any, **__: Any) -> Seen:
+def _to(c: Operation, x: AtomView, *_: Any, **__: Any) -> AtomView:
     return c.w.cast(x, c.dtype)
 
 
@@ -237,7 +239,7 @@ TABLE: dict[str, Handler] = {
     "aten.log_softmax.int": _log_softmax,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.cross_entropy_loss.default": _cross_entropy,
-    "aten.embedding.default": lambda c, table, ids, *_: ours.rows(c.w, table, ids),
+    "aten.embedding.default": lambda c, table, ids, *_: ours.gather_rows(c.w, table, ids),
     "aten.dropout.default": _dropout,
     "aten.view.default": lambda c, x, _: c.w.reshape_view(x, c.shape),
     "aten.reshape.default": lambda c, x, _: c.w.reshape_view(x, c.shape),

@@ -1,4 +1,4 @@
-"""`Seen`: a value as a source sees it: its dims as groups of the dims that our value has, in any order.
+"""`AtomView`: a value as a source sees it: its dims as groups of the dims that our value has, in any order.
 
 What only looks at a value otherwise (a transposition, heads split off or joined, a dim of size 1, rows repeated) is no
 step: it is another view. An op that cares asks the writer to lay its operands out.
@@ -22,7 +22,7 @@ class Descent(NamedTuple):
     parts: int = 1
 
 
-class Strand(NamedTuple):
+class AxisFactor(NamedTuple):
     """A dim of our value, or one along which it is repeated; and the parameters' dims that it comes from."""
 
     size: int
@@ -35,10 +35,10 @@ class Strand(NamedTuple):
         return self.axis != BROADCAST
 
 
-Group = tuple[Strand, ...]
+Group = tuple[AxisFactor, ...]
 
 
-class Seen(NamedTuple):
+class AtomView(NamedTuple):
     """A value's name, and its dims major to minor; a dim of no atoms has size 1."""
 
     name: str
@@ -60,40 +60,40 @@ class Seen(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def tidy(self) -> Seen:
+    def tidy(self) -> AtomView:
         """Without atoms of size 1 in dims that are larger."""
         dims = (tuple(a for a in g if a.size > 1) if size_of(g) > 1 else g[:1] for g in self.dims)
-        return Seen(self.name, tuple(dims))
+        return AtomView(self.name, tuple(dims))
 
-    def permute_dims(self, order: Iterable[int]) -> Seen:
+    def permute_dims(self, order: Iterable[int]) -> AtomView:
         """Its dims in another order."""
-        return Seen(self.name, tuple(self.dims[d] for d in order))
+        return AtomView(self.name, tuple(self.dims[d] for d in order))
 
-    def transpose_dims(self, x: int, y: int) -> Seen:
+    def transpose_dims(self, x: int, y: int) -> AtomView:
         """Two dims in each other's place."""
         order = list(range(len(self.dims)))
         order[x], order[y] = order[y], order[x]
         return self.permute_dims(order)
 
-    def with_one(self, at: int) -> Seen:
+    def with_one(self, at: int) -> AtomView:
         """One more dim, of size 1."""
         d = at % (len(self.dims) + 1)
-        return Seen(self.name, (*self.dims[:d], (), *self.dims[d:]))
+        return AtomView(self.name, (*self.dims[:d], (), *self.dims[d:]))
 
-    def squeeze_dims(self, dims: Iterable[int]) -> Seen:
+    def squeeze_dims(self, dims: Iterable[int]) -> AtomView:
         """Without some dims of size 1."""
         gone = {d % len(self.dims) for d in dims} if self.dims else set[int]()
         kept = (g for d, g in enumerate(self.dims) if d not in gone or size_of(g) > 1)
-        return Seen(self.name, tuple(kept))
+        return AtomView(self.name, tuple(kept))
 
-    def broadcast_dims(self, shape: Sequence[int]) -> Seen:
+    def broadcast_dims(self, shape: Sequence[int]) -> AtomView:
         """Repeated along dims of size 1, and along new ones before all others; -1 keeps a size."""
         new = len(shape) - len(self.dims)
         dims = (*((),) * new, *self.dims)
-        return Seen(
+        return AtomView(
             self.name,
             tuple(
-                g if n in (-1, size_of(g)) else (*(a for a in g if a.has_axis), Strand(n, BROADCAST))
+                g if n in (-1, size_of(g)) else (*(a for a in g if a.has_axis), AxisFactor(n, BROADCAST))
                 for g, n in zip(dims, shape, strict=True)
             ),
         )
@@ -102,11 +102,11 @@ class Seen(NamedTuple):
 class ComplexPair(NamedTuple):
     """A complex value: its real and its imaginary part."""
 
-    real: Seen
-    imaginary: Seen
+    real: AtomView
+    imaginary: AtomView
 
 
-def size_of(group: Iterable[Strand]) -> int:
+def size_of(group: Iterable[AxisFactor]) -> int:
     """The size of a dim."""
     return math.prod(a.size for a in group)
 

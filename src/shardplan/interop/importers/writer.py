@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core.draft import Draft
 from shardplan.core.dtypes import itemsize, numpy_dtype, short_name
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import Cast, Constant, Einsum, Elementwise, Expand, Iota, ReduceDims, Reshape
 from shardplan.core.ops.ring_rounds import MASKED
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.errors import TypingError
-from shardplan.interop.importers.views import BROADCAST, Descent, Group, Seen, Strand, refinement, size_of
+from shardplan.interop.importers.views import BROADCAST, AtomView, AxisFactor, Descent, Group, refinement, size_of
 
 ONE = Mesh()
 Cuts = Mapping[tuple[str, int], tuple[int, ...]]  # by a parameter's name in a checkpoint and its dim there
@@ -51,8 +51,8 @@ class FlatWriter:
         self.opaque, self.training = opaque, training
         self.numbers = count()  # of bodies
         self.opaques = 0
-        self.draft = Draft({})
-        self.inputs: dict[str, Seen] = {}
+        self.builder = ProgramBuilder({})
+        self.inputs: dict[str, AtomView] = {}
         self.parameters: dict[str, Stored] = {}
         self.constants: dict[str, np.ndarray] = {}
         self.scalars: dict[str, float] = {}  # constants without dims
@@ -68,17 +68,17 @@ class FlatWriter:
         inner.constants = self.constants
         return inner
 
-    def stop_gradient(self, v: Seen) -> Seen:
+    def stop_gradient(self, v: AtomView) -> AtomView:
         """The same value, through which no gradient goes; itself where there are no gradients."""
-        return Seen(self.draft(Elementwise("a"), v.name, stopped=(0,)), v.dims) if self.training else v
+        return AtomView(self.builder(Elementwise("a"), v.name, stopped=(0,)), v.dims) if self.training else v
 
-    def input(self, name: str, dtype: str, shape: Sequence[int]) -> Seen:
+    def input(self, name: str, dtype: str, shape: Sequence[int]) -> AtomView:
         """Declare an input."""
-        self.draft.types[name] = TensorType(dtype, tuple(shape), (), ONE)
-        self.inputs[name] = Seen(name, tuple((Strand(n, d),) for d, n in enumerate(shape)))
+        self.builder.types[name] = TensorType(dtype, tuple(shape), (), ONE)
+        self.inputs[name] = AtomView(name, tuple((AxisFactor(n, d),) for d, n in enumerate(shape)))
         return self.inputs[name]
 
-    def declare_constant(self, array: np.ndarray) -> Seen:
+    def declare_constant(self, array: np.ndarray) -> AtomView:
         """Declare an input whose value the source has; once, however often the source has it."""
         for name, held in self.constants.items():
             if held.dtype == array.dtype and held.shape == array.shape and held.tobytes() == array.tobytes():
@@ -87,39 +87,39 @@ class FlatWriter:
         self.constants[name] = array
         return self.input(name, short_name(array.dtype), array.shape)
 
-    def parameter(self, name: str, file: str, dtype: str, shape: Sequence[int]) -> Seen:
+    def parameter(self, name: str, file: str, dtype: str, shape: Sequence[int]) -> AtomView:
         """Declare a parameter, with a dim for each factor that is known."""
         factors = tuple(self.cuts.get((file, d), (n,)) for d, n in enumerate(shape))
         flat = [n for cut in factors for n in cut]
-        self.draft.types[name] = TensorType(dtype, tuple(flat), (), ONE)
+        self.builder.types[name] = TensorType(dtype, tuple(flat), (), ONE)
         dims, axis = list[Group](), 0
         for d, cut in enumerate(factors):
-            dims.append(tuple(Strand(n, axis + k, frozenset({Descent(file, d, k)})) for k, n in enumerate(cut)))
+            dims.append(tuple(AxisFactor(n, axis + k, frozenset({Descent(file, d, k)})) for k, n in enumerate(cut)))
             axis += len(cut)
         self.parameters[name] = Stored(file, factors)
-        self.inputs[name] = Seen(name, tuple(dims))
+        self.inputs[name] = AtomView(name, tuple(dims))
         return self.inputs[name]
 
-    def dtype(self, v: Seen) -> str:
+    def dtype(self, v: AtomView) -> str:
         """The dtype of a value."""
-        return self.draft.types[v.name].dtype
+        return self.builder.types[v.name].dtype
 
     def mean(self, v: str, *names: str | None) -> str:
         """Say what the dims of a value are."""
         self.meanings.append((v, names))
         return v
 
-    def step(self, op: Op, *names: str) -> Seen:
+    def step(self, op: Op, *names: str) -> AtomView:
         """Write a step on values as they are; all dims of its result are plain."""
-        return self.view_value(self.draft(op, *names))
+        return self.view_value(self.builder(op, *names))
 
-    def view_value(self, name: str) -> Seen:
+    def view_value(self, name: str) -> AtomView:
         """A value as it is."""
-        return Seen(name, tuple((Strand(n, d),) for d, n in enumerate(self.draft.types[name].shape)))
+        return AtomView(name, tuple((AxisFactor(n, d),) for d, n in enumerate(self.builder.types[name].shape)))
 
     # Laying out.
 
-    def materialize_groups(self, v: Seen, axes: Sequence[Group]) -> str:
+    def materialize_groups(self, v: AtomView, axes: Sequence[Group]) -> str:
         """The name of a value with a dim for each group of atoms, in this order.
 
         It is written anew each time: what one layer has laid out for itself, the next one must not read.
@@ -129,36 +129,36 @@ class FlatWriter:
         if any(not a.size for a in flat):
             raise TypingError(f"a value of the shape {list(v.shape)} has no elements; legal are dims of 1 and more")
         order = [a.axis for a in flat if a.has_axis]
-        ndim = self.draft.types[name].ndim
+        ndim = self.builder.types[name].ndim
         if len(order) < ndim:  # dims of size 1 that nobody sees
             before = " ".join(f"d{d}" if d in order else f"d{d}=1" for d in range(ndim))
-            name = self.draft(Reshape(f"{before} -> {' '.join(f'd{d}' for d in sorted(order))}"), name)
+            name = self.builder(Reshape(f"{before} -> {' '.join(f'd{d}' for d in sorted(order))}"), name)
         if order != sorted(order):
             letters = {d: ascii_letters[k] for k, d in enumerate(sorted(order))}
             turned = Einsum(f"{''.join(letters.values())}->{''.join(letters[d] for d in order)}")
-            if self.draft.types[name].dtype == "bool":  # of which there are no products
-                name = self.draft(Cast("bool"), self.draft(turned, self.draft(Cast("i32"), name)))
+            if self.builder.types[name].dtype == "bool":  # of which there are no products
+                name = self.builder(Cast("bool"), self.builder(turned, self.builder(Cast("i32"), name)))
             else:
-                name = self.draft(turned, name)
+                name = self.builder(turned, name)
         words = [f"d{k}" for k in range(len(flat))]
         if any(not a.has_axis for a in flat):
             new = (w if a.has_axis else f"{w}={a.size}" for w, a in zip(words, flat, strict=True))
             before = (w for w, a in zip(words, flat, strict=True) if a.has_axis)
-            name = self.draft(Expand(f"{' '.join(before)} -> {' '.join(new)}"), name)
+            name = self.builder(Expand(f"{' '.join(before)} -> {' '.join(new)}"), name)
         if any(len(group) != 1 for group in axes):
             after, k = list[str](), 0
             for j, group in enumerate(axes):
                 part = words[k : k + len(group)]
                 after.append(f"one{j}=1" if not part else part[0] if len(part) == 1 else f"({' '.join(part)})")
                 k += len(group)
-            name = self.draft(Reshape(f"{' '.join(words)} -> {' '.join(after)}"), name)
+            name = self.builder(Reshape(f"{' '.join(words)} -> {' '.join(after)}"), name)
         return name
 
-    def materialize_view(self, v: Seen) -> Seen:
+    def materialize_view(self, v: AtomView) -> AtomView:
         """A value whose dims are those that the source sees."""
         return self.view_value(self.materialize_groups(v, v.dims))
 
-    def merge_dim(self, v: Seen, dim: int) -> Seen:
+    def merge_dim(self, v: AtomView, dim: int) -> AtomView:
         """A value with one dim of ours for a dim that the source sees."""
         if len(v.dims[dim]) == 1 and v.dims[dim][0].has_axis:
             return v
@@ -167,12 +167,14 @@ class FlatWriter:
         name = self.materialize_groups(v, [*axes[:at], v.dims[dim], *axes[at:]])
         places = {a: k + (k >= at) for k, (a,) in enumerate(axes)}
         dims = tuple(
-            (Strand(size_of(g), at),) if d == dim else tuple(a._replace(axis=places[a]) if a.has_axis else a for a in g)
+            (AxisFactor(size_of(g), at),)
+            if d == dim
+            else tuple(a._replace(axis=places[a]) if a.has_axis else a for a in g)
             for d, g in enumerate(v.dims)
         )
-        return Seen(name, dims)
+        return AtomView(name, dims)
 
-    def cut(self, v: Seen, dim: int, sizes: Sequence[int]) -> Seen:
+    def cut(self, v: AtomView, dim: int, sizes: Sequence[int]) -> AtomView:
         """Cut the atoms of a dim so that their sizes are these, which refine them; parameters are asked for them."""
         left = list(sizes)
         for k, atom in enumerate(v.dims[dim]):
@@ -185,38 +187,38 @@ class FlatWriter:
                 left.pop(0)
         return v
 
-    def _cut(self, v: Seen, dim: int, k: int, sizes: Sequence[int]) -> Seen:
+    def _cut(self, v: AtomView, dim: int, k: int, sizes: Sequence[int]) -> AtomView:
         atom = v.dims[dim][k]
         self.request_factors(atom, sizes)
         more = len(sizes) - 1
         if not atom.has_axis:
-            new = tuple(Strand(n, BROADCAST) for n in sizes)
+            new = tuple(AxisFactor(n, BROADCAST) for n in sizes)
             name = v.name
         else:
-            new = tuple(Strand(n, atom.axis + j) for j, n in enumerate(sizes))
-            ndim, words = self.draft.types[v.name].ndim, [f"e{j}={n}" for j, n in enumerate(sizes)]
+            new = tuple(AxisFactor(n, atom.axis + j) for j, n in enumerate(sizes))
+            ndim, words = self.builder.types[v.name].ndim, [f"e{j}={n}" for j, n in enumerate(sizes)]
             dims = [f"d{d}" for d in range(ndim)]
             sides = (f"({' '.join(words)})", " ".join(f"e{j}" for j in range(len(sizes))))
             before, after = (" ".join([*dims[: atom.axis], side, *dims[atom.axis + 1 :]]) for side in sides)
-            name = self.draft(Reshape(f"{before} -> {after}"), v.name)
+            name = self.builder(Reshape(f"{before} -> {after}"), v.name)
 
-        def moved(a: Strand) -> Strand:
+        def moved(a: AxisFactor) -> AxisFactor:
             return a._replace(axis=a.axis + more) if atom.has_axis and a.axis > atom.axis else a
 
         dims = tuple(
             tuple(x for j, a in enumerate(g) for x in (new if (d, j) == (dim, k) else (moved(a),)))
             for d, g in enumerate(v.dims)
         )
-        return Seen(name, dims)
+        return AtomView(name, dims)
 
-    def request_factors(self, atom: Strand, sizes: Sequence[int]) -> None:
+    def request_factors(self, atom: AxisFactor, sizes: Sequence[int]) -> None:
         """Ask for the factors of parameters' dims."""
         for o in atom.origins:
             held = next(p.factors[o.dim] for p in self.parameters.values() if p.file == o.file)
             new = sizes if o.parts == 1 else (o.parts, *sizes)
             self.wanted.setdefault((o.file, o.dim), (*held[: o.factor], *new, *held[o.factor + 1 :]))
 
-    def align_cuts(self, views: Sequence[Seen], places: Sequence[int | None]) -> list[Seen]:
+    def align_cuts(self, views: Sequence[AtomView], places: Sequence[int | None]) -> list[AtomView]:
         """Views of which one dim each, of one size, is cut alike."""
         found = list(views)
         at = [(k, d) for k, d in enumerate(places) if d is not None]
@@ -226,11 +228,11 @@ class FlatWriter:
             found[k] = self.merge_dim(v, d) if sizes is None else self.cut(v, d, sizes)
         return found
 
-    def reshape_view(self, v: Seen, shape: Sequence[int]) -> Seen:
+    def reshape_view(self, v: AtomView, shape: Sequence[int]) -> AtomView:
         """The elements in another shape; -1 is what is left."""
         rest = math.prod(n for n in shape if n != -1)
         target = [v.size // rest if n == -1 else n for n in shape]
-        flat = Seen(v.name, (v.atoms,))
+        flat = AtomView(v.name, (v.atoms,))
         sizes = refinement([[a.size for a in v.atoms], target])
         flat = self.merge_dim(flat, 0) if sizes is None else self.cut(flat, 0, sizes)
         flat = self.cut(flat, 0, refinement([[a.size for a in flat.atoms], target]) or ())
@@ -242,18 +244,18 @@ class FlatWriter:
             while size_of(group) < n:
                 group = (*group, atoms.pop(0)) if atoms[0].size > 1 else (atoms.pop(0), group)[1]
             dims.append(group)
-        return Seen(flat.name, tuple(dims))
+        return AtomView(flat.name, tuple(dims))
 
     # Steps on views.
 
-    def cast(self, v: Seen, dtype: str) -> Seen:
+    def cast(self, v: AtomView, dtype: str) -> AtomView:
         """The values in another dtype; a constant is one again."""
         if self.dtype(v) == dtype:
             return v
         value = self.scalar(v, dtype)
-        return Seen(self.draft(Cast(dtype), v.name), v.dims) if value is None else self.constant(value, dtype)
+        return AtomView(self.builder(Cast(dtype), v.name), v.dims) if value is None else self.constant(value, dtype)
 
-    def scalar(self, v: Seen, dtype: str) -> float | None:
+    def scalar(self, v: AtomView, dtype: str) -> float | None:
         """What a constant without dims is as a number of a dtype; None of another value."""
         if v.dims or v.name not in self.scalars:
             return None
@@ -263,25 +265,25 @@ class FlatWriter:
         kind = numpy_dtype(dtype).kind
         return bool(value) if kind == "b" else int(value) if kind in "iu" else value
 
-    def constant(self, value: float, dtype: str, shape: Sequence[int] = ()) -> Seen:
+    def constant(self, value: float, dtype: str, shape: Sequence[int] = ()) -> AtomView:
         """One value everywhere."""
         value = finite(value, dtype)
-        name = self.draft(Constant(value, dtype, (), Layout(()), ONE))
+        name = self.builder(Constant(value, dtype, (), Layout(()), ONE))
         self.scalars[name] = value
-        return Seen(name, ()).broadcast_dims(shape) if shape else Seen(name, ())
+        return AtomView(name, ()).broadcast_dims(shape) if shape else AtomView(name, ())
 
-    def empty(self, dtype: str, shape: Sequence[int]) -> Seen:
+    def empty(self, dtype: str, shape: Sequence[int]) -> AtomView:
         """A value without elements: a view that no step may read."""
         return self.constant(0, dtype, shape)
 
-    def count(self, n: int, dtype: str) -> Seen:
+    def count(self, n: int, dtype: str) -> AtomView:
         """Write 0, 1, 2, ..."""
         return self.step(Iota(dtype, (n,), 0, Layout(((),)), ONE))
 
-    def write_elementwise(self, expression: str, *views: Seen) -> Seen:
+    def write_elementwise(self, expression: str, *views: AtomView) -> AtomView:
         """An expression of every element, with numpy's broadcasting."""
         ndim = max(len(v.dims) for v in views)
-        found = [Seen(v.name, (*((),) * (ndim - len(v.dims)), *v.tidy.dims)) for v in views]
+        found = [AtomView(v.name, (*((),) * (ndim - len(v.dims)), *v.tidy.dims)) for v in views]
         for d in range(ndim):
             large = [d if size_of(v.dims[d]) > 1 else None for v in found]
             if sum(x is not None for x in large) > 1:
@@ -302,19 +304,19 @@ class FlatWriter:
             while axes and not axes[0]:
                 axes = axes[1:]
             names.append(self.materialize_groups(v, axes))
-        name = self.draft(Elementwise(expression), *names)
+        name = self.builder(Elementwise(expression), *names)
         axis = {p: k for k, p in enumerate(order)}
         dims = tuple(
             tuple(
-                Strand(a.size, axis.get((d, k), BROADCAST),
+                AxisFactor(a.size, axis.get((d, k), BROADCAST),
                      frozenset(o for h in holds if (d, k) in h for o in h[d, k].origins))
                 for k, a in enumerate(g) if a.size > 1 or (d, k) in axis
             )
             for d, g in enumerate(ways)
         )  # fmt: skip
-        return Seen(name, dims)
+        return AtomView(name, dims)
 
-    def einsum(self, sides: Sequence[Sequence[str]], out: Sequence[str], *views: Seen) -> Seen:
+    def einsum(self, sides: Sequence[Sequence[str]], out: Sequence[str], *views: AtomView) -> AtomView:
         """A product and sums; a side names the dims of a view, and those of one name are one."""
         found = [v.tidy for v in views]
         for label in dict.fromkeys(x for side in sides for x in side):
@@ -331,7 +333,7 @@ class FlatWriter:
                     found[k] = self.merge_dim(v, d)
         letters: dict[tuple[str, int], str] = {}
         specs, names = list[str](), list[str]()
-        origins: dict[tuple[str, int], Strand] = {}
+        origins: dict[tuple[str, int], AxisFactor] = {}
         for v, side in zip(found, sides, strict=True):
             held = [(a, (label, k)) for label, g in zip(side, v.dims, strict=True) for k, a in enumerate(g)
                     if a.has_axis]  # fmt: skip
@@ -343,12 +345,12 @@ class FlatWriter:
             specs.append("".join(letters[p] for _, p in held))
         kept = [p for label in out for p in sorted(letters) if p[0] == label]
         self._want_parts([*zip(sides, found, strict=True)], out)
-        name = self.draft(Einsum(f"{','.join(specs)}->{''.join(letters[p] for p in kept)}"), *names)
+        name = self.builder(Einsum(f"{','.join(specs)}->{''.join(letters[p] for p in kept)}"), *names)
         place = {p: k for k, p in enumerate(kept)}
         dims = tuple(tuple(origins[p]._replace(axis=place[p]) for p in kept if p[0] == label) for label in out)
-        return Seen(name, dims)
+        return AtomView(name, dims)
 
-    def _want_parts(self, sides: Sequence[tuple[Sequence[str], Seen]], out: Sequence[str]) -> None:
+    def _want_parts(self, sides: Sequence[tuple[Sequence[str], AtomView]], out: Sequence[str]) -> None:
         """Ask for the factors of a weight of which equal parts meet another weight in a sum: gates beside values."""
         atoms = [a for side, v in sides for x, g in zip(side, v.dims, strict=True) if x not in out for a in g]
         plain = {a.size for a in atoms if a.origins and all(o.parts == 1 for o in a.origins)}
@@ -356,23 +358,23 @@ class FlatWriter:
             if a.origins and all(o.parts > 1 for o in a.origins) and a.size in plain:
                 self.request_factors(a, [a.size])
 
-    def reduce_view(self, v: Seen, dims: Iterable[int], kind: str, keep: bool) -> Seen:
+    def reduce_view(self, v: AtomView, dims: Iterable[int], kind: str, keep: bool) -> AtomView:
         """Reduce some dims."""
         gone = {d % len(v.dims) for d in dims}
         for d in gone:
             v = self.merge_dim(v, d) if not all(a.has_axis for a in v.dims[d]) else v
         axes = tuple(a.axis for d in gone for a in v.dims[d])
-        name = self.draft(ReduceDims(axes, kind), v.name) if axes else v.name
-        ndim = self.draft.types[v.name].ndim
+        name = self.builder(ReduceDims(axes, kind), v.name) if axes else v.name
+        ndim = self.builder.types[v.name].ndim
         left = [k for k in range(ndim) if k not in axes]
         place = {axis: k for k, axis in enumerate(left)}
         groups = tuple(
             () if d in gone else tuple(a._replace(axis=place[a.axis]) if a.has_axis else a for a in g)
             for d, g in enumerate(v.dims) if keep or d not in gone
         )  # fmt: skip
-        return Seen(name, groups)
+        return AtomView(name, groups)
 
-    def move_dim_last(self, v: Seen) -> tuple[Seen, str]:
+    def move_dim_last(self, v: AtomView) -> tuple[AtomView, str]:
         """A value whose last dim, as the source sees it, is our last one too, and its name."""
         v = self.merge_dim(v, len(v.dims) - 1)
         (atom,) = v.dims[-1]
@@ -380,4 +382,4 @@ class FlatWriter:
         name = self.materialize_groups(v, [*((a,) for a in rest), (atom,)])
         place = {a: k for k, a in enumerate((*rest, atom))}
         dims = tuple(tuple(a._replace(axis=place[a]) if a.has_axis else a for a in g) for g in v.dims)
-        return Seen(name, dims), name
+        return AtomView(name, dims), name

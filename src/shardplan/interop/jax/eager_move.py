@@ -81,7 +81,7 @@ def _joint_program(moves: Sequence[JaxMove], memory_limit: int) -> Program:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object a key of `_choose_way`, and quickly hashed
-class Way:
+class ShardingMove:
     """How arrays of one kind go from one sharding to another."""
 
     shape: tuple[int, ...]  # the global one
@@ -95,7 +95,7 @@ class Way:
 @lru_cache(maxsize=MOST_PLANS)
 def _choose_way(
     shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any, memory_limit: int | None, donate: bool
-) -> Way | None:
+) -> ShardingMove | None:
     """The way, planned, checked and agreed upon; None for `jax.device_put`."""
     _check_concrete(sharding)
     with refusing([d.id for end in (source, sharding) for d in end.device_set]):
@@ -107,7 +107,7 @@ def _choose_way(
 
 def _planned_way(
     shape: tuple[int, ...], dtype: Any, source: Any, sharding: Any, memory_limit: int | None, donate: bool
-) -> Way | None:
+) -> ShardingMove | None:
     """The way, planned and checked."""
     check_ends(source, sharding)
     if 0 in shape:
@@ -121,7 +121,7 @@ def _planned_way(
     if not program.steps or (on_host and not {step.op.name for step in program.steps} <= ONE_COPY):
         return None
     check(program)
-    return Way(shape, dtype, source, sharding, program, direct)
+    return ShardingMove(shape, dtype, source, sharding, program, direct)
 
 
 def _check_concrete(sharding: Any) -> None:
@@ -143,7 +143,7 @@ def _explicit(sharding: Any) -> bool:
     return mesh is not None and not mesh.are_all_axes_auto
 
 
-def _compile_way(way: Way) -> tuple[Any, int]:
+def _compile_way(way: ShardingMove) -> tuple[Any, int]:
     """What runs a direct way, and the bytes that it takes, for the cache of executables."""
     several = len(processes_of(way.program.devices)) > 1
 

@@ -9,9 +9,8 @@ Reading order:
 - `dtensor`    `redistribute`, with its gradient
 - `moves`      moves of a DTensor: found, planned once, kept, run
 - `ends`       what is done to a shard before and after the move that a program is
-- `layout`     placements and shard orders as layouts and types, and back
+- `layout`     placements and shard orders as layouts, tables of boxes and types, and back
 - `bound_move` a move planned within the memory limit and bound to this rank
-- `boxes`      strided shards on uneven dims, which no layout says
 - `pending_moves` moves that were started and not waited for
 - `compile`    the call under `torch.compile`
 - `state`      a folder: `redistribute_state`, for a whole model

@@ -28,12 +28,14 @@ from shardplan.errors import LayoutError
 from shardplan.execution.torch.dtypes import carrier_of, identity_of, short_name_of
 from shardplan.interop.torch.layout import (
     check_known,
+    local_shape,
     mesh_of,
     reduction_of,
     respec,
     text_of,
     type_at_coordinate,
     type_of,
+    whole_type_of,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +48,9 @@ class Ends:
 
     source: DTensorSpec  # as it is moved: in the dtype of the messages
     target: DTensorSpec  # replicated where a value becomes partial afterwards
-    types: tuple[TensorType, TensorType] | None  # None: only runs of indices describe an end
+    types: tuple[TensorType, TensorType] | None  # None: the tensor has no elements
+    reduced: dict[str, str]  # by axis of the source: addends that are reduced before a move of boxes, which has none
+    shapes: tuple[tuple[int, ...] | None, ...]  # of this rank's shard at either end, None off the mesh
     masks: tuple[_MaskPartial, ...]  # of the source, to be applied on this rank
     spares: bool  # whether the mask is applied to a copy, as where DTensor gathers an inner mesh dim first
     given: torch.dtype  # of the caller's shard
@@ -99,7 +103,10 @@ class Ends:
         carrier = dtype if ends else carrier_of(dtype)
         meta = source.tensor_meta._replace(dtype=carrier)
         before, after = respec(source, source.placements, meta), respec(target, there, meta)
-        types = type_of(before), type_of(after)
+        types, reduced = (type_of(before), type_of(after)), dict[str, str]()
+        if None in types:
+            types = whole_type_of(before), whole_type_of(after)
+            reduced = {mesh_of(source.mesh).axes[k]: reduction_of(p, dtype) for k, p in ends.items()}
         stays_partial = [k for k, p in enumerate(source.placements) if isinstance(p, Partial) and k not in ends]
         coordinate = source.mesh.get_coordinate()
         if coordinate is not None and 0 < len(stays_partial) < source.mesh.ndim:
@@ -111,6 +118,8 @@ class Ends:
             source=before,
             target=after,
             types=None if types[0] is None or types[1] is None else (types[0], types[1]),
+            reduced=reduced,
+            shapes=(local_shape(before), local_shape(after)),
             masks=masks if coordinate is not None else (),
             spares=any(
                 isinstance(p, _MaskPartial) and source.placements[k + 1 :] != target.placements[k + 1 :]
@@ -136,7 +145,8 @@ class Ends:
     @property
     def text(self) -> str:
         """What is done around the move, for ranks to compare; what differs between ranks is left out."""
-        return f"{self.given} {self.travels} {self.result} {self.power} {self.divisors} {self.masking}"
+        dtypes = f"{self.given} {self.travels} {self.result}"
+        return f"{self.reduced} {dtypes} {self.power} {self.divisors} {self.masking}"
 
     @property
     def copies(self) -> bool:
@@ -171,7 +181,7 @@ class Ends:
     @property
     def fresh(self) -> bool:
         """Whether the move makes a tensor, which may be written to; where nothing moves it gives the source itself."""
-        return self.types is None or not same(*self.types)
+        return self.types is None or bool(self.reduced) or not same(*self.types)
 
     def finish_shard(self, moved: torch.Tensor) -> torch.Tensor:
         """Return the shard of the target, given what the move left on this rank."""

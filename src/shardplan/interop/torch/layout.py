@@ -1,13 +1,14 @@
-"""DTensor's placements as layouts, and, where no layout says what they mean, as runs of indices.
+"""DTensor's placements as layouts, and, where no layout says what they mean, as tables of boxes.
 
 A `DeviceMesh` becomes a `Mesh` of the same ranks; mesh dims without a usable name are called d0, d1, .... `Shard`s of
 one dim nest in the order that the spec says, by default that of the mesh dims; `_StridedShard`s that decode to another
-order become it where the dim is even. On uneven dims `_StridedShard` follows a rule of its own, and `holdings` asks
-DTensor itself.
+order become it where the dim is even. On uneven dims `_StridedShard` follows a rule of its own: it leaves on some
+devices several runs of indices, which `holdings` asks DTensor for, and every product of runs is a row of a table.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
+from shardplan.core.box_table import BoxRow, BoxTable, strides
 from shardplan.core.dtypes import reduces
 from shardplan.core.layout import REDUCTIONS
 from shardplan.core.mesh import Mesh
@@ -125,7 +127,7 @@ def _order_of(spec: DTensorSpec) -> ShardOrder | None:
 
 
 def type_of(spec: DTensorSpec) -> TensorType | None:
-    """Return the type of a DTensor, or None where only runs of indices can say what its devices hold.
+    """Return the type of a DTensor, or None where no layout says what its devices hold.
 
     Raises `LayoutError` for a partial placement without a meaning in the dtype, and for several kinds of them.
     """
@@ -144,18 +146,41 @@ def type_of(spec: DTensorSpec) -> TensorType | None:
     return TensorType(short_name_of(dtype), tuple(shape), tuple(dims), mesh_of(mesh), partial=partial)
 
 
+def whole_type_of(spec: DTensorSpec) -> TensorType | None:
+    """Return the type of a DTensor as though its partial placements replicated, or None of a tensor without elements.
+
+    Where no layout says what the devices hold it is of a table of boxes, and their shards are made flat.
+    """
+    meta = spec.tensor_meta
+    if meta is None or 0 in meta.shape:
+        return None
+    plain = respec(spec, tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements), meta)
+    found = type_of(plain)
+    if found is not None:
+        return found
+    rows: list[BoxRow] = []
+    for rank, held in holdings(plain.shape, plain.placements, plain.mesh, plain.shard_order).items():
+        step = strides(held.shape)
+        for runs in itertools.product(*held.runs):
+            offset = sum(local * n for (_, local, _), n in zip(runs, step, strict=True))
+            rows.append(BoxRow(rank, tuple((start, start + n) for start, _, n in runs), offset, step))
+    return TensorType(short_name_of(meta.dtype), tuple(meta.shape), BoxTable(rows), mesh_of(spec.mesh))
+
+
 def type_at_coordinate(t: TensorType, kept: Sequence[int], coordinate: Sequence[int]) -> TensorType:
     """Return the type on the devices that share this coordinate on the mesh dims `kept`, over which it stays partial.
 
     DTensor moves the addends of each coordinate by themselves. A plan over the whole mesh may combine them and make the
     value partial anew: the same value, in other addends.
     """
-    mesh = t.mesh
+    mesh, table = t.mesh, t.layout.boxes
     ids = np.array(mesh.devices).reshape(mesh.sizes)
-    here = tuple(coordinate[k] if k in kept else slice(None) for k in range(len(mesh.axes)))
+    where = tuple(coordinate[k] if k in kept else slice(None) for k in range(len(mesh.axes)))
+    here: list[int] = ids[where].reshape(-1).tolist()
     axes = {a: n for k, (a, n) in enumerate(zip(mesh.axes, mesh.sizes, strict=True)) if k not in kept}
     partial = {a: t.layout.reduction or "sum" for a in t.layout.partial if a in axes}
-    return TensorType(t.dtype, t.shape, t.layout.dims, Mesh(axes, devices=ids[here].reshape(-1).tolist()), partial)
+    held = t.layout.dims if table is None else BoxTable(row for row in table.rows if row.device in here)
+    return TensorType(t.dtype, t.shape, held, Mesh(axes, devices=here), partial)
 
 
 def local_shape(spec: DTensorSpec) -> tuple[int, ...] | None:
@@ -166,7 +191,8 @@ def local_shape(spec: DTensorSpec) -> tuple[int, ...] | None:
     t = type_of(spec)
     if t is not None:
         return t.local_shape(tuple(coordinate))
-    return holdings(spec.shape, spec.placements, spec.mesh, spec.shard_order)[spec.mesh.get_rank()].shape
+    held = holdings(spec.shape, spec.placements, spec.mesh, spec.shard_order)
+    return held[int(spec.mesh.mesh[tuple(coordinate)])].shape
 
 
 def respec(spec: DTensorSpec, placements: Placements, meta: TensorMeta) -> DTensorSpec:

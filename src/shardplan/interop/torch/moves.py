@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError
-from shardplan.execution.drive import Running, finish
+from shardplan.execution.async_executor import Running, finish
 from shardplan.execution.torch.refusal import refuse, refusing
 from shardplan.execution.torch.run import has_agreed, launch
 from shardplan.interop.torch.bound_move import BoundMove

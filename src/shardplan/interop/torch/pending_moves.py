@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import (
     _is_view_op,  # pyright: ignore[reportPrivateUsage]
 )
 
-from shardplan.execution.drive import Running, finish
+from shardplan.execution.async_executor import Running, finish
 
 
 class _Started:
@@ -81,14 +81,16 @@ class _Awaited(AsyncCollectiveTensor):
     _meta: torch.Tensor
 
 
-class Later(_Awaited):
+class PendingTensor(_Awaited):
     """The result of a move under way: every use but a view waits for it, and a view is one more such tensor."""
 
     # `elem` and `completed` of the base become what is worked out on use
     __slots__ = ()
 
     @staticmethod
-    def __new__(cls: type[Later], meta: torch.Tensor, value: Callable[[], torch.Tensor], device: torch.device) -> Later:
+    def __new__(
+        cls: type[PendingTensor], meta: torch.Tensor, value: Callable[[], torch.Tensor], device: torch.device
+    ) -> PendingTensor:
         """Make the tensor of the size, strides and dtype of `meta`, whose value is had by calling `value`."""
         self = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
             cls, meta.size(), strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
@@ -137,10 +139,10 @@ class Later(_Awaited):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Wait for the operands and run the op; a view of a tensor that is not there yet is taken when it is."""
         x = args[0] if args else None
-        if isinstance(x, Later) and not x.completed and _is_view_op(func):
+        if isinstance(x, PendingTensor) and not x.completed and _is_view_op(func):
             shape = func(x._meta, *args[1:], **(kwargs or {}))
             if isinstance(shape, torch.Tensor):
-                return Later(shape, lambda: func(x.elem, *args[1:], **(kwargs or {})), x.device)
+                return PendingTensor(shape, lambda: func(x.elem, *args[1:], **(kwargs or {})), x.device)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -163,4 +165,4 @@ def start_move(running: Running, shape: Sequence[int], dtype: torch.dtype, devic
         return stop.value[0]
     started = _Started(running)
     under_way.append(started)
-    return Later(torch.empty(tuple(shape), dtype=dtype, device="meta"), started.value, device)
+    return PendingTensor(torch.empty(tuple(shape), dtype=dtype, device="meta"), started.value, device)

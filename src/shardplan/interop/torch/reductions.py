@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from shardplan.core.program import Program
-from shardplan.execution.drive import finish
+from shardplan.execution.async_executor import finish
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.dtypes import short_name_of
 from shardplan.execution.torch.run import executable, launch, rank_among

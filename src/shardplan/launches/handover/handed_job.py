@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardplan.hardware.topology import Topology
 from shardplan.launches.handover.handed_plan import HandedPlan
 from shardplan.simulation.searching.certifier import priced_job
-from shardplan.simulation.steps import delivered
+from shardplan.simulation.steps import derate
 from shardplan.strategy.partition.job import Job
 
 
@@ -14,5 +14,5 @@ def job_of(plan: HandedPlan) -> tuple[Job, Topology]:
 
     Of what only predictions know, it has narrower products than those of 8 bits as these.
     """
-    topology = delivered(plan.topology)
+    topology = derate(plan.topology, attention=plan.strategy.software.attention)
     return priced_job(plan.model, plan.strategy, topology), topology

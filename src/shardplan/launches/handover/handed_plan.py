@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.decoding import decode_json, read_text
 from shardplan.errors import ParseError, ShardplanError, excerpt, line
 from shardplan.hardware.topology import Topology
@@ -99,7 +99,7 @@ class HandedPlan:
             raise ParseError(f"{what}: a strategy has no {min(unknown)}")
         if str(said.get("schedule", "")).startswith("schedule "):
             said["schedule"] = Schedule.parse(said["schedule"])
-        topology = Topology.parse(border.text(f"{what}: topology", data["topology"], ShardplanError))
+        topology = Topology.parse(validation.text(f"{what}: topology", data["topology"], ShardplanError))
         return HandedPlan(
             data["title"], data["model"], data["fields"], topology, Strategy(**said), tuple(data["order"]),
             data["predicted"],

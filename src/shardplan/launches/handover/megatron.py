@@ -16,6 +16,7 @@ from shardplan.strategy.strategy import Strategy
 SWAPPED = ("data", "pipeline", "context", "tensor")  # outermost first: `--use-tp-pp-dp-mapping`
 SHARDING = {1: "optim", 2: "optim_grads", 3: "optim_grads_params"}
 KINDS = {"ulysses": "a2a", "gather": "all_gather", "ring": "p2p", "zigzag": "p2p"}
+COMBINED = "combined-1f1b"
 DISPATCHERS = {"levels": "flex --moe-enable-deepep", "direct": "alltoall"}
 
 
@@ -48,10 +49,13 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
                      " does")  # fmt: skip
     if s.zero == 1 and s.shard:
         lines.append(f"zero=1 in groups of {s.shard} replicas, but by --num-distributed-optimizer-instances")
-    if str(s.schedule) not in ("1f1b", "interleaved") and s.pipeline > 1:
-        near = "interleaved" if (s.interleave or 1) > 1 else "1f1b"
+    if s.software.expert_overlap and (why := _refused_overlap(s)):
+        lines.append(f"expert_overlap=True with {why}, which it refuses")
+        s = replace(s, expert_overlap=False)
+    near = _near_schedule(s)
+    if str(s.schedule) != near and (s.pipeline > 1 or COMBINED in (s.schedule, near)):
         lines.append(f"schedule={s.schedule if isinstance(s.schedule, str) else 'a list'}; it runs as {near}")
-        s = replace(s, schedule=near, interleave=s.interleave if near == "interleaved" else 1)
+        s = replace(s, schedule=near, interleave=1 if near == "1f1b" or s.pipeline == 1 else s.interleave)
     if s.recompute == "selective_op" or not isinstance(s.recompute, str):
         lines.append(f"recompute={s.recompute}; it runs as recompute=selective, attention alone")
         s = replace(s, recompute="selective")
@@ -75,6 +79,23 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
     return s, tuple(lines)
 
 
+def _refused_overlap(s: Strategy) -> str:
+    """With what of a strategy Megatron refuses to overlap exchanges of experts with another microbatch; else nothing.
+
+    It wants chunks where there are stages, and no whole layer computed again (`transformer_config.py`).
+    """
+    if s.pipeline > 1 and s.interleave == 1:
+        return f"interleave=1 of {s.pipeline} stages"
+    return "recompute=full" if s.recompute == "full" else ""
+
+
+def _near_schedule(s: Strategy) -> str:
+    """The order in which Megatron runs a strategy: with one more forward ahead where exchanges overlap."""
+    if s.software.expert_overlap:
+        return COMBINED
+    return "interleaved" if s.pipeline > 1 and (s.interleave or 1) > 1 else "1f1b"
+
+
 def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
     """What a strategy says."""
     sizes = {"tensor-model-parallel": s.tensor, "pipeline-model-parallel": s.pipeline, "context-parallel": s.context,
@@ -82,8 +103,11 @@ def _degrees(plan: HandedPlan, s: Strategy) -> Iterator[str]:
     yield from (f"--{name}-size {n}" for name, n in sizes.items())
     if s.expert > 1 and s.expert_from != "data" and (inside := _expert_tensor(s)) is not None:
         yield f"--expert-tensor-parallel-size {inside}"
-    if s.software.dispatch is not None and s.expert > 1:
-        yield f"--moe-token-dispatcher-type {DISPATCHERS[s.software.dispatch]}"
+    overlaps, dispatch = s.software.expert_overlap, s.software.dispatch
+    if (dispatch is not None or overlaps) and s.expert > 1:  # by default tokens are gathered, which does not overlap
+        yield f"--moe-token-dispatcher-type {DISPATCHERS[dispatch or 'direct']}"
+    if overlaps:
+        yield "--overlap-moe-expert-parallel-comm"
     yield f"--micro-batch-size {s.microbatch}"
     yield f"--global-batch-size {s.sequences}"
     if s.sequence_parallel and s.tensor > 1:

@@ -87,7 +87,8 @@ def _runs(plan: HandedPlan) -> tuple[Strategy, tuple[str, ...]]:
         lines.append(f"the order {', '.join(plan.order)} of axes; the mesh is pp, dp, cp, tp, outermost first")
     for name, plain in (("bucket", None), ("offload", False), ("tensor_overlap", False), ("offload_layers", 0),
                         ("keep", ()), ("gradient_dtype", None), ("reduce_dtype", None),
-                        ("prefetch", None), ("dispatch", None), ("expert_products", None)):  # fmt: skip
+                        ("prefetch", None), ("dispatch", None), ("expert_products", None),
+                        ("expert_overlap", False)):  # fmt: skip
         if getattr(s, name) != plain:
             lines.append(f"{name}={getattr(s, name)}")
             s = replace(s, **{name: plain})

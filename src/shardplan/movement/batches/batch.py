@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardplan.core.accounting import MANY_CHUNKS, Account, account, bound_bytes, holds
+from shardplan.core.accounting import MANY_CHUNKS, Account, account, bound_bytes, live_bytes
 from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Op, Send
 from shardplan.core.program import Program
@@ -308,7 +308,7 @@ def _least_first(batch: _Batch, most: float, groups: Sequence[Group]) -> list[Gr
     base = np.zeros(len(devices), dtype=np.int64)
     for item in batch.items:
         if not item.ops:
-            base = base + holds(assemble_program([], [item]), devices)[0]
+            base = base + live_bytes(assemble_program([], [item]), devices)[0]
     known: dict[Hashable, OrderedMove] = {}
     moves: list[OrderedMove] = []
     for group in groups:
@@ -322,7 +322,7 @@ def _least_first(batch: _Batch, most: float, groups: Sequence[Group]) -> list[Gr
 def _move(group: Group, devices: tuple[int, ...], most: float) -> OrderedMove:
     """What the move of a group holds on each device, with the staging of its steps."""
     program = assemble_program(side_by_side([group]), [i for pack in group for i in pack])
-    start, found = holds(program, devices)
+    start, found = live_bytes(program, devices)
     cuts = Cuts.of(program, account(program))
     staged = (x.staged(k) for x, k in zip(cuts.stages, cuts.chunks(0, most), strict=True))
     held = [start, found[-1].after, *(h.during + n for h, n in zip(found, staged, strict=True))]

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from shardplan.core.box_table import BoxTable, split
+from shardplan.core.box_table import BoxTable, split, strides
 from shardplan.core.messages import has_box_table, message_count, messages, own_places
 from shardplan.core.ops import Exchange, Op, Send
 from shardplan.core.tensor import TensorType
@@ -135,7 +135,6 @@ def _rows(held: Held) -> list[tuple[int, tuple[tuple[int, int], ...], int, tuple
         offset = 0
         for box in boxes:
             size = (box[:, 1] - box[:, 0]).tolist()
-            strides = tuple(math.prod(size[d + 1 :]) for d in range(len(size)))
-            rows.append((device, tuple((int(lo), int(hi)) for lo, hi in box), offset, strides))
+            rows.append((device, tuple((int(lo), int(hi)) for lo, hi in box), offset, strides(size)))
             offset += math.prod(size)
     return rows

@@ -16,7 +16,7 @@ from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.placing.demand import demand_plan
-from shardplan.movement.placing.placement_price import Placed, rank_placements
+from shardplan.movement.placing.placement_price import PricedPlacement, rank_placements
 from shardplan.plans.pricing import price_program
 
 # Devices up to which renamings around a degraded unit are tried: each prices all programs again, without the price's
@@ -36,7 +36,7 @@ class Degraded:
     gain: float  # seconds of the best placement over those after the renaming
 
 
-def degradation(rows: Sequence[Placed]) -> Degraded | None:
+def degradation(rows: Sequence[PricedPlacement]) -> Degraded | None:
     """Return what degraded units cost, and a renaming of devices where one helps; None where there are none.
 
     The rows are placements of one mesh, priced with the degradation, best first.

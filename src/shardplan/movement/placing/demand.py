@@ -22,7 +22,7 @@ from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.reductions.instructions import Grouping, Instruction
 from shardplan.movement.reductions.payload import ELEMENT, payload
 from shardplan.movement.reductions.reduce import checked_path
-from shardplan.movement.reductions.type_graph import letters, path_of
+from shardplan.movement.reductions.type_graph import factor_states, path_of
 from shardplan.plans.certificate import issue
 from shardplan.plans.collective_bounds import all_gather_bound, all_reduce_bound, reduce_scatter_bound
 from shardplan.plans.plan import Plan
@@ -81,7 +81,7 @@ def demand_plan(
         ends = (source,), program.output_types
         return Plan.from_issuer(program, lambda: issue(program, *ends, placement, None, False, None, algorithm))
     view = payload(placement, demand.axes, demand.payload(members))
-    before, after = letters(demand.op, len(view.factors))
+    before, after = factor_states(demand.op, len(view.factors))
     if programs == "stock":
         every = Grouping(tuple(range(len(view.factors))))
         ops, exact = view.ops(path_of([Instruction(every, demand.op)] if view.factors else [], before) or ()), False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Pattern
 from shardplan.core.program import Program
@@ -19,24 +19,24 @@ from shardplan.hardware.prices.library import library
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.movement.placing.degradation import Degraded, degradation
 from shardplan.movement.placing.demand import Programs
-from shardplan.movement.placing.placement_price import Placed, in_best_order, rank_placements
+from shardplan.movement.placing.placement_price import PricedPlacement, in_best_order, rank_placements
 from shardplan.movement.placing.traffic import Traffic, demands_of, program_traffic
 from shardplan.notebook import notebook_html
 
 
 @dataclass(frozen=True, eq=False)
-class Ranking(Sequence[Placed]):
+class Ranking(Sequence[PricedPlacement]):
     """Placements, best first, and what placing well is worth."""
 
-    rows: tuple[Placed, ...]
+    rows: tuple[PricedPlacement, ...]
 
     _repr_html_ = notebook_html
 
     @overload
-    def __getitem__(self, index: int) -> Placed: ...
+    def __getitem__(self, index: int) -> PricedPlacement: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Placed]: ...
-    def __getitem__(self, index: int | slice) -> Placed | Sequence[Placed]:
+    def __getitem__(self, index: slice) -> Sequence[PricedPlacement]: ...
+    def __getitem__(self, index: int | slice) -> PricedPlacement | Sequence[PricedPlacement]:
         """Return a row, or rows."""
         return self.rows[index]
 
@@ -50,7 +50,7 @@ class Ranking(Sequence[Placed]):
         stock = [row.stock_seconds for row in self.rows]
         return max(stock) / min(stock) if min(stock) > 0 else 1.0
 
-    def mitigation(self, row: Placed) -> float:
+    def mitigation(self, row: PricedPlacement) -> float:
         """Return what the best programs leave of a placement's loss: its seconds over the best placement's."""
         return row.seconds / self.rows[0].seconds if self.rows[0].seconds > 0 else 1.0
 
@@ -66,7 +66,7 @@ def outermost(inside: Mapping[str, str] | None, mesh: Mesh, topology: Topology) 
     Raises `TopologyError` for an unknown axis or level, `LayoutError` for an axis that no such unit holds.
     """
     found: dict[str, int] = {}
-    pairs = {} if inside is None else border.table("inside", inside, "an axis to a level", TopologyError)
+    pairs = {} if inside is None else validation.table("inside", inside, "an axis to a level", TopologyError)
     for axis, name in pairs.items():
         if axis not in mesh.axes:
             raise TopologyError(f"inside: unknown axis {excerpt(axis)}: {mesh.legal(axis)}")

@@ -20,7 +20,7 @@ from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.placing.demand import Programs, demand_bound, demand_plan, stock_seconds
 from shardplan.movement.placing.traffic import Demand
-from shardplan.movement.reductions.type_graph import cheapest_path, letters
+from shardplan.movement.reductions.type_graph import cheapest_path, factor_states
 from shardplan.notebook import notebook_html
 from shardplan.plans.plan import Plan
 
@@ -41,7 +41,7 @@ class DemandShare:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PricedPlacement:
     """A placement with its price."""
 
     placement: Placement
@@ -103,25 +103,25 @@ def rank_placements(
     programs: Programs = "best",
     algorithm: str = "auto",
     others: Sequence[tuple[int, Pattern]] = (),
-) -> list[Placed]:
+) -> list[PricedPlacement]:
     """Return placements of one mesh on one topology with their prices, best first; of equal prices the more local.
 
     There is at least one. `others` is what moves beside the demands, with how often; its device ids are the mesh's.
     """
     shares = [_prices(candidates, demand, programs, algorithm) for demand in demands]
-    rows: list[Placed] = []
+    rows: list[PricedPlacement] = []
     for k, placement in enumerate(candidates):
         fabric = Fabric(placement.topology, placement.position()) if others else None
         rest = 0.0 if fabric is None else sum(n * price(p, fabric, algorithm).seconds for n, p in others)
         own = tuple(DemandShare(d, best[k], stock[k]) for d, (best, stock) in zip(demands, shares, strict=True))
-        rows.append(Placed(placement, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
+        rows.append(PricedPlacement(placement, sum(s.seconds for s in own) + rest, own, rest, programs, algorithm))
     return _local_first(rows)
 
 
-def _local_first(rows: Sequence[Placed]) -> list[Placed]:
+def _local_first(rows: Sequence[PricedPlacement]) -> list[PricedPlacement]:
     """Rows by seconds, and of equal ones those first from whose outer units less must leave."""
-    found: list[Placed] = []
-    equal: list[Placed] = []
+    found: list[PricedPlacement] = []
+    equal: list[PricedPlacement] = []
     for row in sorted(rows, key=lambda row: row.seconds):
         if equal and row.seconds > equal[0].seconds * (1 + SAME):
             found += sorted(equal, key=lambda row: row.crossing_bytes)
@@ -130,9 +130,9 @@ def _local_first(rows: Sequence[Placed]) -> list[Placed]:
     return found + sorted(equal, key=lambda row: row.crossing_bytes)
 
 
-def in_best_order(rows: Sequence[Placed]) -> list[Placed]:
+def in_best_order(rows: Sequence[PricedPlacement]) -> list[PricedPlacement]:
     """Return of rows, best first, every matrix in its best order of axes on each level; of equals in the mesh's."""
-    best: dict[Matrix, Placed] = {}
+    best: dict[Matrix, PricedPlacement] = {}
     for row in rows:
         first = best.setdefault(row.placement.matrix, row)
         if row.placement == replace(row.placement, order=()) and row.seconds <= first.seconds * (1 + SAME):
@@ -151,7 +151,9 @@ def _prices(
         return stock, stock
     amount = demand.payload(math.prod(f.size for f in found[0]))
     best = [
-        cheapest_path(tuple(f.units for f in one), amount, topology, *letters(demand.op, len(one)), algorithm).seconds
+        cheapest_path(
+            tuple(f.units for f in one), amount, topology, *factor_states(demand.op, len(one)), algorithm
+        ).seconds
         for one in found
     ]
     return [demand.exposed_seconds(demand.count * s) for s in best], stock

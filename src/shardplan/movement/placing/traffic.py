@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core import border, ops
+from shardplan.core import ops, validation
 from shardplan.core.mesh import Mesh
 from shardplan.core.pattern import Groups, Pattern, communicates
 from shardplan.core.program import Program
@@ -27,7 +27,7 @@ from shardplan.core.walk import program_leaves
 from shardplan.errors import LayoutError, ParseError, excerpt
 from shardplan.hardware.prices.cost import PRICED
 from shardplan.hardware.units import format_bytes, format_seconds, parse_bytes, parse_seconds
-from shardplan.movement.reductions.type_graph import letters
+from shardplan.movement.reductions.type_graph import factor_states
 
 OPS = PRICED  # that traffic may name
 Row = tuple[str, float | str, float] | tuple[str, float | str, float, str]
@@ -79,7 +79,7 @@ class Demand:
     @property
     def letters(self) -> tuple[str, str]:
         """Those of every factor before and after (see `reductions.type_graph`); empty where it is no reduction."""
-        return letters(self.op)
+        return factor_states(self.op)
 
     @property
     def shifts(self) -> bool:
@@ -106,13 +106,13 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
     found: list[Demand] = []
     if isinstance(traffic, str):
         traffic = usual_calls(traffic)[0]
-    for key, value in border.table("traffic", traffic, "axes to bytes, or its text such as 'data=2GB'").items():
-        axes = border.names("the axes of traffic", key)
+    for key, value in validation.table("traffic", traffic, "axes to bytes, or its text such as 'data=2GB'").items():
+        axes = validation.names("the axes of traffic", key)
         if not axes or len(set(axes)) < len(axes):
             raise LayoutError(f"traffic over {axes}: legal are distinct axes, one or more; {mesh.legal()}")
         mesh.expand(axes)
         rows = [("all_reduce", value, 1.0)] if isinstance(value, (*_NUMBERS, str)) else value
-        for row in border.items(f"traffic over {axes}", rows, "rows (op, bytes, count); or it is bytes"):
+        for row in validation.items(f"traffic over {axes}", rows, "rows (op, bytes, count); or it is bytes"):
             if not isinstance(row, (tuple, list)) or len(row) not in (3, 4):
                 raise LayoutError(f"traffic over {axes}: {excerpt(row)}; legal are bytes, or rows (op, bytes, count)")
             op, nbytes, count = row[:3]
@@ -131,7 +131,9 @@ def demands_of(traffic: Traffic | str, mesh: Mesh) -> tuple[Demand, ...]:
                     f"traffic over {axes}: {excerpt(nbytes)} bytes, {excerpt(count)} times; at most {MOST:g}"
                 )
             hidden = (
-                (0.0, 0.0) if len(row) == 3 else _hidden_part(border.text(f"what hides traffic over {axes}", row[3]))
+                (0.0, 0.0)
+                if len(row) == 3
+                else _hidden_part(validation.text(f"what hides traffic over {axes}", row[3]))
             )
             found.append(Demand(tuple(a for a in mesh.axes if a in axes), op, float(nbytes), float(count), *hidden))
     return tuple(found)
@@ -163,7 +165,7 @@ def parse_traffic(
     {('data',): [('all_reduce', 2000000000.0, 1.0)], ('tensor',): [('all_to_all', 1000.0, 3.0)]}
     """
     found: dict[tuple[str, ...], list[Row]] = {}
-    border.text("traffic", text, ParseError)
+    validation.text("traffic", text, ParseError)
     start = 0
     for term in text.split(","):
         match = _TERM.fullmatch(term)

@@ -67,7 +67,7 @@ class Simplicity(NamedTuple):
     text: tuple[str, ...]  # says nothing of the programs, but makes plans deterministic
 
 
-class Convenience(NamedTuple):
+class TieBreak(NamedTuple):
     """What decides between programs that predictions do not tell apart, of as few bytes on the slowest level."""
 
     devices: int  # that are together in a step
@@ -114,14 +114,14 @@ class Chosen:
             tuple(op_text(s.op, s.operands) for s in steps),
         )
 
-    def convenience(self, rules: Rules) -> Convenience:
+    def convenience(self, rules: Rules) -> TieBreak:
         """How convenient the program is: only asked of several that predictions do not tell apart."""
         assert rules.fabric is not None
         steps, found = self.program.steps, patterns(self.program)
         library = rules.fabric.library
         grouped = [isinstance(as_messages(x.pattern, library), Groups) for x in found]
         moving = [communicates(x.pattern) for x in found]
-        return Convenience(
+        return TieBreak(
             max((self._group_size(k, len(x.devices)) for k, x in enumerate(found) if moving[k]), default=0),
             sum(moves and not alike for moves, alike in zip(moving, grouped, strict=True)),
             sum(moving),

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.pattern import Groups
 from shardplan.core.program import Program
 from shardplan.errors import LayoutError
@@ -124,9 +124,9 @@ def reductions(
     >>> len(found), str(found[0])
     (93, '(node, InsideGroup, ReduceScatter); (node, Parallel(root), AllReduce); (node, InsideGroup, AllGather)')
     """
-    placement, axes = placement_of("placement", placement), border.names("axes", axes)
-    limit = None if limit is None else border.integer("limit", limit)
-    top = None if top is None else border.integer("top", top)
+    placement, axes = placement_of("placement", placement), validation.names("axes", axes)
+    limit = None if limit is None else validation.integer("limit", limit)
+    top = None if top is None else validation.integer("top", top)
     checked_algorithm(algorithm, library(placement.topology.library))
     if limit is not None and limit > MOST_INSTRUCTIONS:
         raise LayoutError(
@@ -136,7 +136,7 @@ def reductions(
         raise LayoutError(f"limit is {limit} instructions; legal are 1 or more, or None for programs of any size")
     if top is not None and top < 1:
         raise LayoutError(f"top is {top} programs; legal are 1 or more, or None")
-    view = payload(placement, axes, bytes_of("nbytes", nbytes), border.flag("uncollapsed", uncollapsed))
+    view = payload(placement, axes, bytes_of("nbytes", nbytes), validation.flag("uncollapsed", uncollapsed))
     if not view.factors:
         return [Reduction((), 0.0, view, placement, algorithm)]
     graph, sizes = state_graph(len(view.factors)), checked_sizes(view.sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import CertificateError, LayoutError, TypingError, excerpt
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import checked_algorithm
@@ -20,7 +20,7 @@ from shardplan.movement.redistribution.choice import chain
 from shardplan.movement.reductions.instructions import instruction_list_text
 from shardplan.movement.reductions.payload import Payload, payload
 from shardplan.movement.reductions.state_matrix import check
-from shardplan.movement.reductions.type_graph import MOST_FACTORS, CheapestPath, TypeEdge, letters
+from shardplan.movement.reductions.type_graph import MOST_FACTORS, CheapestPath, TypeEdge, factor_states
 from shardplan.plans.certificate import issue
 from shardplan.plans.plan import Plan
 from shardplan.plans.pricing import placement_of
@@ -68,11 +68,11 @@ def reduce(
     >>> [step.op.name for step in plan.program.steps]
     ['reduce_scatter', 'all_reduce', 'all_gather']
     """
-    placement, axes = placement_of("placement", placement), border.names("axes", axes)
+    placement, axes = placement_of("placement", placement), validation.names("axes", axes)
     checked_algorithm(algorithm, library(placement.topology.library))
-    subsets, uncollapsed = border.flag("subsets", subsets), border.flag("uncollapsed", uncollapsed)
+    subsets, uncollapsed = validation.flag("subsets", subsets), validation.flag("uncollapsed", uncollapsed)
     view = payload(placement, axes, bytes_of("nbytes", nbytes), uncollapsed)
-    ends = letters(stock_op(target), len(view.factors))
+    ends = factor_states(stock_op(target), len(view.factors))
     found = checked_path(view, placement, *ends, algorithm, subsets)
     source, wanted = map(view.type, ends)
     if algorithm == "auto" and not subsets and not uncollapsed and len(view.factors) <= MOST_FACTORS:
@@ -92,7 +92,7 @@ def instructions_text(
 ) -> str:
     """Return the program that `reduce` finds in the paper's language; arguments and errors as there."""
     view = payload(placement, axes, nbytes)
-    ends = letters(stock_op(target), len(view.factors))
+    ends = factor_states(stock_op(target), len(view.factors))
     found = checked_path(view, placement, *ends, algorithm, subsets)
     return instruction_list_text([edge.instruction for edge in found.edges], len(found.parts), view.part_names(found))
 

@@ -138,7 +138,7 @@ def reduction_space(depth: int, subsets: bool = False) -> ReductionSpace:
     return ReductionSpace(states, instructions, source[order], entered[order], target[order], number[order])
 
 
-def letters(collective: str, factors: int = 1) -> tuple[State, State]:
+def factor_states(collective: str, factors: int = 1) -> tuple[State, State]:
     """Return what all factors are before and after a collective over them; empty where the language has no such."""
     before, after = _LETTERS.get(collective, ("", ""))
     return before[:1] * factors, after * factors

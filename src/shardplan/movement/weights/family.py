@@ -34,7 +34,7 @@ from shardplan.movement.weights.lowering import (
     run_rows,
     table_of,
 )
-from shardplan.movement.weights.pieces import HeldPiece, Scenery, local_pieces
+from shardplan.movement.weights.pieces import FormContext, HeldPiece, local_pieces
 from shardplan.movement.weights.table import TableParameter
 
 
@@ -121,9 +121,9 @@ class _Family:
     def fail(self, message: str) -> LayoutError:
         return LayoutError(f'{self.entry.name} = "{self.entry.form}": {message}')
 
-    def scenery(self, at: Mapping[str, int]) -> Scenery:
+    def scenery(self, at: Mapping[str, int]) -> FormContext:
         every = {**self.axes, **self.terms.numbers}
-        return Scenery(self.terms.sizes, every, self.terms.tables, at)
+        return FormContext(self.terms.sizes, every, self.terms.tables, at)
 
     def held_pieces(self, dim: int, at: Mapping[str, int]) -> tuple[int, tuple[HeldPiece, ...]]:
         """What is held of a storage dim, remembered."""

@@ -16,7 +16,7 @@ from shardplan.core.digits import nth_of_each
 from shardplan.movement.weights.contents import DimCells, DimContents, cells_of, contents_of, overlap_of
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.lowering import DimRuns
-from shardplan.movement.weights.relays import fed_once
+from shardplan.movement.weights.relays import relay_within_node
 from shardplan.movement.weights.spreading import Shares, spread
 
 
@@ -256,7 +256,7 @@ def _shares(
                 out += _with_own(combos[k], to[k], by[k], own[k], length, size, turn)
             combos, to, by = combos[~mine], to[~mine], by[~mine]
         elif node is not None and dd > 1 and len(combos):
-            outside, inside, served = fed_once(combos, to, by, node[to], length, size, turn)
+            outside, inside, served = relay_within_node(combos, to, by, node[to], length, size, turn)
             out.append(outside)
             passed.append(inside)
             combos, to, by = combos[~served], to[~served], by[~served]

@@ -38,7 +38,7 @@ class HeldPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenery:
+class FormContext:
     """What an expression is read with: sizes of atoms, sizes of axes, tables of owners, and one's coordinates."""
 
     sizes: Mapping[str, int]
@@ -93,20 +93,20 @@ class _HeldIntervals:
 _HeldNode = _HeldAtom | _HeldSum | _HeldProduct | _HeldIntervals
 
 
-def local_pieces(factors: tuple[FormFactor, ...], scenery: Scenery) -> tuple[int, tuple[HeldPiece, ...]]:
+def local_pieces(factors: tuple[FormFactor, ...], scenery: FormContext) -> tuple[int, tuple[HeldPiece, ...]]:
     """Return the local size of a dim for one device, and its pieces, in local order; raises `LayoutError`."""
     node = _product(factors, scenery)
     return node.size, tuple(_pieces(node, 0, node.size))
 
 
-def _product(factors: tuple[FormFactor, ...], scenery: Scenery) -> _HeldNode:
+def _product(factors: tuple[FormFactor, ...], scenery: FormContext) -> _HeldNode:
     nodes = tuple(_factor(f, scenery) for f in factors)
     if len(nodes) == 1:
         return nodes[0]
     return _HeldProduct(nodes, math.prod(node.size for node in nodes))
 
 
-def _factor(factor: FormFactor, scenery: Scenery) -> _HeldNode:
+def _factor(factor: FormFactor, scenery: FormContext) -> _HeldNode:
     if isinstance(factor.item, str):
         node: _HeldNode = _HeldAtom(factor.item, scenery.size(factor.item))
     elif len(factor.item) == 1 and factor.item[0].tensor is None and factor.item[0].padding is None:
@@ -122,7 +122,7 @@ def _factor(factor: FormFactor, scenery: Scenery) -> _HeldNode:
     return node
 
 
-def _alternative(alternative: FormAlternative, scenery: Scenery) -> tuple[str | None, _HeldNode | None, int]:
+def _alternative(alternative: FormAlternative, scenery: FormContext) -> tuple[str | None, _HeldNode | None, int]:
     if alternative.padding is not None:
         return None, None, scenery.size(alternative.padding)
     node = _product(alternative.factors, scenery)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardplan.core.box_table import region_view
 from shardplan.core.dtypes import numpy_dtype
 from shardplan.movement.weights.owners import FamilyMove
 from shardplan.movement.weights.regions import RefitRegions
@@ -51,12 +52,6 @@ def convert_values(values: np.ndarray, dtype: np.dtype[Any], plus: int) -> np.nd
         wide = np.result_type(np.float32, values.dtype) if values.dtype.kind == "f" else np.dtype(np.float32)
         values = values.astype(wide) + wide.type(plus)
     return values if values.dtype == dtype else values.astype(dtype)
-
-
-def region_view(array: np.ndarray, offset: int, sizes: np.ndarray, strides: np.ndarray) -> np.ndarray:
-    """Return a view of a contiguous array: a region's elements from an offset."""
-    flat = array.reshape(-1)[offset:]
-    return np.lib.stride_tricks.as_strided(flat, tuple(sizes.tolist()), tuple((strides * array.itemsize).tolist()))
 
 
 def apply_refit(

@@ -14,7 +14,7 @@ import numpy as np
 from shardplan.movement.weights.spreading import SMALL, Shares, cut_dim
 
 
-def fed_once(
+def relay_within_node(
     combos: np.ndarray,
     to: np.ndarray,
     by: np.ndarray,

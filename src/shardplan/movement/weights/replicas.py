@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.core.box_table import region_view
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.contents import DimContents
 from shardplan.movement.weights.family import StoredFamily
 from shardplan.movement.weights.owners import FamilyMove, copies_of, family_cells, family_contents
-from shardplan.movement.weights.reference import region_view
 from shardplan.movement.weights.regions import RefitRegions, RegionWriter, write_regions
 from shardplan.movement.weights.weights import Weights
 

@@ -82,6 +82,7 @@ class RowStrategy(_Struct, frozen=True):
     imbalance: float | None = None  # tokens of the device of experts that has most, over the mean
     dispatch: str | None = None  # of tokens to experts: `levels`, or `deepep`; `direct`, or `alltoall`
     expert_products: str | None = None
+    expert_overlap: bool = False
 
 
 class RowMeasured(_Struct, frozen=True):

@@ -49,10 +49,12 @@ DISPATCHED = {
 WITHOUT_GATE = 2 / 3  # of its width has a gated MLP that has as many parameters and operations, and saves as much
 PIECE = 128  # of a width, so that tensors divide it
 RING_FROM = 32 * 1024  # tokens of a sequence above which keys and values go round: heads are too few to deal out
+# Schedules that run a forward and a backward together where exchanges with experts overlap, as Megatron-Core has it.
+PAIRED = ("1f1b", "interleaved")
 # Options that publications say although they do nothing.
 HARMLESS = (
     "sequence_parallel", "tensor_overlap", "zero", "fsdp", "recompute", "schedule", "offload_layers", "expert_from",
-    "dispatch", "expert_products",
+    "dispatch", "expert_products", "expert_overlap",
 )  # fmt: skip
 
 
@@ -133,6 +135,8 @@ def strategies_of(row: StepRow) -> list[Strategy]:
         apart = one["schedule"] == "interleaved"
         if free and (apart != (one["interleave"] > 1) or one["pipeline"] * one["interleave"] > row.model.layers):
             continue
+        if said.expert_overlap and one["expert"] > 1 and one["schedule"] in PAIRED:
+            one["schedule"] = "combined-1f1b"
         try:
             found.append(_without(Strategy(**one), limits))
         except ShardplanError as error:
@@ -172,6 +176,8 @@ def dropped(row: StepRow, strategy: Strategy) -> dict[str, object]:
     """Return the published options of a row that do nothing, and without which it is predicted, as they were said."""
     said = {name: getattr(row.strategy, name) for name in row.strategy.__struct_fields__ if name not in row.unknown}
     said.pop("context_kind")  # said, or taken: never dropped
+    if strategy.software.expert_overlap:
+        said.pop("schedule", None)  # in pairs
     if said.get("dispatch"):
         said["dispatch"] = DISPATCHED.get(str(said["dispatch"]).lower(), said["dispatch"])
     if said.get("recompute"):

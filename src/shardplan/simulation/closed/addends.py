@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from shardplan.core.nested import as_nested
 from shardplan.core.ops.compute import computing
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.serving import PARTIAL, State
+from shardplan.strategy.partition.axis_propagation import PARTIAL, State
 
 
 def no_larger(states: Sequence[State]) -> list[State]:

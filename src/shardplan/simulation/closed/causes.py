@@ -13,10 +13,10 @@ import numpy as np
 
 from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.form import ClosedForm
+from shardplan.simulation.closed.numbers import exchanges_tokens
 from shardplan.simulation.closed.work import LocalMove
 
 Floats = np.ndarray
-EXPERTS = frozenset(("expert", "expert_context", "expert_tensor", "expert_group"))
 TENSOR = frozenset(("tensor", "group", "expert_tensor", "expert_group"))
 CONTEXT = frozenset(("context", "expert_context"))
 
@@ -24,7 +24,7 @@ CONTEXT = frozenset(("context", "expert_context"))
 def cause_of(move: LocalMove) -> str:
     """Return what the movement of a layer is for."""
     axes = {*move.axes}
-    if not move.summed and not move.whole and axes & EXPERTS:
+    if exchanges_tokens(move):
         return "experts"
     return "tensor" if axes & TENSOR else "context" if axes & CONTEXT else "data"
 

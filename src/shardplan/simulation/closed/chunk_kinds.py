@@ -50,7 +50,8 @@ class PipelineKinds:
     Args:
         counts: Layers of each run, and what is before and behind them, of a kind: [runs + 2, kinds].
         of_chunk: The kind of each chunk, [chunks].
-        ranks: How many chunks of each kind ranks compute, every combination once: [combinations, kinds].
+        ranks: How many chunks of each kind ranks have, every combination once: [combinations, kinds].
+        owners: How many ranks have each chunk, and compute a part of its microbatches.
         held: How many chunks of each kind the rank of a moment has: [moments, kinds].
         whole: Microbatches in flight in them: [moments, kinds].
         late: Microbatches of which only gradients of parameters are still to come: [moments, kinds].
@@ -62,6 +63,7 @@ class PipelineKinds:
     counts: Floats
     of_chunk: Ints
     ranks: Floats
+    owners: int
     held: Floats
     whole: Floats
     late: Floats
@@ -83,8 +85,6 @@ def pipeline_kinds(
     chunks = ranks * interleave
     counts, of_chunk = np.unique(layers_of(runs, chunks), axis=1, return_inverse=True)
     kinds, of_chunk = counts.shape[1], of_chunk.reshape(-1)
-    computed = np.zeros((ranks, kinds))
-    np.add.at(computed, (np.arange(chunks) % ranks, of_chunk), 1)
     flight = flight_peaks(name, ranks, microbatches, interleave)
     mine = of_chunk[flight.stages % chunks]  # [ranks, chunks of a rank]
     has = mine[:, :, None] == np.arange(kinds)
@@ -97,8 +97,8 @@ def pipeline_kinds(
     at_work, rank = at_work.reshape(-1), np.repeat(np.arange(ranks), flight.at_work.shape[1])
     kept = np.arange(len(moments)) if every else _undominated(moments, at_work)
     held, whole, late, alive = np.split(moments[kept], 4, axis=1)
-    combinations = np.unique(computed, axis=0)
-    return PipelineKinds(counts, of_chunk, combinations, held, whole, late, alive, at_work[kept], rank[kept])
+    combinations, owners = np.unique(has.sum(axis=1) * 1.0, axis=0), flight.stages.size // chunks
+    return PipelineKinds(counts, of_chunk, combinations, owners, held, whole, late, alive, at_work[kept], rank[kept])
 
 
 def _split_counts(counts: Floats, first: Ints) -> Floats:
@@ -132,6 +132,7 @@ class ChunkKinds:
         counts: As in `PipelineKinds`, and so the rest: [runs + 2, kinds, n].
         chunks: How many chunks are of each kind, [kinds, n].
         ranks: [combinations, kinds, n].
+        owners: [n].
         held: [moments, kinds, n].
         whole: [moments, kinds, n].
         late: [moments, kinds, n].
@@ -145,6 +146,7 @@ class ChunkKinds:
     counts: Floats
     chunks: Floats
     ranks: Floats
+    owners: Ints
     held: Floats
     whole: Floats
     late: Floats
@@ -209,7 +211,7 @@ def _stacked(pipelines: tuple[PipelineKinds, ...]) -> dict[str, np.ndarray]:
         real = np.arange(kinds) < mine
         rank, moment = (np.arange(most) % n for most, n in ((ranks, len(p.ranks)), (moments, len(p.rank))))
         rows = {"counts": p.counts[:, kind], "chunks": np.bincount(p.of_chunk, minlength=kinds) * 1.0}
-        rows |= {"ranks": p.ranks[rank][:, kind] * real, "at_work": p.at_work[moment]}
+        rows |= {"ranks": p.ranks[rank][:, kind] * real, "at_work": p.at_work[moment], "owners": np.array(p.owners)}
         rows |= {name: getattr(p, name)[moment][:, kind] * real for name in ("held", "whole", "late", "alive")}
         for name, values in rows.items():
             made.setdefault(name, []).append(values)

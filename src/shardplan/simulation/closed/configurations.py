@@ -43,7 +43,7 @@ NUMBERS = (
     "data", "tensor", "pipeline", "context", "expert", "microbatch", "global_batch", "interleave", "zero",
     "offload_layers", "loss_chunks", "shard", "recompute_layers",
 )  # fmt: skip
-FLAGS = ("sequence_parallel", "fsdp", "tensor_overlap")
+FLAGS = ("sequence_parallel", "fsdp", "tensor_overlap", "expert_overlap")
 THOUSANDTHS = ("imbalance",)  # numbers with digits behind the point, as so many thousandths
 # What a column holds where a strategy has no such field, or says nothing.
 DEFAULTS: Mapping[str, int] = {**dict.fromkeys(NUMBERS, 1), **dict.fromkeys((*THOUSANDTHS, *FLAGS, *CODES), 0),

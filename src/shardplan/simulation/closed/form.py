@@ -25,12 +25,21 @@ from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.memory import holdings, least_memory, memory, of_layers
 from shardplan.simulation.closed.numbers import KernelsAsked, LayerCost, layer_costs
+from shardplan.simulation.closed.pair_overlap import hidden_exchanges
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.part_seconds import (
+    apart_share,
+    at_once,
+    is_halved,
+    paired_rows,
+    pass_rows,
+    weight_rows,
+)
 from shardplan.simulation.closed.pass_overlap import PassOrder, PassWork, settled_seconds, waiting_seconds
 from shardplan.simulation.closed.reading import read
-from shardplan.simulation.closed.stages import Dealt, at_once, is_halved, layer_rows, weight_rows
-from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, Reading
-from shardplan.simulation.sweep import StageSeconds, closed_step, compile_schedule
+from shardplan.simulation.closed.scheduled_steps import StageTimes, joint_shares, scheduled_steps
+from shardplan.simulation.closed.stages import ShardedState, sent
+from shardplan.simulation.closed.work import BACKWARD, FORWARD, LocalMove, StepProfile
 from shardplan.strategy.held_cuts import SHARING
 from shardplan.strategy.model import Model
 from shardplan.strategy.strategy import NARROW, Strategy
@@ -39,7 +48,9 @@ Floats = np.ndarray
 Ints = np.ndarray
 # Schedules whose step is that of its busiest rank, and of what the others do before and behind it, where there are
 # microbatches for all; others are asked.
-FORMULA = tuple(CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "looped-bfs"))
+FORMULA = tuple(
+    CODES["schedule"].index(name) for name in ("1f1b", "gpipe", "interleaved", "combined-1f1b", "looped-bfs")
+)
 # Axes of each block, innermost first; experts have the inner part of each.
 INNER = {"tensor": ("group", "tensor"), "context": ("context",), "data": ("data",)}
 MOST_COSTS = 1024  # of single strategies: what their layers cost is remembered, for others that differ elsewhere
@@ -55,20 +66,6 @@ class PricedSteps(NamedTuple):
     floor_seconds: Floats
     floor_bytes: Floats
     parts: Mapping[str, Floats]
-
-
-class StageTimes(NamedTuple):
-    """Seconds of a microbatch by kind of chunk: arrays [kinds, n]; of messages between chunks and of once a step [n].
-
-    `weight` is the part of `backward` that makes gradients of parameters; `waiting` what all ranks take less that wait.
-    """
-
-    forward: Floats
-    backward: Floats
-    weight: Floats
-    send: Floats
-    after: Floats
-    waiting: Floats
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +85,7 @@ class ClosedForm:
     model: Model
     topology: Topology
     parameters: Parameters = field(default_factory=Parameters)
-    _readings: dict[tuple[object, ...], Reading] = field(default_factory=dict["tuple[object, ...]", Reading])
+    _readings: dict[tuple[object, ...], StepProfile] = field(default_factory=dict["tuple[object, ...]", StepProfile])
     _bases: dict[str | None, Model] = field(default_factory=dict["str | None", Model])
     _names: dict[str | None, DimNames] = field(default_factory=dict["str | None", DimNames])
     captured: bool = False
@@ -122,9 +119,9 @@ class ClosedForm:
         """Return what chunks take, [n, chunks], without messages; all of `c` have one number of ranks and chunks."""
         chunks = int(c.columns["pipeline"][0] * c.columns["interleave"][0])
         grid, column = (len(c), chunks), len(c)
-        made = StageTimes(*(np.zeros(shape) for shape in (grid, grid, grid, *[column] * 3)))
+        made = StageTimes(*(np.zeros(shape) for shape in (*[grid] * 7, *[column] * 4)))
         for where, one, cost, kinds in self._parts(c):
-            found = self._stages(one, cost, kinds, waiting=False)
+            found = self._stages(one, cost, kinds)
             of_chunk = kinds.pipelines[0].of_chunk
             for whole, part in zip(made, found, strict=True):
                 whole[where] = part if part.ndim == 1 else part[of_chunk].T
@@ -169,7 +166,7 @@ class ClosedForm:
                                "fsdp": np.zeros(len(c), dtype=bool)})  # fmt: skip
         out = np.zeros((2, len(c)))
         for where, one, cost, kinds in self._parts(bare):
-            step, busiest, _ = _formula(one, kinds, self._stages(one, cost, kinds, waiting=not events, bare=True))
+            step, busiest, _ = _formula(one, kinds, self._stages(one, cost, kinds, bare=True), not events)
             out[0, where] = one.microbatches * busiest if events else step
             out[1, where] = least_memory(one, cost, kinds, self.parameters)
         return out[0], out[1]
@@ -187,8 +184,8 @@ class ClosedForm:
             degrees = {axis: d.astype(np.int64) for axis, d in cost.degrees.items()}
             some = replace(reading, moves=tuple(m for m in reading.moves if keeps(m)))
             kinds = ChunkKinds.of(reading.layers, one)
-            stages = self._stages(one, self._cost(some, one, degrees), kinds, waiting, bare)
-            out[where] = one.microbatches * _formula(one, kinds, stages)[2] / one.columns["pipeline"]
+            stages = self._stages(one, self._cost(some, one, degrees), kinds, bare)
+            out[where] = one.microbatches * _formula(one, kinds, stages, waiting)[2] / one.columns["pipeline"]
         return out
 
     def _steps(self, c: Configurations, cost: LayerCost, kinds: ChunkKinds) -> dict[str, Floats]:
@@ -204,13 +201,11 @@ class ClosedForm:
             "once": stages.after,
         }
 
-    def _stages(
-        self, c: Configurations, cost: LayerCost, kinds: ChunkKinds, waiting: bool = True, bare: bool = False
-    ) -> StageTimes:
-        """What chunks take."""
-        interleaved, device, p = c.columns["interleave"] > 1, self.topology.device, self.parameters
-        dealt = Dealt.of(c, cost, self.collectives(), p)
-        forward, back = (layer_rows(c, cost, p, phase, device) for phase in (FORWARD, BACKWARD))
+    def _stages(self, c: Configurations, cost: LayerCost, kinds: ChunkKinds, bare: bool = False) -> StageTimes:
+        """What chunks take, without messages."""
+        device, p = self.topology.device, self.parameters
+        dealt = ShardedState.of(c, cost, self.collectives(), p)
+        forward, back = pass_rows(c, kinds, cost, p, device)
         weight = np.minimum(weight_rows(c, cost, p, device), back)
         halved, nothing = is_halved(c), np.zeros_like(back)
         gathers, again, reduces = (
@@ -218,29 +213,33 @@ class ClosedForm:
             for rows in (dealt.gather_seconds(FORWARD), dealt.gather_seconds(BACKWARD), dealt.reduce_seconds(device))
         )
         ahead = dealt.with_contention(PassWork(forward, gathers, nothing), FORWARD, device)
-        behind = PassWork(back - weight * halved, again, reduces * ~halved)
+        behind = PassWork(
+            back - weight * halved, again, reduces * ~halved, cost.rows.get("gradients of a loss", nothing)
+        )
         behind = dealt.with_contention(behind, BACKWARD, device, casts=~halved)
         last = dealt.with_contention(
             PassWork(weight * halved, nothing, reduces * halved), BACKWARD, device, casts=halved
         )
         order = PassOrder(
             at_once=at_once(c),
-            apart=halved & (c.columns["pipeline"] > 1) & gathers.any(axis=0),
-            steady=c.microbatches > 1,
+            apart=apart_share(c) * gathers.any(axis=0),
+            steady=(c.microbatches > 1) | ((c.columns["interleave"] > 1) & (c.columns["pipeline"] == 1)),
         )
         taken, first, later, left = settled_seconds(kinds.counts, ahead, behind, last, order)
-        made = [taken, first + later, later]
+        less = waiting_seconds(kinds.counts, ahead, behind, (taken, first))
         send = sent(c, cost, self.collectives())
-        if waiting and send.any():
-            # Interleaved ones have other chunks meanwhile, and take no less than a message does.
-            for seconds, end in zip(made, (-2, -1), strict=False):  # the first gets none forward, the last none back
-                there = send * (kinds.counts[end] == 0)
-                seconds[:] = np.where(interleaved, np.maximum(seconds, there), seconds + there)
         after = left + dealt.once(kinds, device, forward, np.where(halved, weight, back))
-        less = (kinds.chunks * waiting_seconds(kinds.counts, ahead, behind)).sum(axis=0)
-        return StageTimes(made[0], made[1], made[2], send, after, less)
+        hidden = np.zeros((2, *taken.shape))
+        if (joint := c.columns["expert_overlap"]).any():
+            there, back = (
+                paired_rows(c, cost, p, phase, device).sum_parts(kinds.sums) for phase in (FORWARD, BACKWARD)
+            )
+            hidden = joint * np.array(hidden_exchanges(there, back, device.processors))
+        return StageTimes(
+            taken, first + later, later, *less, hidden[0], hidden[1], send.far, after, send.near, send.stages
+        )
 
-    def classes(self, c: Configurations) -> Iterator[tuple[Reading, Ints, Configurations, LayerCost]]:
+    def classes(self, c: Configurations) -> Iterator[tuple[StepProfile, Ints, Configurations, LayerCost]]:
         """Yield readings, the places of the configurations that each serves, these, and what their layers cost.
 
         A precision that is not said is the model's own, with gradients as parameters are.
@@ -273,7 +272,7 @@ class ClosedForm:
         for reading, where, one, cost in self.classes(c):
             yield where, one, cost, ChunkKinds.of(reading.layers, one)
 
-    def _reading(self, s: Strategy, axes: tuple[str, ...]) -> Reading:
+    def _reading(self, s: Strategy, axes: tuple[str, ...]) -> StepProfile:
         key = axes, s.sequence_parallel, s.context_kind if s.context > 1 else "", s.precision
         if key not in self._readings:
             base = self._base(s.precision)
@@ -304,7 +303,7 @@ class ClosedForm:
             self._bases[precision] = (model.resize(batch=2) if small else model).with_given_count()
         return self._bases[precision]
 
-    def _cost(self, reading: Reading, c: Configurations, degrees: Mapping[str, Ints]) -> LayerCost:
+    def _cost(self, reading: StepProfile, c: Configurations, degrees: Mapping[str, Ints]) -> LayerCost:
         """What layers cost: worked out for those that differ in it."""
         blocks = c.strides()
         # Of a strategy without an order its degrees say where its axes may lie.
@@ -348,46 +347,47 @@ class ClosedForm:
         return CollectivePrices.of(self.topology, self.parameters, self.captured)
 
 
-def sent(c: Configurations, cost: LayerCost, collectives: CollectivePrices) -> Floats:
-    """Return the seconds of a message from a stage to the next, [n]; 0 where there is one stage.
+def _with_messages(c: Configurations, kinds: ChunkKinds, stages: StageTimes) -> StageTimes:
+    """What chunks take with what they wait for messages.
 
-    Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1).
+    Interleaved ones have other chunks meanwhile, and take no less than a message does. Of the stages between first and
+    last the busiest counts, which gets one from another unit where there is any, and one from its own.
     """
-    strides, pipeline = c.strides(), c.columns["pipeline"]
-    if (pipeline == 1).all():
-        return np.zeros(len(c))
-    parts = np.where(c.columns["sequence_parallel"], 1, c.columns["tensor"])
-    send = collectives.message_lines(strides["pipeline"], pipeline).seconds(cost.carried / parts)
-    return send + collectives.lines(False, True, [(parts, strides["tensor"])]).seconds(cost.carried) * (pipeline > 1)
+    messages, first, last = stages.messages, kinds.counts[-2] > 0, kinds.counts[-1] > 0
+    to_last = np.where((c.columns["pipeline"] - 1) % messages.stages == 0, messages.far, messages.near)
+    several = c.columns["interleave"] > 1
+
+    def waited(seconds: Floats, message: Floats) -> Floats:
+        return np.where(several, np.maximum(seconds, message), seconds + message)
+
+    forward = waited(stages.forward, np.where(last, to_last, messages.far) * ~first)
+    return stages._replace(forward=forward, backward=waited(stages.backward, messages.near * ~last))
 
 
-def _formula(c: Configurations, kinds: ChunkKinds, stages: StageTimes) -> tuple[Floats, Floats, Floats]:
-    """The seconds of steps without what comes once; a microbatch's on the busiest rank; and on all, [n] each."""
+def _formula(
+    c: Configurations, kinds: ChunkKinds, stages: StageTimes, waiting: bool = True
+) -> tuple[Floats, Floats, Floats]:
+    """The seconds of steps without what comes once; a microbatch's on the busiest rank; and on all, [n] each.
+
+    With messages between stages where `waiting`.
+    """
+    alone = stages if waiting else stages._replace(send=np.zeros(len(c)), send_near=np.zeros(len(c)))
+    stages = _with_messages(c, kinds, alone) if alone.send.any() else alone
     both = stages.forward + stages.backward
-    busiest = np.einsum("pkn,kn->pn", kinds.ranks, both).max(axis=0)
+    busiest = np.einsum("pkn,kn->pn", kinds.ranks, both).max(axis=0) / kinds.owners
     whole = (kinds.chunks * both).sum(axis=0)
-    others = np.maximum(0.0, whole - busiest - stages.waiting * (1 - 1 / c.columns["pipeline"]))
+    less = (kinds.chunks * (stages.ahead + stages.ahead_back)).sum(axis=0)
+    others = np.maximum(0.0, whole - busiest - less * (1 - 1 / c.columns["pipeline"]))
     step = c.microbatches * busiest + others / c.columns["interleave"]
     few = (c.columns["interleave"] > 1) & (c.microbatches < c.columns["pipeline"])  # a rank waits for its own chunks
-    other = few | ~np.isin(c.columns["schedule"], FORMULA)
+    rounds = at_once(c) & (c.columns["interleave"] > 1)  # each waits for its longest chunk
+    other = few | rounds | ~np.isin(c.columns["schedule"], FORMULA)
     if other.any():
-        step[other] = _scheduled(c, kinds, stages, np.flatnonzero(other))
+        step[other] = scheduled_steps(c, kinds, alone, np.flatnonzero(other))
+    together = np.asarray(stages.hidden_seconds.any(axis=0))
+    if together.any():
+        busiest = np.einsum("pkn,kn->pn", kinds.ranks, both - stages.hidden_seconds).max(axis=0) / kinds.owners
+        share, hidden = joint_shares(c, kinds, alone, np.flatnonzero(together))
+        step[together] = np.maximum(step[together] * share, (c.microbatches * busiest)[together])
+        whole[together] -= hidden / c.microbatches[together]
     return step, busiest, whole
-
-
-def _scheduled(c: Configurations, kinds: ChunkKinds, stages: StageTimes, where: Ints) -> Floats:
-    """The seconds of steps under schedules that have formulas of their own, [n] of `where`."""
-    found = np.zeros(len(where))
-    columns = [c.columns[name][where] for name in ("schedule", "pipeline", "interleave")]
-    keys, back = np.unique(np.stack([*columns, c.microbatches[where]]), axis=1, return_inverse=True)
-    for k, (schedule, pipeline, interleave, m) in enumerate(keys.T.tolist()):
-        at = np.flatnonzero(back.reshape(-1) == k)
-        of_chunk = kinds.pipelines[int(kinds.which[where[at[0]]])].of_chunk
-        forward, backward, weight = (
-            x[of_chunk][:, where[at]].T for x in (stages.forward, stages.backward, stages.weight)
-        )
-        nothing = np.zeros((len(at), len(of_chunk) - 1))
-        order = compile_schedule(CODES["schedule"][schedule], pipeline, m, interleave)
-        stage_seconds = StageSeconds(forward, backward - weight, weight, nothing)
-        found[at] = closed_step(order, stage_seconds, near=interleave > 1 and m < pipeline)
-    return found

@@ -16,7 +16,7 @@ from shardplan.core.nested import Nested
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.read_block import ReadBlock
 from shardplan.simulation.closed.work import LayerLife, LocalValue
-from shardplan.strategy.partition.serving import State
+from shardplan.strategy.partition.axis_propagation import State
 
 Floats = np.ndarray
 Local = Callable[[str, TensorType, State], LocalValue]

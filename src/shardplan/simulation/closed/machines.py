@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.decoding import decode_toml
 from shardplan.errors import ParseError, ShardplanError, excerpt
 from shardplan.hardware.toml_fields import basic_string, check_keys
@@ -109,7 +109,7 @@ def parse_fit(text: str, what: str = "parameters") -> MachineFit:
             f"{what}: parameters is {excerpt(said)}; legal is a table of {', '.join(Parameters.names())}"
         )
     check_keys(f"{what}: parameters", said, Parameters.names())
-    values = {k: border.number(f"{what}: {k}", v, ShardplanError) for k, v in said.items()}
+    values = {k: validation.number(f"{what}: {k}", v, ShardplanError) for k, v in said.items()}
     fit = data.get("fit", {})
     if not isinstance(fit, dict):
         raise ShardplanError(f"{what}: fit is {excerpt(fit)}; legal is a table")
@@ -126,7 +126,7 @@ def parse_fit(text: str, what: str = "parameters") -> MachineFit:
     if wrong is not None:
         raise ShardplanError(f"{what}: fit.covariance has {excerpt(wrong)}; legal are finite numbers")
     covariance = np.array(rows, dtype=float).reshape(len(names), len(names))
-    base = border.text(f"{what}: base", data.get("base", ""), ShardplanError)
+    base = validation.text(f"{what}: base", data.get("base", ""), ShardplanError)
     return MachineFit(Parameters(**values), tuple(names), covariance, base)
 
 

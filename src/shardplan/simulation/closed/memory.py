@@ -17,7 +17,7 @@ from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.closed.element_bytes import element_bytes
 from shardplan.simulation.closed.numbers import LayerCost
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import copies, several_chunks
+from shardplan.simulation.closed.part_seconds import copies, several_chunks
 from shardplan.strategy.runtimes import MEGATRON, MEGATRON_2021, TORCHTITAN
 from shardplan.strategy.strategy import NARROW
 

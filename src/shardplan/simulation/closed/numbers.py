@@ -1,4 +1,4 @@
-"""A `Reading` with sizes: what a layer, and what is before and behind all, takes on a device, at many degrees."""
+"""A `StepProfile` with sizes: what a layer, and what is before and behind all, takes on a device, at many degrees."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from shardplan.simulation.closed.kernel_classes import cast_work, narrow_bytes
 from shardplan.simulation.closed.lifetimes import life_bytes
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.move_prices import MovePrices
-from shardplan.simulation.closed.work import FORWARD, LocalKernel, LocalMove, Reading
+from shardplan.simulation.closed.work import FORWARD, LocalKernel, LocalMove, StepProfile
 from shardplan.strategy.held_cuts import SHARING
 
 Floats = np.ndarray
 PHASES = ("forward", "backward")
+EXPERT_AXES = frozenset(SHARING.values())  # those over which experts are dealt out
 CONTEXT_AXES = ("context", SHARING["context"])  # axes around which a ring sends keys and values
 # Bytes that unfused attention streams for a score of 16 bits, beside what its two products read and write: scaled,
 # masked and normed in one kernel, dropped out in another (arXiv 2205.05198, section 4.1).
@@ -153,7 +154,7 @@ class LayerCost:
     rows: Mapping[str, Floats]
     carried: Floats  # bytes that go from layer to layer, [n]
     degrees: Mapping[str, Floats]
-    moments: float = 1.0  # as in `Reading`
+    moments: float = 1.0  # as in `StepProfile`
     slots: Floats = field(default_factory=lambda: np.ones((2, 1)))  # as in `LocalSizes`, [2, n] or [2, 1]
 
     def on_processors(self, phase: int) -> Floats:
@@ -182,8 +183,14 @@ def whole_over_context(kind: str) -> str:
     return f"{kind} whole over context"
 
 
+def exchanges_tokens(move: LocalMove) -> bool:
+    """Say whether a movement takes tokens to slots of their experts, or back."""
+    slots = any(e.sharing is not None for e in move.value.extents)
+    return slots and not move.summed and not move.whole and not EXPERT_AXES.isdisjoint(move.axes)
+
+
 def layer_costs(
-    reading: Reading,
+    reading: StepProfile,
     asked: KernelsAsked,
     collectives: CollectivePrices,
     sizes: LocalSizes,
@@ -206,14 +213,19 @@ def layer_costs(
             add(f"launches {phase}", k.run, launches_of(k, sizes, asked))
         if k.kind in ("product", "scores"):
             add(f"on processors {phase}", k.run, seconds)
-        if k.gradient:
+        # Sums for biases, and what a norm finds beside its cotangent, come with that: products come later, and tables.
+        if k.gradient and (k.kind == "product" or k.run == -1):
             add("gradients", k.run, seconds)
+        if k.joins:
+            add("joined gradients", k.run, seconds)
         if k.kind == "scores" and k.phase == FORWARD:
             add("attention", k.run, seconds)
             add("scores", k.run, scores_of(k, sizes, asked))
         if k.kind == "loss" and k.phase == FORWARD:
             add("logits", k.run, logits_of(k, sizes))
             add("logit bytes", k.run, max((sizes.bytes(v) for v in k.values), key=lambda x: float(np.max(x))))
+        if k.kind == "loss" and k.phase != FORWARD:
+            add("gradients of a loss", k.run, seconds)
         if k.phase == FORWARD and k.run == -2 and k.kind == "product":
             add("again of a loss", k.run, seconds)
         if k.phase == FORWARD and not k.joined:
@@ -228,10 +240,16 @@ def layer_costs(
             continue
         seconds, phase = moved.seconds(m), PHASES[m.phase]
         add(f"moves {phase}", m.run, seconds)
+        if exchanges_tokens(m):
+            add(f"exchanges {phase}", m.run, seconds)
+            if m.phase == FORWARD:
+                add(f"again exchanges {'needed' if m.needed else 'rest'}", m.run, seconds)
         if m.beside:
             add("beside gradients", m.run, np.minimum(seconds, sum(each[k] for k in m.beside)))
         if m.early:
             add("early", m.run, seconds)
+        elif m.gradient:
+            add("moves of gradients", m.run, seconds)
         add(f"launches {phase}", m.run, 1.0)
         if m.phase == FORWARD:
             add("again moves needed" if m.needed else "again moves rest", m.run, seconds)
@@ -248,6 +266,7 @@ def layer_costs(
         apart = h.shared and any(a.startswith("expert") for e in h.value.extents for a in e.axes)
         kind = "experts" if apart else "parameters"
         add(kind, h.run, sizes.volume(h.value.extents))
+        add("held", h.run, 1.0)
         if not {*h.sums} & {*CONTEXT_AXES}:
             add(whole_over_context(kind), h.run, sizes.volume(h.value.extents))
     for name, some in (("copies", reading.copies), ("tables", reading.tables)):

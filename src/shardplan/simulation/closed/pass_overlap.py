@@ -17,11 +17,16 @@ Floats = np.ndarray
 
 
 class PassWork(NamedTuple):
-    """Seconds of each part of a pass, [runs + 2, n]: of its kernels, and of what moves before and behind them."""
+    """Seconds of each part of a pass, [runs + 2, n]: of its kernels, and of what moves before and behind them.
+
+    `unread` are of those of its kernels that come first and read no parameter: a loss has its own gradient while those
+    of the head are gathered.
+    """
 
     kernels: Floats
     gathered: Floats
     reduced: Floats
+    unread: Floats = np.zeros((1, 1))
 
 
 # Processors that a collective's kernel keeps while it runs: a block each for so many channels (NCCL's logs of nodes
@@ -31,20 +36,21 @@ class PassWork(NamedTuple):
 CHANNELS = 24
 
 
-def beside_moves(work: PassWork, slowed: Floats, processors: int) -> PassWork:
+def beside_moves(work: PassWork, slowed: Floats, processors: int, keeps: int = CHANNELS) -> PassWork:
     """Return a pass whose kernels have fewer processors for as long as a collective runs beside them.
 
     Args:
         work: What each part takes by itself.
         slowed: Of its kernels' seconds those that all processors are needed for, [runs + 2, n].
         processors: Those of a device; 0 where they are not known, and nothing is lost.
+        keeps: Those that a collective keeps.
 
     >>> row = np.array([[1.0]])
     >>> found = beside_moves(PassWork(row, row / 2, row * 0), row, 96)
     >>> float(found.kernels[0, 0])
     1.125
     """
-    kept = min(CHANNELS / processors, 0.5) if processors else 0.0
+    kept = min(keeps / processors, 0.5) if processors else 0.0
     lost = np.divide(kept * slowed, work.kernels, out=np.zeros_like(work.kernels), where=work.kernels > 0)
     busy = np.minimum(work.gathered + work.reduced, work.kernels / (1 - lost))
     return work._replace(kernels=work.kernels + lost * busy)
@@ -69,10 +75,10 @@ def pass_seconds(counts: Floats, work: PassWork, lag: Floats, *, backward: bool)
     parts = [runs, *range(runs), runs + 1]  # what is before the layers stands behind them in arrays
     done, free = np.zeros_like(lag), lag
     for part in reversed(parts) if backward else parts:
-        count, (kernels, gathered, reduced) = counts[part], (x[part] for x in work)
-        moves, reduces = gathered > 0, reduced > 0
+        count, (kernels, gathered, reduced) = counts[part], (x[part] for x in work[:3])
+        moves, reduces, unread = gathered > 0, reduced > 0, work.unread[part % len(work.unread)]
         there = free + gathered
-        first = np.where(moves, np.maximum(done, there), done) + kernels
+        first = np.where(moves, np.maximum(done, there - unread), done) + kernels
         # Behind the second gather comes what the first layer left to reduce, and then what the others move.
         second = np.where(reduces, np.maximum(there + gathered, first), there + gathered)
         between = np.maximum(count - 2, 0) * (gathered + reduced)
@@ -84,26 +90,28 @@ def pass_seconds(counts: Floats, work: PassWork, lag: Floats, *, backward: bool)
     return done, free - done
 
 
-def waiting_seconds(counts: Floats, forward: PassWork, backward: PassWork) -> Floats:
-    """Return what a microbatch takes less on a rank that waits for it, both passes, [kinds, n].
+def waiting_seconds(
+    counts: Floats, forward: PassWork, backward: PassWork, taken: tuple[Floats, Floats]
+) -> tuple[Floats, Floats]:
+    """Return what each pass takes less than `taken` on a rank that waits for it, forward and back, [kinds, n] each.
 
-    A rank that waits for another has gathered the first layer's parameters by then.
+    A rank that waits for another has gathered the first layer's parameters by then, and what moved behind the pass
+    before has ended.
     """
-    found, lag = np.zeros(counts.shape[1:]), np.zeros(counts.shape[1:])
-    for work, back in ((forward, False), (backward, True)):
-        free = lag - work.gathered.max(axis=0)
-        behind, ahead = (pass_seconds(counts, work, at, backward=back)[0] for at in (lag, free))
-        found = found + np.maximum(0.0, behind - ahead)
-    return found
+    found: list[Floats] = []
+    for work, back, seconds in zip((forward, backward), (False, True), taken, strict=True):
+        ahead = pass_seconds(counts, work, -work.gathered.max(axis=0) + np.zeros(counts.shape[1:]), backward=back)[0]
+        found.append(np.maximum(0.0, seconds - ahead))
+    return found[0], found[1]
 
 
 class PassOrder(NamedTuple):
-    """Which pass comes behind which, bool [n] each.
+    """Which pass comes behind which, [n] each.
 
     A backward pass follows its forward pass, what it leaves for later follows that, then comes the next microbatch;
-    with `at_once` all forward passes are before all that is backward; `apart` says that what is for later follows its
-    like, and so do forward passes. Where not `steady` a rank waits for others, and nothing is in the way of another
-    microbatch.
+    with `at_once` all forward passes are before all that is backward; `apart` is the part of microbatches of which what
+    is for later follows its like, and so do forward passes. Where not `steady` a rank waits for others, and nothing is
+    in the way of another microbatch.
     """
 
     at_once: Floats
@@ -120,7 +128,20 @@ def settled_seconds(
     pass after pass, are what a pass takes; left is how long they go on behind the last, less what is in the way of no
     first one.
     """
-    at_once, apart, steady = order
+    passes = forward, backward, later
+    by_turns = _settled(counts, passes, order, apart=False)
+    if not order.apart.any():
+        return by_turns
+    behind_like = _settled(counts, passes, order, apart=True)
+    taken, back, weight, left = (x + order.apart * (y - x) for x, y in zip(by_turns, behind_like, strict=True))
+    return taken, back, weight, left
+
+
+def _settled(
+    counts: Floats, passes: tuple[PassWork, PassWork, PassWork], order: PassOrder, *, apart: bool
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """The same where all passes are apart, or none."""
+    (forward, backward, later), (at_once, _, steady) = passes, order
     ahead = made = end = np.zeros(counts.shape[1:])
     taken = back = weight = alone = behind = ahead
     for microbatch in range(2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.core.dim_names import DimNames
@@ -12,7 +12,7 @@ from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.simulation.closed.work import Saved
-from shardplan.strategy.partition.serving import PARTIAL, State
+from shardplan.strategy.partition.axis_propagation import PARTIAL, State
 from shardplan.strategy.partition.tables import TableLine
 
 
@@ -95,3 +95,24 @@ def joins_product(
     one = [o for o in step.operands if o not in block.held]
     adds = op.kernel_class == "streamed" and op.flops(*types) <= results[0].local_bytes() / results[0].itemsize
     return adds and len(step.operands) == 2 and len(one) == 1 and block.maker.get(one[0]) == "product"
+
+
+def move_steps(
+    kinds: Mapping[tuple[bool, bool], Sequence[str]], t: TensorType, now: State, wanted: State
+) -> Iterator[tuple[bool, bool, tuple[str, ...], State]]:
+    """Yield the movements of a value: whether each sums, and makes whole, over which axes, and where others have it.
+
+    `kinds` has the axes that move by whether they sum, and make whole; `now` and `wanted` are where all axes have it.
+    What is summed over some axes and exchanged over others is summed by parts, which are exchanged, and gathered then.
+    """
+    free = [d for d in range(t.ndim) if d not in (*now.values(), *wanted.values())]
+    by_parts = (True, True) in kinds and (False, False) in kinds and free
+    parts = tuple(kinds[True, True]) if by_parts else ()
+    between = {**now, **dict.fromkeys(parts, max(free, key=t.shape.__getitem__, default=0))}
+    if parts:
+        yield True, False, parts, now
+    for (summed, whole), axes in kinds.items():
+        if not (parts and summed and whole):
+            yield summed, whole, tuple(axes), between
+    if parts:
+        yield False, True, parts, wanted

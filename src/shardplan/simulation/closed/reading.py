@@ -1,9 +1,9 @@
 """`read`: from a model and a strategy's tables to what every device does: kernels and movements of any sizes.
 
-The one-device program is read once for every kind of strategy (which axes it has, what they serve). `serving` says
-which factor of a step each axis carries; where a value is wanted otherwise than it is made, there is a movement. That
-is what `partition` settles by price, here without a price: `tests/simulation/test_reading.py` holds one against the
-other.
+The one-device program is read once for every kind of strategy (which axes it has, what they serve). `propagate_axes`
+says which factor of a step each axis carries; where a value is wanted otherwise than it is made, there is a movement.
+That is what `partition` settles by price, here without a price: `tests/simulation/test_reading.py` holds one against
+the other.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardplan.simulation.closed.read_block import (
     ReadBlock,
     canonical_state,
     joins_product,
+    move_steps,
     needed_inside,
     needed_values,
     table_state,
@@ -41,21 +42,21 @@ from shardplan.simulation.closed.work import (
     LocalKernel,
     LocalMove,
     LocalValue,
-    Reading,
     Saved,
+    StepProfile,
     of_factors,
     with_slots,
     work_of,
 )
 from shardplan.strategy.held_cuts import expert_dim
 from shardplan.strategy.model import Model
+from shardplan.strategy.partition.axis_propagation import PARTIAL, OperandState, State, propagate_axes
+from shardplan.strategy.partition.decomposition import refuses
 from shardplan.strategy.partition.flow import line_of
-from shardplan.strategy.partition.opening import refuses
-from shardplan.strategy.partition.serving import PARTIAL, OperandState, State, serving
 from shardplan.strategy.partition.tables import FREE, LAYER, Layouts
 
 
-def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> Reading:
+def read(model: Model, layouts: Layouts, axes: Sequence[str], names: DimNames | None = None) -> StepProfile:
     """Return what a model's step is on a mesh of these axes, under these tables; the sizes of axes do not matter.
 
     `names` are those of the model's dims, where known.
@@ -94,7 +95,7 @@ class _Reader:
         shape = self.model.program.types[name].shape if name in self.model.program.types else ()
         return zip(self.model.dims[name], shape, strict=bool(shape))
 
-    def read(self) -> Reading:
+    def read(self) -> StepProfile:
         """Read."""
         program = self.model.program
         top = ReadBlock(program, self.names, -1)
@@ -122,7 +123,7 @@ class _Reader:
             self._step(top, number, step)
         outside = outside_layers(program, self.forwards, len(self.model.origins))
         parameters = tuple(self._parameter(top, name) for name in self.model.parameters)
-        return Reading(
+        return StepProfile(
             tuple(self.kernels),
             tuple(self.moves),
             tuple(self.saved.values()),
@@ -177,7 +178,7 @@ class _Reader:
             for o in step.operands
         ]
         made = [block.held[r][1] if r in block.held else block.parts.get(r) for r in step.results]
-        chosen, passed = serving(self.serve, line, operands, made)
+        chosen, passed = propagate_axes(self.serve, line, operands, made)
         written = self.phase == FORWARD and block.run >= 0 and op.decomposition(*types) is not None
         if written and refuses(self.mesh, self.layouts, step, block.program, names):
             most = max((t.local_bytes() for t in types), default=0)
@@ -243,10 +244,11 @@ class _Reader:
                 touched / whole if whole else 0.0,
                 self.phase != FORWARD or any(r in block.needed for r in step.results),
                 weighs,
-                self.phase == BACKWARD and any(r in block.held for r in step.results),
+                self.phase == BACKWARD and any(r in block.held or r in block.parts for r in step.results),
                 joins_product(block, step, op, types, results),
                 op.share(*types),
                 cast_operands(block, step) if weighs and roles else (),
+                len(step.operands) > 1 and all(o in block.parts for o in step.operands),
             )
         )
 
@@ -273,11 +275,13 @@ class _Reader:
         wanted |= {a: PARTIAL for a in passed if block.state.get(name, {}).get(a) == PARTIAL}
         op = computing(step.op)
         attends = (op is not None and op.kernel_class == "scores") or block.maker.get(name) == "scores"
-        self._moved(block, name, t, wanted, any(r in block.needed for r in step.results), attends)
+        weighs = self.phase == BACKWARD and any(r in block.held or r in block.parts for r in step.results)
+        self._moved(block, name, t, wanted, any(r in block.needed for r in step.results), attends, weighs)
 
     def _moved(
-        self, block: ReadBlock, name: str, t: TensorType, wanted: State, needed: bool, attends: bool = False
-    ) -> None:
+        self, block: ReadBlock, name: str, t: TensorType, wanted: State, needed: bool,
+        attends: bool = False, weighs: bool = False,
+    ) -> None:  # fmt: skip
         now = block.state.get(name, {})
         if dict(now) != dict(wanted):
             block.want(name, wanted)
@@ -291,10 +295,10 @@ class _Reader:
             if a == b or a is None or any(one.get(axis) == b for one in known[1:]):
                 continue
             kinds.setdefault((a == PARTIAL, b is None), []).append(axis)
-        for (summed, whole), axes in kinds.items():
-            names = block.names.values[name]
+        names = block.names.values[name]
+        for summed, whole, axes, state in move_steps(kinds, t, now, wanted):
             extents = [
-                Extent(n, tuple(x for x in self.axes if now.get(x) == d and x not in axes), "batch" in names[d])
+                Extent(n, tuple(x for x in self.axes if state.get(x) == d and x not in axes), "batch" in names[d])
                 for d, n in enumerate(t.shape)
             ]
             either = [tuple(x for x in self.axes if d in (now.get(x), wanted.get(x))) for d in range(len(extents))]
@@ -305,7 +309,7 @@ class _Reader:
             value = LocalValue(t.itemsize, with_slots(extents, names, either))
             early = inside and not summed and name in block.saved
             self.moves.append(
-                LocalMove(self.phase, run, summed, whole, tuple(axes), value, needed, beside, early, attends)
+                LocalMove(self.phase, run, summed, whole, axes, value, needed, beside, early, attends, weighs)
             )
         if dict(now) != dict(wanted):
             known.append(dict(wanted))

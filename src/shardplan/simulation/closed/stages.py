@@ -4,158 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from shardplan.hardware.level import DeviceSpec
 from shardplan.hardware.prices.kernels import stream_seconds
-from shardplan.simulation.closed.chunk_kinds import AT_ONCE, ChunkKinds
+from shardplan.simulation.closed.chunk_kinds import ChunkKinds
 from shardplan.simulation.closed.collectives import CollectivePrices, Group
-from shardplan.simulation.closed.configurations import CODES, Configurations
+from shardplan.simulation.closed.configurations import Configurations
 from shardplan.simulation.closed.element_bytes import cast_bytes, element_bytes
 from shardplan.simulation.closed.factored_sums import IN_STEPS, UPDATE
 from shardplan.simulation.closed.kernel_classes import with_kernels
-from shardplan.simulation.closed.numbers import PHASES, LayerCost, whole_over_context
+from shardplan.simulation.closed.numbers import LayerCost, whole_over_context
 from shardplan.simulation.closed.parameters import Parameters
+from shardplan.simulation.closed.part_seconds import (
+    at_once,
+    copies,
+    gradient_seconds,
+    is_halved,
+    returns,
+    runs_beside,
+    several_chunks,
+)
 from shardplan.simulation.closed.pass_overlap import PassWork, beside_moves, pass_seconds
+from shardplan.simulation.closed.scheduled_steps import StageMessages
 from shardplan.simulation.closed.work import BACKWARD, FORWARD
-from shardplan.strategy.schedules.table import GENERATORS
-from shardplan.strategy.strategy import NARROW, SHARING
+from shardplan.strategy.strategy import SHARING
 
 Floats = np.ndarray
+Ints = np.ndarray
 # The update reads state, gradient and parameter, and writes state and parameter (adam; arXiv 1412.6980).
 _PASSES = 2.0
-# Of a movement in four parts that run beside a product the first has nothing to run beside.
-EXPOSED = 0.25
-
-
-def overlapped(c: Configurations) -> Floats:
-    """Return where movements of layers run beside products: where it is said, and with narrow products, bool [n].
-
-    Narrow products outside of FSDP are those of Transformer Engine, whose recipes overlap them.
-    """
-    narrow = np.isin(c.columns["precision"], [CODES["precision"].index(name) for name in NARROW])
-    return c.columns["tensor_overlap"] | (narrow & ~c.columns["fsdp"])
-
-
-def runs_beside(c: Configurations) -> Floats:
-    """Return whether movements run beside what does not wait for them, bool [n]: in software with fused attention."""
-    return c.columns["attention"] != CODES["attention"].index("unfused")
-
-
-def is_halved(c: Configurations) -> Floats:
-    """Return where schedules make gradients of parameters apart from the rest of a backward pass, bool [n]."""
-    return np.isin(c.columns["schedule"], _halved_codes())
-
-
-def at_once(c: Configurations) -> Floats:
-    """Return where all forward passes are before all that is backward, bool [n]."""
-    return np.isin(c.columns["schedule"], [CODES["schedule"].index(name) for name in AT_ONCE])
-
-
-def several_chunks(c: Configurations) -> Floats:
-    """Return where layers are cut into chunks, so that what is before them is apart from what is behind, bool [n]."""
-    return c.columns["pipeline"] * c.columns["interleave"] > 1
-
-
-def returns(c: Configurations) -> Floats:
-    """Return where the last chunk is of the first rank, as in schedules that turn at the last one, bool [n]."""
-    return np.isin(c.columns["schedule"], _returning_codes())
-
-
-@lru_cache(maxsize=1)
-def _returning_codes() -> tuple[int, ...]:
-    found: list[int] = []
-    for code, name in enumerate(CODES["schedule"]):
-        made = GENERATORS[name]
-        first, *_ = made.rows(2, 4, made.chunks)
-        found += [code] * ({leaf.stage for action in first for leaf in action.leaves} >= {0, 2 * made.chunks - 1})
-    return tuple(found)
-
-
-@lru_cache(maxsize=1)
-def _halved_codes() -> tuple[int, ...]:
-    found: list[int] = []
-    for code, name in enumerate(CODES["schedule"]):
-        made = GENERATORS[name]
-        rows = made.rows(2, 4, made.chunks)
-        kinds = {leaf.kind for row in rows for action in row for leaf in action.leaves}
-        found += [] if "B" in kinds else [code]
-    return tuple(found)
-
-
-def copies(c: Configurations, cost: LayerCost) -> tuple[Floats, Floats]:
-    """Return to how many devices a parameter may be dealt out, and to how many an expert's, [n] each."""
-    alike = apart = np.ones(len(c))
-    for axis, sizes in (("context", c.columns["context"]), ("data", c.sharing)):
-        size = sizes.astype(float)
-        alike, apart = alike * size, apart * size / cost.degrees.get(SHARING[axis], 1.0)
-    return alike, apart
-
-
-def gradient_seconds(c: Configurations, cost: LayerCost, p: Parameters, device: DeviceSpec) -> Floats:
-    """Return the seconds in which the gradients of a microbatch are cast, or added to what there is, [runs + 2, n].
-
-    What is reduced in every microbatch is cast alone; what has no copies is added where it is made. The gradient of the
-    only microbatch stays as it was made, where it has its dtype.
-    """
-    rows, size, several = cost.rows, element_bytes(c), c.microbatches > 1
-    zero: Floats = np.zeros((1, len(c)))
-    own = (size.parameter + size.gradient * (1 + several)) * (several | (size.parameter != size.gradient))
-    cast = (size.parameter + size.summed) * (size.parameter != size.summed)
-    reduced = c.columns["fsdp"] | (c.columns["zero"] >= 2)
-    nbytes = zero
-    for kind, count in zip(("parameters", "experts"), copies(c, cost), strict=True):
-        nbytes = nbytes + rows.get(kind, zero) * np.where(reduced & (count > 1), cast, own)
-    return np.asarray(stream_seconds(nbytes, with_kernels(device, p)))
-
-
-def weight_rows(c: Configurations, cost: LayerCost, p: Parameters, device: DeviceSpec) -> Floats:
-    """Return the seconds of a backward pass that make gradients of parameters, and may come later, [runs + 2, n]."""
-    return cost.rows.get("gradients", 0.0) + gradient_seconds(c, cost, p, device)
-
-
-def layer_rows(c: Configurations, cost: LayerCost, p: Parameters, phase: int, device: DeviceSpec) -> Floats:
-    """Return the seconds of a microbatch in each part, [runs + 2, n]: of `device`, or of its host."""
-    col, rows, name = c.columns, cost.rows, PHASES[phase]
-    zero: Floats = np.zeros((len(next(iter(rows.values()))), len(c)))
-    moves = 1 - (1 - EXPOSED) * overlapped(c)
-    moved = rows.get(f"moves {name}", zero) * moves
-    beside = zero
-    busy = rows.get(f"compute {name}", zero)
-    launches = rows.get(f"launches {name}", zero)
-    if phase == BACKWARD:
-        again = np.zeros(zero.shape, dtype=np.int64)
-        again[:-2] = c.recompute_codes(len(zero) - 2)  # only layers are computed again
-        full, some, second = (again == CODES["recompute"].index(k) for k in ("full", "selective", "selective_op"))
-        needed = rows.get("again needed", zero) + rows.get("again moves needed", zero) * moves
-        rest = rows.get("again rest", zero) + rows.get("again moves rest", zero) * moves
-        # Checkpoints of FSDP stop at the last value that is needed; those of Megatron and DeepSpeed do not.
-        whole = needed + rest * ~col["fsdp"]
-        attention = rows.get("attention", zero)
-        # Of what is needed attention and what was moved are kept, and every second product.
-        every_second = np.maximum(0.0, rows.get("again needed", zero) - attention) / 2
-        busy = busy + full * whole + some * attention + second * every_second
-        launches = launches + full * rows.get("again launches", zero)
-        parts = col["loss"] == CODES["loss"].index("chunked")
-        busy = busy + parts * rows.get("again of a loss", zero)
-        # What a microbatch finds is cast, and where it is the replica's own, added to what there is.
-        added = gradient_seconds(c, cost, p, device)
-        busy = busy + added
-        # What a product sums is on its way while gradients of parameters are made, unless those come later; and what
-        # waits for nothing, beside all that is left.
-        summing = rows.get("beside gradients", zero) * ~is_halved(c)
-        apart = is_halved(c)
-        left = rows.get("compute backward", zero) + np.where(apart, -rows.get("gradients", zero), added) - summing
-        beside = moves * (summing + np.minimum(rows.get("early", zero), left)) * runs_beside(c)
-    busy = busy + np.maximum(0.0, moved - beside)
-    issue = np.where(col["attention"] == CODES["attention"].index("unfused"), p.eager, p.launch)
-    return (busy**p.order + (launches * issue) ** p.order) ** (1 / p.order)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dealt:
+class ShardedState:
     """What is dealt out to replicas, or reduced over them: parameters, gradients, state."""
 
     c: Configurations
@@ -169,7 +52,7 @@ class Dealt:
     across: Group  # such groups, over which what each has summed is summed once a step (HSDP)
 
     @staticmethod
-    def of(c: Configurations, cost: LayerCost, collectives: CollectivePrices, p: Parameters) -> Dealt:
+    def of(c: Configurations, cost: LayerCost, collectives: CollectivePrices, p: Parameters) -> ShardedState:
         """Read who has copies."""
         col = c.columns
         strides = c.strides()
@@ -181,7 +64,7 @@ class Dealt:
             apart.append((size / experts, strides[axis] * experts))
         replicas, few = copies(c, cost)
         across = [((col["data"] // c.sharing).astype(float), strides["data"] * c.sharing)]
-        return Dealt(c, cost, collectives, p, replicas, few, alike, apart, across)
+        return ShardedState(c, cost, collectives, p, replicas, few, alike, apart, across)
 
     def _collective(self, summed: bool, whole: bool, rows: Mapping[str, Floats], width: Floats) -> Floats:
         """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have.
@@ -254,28 +137,52 @@ class Dealt:
         """Sums over the chunks that a rank computes, [combinations, n] of [kinds, n]."""
         return np.einsum("pkn,kn->pn", kinds.ranks, values)
 
-    def copied_seconds(self, kinds: ChunkKinds, backward: Floats) -> Floats:
-        """Return the seconds in which a parameter that the last stage reads too waits for its gradient, and goes back.
+    def _copied_rows(self) -> dict[str, Floats]:
+        """The elements of parameters that two chunks read, [n], in each row of what is before the layers."""
+        copies = self.cost.rows["copies"].max(axis=0) * several_chunks(self.c)
+        found = {"parameters": copies}
+        if (made := self.cost.rows.get(whole_over_context("parameters"))) is not None:
+            found[whole_over_context("parameters")] = np.where(made[-2] >= copies, copies, 0.0)
+        return found
 
-        The last stage makes its gradient first, and that is on its way while all stages run back (`backward`, of each
-        part in a microbatch, [runs + 2, n]). The first one sends the parameter when it is updated: each replica sends
-        its part where the others gather it in less time. A schedule that turns at the last rank has both in one.
+    def copied_seconds(self, kinds: ChunkKinds, backward: Floats, device: DeviceSpec) -> Floats:
+        """Return the seconds in which a parameter that two chunks read waits for its gradient, and goes back, [n].
+
+        The last stage sends its gradient when it is done, while the stages before it run back (`backward`, of each
+        part in a microbatch, [runs + 2, n]): where gradients of parameters are made apart, and microbatches fill the
+        pipeline, no stage is left to do so.
+        The first one adds it to its own, sums that over replicas, updates, and sends the parameter. Either way each
+        replica sends its part where the others gather it in less time. A schedule that turns at the last rank has both
+        in one.
         """
         col, size = self.c.columns, element_bytes(self.c)
-        copies = self.cost.rows["copies"].max(axis=0)
-        pipeline = np.where(returns(self.c), 1, col["pipeline"])
-        if not np.any(copies * (pipeline > 1)):
+        copied = self._copied_rows()
+        copies, table = copied["parameters"], {name: elements[None] for name, elements in copied.items()}
+        if not copies.any():
             return np.zeros(len(self.c))
+        layered = col["fsdp"] | (col["zero"] >= 2)
+        dealt = (col["zero"] > 0) | layered
+        whole, part = (self._collective(True, x, table, size.summed)[0] for x in (True, False))
+        summed = np.where(dealt & runs_beside(self.c), part, whole) * ~layered
+        gathered = self._collective(False, True, table, size.parameter)[0] * dealt
+        joined = 3 * size.gradient * copies / np.where(layered, self.replicas, 1.0)
+        summed = summed + stream_seconds(joined, with_kernels(device, self.p))
+        pipeline = np.where(returns(self.c), 1, col["pipeline"])
+        if (pipeline == 1).all():
+            return summed + gathered * ~(col["fsdp"] | (col["zero"] == 3))
         lines = self.collectives.message_lines(self.c.strides()["pipeline"], pipeline, across=True)
-        dealt = np.where(col["fsdp"] | (col["zero"] >= 2), self.replicas, 1.0)
-        passes = kinds.sums(backward)
-        stage = (kinds.chunks * passes).sum(axis=0) / pipeline
-        late = np.maximum(0.0, lines.seconds(copies * size.summed / dealt) - pipeline * stage)
-        nbytes = copies * size.parameter
-        layered = col["fsdp"] | (col["zero"] == 3)
-        whole, part = (lines.seconds(nbytes / over) for over in (1.0, self.replicas))
-        gathered = part + self.collectives.lines(False, True, self.alike).seconds(nbytes) * ~layered
-        return late + np.where(layered, part, np.minimum(whole, gathered))
+        chunk = (kinds.chunks * kinds.sums(backward)).sum(axis=0) / (col["pipeline"] * col["interleave"])
+        behind = (pipeline - 1) * chunk * (~is_halved(self.c) | (self.c.microbatches < pipeline))
+
+        def moved(nbytes: Floats, beside: Floats, parts: Floats) -> Floats:
+            each, one = (lines.seconds(nbytes / over) for over in (1.0, self.replicas))
+            return np.where(parts, one, np.minimum(each, one + beside))
+
+        around = part + self._collective(False, True, table, size.summed)[0]
+        late = np.maximum(0.0, moved(copies * size.summed, around, layered) - behind)
+        kept = col["fsdp"] | (col["zero"] == 3)
+        there = self._collective(False, True, table, size.parameter)[0]
+        return late + summed + gathered * ~kept + moved(copies * size.parameter, there, kept)
 
     def with_contention(self, work: PassWork, phase: int, device: DeviceSpec, casts: Floats | bool = False) -> PassWork:
         """Return a pass beside whose moves products and attention have fewer processors.
@@ -322,18 +229,23 @@ class Dealt:
         gradients are made: they may hide what moves once.
         """
         col, rows, size = self.c.columns, self.cost.rows, element_bytes(self.c, self.cost.moments)
+        # A parameter that two chunks read is summed and gathered when both have their gradients: `copied_seconds`.
+        table = self._copied_rows()
+        own = {**rows, **{name: rows[name].copy() for name in table}}
+        for name, elements in table.items():
+            own[name][-2] -= elements
         # Software that has fused attention reduces gradients while the last backward pass goes on, and gathers what it
         # has dealt out the update of in the first forward pass; before, both came behind, and gradients whole.
         early = runs_beside(self.c)
         dealt, layered = col["zero"] > 0, col["fsdp"] | (col["zero"] == 3)
-        whole, part = (self._collective(True, x, rows, size.summed) for x in (True, False))
+        whole, part = (self._collective(True, x, own, size.summed) for x in (True, False))
         reduces = np.where(dealt & early, part, whole) * ~(layered | (col["zero"] == 2))
         reduces = reduces + self._row_seconds(layered | (col["zero"] == 2) | (dealt & early))
-        gathers = self._collective(False, True, rows, size.parameter) * (dealt & ~layered)
+        gathers = self._collective(False, True, own, size.parameter) * (dealt & ~layered)
         nothing, free = np.zeros_like(forward), np.zeros(kinds.counts.shape[1:])
         chunks = col["interleave"]
         # Passes of a chunk before the next one of a rank begins: a round of the pipeline, or all microbatches.
-        round_of = np.where(at_once(self.c), np.maximum(col["pipeline"], self.c.microbatches), col["pipeline"])
+        round_of = np.where(at_once(self.c), self.c.microbatches, np.minimum(col["pipeline"], self.c.microbatches))
         exposed: Floats = np.zeros_like(self.replicas)
         for work, back in (
             (PassWork(forward, gathers, nothing), False), (PassWork(backward, nothing, reduces), True)
@@ -342,11 +254,20 @@ class Dealt:
             seconds, lag = pass_seconds(kinds.counts, slower, free, backward=back)
             kernels, moved = kinds.sums(work.kernels), kinds.sums(work.gathered + work.reduced)
             waited = seconds + np.maximum(0.0, lag) - kernels
+            # The first chunk begins a step, and ends it: others have its pass longer, unless all ranks end at once.
+            first = (kinds.counts[-2] > 0) & (kinds.chunks > 0)
+            together = back & is_halved(self.c) & (col["pipeline"] > 1)
+            waited = np.maximum(0.0, waited - ~(first | together) * (kernels * first).sum(axis=0))
             # One chunk waits; what others of the rank move is on its way while that one, and other ranks, compute.
             alone = np.where(kinds.ranks > 0, waited, 0.0).max(axis=1)
             moves = self._on_ranks(kinds, moved)
             later = np.maximum(0.0, moves - round_of * self._on_ranks(kinds, kernels)) / chunks
-            exposed = exposed + np.where(early, alone + (chunks - 1) * later, moves)
+            # The others are on the way of the first microbatch, and of the last one back: each takes longer for what
+            # moves beside it, of which a layer's parameters were there.
+            ahead = pass_seconds(kinds.counts, slower, free - slower.gathered.max(axis=0), backward=back)[0]
+            longer = kinds.sums(slower.kernels) if back else ahead
+            on_way = ((kinds.chunks - first) * np.maximum(0.0, longer - kernels)).sum(axis=0) * ~together
+            exposed = exposed + np.where(early, alone + (chunks - 1) * later * back + on_way, moves)
         shares = np.where((col["zero"] > 0) | col["fsdp"], self.replicas, 1.0)
         few = np.where((col["zero"] > 0) | col["fsdp"], self.few, 1.0)
         owned = {k: self._on_ranks(kinds, kinds.sums(rows[k])) for k in ("parameters", "experts") if k in rows}
@@ -355,6 +276,32 @@ class Dealt:
         layers = {k: np.concatenate([rows[k][:-2], np.zeros_like(rows[k][-2:])]) for k in owned}
         cast = sum((self._on_ranks(kinds, kinds.sums(x)) for x in layers.values()), np.zeros(1)).max(axis=0)
         update = update + cast * cast_bytes(self.c) + self.stepwise_bytes(kinds)
-        copied = self.copied_seconds(kinds, backward)
+        copied = self.copied_seconds(kinds, backward, device)
         sums = self.factored_seconds(kinds)
         return exposed.max(axis=0) + copied + sums + stream_seconds(update, with_kernels(device, self.p))
+
+
+def sent(c: Configurations, cost: LayerCost, collectives: CollectivePrices) -> StageMessages:
+    """Return the seconds of messages from stages to the next; 0 where there is one stage.
+
+    Each of a tensor group sends its part, and what is not sharded is gathered behind (arXiv 2104.04473, 4.1), or each
+    sends all, where that takes less.
+    """
+    strides, pipeline = c.strides(), c.columns["pipeline"]
+    if (pipeline == 1).all():
+        return StageMessages(np.zeros(len(c)), np.zeros(len(c)), np.ones(len(c)))
+    parts = np.where(c.columns["sequence_parallel"], 1, c.columns["tensor"])
+    gathered = collectives.lines(False, True, [(parts, strides["tensor"])]).seconds(cost.carried) * (pipeline > 1)
+    inside, step = max(collectives.fabric.topology.strides[-2:]), np.maximum(strides["pipeline"], 1)
+    together = np.maximum(inside // step, 1)
+    aligned = (inside % step == 0) & (pipeline % together == 0)  # else some pipelines leave a unit between others
+    together = np.where(aligned & (c.columns["interleave"] == 1), together, 1)
+
+    def seconds(stages: Ints) -> Floats:
+        message = collectives.message_lines(strides["pipeline"], stages)
+        return np.minimum(message.seconds(cost.carried / parts) + gathered, message.seconds(cost.carried))
+
+    near = seconds(np.where(together > 1, np.minimum(together, pipeline), pipeline))
+    if together.ndim > 1:  # no order of axes is said: none of their messages takes less
+        return StageMessages(near, near, np.ones(len(c)))
+    return StageMessages(seconds(pipeline), near, together)

@@ -89,6 +89,7 @@ class LocalKernel(NamedTuple):
     joined: bool  # whether a product does it to its result before that is written: a bias that is added
     seen: float = 1.0  # of attention what part of the keys a query sees
     casts: tuple[int, ...] = ()  # which values kernels of their own cast before it, where the product is narrow
+    joins: bool = False  # whether it adds up gradients that two readers of one parameter have made
 
 
 class LocalMove(NamedTuple):
@@ -97,7 +98,8 @@ class LocalMove(NamedTuple):
     Summed and made whole it is all-reduced, only summed reduce-scattered, only made whole all-gathered, else exchanged.
     Of a backward pass `beside` are numbers of kernels that make gradients of parameters while what a product sums is on
     its way; and `early` says that it moves what the forward pass has kept, and waits for nothing. `attention` says
-    that it is of keys and values, or of their cotangents, which a ring hands on beside attention instead.
+    that it is of keys and values, or of their cotangents, which a ring hands on beside attention instead; `gradient`
+    that the gradient of a parameter is the first to want it.
     """
 
     phase: int
@@ -110,6 +112,7 @@ class LocalMove(NamedTuple):
     beside: tuple[int, ...] = ()
     early: bool = False
     attention: bool = False
+    gradient: bool = False
 
 
 class Saved(NamedTuple):
@@ -161,7 +164,7 @@ class FactoredSum(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class StepProfile:
     """All of it; `layers` has the length of each run, `batch` the sequences of the program that was read."""
 
     kernels: tuple[LocalKernel, ...]

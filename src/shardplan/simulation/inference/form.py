@@ -3,7 +3,9 @@
 A replica's sequences begin together, in groups (a strategy's microbatches) that follow each other through the stages.
 The prompts of all groups are read, then each step makes a token of every sequence. With g groups, and s the seconds of
 a group on the stages, prompts take sum(s) + (g - 1) max(s). A token takes sum(s), or g max(s) where that is longer: a
-group's next token needs its last one, so with fewer groups than stages some stages wait.
+group's next token needs its last one, so with fewer groups than stages some stages wait. Where exchanges with experts
+overlap, prompts of two groups are on a stage in turn, and one computes while tokens of the other are under way; of an
+odd number one is alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import Configurations
@@ -80,7 +82,7 @@ class RequestForm:
         issued: str = "graph",
     ) -> RequestForm:  # fmt: skip
         """Load the forward steps; raises `ShardplanError` for a model without caches, or of fewer positions."""
-        border.choice("requests: issued", issued, ISSUED, ShardplanError)
+        validation.choice("requests: issued", issued, ISSUED, ShardplanError)
         forward_model(model, 1, requests.positions)
         slow, quick = _issued_by(issued, params)
         prompts = ClosedForm(forward_model(model, requests.prompt, requests.prompt), topology, slow)
@@ -120,9 +122,10 @@ class RequestForm:
         """
         seconds, nbytes = np.zeros(len(c)), np.zeros(len(c))
         for at, one in _by_stages(c):
-            (first, token), (first_all, token_all) = (
+            (first, token, hidden), (first_all, token_all, hidden_all) = (
                 self._times(_grouped(one, n)) for n in (1, self.requests.concurrency)
             )
+            first, first_all = first - hidden, first_all - hidden_all
             busy, busy_all = first.max(axis=1), first_all.max(axis=1)
             prompts = first.sum(axis=1) - busy + busy_all
             tokens = np.maximum(token.sum(axis=1), token_all.max(axis=1))
@@ -137,30 +140,35 @@ class RequestForm:
         return latency / (c.columns["data"] * self.requests.concurrency * self.requests.output)
 
     def _stages(self, c: Configurations) -> tuple[Floats, ...]:
-        first, token = self._times(c)
+        first, token, hidden = self._times(c)
         groups = self.requests.concurrency / c.columns["microbatch"]
+        first = first - hidden * (groups // 2 * 2 / groups)[:, None]
         prompts = first.sum(axis=1) + (groups - 1) * first.max(axis=1)
         each = np.maximum(token.sum(axis=1), groups * token.max(axis=1))
         latency = prompts + (self.requests.output - 1) * each
         made = c.columns["data"] * self.requests.concurrency * self.requests.output
         return prompts, each, latency, made / latency, *self._bytes(c)
 
-    def _times(self, c: Configurations) -> tuple[Floats, Floats]:
-        """The seconds of a group's prompts, and of a token of each, on every stage: [n, stages] each."""
+    def _times(self, c: Configurations) -> tuple[Floats, Floats, Floats]:
+        """The seconds of a group's prompts, and of a token of each, on every stage: [n, stages] each.
+
+        Last those that prompts take less beside those of another group.
+        """
         alone = whole_sequences(c)
         steps = [forward_times(form, alone) for form in self.tokens]
         token = sum((one.stages for one in steps), np.zeros(())) / len(steps)
         behind = sum((one.behind for one in steps), np.zeros(())) / len(steps)
-        first = forward_times(self.prompts, c).stages
+        first, _, hidden = forward_times(self.prompts, c)
         for stages in (first, token):
             stages[:, -1] += behind
-        return first, token
+        return first, token, hidden
 
     def _bytes(self, c: Configurations) -> tuple[Floats, Floats, Floats]:
         p, t = self.prompts.parameters, self.requests
         step = forward_bytes(self.tokens[-1], whole_sequences(c), t.positions, t.concurrency)
         prompts = forward_bytes(self.prompts, c, t.positions, t.concurrency)
-        work = np.maximum(prompts.work, step.work)
+        in_turn = 1 + (c.columns["expert_overlap"] & (c.columns["microbatch"] < t.concurrency))[:, None]
+        work = np.maximum(prompts.work * in_turn, step.work)
         work[:, -1] = np.maximum(work[:, -1], step.behind)
         total = step.parameters + step.caches + p.fragmentation * work
         worst = total.argmax(axis=1)[:, None]

@@ -13,22 +13,29 @@ import numpy as np
 from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.chunk_kinds import layers_of
 from shardplan.simulation.closed.configurations import Configurations
-from shardplan.simulation.closed.form import SPREAD, ClosedForm, sent
+from shardplan.simulation.closed.form import SPREAD, ClosedForm
 from shardplan.simulation.closed.kernel_classes import with_kernels
 from shardplan.simulation.closed.local_sizes import LocalSizes
 from shardplan.simulation.closed.numbers import LayerCost
+from shardplan.simulation.closed.pair_overlap import hidden_exchanges
 from shardplan.simulation.closed.parameters import Parameters
-from shardplan.simulation.closed.stages import layer_rows
-from shardplan.simulation.closed.work import FORWARD, LocalKernel, Reading
+from shardplan.simulation.closed.part_seconds import layer_rows, paired_rows
+from shardplan.simulation.closed.stages import sent
+from shardplan.simulation.closed.work import FORWARD, LocalKernel, StepProfile
 
 Floats = np.ndarray
 
 
 class ForwardTimes(NamedTuple):
-    """Seconds of a step: of each stage with the message it waits for, [n, stages]; of what comes behind, [n]."""
+    """Seconds of a step: of each stage with the message it waits for, [n, stages]; of what comes behind, [n].
+
+    `hidden` is what a stage takes less, [n, stages], where two groups are on it in turn and exchanges with experts
+    overlap.
+    """
 
     stages: Floats
     behind: Floats
+    hidden: Floats
 
 
 class ForwardBytes(NamedTuple):
@@ -43,7 +50,7 @@ class ForwardBytes(NamedTuple):
 def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
     """Price a forward step of one group of sequences; all of `c` have one number of stages."""
     p, n, pipeline = form.parameters, len(c), int(c.columns["pipeline"][0])
-    stages, behind = np.zeros((n, pipeline)), np.zeros(n)
+    (stages, hidden), behind = np.zeros((2, n, pipeline)), np.zeros(n)
     for reading, where, one, cost in form.classes(c):
         rows = layer_rows(one, cost, p, FORWARD, form.topology.device)
         if saved := _unread_seconds(form, reading, one, cost):
@@ -52,12 +59,16 @@ def forward_times(form: ClosedForm, c: Configurations) -> ForwardTimes:
         counts[-1] = 0
         made = np.einsum("rc,rn->nc", counts, rows)
         if pipeline > 1:
-            made[:, 1:] += sent(one, cost, form.collectives())[:, None]
+            made[:, 1:] += sent(one, cost, form.collectives()).between(pipeline)
         stages[where], behind[where] = made, rows[-1]
-    return ForwardTimes(stages, behind)
+        if (joint := one.columns["expert_overlap"]).any():
+            mine = paired_rows(one, cost, p, FORWARD, form.topology.device)
+            mine = mine.sum_parts(lambda x, counts=counts: np.einsum("rc,rn->nc", counts, x))
+            hidden[where] = joint[:, None] * hidden_exchanges(mine, mine, form.topology.device.processors)[0]
+    return ForwardTimes(stages, behind, hidden)
 
 
-def _unread_seconds(form: ClosedForm, reading: Reading, c: Configurations, cost: LayerCost) -> dict[int, Floats]:
+def _unread_seconds(form: ClosedForm, reading: StepProfile, c: Configurations, cost: LayerCost) -> dict[int, Floats]:
     """By run the seconds, [n], in which experts that no token of a step goes to would be read.
 
     Each of T tokens goes to k of E experts, any of which is then in use with 1 - (1 - k/E)^T. The program's kernels
@@ -124,18 +135,18 @@ def _row(run: int) -> int:
     return run if run >= 0 else -3 - run
 
 
-def _sizes(reading: Reading, cost: LayerCost, sequences: Floats) -> LocalSizes:
+def _sizes(reading: StepProfile, cost: LayerCost, sequences: Floats) -> LocalSizes:
     return LocalSizes(cost.degrees, sequences, reading.batch, SPREAD, cost.slots)
 
 
-def _made(k: LocalKernel, reading: Reading, sizes: LocalSizes) -> Floats:
+def _made(k: LocalKernel, reading: StepProfile, sizes: LocalSizes) -> Floats:
     """The bytes that a kernel reads and writes, but for parameters and caches."""
     kept = {h.value for h in reading.kept}
     values = (v for v in k.values if v not in kept and any(e.batch for e in v.extents))
     return sum((sizes.bytes(v) for v in values), np.asarray(0.0))
 
 
-def _tied(form: ClosedForm, reading: Reading, sizes: LocalSizes) -> Floats | float:
+def _tied(form: ClosedForm, reading: StepProfile, sizes: LocalSizes) -> Floats | float:
     """The bytes of a table that is the head, too, and so on the last stage as well."""
     if not form.model.fields.get("tied"):
         return 0.0

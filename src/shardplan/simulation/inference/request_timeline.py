@@ -45,8 +45,9 @@ def simulate_requests(
     if not isinstance(requests, Requests):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardplanError(f"simulate: requests is {excerpt(requests)}; legal is a Requests")
     check_topology_size("simulate", where, strategy)
-    c = Configurations.of([serving_strategy(strategy, requests)])
-    check_options(model, strategy, serves=True)
+    served = serving_strategy(strategy, requests)
+    c = Configurations.of([served])
+    check_options(model, served, serves=True)
     form = RequestForm.of(model, where, params or of_machine(where), requests)
     first, _, latency, _, peak, _, _ = (x[0].item() for x in form.priced(c))
     found = [Interval(0, "compute", 0.0, first, "prompts", "prompts", 0, 0, ())]

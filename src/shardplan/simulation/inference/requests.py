@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError
 from shardplan.strategy.model import Model
 from shardplan.strategy.training import OPTIMIZERS
@@ -35,7 +35,7 @@ class Requests:
     def __post_init__(self) -> None:
         """Refuse other values."""
         for name in ("prompt", "output", "concurrency"):
-            border.whole_number(f"requests: {name}", getattr(self, name), 1, kind=ShardplanError)
+            validation.whole_number(f"requests: {name}", getattr(self, name), 1, kind=ShardplanError)
 
     @property
     def positions(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import CODES, Configurations
 from shardplan.simulation.inference.requests import Requests
@@ -47,7 +47,7 @@ class ServingSpace:
 
         Raises `ShardplanError` where nothing is legal.
         """
-        border.whole_number("search: devices", devices, 1, kind=ShardplanError)
+        validation.whole_number("search: devices", devices, 1, kind=ShardplanError)
         rows = list(_frames(ModelLimits.of(model), devices, requests.prompt))
         if not rows:
             raise ShardplanError(f"search: no strategy of {devices} devices that serves is legal")

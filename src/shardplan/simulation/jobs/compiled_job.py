@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from shardplan.core.program import Program
 from shardplan.hardware.prices.fabric import Fabric, Ints
 from shardplan.simulation.jobs.framework_ops import as_frameworks, as_updates, beside_collectives
+from shardplan.simulation.jobs.joint_passes import Passes, beside_another, joint_actions
 from shardplan.simulation.jobs.maps import ActionMap, copied, mapped
 from shardplan.simulation.jobs.messages import StageMessage, message
 from shardplan.simulation.jobs.settings import Fold, JobSettings
 from shardplan.simulation.jobs.step_traffic import StepTraffic, with_gathers, with_reductions
 from shardplan.simulation.jobs.timing import COMPUTE, COPY, Node, OpCost, Pricing, TimedOp, copying, streams_of
-from shardplan.simulation.jobs.whole_layers import with_whole_layers
+from shardplan.simulation.jobs.whole_layers import with_kept_tokens, with_whole_layers
 from shardplan.simulation.trace import HOST
 from shardplan.strategy.partition.job import Job
 from shardplan.strategy.partition.memory import OFFLOADS, rank_actions
@@ -27,19 +29,21 @@ from shardplan.strategy.partition.programs import NEXT, SAVED, TOTAL
 from shardplan.strategy.partition.stage_work import loss_logits
 from shardplan.strategy.schedules.action import value_pass
 from shardplan.strategy.schedules.action_lists import ActionLists
+from shardplan.strategy.schedules.table import is_rendezvous
 
 Key = tuple[int, str]
 Row = tuple[tuple[int, str, int], ...]  # stage, kind and microbatch
 MAKES_GRADIENTS = ("B", "W")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # no slots: what is worked out once is remembered
 class CompiledJob:
     """A job where it runs; `rows` are the actions of every rank in order: stage, kind and microbatch.
 
     `maps` are of actions by stage and kind, and so are `taken` and `sent`, numbers of messages in the order of a map's
     inputs and results: they carry what the graph of the schedule has an action wait for. `ends` are maps of the first
-    forward and the last backward of a stage, with what moves once a step (`step_traffic`), where they have it beside.
+    forward and the last backward of a stage, with what moves once a step (`step_traffic`), where they have it beside;
+    `joint` of passes that run together with one of another microbatch, where exchanges with experts are hidden there.
     """
 
     job: Job
@@ -54,34 +58,45 @@ class CompiledJob:
     sent: Mapping[Key, list[int]]
     rows: tuple[Row, ...]
     ends: Mapping[Key, ActionMap] = field(default_factory=dict[Key, ActionMap])
-    _at: list[Mapping[int, ActionMap]] = field(default_factory=list[Mapping[int, ActionMap]])  # of `rows`, once asked
+    joint: Mapping[Key, ActionMap] = field(default_factory=dict[Key, ActionMap])
 
-    def ends_of(self, rows: Sequence[Row]) -> list[Mapping[int, ActionMap]]:
-        """Return the maps of first forwards and last backwards, by rank and place in lists as long as, or shorter."""
+    @cached_property
+    def lists(self) -> ActionLists:
+        """The same actions as arrays, which know what each waits for."""
+        return ActionLists.of(self.rows, self.job.schedule.owners, self.job.schedule.copies)
+
+    @cached_property
+    def ends_at(self) -> list[Mapping[int, ActionMap]]:
+        """By rank the maps of first forwards, last backwards and passes in pairs, by their places in its list."""
+        pairs = joint_actions(self.job) if self.joint else ()
         return [
-            {at: self.ends[key] for key, at in turning_places(row).items() if key in self.ends} for row in rows
-        ]  # fmt: skip
+            {at: self.joint[one[:2]] for at, one in enumerate(row) if one in pairs}
+            | {at: self.ends[key] for key, at in turning_places(row).items() if key in self.ends}
+            for row in self.rows
+        ]
 
     def map_at(self, rank: int, action: int, key: Key) -> ActionMap:
         """Return the map of an action of a rank, by its place in the whole list, its stage and its kind."""
-        if not self._at:
-            self._at[:] = self.ends_of(self.rows)
-        return self._at[rank].get(action) or self.maps[key]
+        return self.ends_at[rank].get(action) or self.maps[key]
+
+    @cached_property
+    def is_rendezvous(self) -> bool:
+        """Whether messages of passes begin once their receivers wait for them, as training frameworks run the job."""
+        s = self.job.strategy
+        trains = any(kind != "F" for row in self.rows for _, kind, _ in row)
+        named = isinstance(s.schedule, str) and is_rendezvous(s.schedule, s.interleave or 1)
+        return self.settings.frameworks and trains and named
 
     @property
     def every_map(self) -> tuple[ActionMap, ...]:
         """All maps, each once."""
-        return tuple({id(m): m for m in (*self.maps.values(), *self.ends.values())}.values())
+        found = (*self.maps.values(), *self.ends.values(), *self.joint.values())
+        return tuple({id(m): m for m in found}.values())
 
     @property
     def even(self) -> bool:
         """Whether the devices of every stage take equally long, so that each stands for all."""
         return all(m.even for m in self.every_map)
-
-    def turns(self, rows: Sequence[Row]) -> list[int]:
-        """Return ranks in an order in which each can do the next action of its list; raises `ScheduleError`."""
-        found = self.job.schedule
-        return ActionLists.of(rows, found.owners, found.copies).turns()
 
 
 def turning_places(row: Row) -> dict[Key, int]:
@@ -127,7 +142,7 @@ def _renamed(names: Ints) -> bytes:
 class _JobCompiler:
     def __init__(self, job: Job, fabric: Fabric, settings: JobSettings, fold: Fold) -> None:
         self.job, self.fabric, self.settings, self.fold = job, fabric, settings, fold
-        self.launch = fabric.topology.device.launch if settings.launch is None else settings.launch
+        self.launch = fabric.topology.device.issue_seconds if settings.launch is None else settings.launch
         self.pricing: dict[Hashable, Pricing] = {}
         self.ids = [mesh.ids for mesh in job.programs.meshes]
         self.places = [equivalence_key(fabric, ids) if fold.prices else s for s, ids in enumerate(self.ids)]
@@ -158,23 +173,36 @@ class _JobCompiler:
             key = number, self.places[stage], called
             if key not in known:
                 mine = self._with_contention(nodes[number, self.places[stage]])
-                known[key] = mapped(mine, names, called, self.settings, self.launch, self.fold.layers, _even(mine))
+                known[key] = self._action_map(mine, names, called, kind)
             maps[stage, kind] = known[key]
-        turned: dict[Key, ActionMap] = {}
-        for (stage, kind), mine in ends.items():
-            called = self._names(stage, kind, job.programs.shared[job.programs.which[stage, kind]])
-            key = id(mine), called
-            if key not in known:
-                known[key] = mapped(mine, names, called, self.settings, self.launch, self.fold.layers, _even(mine))
-            (maps if kind in job.updates else turned)[stage, kind] = known[key]
+        turned, joint = dict[Key, ActionMap](), dict[Key, ActionMap]()
+        pairs = self._joint(nodes)
+        for found, into in ((ends, turned), (pairs, joint)):
+            for (stage, kind), mine in found.items():
+                called = self._names(stage, kind, job.programs.shared[job.programs.which[stage, kind]])
+                key = id(mine), called
+                if key not in known:
+                    known[key] = self._action_map(mine, names, called, kind)
+                (maps if kind in job.updates else into)[stage, kind] = known[key]
         for stage, kind in sorted({(s, kind) for row in rows for s, kind, _ in row if kind in OFFLOADS}):
             copy = copying(kind.lower(), self._saved(stage), self.settings)
             maps[stage, kind] = copied(copy, names, self.settings.overlap)
         messages = tuple(self._messages())
         links = self._links(maps)
         return CompiledJob(
-            job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, *links, rows, turned
+            job, self.fabric, self.settings, self.fold, self.launch, names, maps, messages, *links, rows, turned, joint
         )
+
+    def _action_map(
+        self,
+        nodes: tuple[Node, ...],
+        streams: tuple[str, ...],
+        called: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
+        kind: str,
+    ) -> ActionMap:
+        """The map of a pass, or of an update; as frameworks run it a pass begins with what it receives."""
+        waits = self.settings.frameworks and kind not in self.job.updates
+        return mapped(nodes, streams, called, self.settings, self.launch, self.fold.layers, _even(nodes), waits)
 
     def _links(self, maps: Mapping[Key, ActionMap]) -> tuple[dict[Key, list[int]], dict[Key, list[int]]]:
         """The messages that each action takes, and sends."""
@@ -234,6 +262,20 @@ class _JobCompiler:
                 found |= {(stage, kind): one.left for kind, one in traffic.items()}
         return found
 
+    def _joint(self, nodes: dict[tuple[int, Hashable], tuple[Node, ...]]) -> dict[Key, tuple[Node, ...]]:
+        """The ops of forwards and backwards that run together with one of another microbatch."""
+        job, found, known = self.job, dict[Key, tuple[Node, ...]](), dict[Hashable, Passes]()
+        if not self.settings.frameworks or not job.strategy.software.expert_overlap:
+            return found
+        for stage in sorted({stage for stage, _, _ in joint_actions(job)}):
+            place, numbers = self.places[stage], [job.programs.which[stage, kind] for kind in "FB"]
+            key = place, *numbers
+            if key not in known:
+                there, back = (self._with_contention(nodes[number, place]) for number in numbers)
+                known[key] = beside_another(there, back, self.fabric.topology.device.processors)
+            found |= {(stage, kind): mine for kind, mine in zip("FB", known[key], strict=True)}
+        return found
+
     def _nodes(self, stage: int, kind: str, program: Program) -> tuple[Node, ...]:
         """The ops of a program of a stage."""
         pricing = self._pricing(stage)
@@ -248,9 +290,11 @@ class _JobCompiler:
         totals = {o for o in program.outputs if o.startswith(NEXT + TOTAL)}
         last = "loss" in job.programs.shared[job.programs.which[stage, "F"]].outputs and job.strategy.loss == "whole"
         found = as_frameworks(nodes, program, pricing, parameters, totals, loss_logits(job) if last else ())
+        source = job.programs.shared[job.programs.which[stage, "F"]]
         if kind in ("B", "I") and job.strategy.recompute == "full" and not job.strategy.fsdp:
-            source = job.programs.shared[job.programs.which[stage, "F"]]
             found = with_whole_layers(found, program, self._nodes(stage, "F", source), source)
+        if kind in ("B", "I", "W") and job.strategy.recompute in ("none", "selective"):
+            found = with_kept_tokens(found, program, self._nodes(stage, "F", source), source)
         return found
 
     def _with_contention(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:

@@ -5,8 +5,7 @@ and Megatron's distributed optimizer post both beside whatever else goes on. Wha
 follows it there (FSDP2's `foreach_reduce`, on the reduce-scatter stream). A gradient is cast and added to the sum of
 earlier ones by one kernel, wherever it runs (Megatron's `main_grad.add_`). A bias is added in the product that it
 follows. A loss, whole or over classes that are dealt out, reads and writes its logits as often as that of a framework
-(`LOSS_BYTES`). A dim is gathered by an all-gather, whatever else is predicted to take less. Our own executors do none
-of this, and are simulated without it.
+(`LOSS_BYTES`). Our own executors do none of this, and are simulated without it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,20 @@ from shardplan.core.pattern import Work
 from shardplan.core.program import Program
 from shardplan.simulation.closed.numbers import LOSS_BYTES
 from shardplan.simulation.closed.pass_overlap import PassWork, beside_moves
-from shardplan.simulation.jobs.timing import COMPUTE, Node, OpCost, Pricing, TimedLoop, TimedOp
+from shardplan.simulation.jobs.attention_moves import with_attention_moves
+from shardplan.simulation.jobs.timing import (
+    COMPUTE,
+    PARAMETERS,
+    Node,
+    OpCost,
+    Pricing,
+    TimedLoop,
+    TimedOp,
+    is_movement,
+    of_parameters,
+)
 from shardplan.strategy.strategy import SHARING
 
-PARAMETERS = "parameters"
 # Axes that copy parameters.
 REPLICAS = ("replica", *(part for axis in ("data", "context") for part in (axis, SHARING[axis])))
 
@@ -55,7 +64,10 @@ def as_frameworks(
 
 
 def as_updates(nodes: Sequence[Node], program: Program, pricing: Pricing) -> tuple[Node, ...]:
-    """Return the ops of an optimizer, one after another; what an update makes is cast by the kernel that makes it."""
+    """Return the ops of an optimizer, one after another; what an update makes is cast by the kernel that makes it.
+
+    What an update finds and sums over devices it waits for; gradients come, and parameters go, beside other updates.
+    """
     found = [*nodes]
     makers: dict[str, int] = {}
     for k, node in enumerate(nodes):
@@ -72,7 +84,26 @@ def as_updates(nodes: Sequence[Node], program: Program, pricing: Pricing) -> tup
             found[k] = as_part(node)
         else:
             makers |= dict.fromkeys(node.results, k)
-    return tuple(found)
+    return tuple(_waiting_for_sums(found))
+
+
+def _waiting_for_sums(nodes: Sequence[Node]) -> list[Node]:
+    """Ops of an optimizer of which each waits for the one before it, but for what gradients and parameters move by."""
+    ops = [node for node in nodes if isinstance(node, TimedOp)]
+    kernels = {id(op) for op in ops if op.issued and not is_movement(op)}
+    updated, needed = set[str](), set[str]()  # values behind kernels, and before them
+    for op in ops:
+        if id(op) in kernels or not updated.isdisjoint(op.reads):
+            updated |= {*op.results}
+    for op in reversed(ops):
+        if id(op) in kernels or not needed.isdisjoint(op.results):
+            needed |= {*op.reads}
+    found = [*nodes]
+    last: tuple[str, ...] = ()
+    for k, op in enumerate(nodes):
+        if isinstance(op, TimedOp) and op.issued and (id(op) in kernels or updated & needed & {*op.results}):
+            found[k], last = replace(op, reads=(*op.reads, *last)), op.results[:1]
+    return found
 
 
 def beside_collectives(nodes: Sequence[Node], processors: int) -> tuple[Node, ...]:
@@ -102,9 +133,7 @@ def _slow_products(ops: Sequence[TimedOp], processors: int) -> Sequence[TimedOp]
     """Ops that run beside each other's movements of parameters."""
     kernels = sum(op.cost.seconds for op in ops if op.cost.stream == COMPUTE)
     slowed = sum(op.cost.seconds for op in ops if needs_processors(op))
-    moves = sum(
-        op.cost.seconds for op in ops if op.cost.stream.partition(", ")[0].endswith(PARAMETERS) and is_movement(op)
-    )
+    moves = sum(op.cost.seconds for op in ops if of_parameters(op.cost.stream) and is_movement(op))
     if not slowed or not moves:
         return ops
     work = PassWork(*(np.array([seconds]) for seconds in (kernels, moves, 0.0)))
@@ -137,7 +166,7 @@ class _Block:
         ending = self._ending(nodes, carried)
         self.summed = {r for node in nodes if isinstance(node, TimedOp) and id(node) in ending for r in node.results}
         placed = [self._placed(node, id(node) in ending) for node in nodes]
-        return tuple(self._fused(placed))
+        return tuple(with_attention_moves(self._fused(placed)))
 
     def _follow_parameters(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
@@ -145,21 +174,30 @@ class _Block:
                 self.parameters |= {*node.results}
 
     def _ending(self, nodes: Sequence[Node], carried: Collection[str]) -> set[int]:
-        """The ids of ops whose results lead to sums of gradients alone, without another kernel than streams do."""
+        """The ids of ops whose results lead to sums of gradients alone, by kernels alone that cast or add them.
+
+        What gathers cotangents for a table's gradient moves activations: the kernel behind it makes the gradient.
+        """
         other = {name for name in self.program.outputs if name not in self.totals or name in carried}
         found: set[int] = set()
         for node in reversed(nodes):
-            if isinstance(node, TimedOp) and other.isdisjoint(node.results) and (is_movement(node) or _streams(node)):
+            ends = isinstance(node, TimedOp) and (is_movement(node) or (_streams(node) and self._keeps_shape(node)))
+            if ends and other.isdisjoint(node.results):
                 found.add(id(node))
             else:
                 other |= {*names_read(node)}
         return found
 
+    def _keeps_shape(self, op: TimedOp) -> bool:
+        """Say whether a kernel makes what has the shape of an operand."""
+        step = self.program.steps[op.number]
+        shapes = {self.program.types[name].shape for name in step.operands}
+        return not op.issued or all(self.program.types[name].shape in shapes for name in step.results)
+
     def _placed(self, node: Node, ends: bool) -> Node:
         """An op on the stream that frameworks give it."""
         if isinstance(node, TimedLoop):
             return self._loop(node)
-        node = self._with_collective(node)
         if is_movement(node) and (ends or {*node.results} <= self.parameters):
             node = replace(node, cost=on_parameters(node.cost, self.program.meshes))
         stream = (
@@ -172,13 +210,6 @@ class _Block:
             if node.issued and not is_movement(node):
                 node = replace(node, cost=replace(node.cost, stream=stream))
         return node
-
-    def _with_collective(self, node: TimedOp) -> TimedOp:
-        """An op as the collective that frameworks call there, where one has a name for what it does."""
-        step = self.program.steps[node.number]
-        operands, results = self.program.step_types(step)
-        named = step.op.named_collective(*operands)
-        return node if named is None else replace(node, cost=self.pricing.cost(named, operands, results))
 
     def _loop(self, loop: TimedLoop) -> TimedLoop:
         op = as_nested(self.program.steps[loop.number].op)
@@ -265,11 +296,6 @@ def on_parameters(cost: OpCost, meshes: Sequence[Mesh]) -> OpCost:
 def names_read(node: Node) -> Sequence[str]:
     """Return the values that an op or a loop reads."""
     return node.reads if isinstance(node, TimedOp) else [outside for outside, _ in node.enters]
-
-
-def is_movement(op: TimedOp) -> bool:
-    """Say whether an op moves values between devices, and does no more."""
-    return op.cost.stream != COMPUTE and not isinstance(op.cost.pattern, Work)
 
 
 def _streams(op: TimedOp) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.units import format_seconds
@@ -189,7 +189,7 @@ class JobTimeline:
 
     def exposed_of(self, rank: int) -> dict[str, float]:
         """Return the same of a rank."""
-        border.whole_number("simulate: rank", rank, 0, len(self.swept.ranks) - 1, ShardplanError)
+        validation.whole_number("simulate: rank", rank, 0, len(self.swept.ranks) - 1, ShardplanError)
         return exposed(self.opened, rank)
 
     @cached_property
@@ -332,7 +332,6 @@ def simulate_job(
     where: Where | str,
     *,
     fold: Fold | bool = True,
-    extrapolate: bool | None = None,
     overlap: bool = True,
     launch: float | None = None,
     contention: bool = False,
@@ -345,7 +344,6 @@ def simulate_job(
         job: Of `partition`.
         where: A topology whose ids are the device ids, its text, or a placement.
         fold: What is worked out once for all that is alike, all of it by default; no result changes.
-        extrapolate: Whether microbatches that say nothing new are left out: `fold.microbatches`.
         overlap: Whether collectives have streams of their own, and ops go as training frameworks run them (see
             `framework_ops`); else each rank does one op after another, as our executors do.
         launch: Seconds in which a host issues an op; by default the device's.
@@ -354,7 +352,8 @@ def simulate_job(
             `shared` says which levels that leaves out.
         rendezvous: Whether a message between stages goes once its receiver waits for it, as gloo and NCCL send; every
             device and op is followed then, in the order of the programs, as our executors run them. Else it goes as
-            soon as it is made, into a buffer of the receiver.
+            soon as it is made, into a buffer of the receiver; under GPipe and 1F1B, where ops go as training
+            frameworks run them, once its receiver has computed all before.
         algorithm: `auto` for the library's cheapest row of every collective, or an algorithm of the library.
 
     Raises:
@@ -368,15 +367,17 @@ def simulate_job(
     if found is None:
         raise ShardplanError("the placement is None; legal are a placement, a topology, and a topology's text")
     if not isinstance(fold, Fold):
-        fold = Fold() if border.flag("simulate: fold", fold) else Fold.nothing()
-    if extrapolate is not None:
-        fold = replace(fold, microbatches=border.flag("simulate: extrapolate", extrapolate))
+        fold = Fold() if validation.flag("simulate: fold", fold) else Fold.nothing()
+    if contention and job.strategy.software.expert_overlap:
+        raise ShardplanError(
+            "simulate: contention with expert_overlap, which says what of exchanges other passes hide; legal is one"
+        )
     settings = JobSettings(
         overlap,
         launch,
         algorithm=algorithm,
-        contention=border.flag("simulate: contention", contention),
-        rendezvous=border.flag("simulate: rendezvous", rendezvous),
+        contention=validation.flag("simulate: contention", contention),
+        rendezvous=validation.flag("simulate: rendezvous", rendezvous),
         frameworks=overlap and not rendezvous,
     )
     return _simulated(job, found, settings, fold)

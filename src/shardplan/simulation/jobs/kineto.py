@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.decoding import decode_json, read_bytes
 from shardplan.errors import ParseError, line
 from shardplan.simulation.interval import Interval
@@ -65,7 +65,7 @@ def read_kineto(paths: str | Path | Iterable[str | Path], step: int | None = Non
     files = [paths] if isinstance(paths, (str, Path)) else list(paths)
     found: list[tuple[int, str, float, float, str, str]] = []
     if step is not None:
-        border.whole_number("read_kineto: step", step, kind=ParseError)
+        validation.whole_number("read_kineto: step", step, kind=ParseError)
     for number, path in enumerate(files):
         raw = read_bytes(path, f"the trace file {line(path)}")
         try:

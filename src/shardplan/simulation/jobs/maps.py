@@ -32,6 +32,7 @@ class ActionMap:
     matrix: Floats  # float64 [streams + 2 + sent, streams + 1 + taken]
     even: bool  # whether the devices of a stage all take as long in each of its ops
     copy: TimedOp | None = None  # where it is a copy to the host or back
+    waits: bool = False  # whether it begins when all is taken, and sends when its kernels are done
 
     def opened(self, entry: Sequence[float]) -> list[OpSpan]:
         """Return the ops of the action that begins with these times: [streams + 1 + taken]."""
@@ -39,25 +40,17 @@ class ActionMap:
         if self.copy is not None:
             begin, end = (self.matrix + np.array(entry)).max(axis=1)[len(self.streams) :][:2].tolist()
             return [OpSpan(self.copy, begin, begin, end, (), ())]
-        _run(self.nodes, self.streams, (self.earlier, self.taken), list(entry), self.launch, self.one, spans)
+        _run(self, list(entry), spans)
         return spans
 
 
-def _run(
-    nodes: Sequence[Node],
-    streams: Sequence[str],
-    names: tuple[Sequence[str], Sequence[str]],
-    entry: Sequence[float],
-    launch: float,
-    one: str | None,
-    spans: list[OpSpan],
-) -> StreamRun:
-    earlier, taken = names
-    n = len(streams)
-    values = dict.fromkeys(earlier, entry[n]) | dict(zip(taken, entry[n + 1 :], strict=True))
+def _run(one: ActionMap, entry: Sequence[float], spans: list[OpSpan]) -> StreamRun:
+    n = len(one.streams)
+    values = dict.fromkeys(one.earlier, entry[n]) | dict(zip(one.taken, entry[n + 1 :], strict=True))
     values = {name: at for name, at in values.items() if at > -np.inf}
-    run = StreamRun(dict(zip(streams, entry, strict=False)), values, launch, one=one, spans=spans)
-    run.run(nodes)
+    run = StreamRun(dict(zip(one.streams, entry, strict=False)), values, one.launch, one=one.one, spans=spans)
+    run.hold_streams(one.taken if one.waits else ())
+    run.run(one.nodes)
     return run
 
 
@@ -69,8 +62,15 @@ def mapped(
     launch: float,
     fold: bool,
     even: bool,
+    waits: bool = False,
 ) -> ActionMap:
-    """Return the map of a program's ops; `names` are of its inputs from earlier, those taken, and results sent."""
+    """Return the map of a program's ops; `names` are of its inputs from earlier, those taken, and results sent.
+
+    With `waits` its streams wait for what is taken, but for those of parameters: a schedule receives before it runs a
+    pass (Megatron's `recv_backward`, the waits of `torch.distributed.pipelining`), and what a checkpoint computes again
+    comes behind that. It sends when the kernels of the pass are done, gradients of parameters among them
+    (`send_backward`): what is sent waits for the stream of compute, but not for reductions.
+    """
     earlier, taken, sent = names
     n = len(streams)
     unit = np.full((n + 1 + len(taken),) * 2, -np.inf)
@@ -78,13 +78,14 @@ def mapped(
     values = dict.fromkeys(earlier, unit[n]) | dict(zip(taken, unit[n + 1 :], strict=True))
     one = None if settings.overlap else COMPUTE
     run = StreamRun(dict(zip(streams, unit, strict=False)), values, launch, one=one, fold=fold, later=np.maximum)
+    run.hold_streams(taken if waits else ())
     run.run(nodes)
     # An action of no op is where its stream, and what it waits for, are.
     still = np.maximum.reduce([unit[streams.index(COMPUTE)], *unit[n:]])
     first, last = (still if at is None else at for at in (run.first, run.last))
-    never = np.full(n + 1 + len(taken), -np.inf)
-    rows = [*run.free.values(), first, last, *(run.values.get(name, never) for name in sent)]
-    return ActionMap(nodes, streams, earlier, taken, sent, launch, one, np.array(rows), even)
+    goes = run.free[COMPUTE] if waits else np.full(n + 1 + len(taken), -np.inf)
+    rows = [*run.free.values(), first, last, *(np.maximum(goes, run.values.get(name, goes)) for name in sent)]
+    return ActionMap(nodes, streams, earlier, taken, sent, launch, one, np.array(rows), even, waits=waits)
 
 
 def copied(copy: TimedOp, streams: tuple[str, ...], overlap: bool) -> ActionMap:

@@ -84,6 +84,18 @@ class OpenedOps:
         return found
 
     @cached_property
+    def takers(self) -> dict[MessagePlace, tuple[int, int]]:
+        """The rank and action that wait for each message, where receivers do."""
+        if not self.compiled.is_rendezvous:
+            return {}
+        return {
+            MessagePlace(number, k): (r, i)
+            for r, run in enumerate(self.sweep.ranks)
+            for i, (stage, kind, k) in enumerate(run.actions)
+            for number in self.compiled.taken[stage, kind]
+        }
+
+    @cached_property
     def lines(self) -> dict[int, tuple[list[float], list[MessagePlace]]]:
         """By message when each of its microbatches arrives, in order, and which it is."""
         found: dict[int, list[tuple[float, MessagePlace]]] = {}
@@ -133,7 +145,11 @@ class OpenedOps:
         k = bisect_left(ends, start - self.slack)
         if self.compiled.messages[place.number].seconds > 0 and k < len(ends) and ends[k] <= start + self.slack:
             return places[k]
-        return self._ending(r, i if i >= 0 else len(self.sweep.ranks[r].actions) - 1, start)
+        found = self._ending(r, i if i >= 0 else len(self.sweep.ranks[r].actions) - 1, start)
+        if found is None and place in self.takers:
+            receiver, action = self.takers[place]
+            return self._ending(receiver, action - 1, start, COMPUTE)
+        return found
 
     def _op_cause(self, place: OpPlace, start: float) -> Place | None:
         r, i, number = place

@@ -8,6 +8,7 @@ they are of; without, each takes its price. What is folded is held against this.
 Where messages are met (`rendezvous`), one begins once its receiver has done all before the action that takes it, and
 waits for it. A rank that stands, in the order in which one process may run all actions, behind the action that takes
 what it sent, waits until that has begun; the rest is in a buffer. Behind the last action both ends wait to the end.
+Where frameworks run the job so (`CompiledJob.is_rendezvous`), a message begins so too, and no sender waits.
 """
 
 from __future__ import annotations
@@ -153,6 +154,10 @@ class _TaskRun(StreamRun):
         self.found: list[tuple[TimedOp, tuple[int, ...], Ints, int, tuple[int, ...]]] = []
         self.made: dict[int, int] = {}  # by task of the first device the number of the op
 
+    def latest_time(self, a: Waits, b: Waits) -> Waits:
+        """Return what both wait for."""
+        return (*a, *b)
+
     def _op(self, op: TimedOp, runs: tuple[int, ...]) -> None:
         reads = tuple(wait for name in op.reads for wait in self.values.get(name, ()))
         if op.issued:
@@ -215,7 +220,7 @@ class _Every:
     def run(self) -> tuple[JobSweep, dict[tuple[int, int], list[OpSpan]]]:
         compiled, job = self.compiled, self.compiled.job
         left = [iter(enumerate(row)) for row in compiled.rows]
-        for r in compiled.turns(compiled.rows):
+        for r in compiled.lists.turns():
             at, action = next(left[r])
             self._act(r, at, *action)
         owners = job.schedule.owners
@@ -236,6 +241,9 @@ class _Every:
         met = kind in compiled.job.updates  # behind the last action both ends have met
         if compiled.settings.rendezvous and not met:
             self._meet(r, taken, k, self.places.get((stage, value_pass(kind), k), ENDS))
+        elif compiled.is_rendezvous and not met:
+            for number in (n for n in taken if compiled.messages[n].seconds):
+                self.tasks.after(self.begun[number, k], _tasks(self.free[r][COMPUTE]))
         free = self.free[r]
         run = _TaskRun(free, values, self, r, stage, one.one)
         if one.copy is not None:
@@ -243,6 +251,7 @@ class _Every:
             nodes = (TimedOp(one.copy.cost, ("earlier",), (), 0, issued=True),)
             run.run(nodes)
         else:
+            run.hold_streams(one.taken if one.waits else ())
             run.run(one.nodes)
         used: dict[str, Ints] = {}
         for op, _, mine, _, _ in run.found:
@@ -250,7 +259,8 @@ class _Every:
         self.done[stage, k] = tuple(used.values()) or (*earlier, *free[COMPUTE])
         sent: list[tuple[int, int]] = []
         for number, name in zip(compiled.sent[stage, kind], one.sent, strict=True):
-            sent.append(self._send(number, k, run.values.get(name, ())))
+            made = run.values.get(name, ())
+            sent.append(self._send(number, k, (*made, *free[COMPUTE]) if one.waits else made))
         self.log[r].append(((stage, kind, k), run, self.done[stage, k], sent))
 
     def _all(self, r: int) -> Waits:
@@ -337,13 +347,9 @@ class _Every:
                 if s:
                     table[i, : len(s)] = s
             actions = tuple(action for action, *_ in log)
-            runs.append(
-                RankRun(
-                    actions, np.zeros((len(log), 0)), np.array(begin), np.array(done), table, np.zeros(len(log), bool)
-                )
-            )
+            runs.append(RankRun(actions, np.zeros((len(log), 0)), np.array(begin), np.array(done), table))
         last = tuple((n, float(ended[a]), float(ended[b])) for n, a, b in self.last)
-        return JobSweep(tuple(runs), last, float(ended.max(initial=0.0)), 0), spans
+        return JobSweep(tuple(runs), last, float(ended.max(initial=0.0))), spans
 
 
 def _tasks(waits: Waits) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError
 
 
@@ -16,7 +16,6 @@ class Fold:
         layers: A body that runs often is one map, raised to a power.
         prices: An op on the same local types in the same place is priced once.
         ranks: The devices of a stage are one, which stands for them; without, each is followed alone.
-        microbatches: Where every rank repeats what it did a period ago, periods are left out.
 
     >>> Fold.nothing().layers
     False
@@ -25,12 +24,11 @@ class Fold:
     layers: bool = True
     prices: bool = True
     ranks: bool = True
-    microbatches: bool = True
 
     @staticmethod
     def nothing() -> Fold:
         """Return the switches that fold nothing."""
-        return Fold(layers=False, prices=False, ranks=False, microbatches=False)
+        return Fold(layers=False, prices=False, ranks=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class JobSettings:
         contention: Whether what is under way at once shares links, whatever stage and stream it is of.
         free: What costs nothing: names of ops, of axes (`tensor`), of levels (`node`), or `messages`.
         rendezvous: Whether a message between stages goes once its receiver has come to it, and waits for it; else it
-            goes as soon as it is made.
+            goes as soon as it is made, or as `CompiledJob.is_rendezvous` says.
         algorithm: As `hardware.prices.cost.price` takes it.
         frameworks: Whether ops go as training frameworks run them (see `framework_ops`), or one by one, as ours do.
 
@@ -61,11 +59,11 @@ class JobSettings:
     frameworks: bool = True
 
     def __post_init__(self) -> None:
-        border.flag("simulate: overlap", self.overlap)
+        validation.flag("simulate: overlap", self.overlap)
         if self.launch is not None:
-            border.number("simulate: launch", self.launch, ShardplanError)
+            validation.number("simulate: launch", self.launch, ShardplanError)
         if not self.host_bytes_per_second > 0:
             raise ShardplanError(
                 f"simulate: host_bytes_per_second={self.host_bytes_per_second}; legal is a number above 0"
             )
-        object.__setattr__(self, "free", border.names("simulate: free", self.free))
+        object.__setattr__(self, "free", validation.names("simulate: free", self.free))

@@ -17,8 +17,8 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.nested import as_nested
 from shardplan.core.pattern import Groups
 from shardplan.core.program import Program
-from shardplan.simulation.jobs.framework_ops import as_part, is_movement, names_read, on_parameters
-from shardplan.simulation.jobs.timing import Node, Pricing, TimedLoop, TimedOp
+from shardplan.simulation.jobs.framework_ops import as_part, names_read, on_parameters
+from shardplan.simulation.jobs.timing import Node, Pricing, TimedLoop, TimedOp, is_movement
 from shardplan.strategy.partition.programs import NEXT
 
 Chains = Mapping[str, tuple[TimedOp, ...]]
@@ -41,6 +41,8 @@ class StepTraffic:
         gathers: dict[str, list[TimedOp]] = {}
         source = {name: name for name in totals}
         for node in nodes:
+            if isinstance(node, TimedOp) and not node.issued and len(node.reads) == 1 and node.reads[0] in source:
+                source |= dict.fromkeys(node.results, source[node.reads[0]])  # a view, such as a part of what is whole
             if (op := _collective(node)) is not None and (total := source.get(op.reads[0])) is not None:
                 reductions.setdefault(total, []).append(op)
                 source[op.results[0]] = total

@@ -9,13 +9,14 @@ hang on an entry. Either adds up and has a later of two, and no more is asked of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardplan.hardware.prices.fabric import Floats
-from shardplan.simulation.jobs.timing import Node, TimedLoop, TimedOp, streams_of
+from shardplan.simulation.jobs.timing import Node, TimedLoop, TimedOp, of_parameters, streams_of
 from shardplan.simulation.trace import HOST
 
 Time = Any  # a float, or float64 [entries]
@@ -62,6 +63,17 @@ class StreamRun:
                 self._power(node)
             else:
                 self._loop(node, runs)
+
+    def hold_streams(self, names: Iterable[str]) -> None:
+        """Let all streams but the host's, and those of parameters, go on when values are there, and no sooner."""
+        for at in (self.values[name] for name in names if name in self.values):
+            for stream in self.free:
+                if stream != HOST and not of_parameters(stream):
+                    self.free[stream] = self.latest_time(self.free[stream], at)
+
+    def latest_time(self, a: Time, b: Time) -> Time:
+        """Return the later of two times."""
+        return self.later(a, b)
 
     def _op(self, op: TimedOp, runs: tuple[int, ...]) -> None:
         later, there = self.later, None
@@ -125,6 +137,7 @@ class StreamRun:
         outside = self._enter(loop)
         made = [r for node in loop.early for r in _results(node)]
         self.run(loop.early, (*runs, 0))
+        loop = _with_room(loop)
         for k in range(loop.times - 1):
             self._early_beside(loop, made, (*runs, k))
         self.run(loop.late, (*runs, loop.times - 1))
@@ -147,6 +160,7 @@ class StreamRun:
         outside = self._enter(loop)
         made = [r for node in loop.early for r in _results(node)]
         self.run(loop.early)
+        loop = _with_room(loop)
         entering = [name for name, _ in loop.carried]
         names = [*dict.fromkeys([*entering, *made, *(name for _, name in loop.enters)])]
         matrix, first = self._body(loop, names, made)
@@ -200,6 +214,17 @@ class StreamRun:
         self.run(loop.late, runs)
         self._hand_on(loop)
         self._put(ahead)
+
+
+def _with_room(loop: TimedLoop) -> TimedLoop:
+    """A loop in which what is run early for the next run waits until a run may begin.
+
+    There is room for two layers' parameters: streams of gathers wait for the copy of the layer before (FSDP2's
+    `FSDPParamGroup.wait_for_unshard`), and certificates of memory count so many.
+    """
+    enters = tuple(name for name, _ in loop.carried)
+    early = (replace(n, reads=(*n.reads, *enters)) if isinstance(n, TimedOp) else n for n in loop.early)
+    return replace(loop, early=tuple(early))
 
 
 def _results(node: Node) -> tuple[str, ...]:

@@ -18,8 +18,11 @@ from shardplan.core.tensor import TensorType
 from shardplan.hardware.prices.cost import Price, price
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.simulation.jobs.settings import JobSettings
+from shardplan.strategy.held_cuts import SHARING
 
+EXCHANGED = tuple(axis for of, axis in SHARING.items() if of != "context")  # axes over which tokens are exchanged
 COMPUTE, COPY = "compute", "copy"
+PARAMETERS = "parameters"  # of streams on which parameters are gathered, and their gradients reduced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +36,7 @@ class OpCost:
     price: Price
     received_bytes: int  # on the worst device
     even: bool  # whether all that carry anything of it carry as much: else some devices are done before others
+    exchanges: bool = False  # whether tokens go to their experts, or back, where it moves no parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,11 @@ class TimedOp:
     results: tuple[str, ...]
     number: int
     issued: bool  # by a host
+
+
+def is_movement(op: TimedOp) -> bool:
+    """Say whether an op moves values between devices, and does no more."""
+    return op.cost.stream != COMPUTE and not isinstance(op.cost.pattern, Work)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,12 +89,12 @@ class Pricing:
         key = (self.place, op, operands)
         found = None if self.known is None else self.known.get(key)
         if found is None:
-            found = self._priced(op, operands)
+            found = self._priced(op, operands, results)
             if self.known is not None:
                 self.known[key] = found
         return found
 
-    def _priced(self, op: Op, operands: tuple[TensorType, ...]) -> OpCost:
+    def _priced(self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> OpCost:
         pattern = op.pattern(*operands)
         cost = price(pattern, self.fabric, self.settings.algorithm)
         names = {op.name}
@@ -99,7 +108,8 @@ class Pricing:
             stream = COMPUTE if works(pattern) else f"{'.'.join(axes) or 'messages'}, {level}"
         free = not names.isdisjoint(self.settings.free)
         seconds = 0.0 if free else cost.seconds
-        return OpCost(seconds, stream, op.name, pattern, cost, received, _even(cost))
+        exchanges = stream != COMPUTE and any(map(takes_tokens, operands, results))
+        return OpCost(seconds, stream, op.name, pattern, cost, received, _even(cost), exchanges)
 
     def reprice(self, pattern: Work | Groups, like: OpCost) -> OpCost:
         """Return what a kernel or a collective takes that does the work of several, called and where one of them is."""
@@ -129,6 +139,21 @@ class Pricing:
             tuple(zip(step.results, body.outputs, strict=True)),
         )
         return TimedLoop(op.times, tuple(inner[: op.ahead]), tuple(inner[op.ahead :]), enters, carried, results, number)
+
+
+def takes_tokens(before: TensorType, after: TensorType) -> bool:
+    """Say whether tokens go to their experts between two types of an activation, or back.
+
+    An axis of experts has another dim then; or it is that of data replicas, over which all tokens of a layer are
+    gathered, and sums of what experts made scattered. Over a context tokens are gathered, and heads exchanged.
+    """
+    had, has = (
+        {axis.partition(".")[0]: dim for dim, axes in enumerate(t.layout.dims) for axis in axes}
+        for t in (before, after)
+    )
+    if any(axis in had and axis in has and had[axis] != has[axis] for axis in EXCHANGED):
+        return not (before.layout.partial or after.layout.partial)
+    return (SHARING["data"] in had) != (SHARING["data"] in has)
 
 
 def copying(kind: str, nbytes: int, settings: JobSettings) -> TimedOp:
@@ -163,6 +188,11 @@ def _even(cost: Price) -> bool:
             if used.size and float(used.min()) < float(used.max()) * (1 - 1e-9):
                 return False
     return True
+
+
+def of_parameters(stream: str) -> bool:
+    """Say whether a stream is of movements of parameters and of their gradients."""
+    return stream.partition(", ")[0].endswith(f".{PARAMETERS}")
 
 
 def streams_of(nodes: Sequence[Node]) -> Mapping[str, None]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import TopologyError
 
 LAUNCH = 10e-6  # seconds an op that has a cost
@@ -46,7 +46,7 @@ class DistirMachine:
     def __post_init__(self) -> None:
         """Check every number."""
         for name in ("flops_per_second", "bytes_per_second", "gigabits_per_second", "launch"):
-            value = border.number(f"distir machine: {name}", getattr(self, name), TopologyError)
+            value = validation.number(f"distir machine: {name}", getattr(self, name), TopologyError)
             if value < 0 or (value == 0 and name != "launch"):
                 raise TopologyError(f"distir machine: {name} is {value!r}; it must be positive")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import LayoutError
 from shardplan.strategy.strategy import Strategy
 
@@ -35,7 +35,7 @@ class DistirModel:
     def __post_init__(self) -> None:
         """Check every size."""
         for name, least in (("layers", 1), ("hidden", 1), ("heads", 0)):
-            border.whole_number(f"distir model: {name}", getattr(self, name), least)
+            validation.whole_number(f"distir model: {name}", getattr(self, name), least)
 
 
 MODELS: Mapping[str, DistirModel] = MappingProxyType(
@@ -89,9 +89,9 @@ class DistirPoint:
     def __post_init__(self) -> None:
         """Check every field."""
         if isinstance(self.model, str):
-            border.choice("distir point: model", self.model, tuple(MODELS))
+            validation.choice("distir point: model", self.model, tuple(MODELS))
         for name in ("data", "tensor", "pipeline", "microbatches", "global_batch"):
-            border.whole_number(f"distir point: {name}", getattr(self, name), 1)
+            validation.whole_number(f"distir point: {name}", getattr(self, name), 1)
 
     @classmethod
     def of(cls, model: str | DistirModel, strategy: Strategy) -> DistirPoint:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
@@ -142,7 +142,7 @@ def fit(
     True
     """
     where = topology_of("the topology", topology)
-    border.whole_number("fit: top", top, 1, kind=ShardplanError)
+    validation.whole_number("fit: top", top, 1, kind=ShardplanError)
     check_topology_size("fit", where, strategy)
     if isinstance(strategy.schedule, Schedule):
         raise ShardplanError(f"fit: schedule {excerpt(strategy.schedule)}; legal is a name")

@@ -18,7 +18,7 @@ from shardplan.simulation.searching.answer import DEGREES, Judge
 from shardplan.simulation.searching.certifier import RefusedPlan, priced_job
 from shardplan.simulation.searching.plans import RankedPlan, plan_text, ranked_object
 from shardplan.simulation.searching.search import search
-from shardplan.simulation.steps import delivered
+from shardplan.simulation.steps import derate
 from shardplan.strategy.held_cuts import AXES
 from shardplan.strategy.partition.order import RUN
 from shardplan.strategy.partition.tables import Layouts
@@ -106,7 +106,7 @@ def judge_own(judge: Judge, own: OwnParts, batch: int, precision: str | None, ou
 
 def step_seconds(judge: Judge, strategy: Strategy, layouts: Layouts | None = None) -> float:
     """Return the seconds of the step of a strategy's job, op by op, on the machine as it delivers."""
-    where = delivered(judge.topology, judge.machine.parameters)
+    where = derate(judge.topology, judge.machine.parameters, strategy.software.attention)
     return simulate_job(priced_job(judge.model, strategy, where, layouts), where).seconds
 
 

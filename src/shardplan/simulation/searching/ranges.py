@@ -76,7 +76,7 @@ class SearchTask:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class RangeResult:
     """Of a range: the best, the front, and how many strategies were priced, pruned and too large."""
 
     best: Points
@@ -88,9 +88,9 @@ class Found:
     least: float = float("inf")  # bytes, of what is too large
     left: int = 0  # frames that were not searched
 
-    def and_(self, other: Found, most: int) -> Found:
+    def and_(self, other: RangeResult, most: int) -> RangeResult:
         """Return both together."""
-        return Found(
+        return RangeResult(
             self.best.and_(other.best).best(most),
             self.front.and_(other.front).front(),
             self.priced + other.priced,
@@ -107,15 +107,15 @@ def searched(
     start: int,
     stop: int,
     form: FlooredForm | None = None,
-    tell: Callable[[int, Found], None] | None = None,
-) -> Found:
+    tell: Callable[[int, RangeResult], None] | None = None,
+) -> RangeResult:
     """Search the frames from `start` to `stop`: exact for them, whatever else there is.
 
     `tell` is called, but at the end, with how many of them are done, and with what was found in these.
     """
     form, space = form or task.form(), task.space
     memory, frames = task.memory, np.arange(start, stop)
-    found = Found(Points.none(), Points.none())
+    found = RangeResult(Points.none(), Points.none())
     if not task.prune:
         for at in range(0, len(frames), BLOCK):
             found = found.and_(_priced(task, form, *_every(space, frames[at : at + BLOCK])), task.most)
@@ -137,7 +137,7 @@ def searched(
     return found
 
 
-def _inside(task: SearchTask, form: FlooredForm, frames: Ints, found: Found) -> Found:
+def _inside(task: SearchTask, form: FlooredForm, frames: Ints, found: RangeResult) -> RangeResult:
     """Search what is inside of some frames: where they have several orders, first by what none is below."""
     space, (frame, inner) = task.space, _every(task.space, frames)
     if not space.floor_order:
@@ -158,10 +158,10 @@ def _every(space: FramedSpace, frames: Ints) -> tuple[Ints, Ints]:
     return frames[at], inside
 
 
-def _large(large: np.ndarray, nbytes: Floats, strategies: Ints) -> Found:
+def _large(large: np.ndarray, nbytes: Floats, strategies: Ints) -> RangeResult:
     """What is too large whatever its order: so many strategies each."""
     least = float(nbytes[large].min()) if large.any() else float("inf")
-    return Found(Points.none(), Points.none(), large=int(strategies[large].sum()), least=least)
+    return RangeResult(Points.none(), Points.none(), large=int(strategies[large].sum()), least=least)
 
 
 def _in_order(seconds: Floats, alive: np.ndarray, width: int, most: int) -> Iterator[Ints]:
@@ -173,17 +173,17 @@ def _in_order(seconds: Floats, alive: np.ndarray, width: int, most: int) -> Iter
 
 
 def _kept(
-    task: SearchTask, found: Found, some: Ints, seconds: Floats, nbytes: Floats, strategies: Ints
-) -> tuple[Ints, Found]:
+    task: SearchTask, found: RangeResult, some: Ints, seconds: Floats, nbytes: Floats, strategies: Ints
+) -> tuple[Ints, RangeResult]:
     """Leave out of some places whose floors are above what was found, and count how many strategies those were."""
     full = len(found.best) == task.most
     late = full & (seconds[some] > (found.best.seconds[-1] if full else np.inf))
     slow = late & found.front.better(seconds[some], nbytes[some])
-    left = Found(Points.none(), Points.none(), slow=int(strategies[some[slow]].sum()))
+    left = RangeResult(Points.none(), Points.none(), slow=int(strategies[some[slow]].sum()))
     return some[~slow], found.and_(left, task.most)
 
 
-def _priced(task: SearchTask, form: FlooredForm, frames: Ints, inner: Ints) -> Found:
+def _priced(task: SearchTask, form: FlooredForm, frames: Ints, inner: Ints) -> RangeResult:
     """Price strategies, by frame and place inside, on every order of their frames."""
     which, orders, pairs = task.space.pairs(frames)
     inner = inner[which]
@@ -195,7 +195,7 @@ def _priced(task: SearchTask, form: FlooredForm, frames: Ints, inner: Ints) -> F
     points = Points(pairs * task.space.inside + inner, seconds, nbytes)
     good = points.at(np.flatnonzero(fits))
     least = float(nbytes[~fits].min()) if not fits.all() else float("inf")
-    return Found(good.best(task.most), good.front(), len(points), unfit=int((~fits).sum()), least=least)
+    return RangeResult(good.best(task.most), good.front(), len(points), unfit=int((~fits).sum()), least=least)
 
 
 Whole = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -234,10 +234,12 @@ class _FoundFields(msgspec.Struct):
     unfit: Whole
     least: float | None
 
-    def found(self) -> Found:
+    def found(self) -> RangeResult:
         """What was found."""
         least = float("inf") if self.least is None else self.least
-        return Found(self.best.points(), self.front.points(), self.priced, self.slow, self.large, self.unfit, least)
+        return RangeResult(
+            self.best.points(), self.front.points(), self.priced, self.slow, self.large, self.unfit, least
+        )
 
 
 class _JournalFields(msgspec.Struct):
@@ -260,7 +262,7 @@ class Journal:
         data = f"{task.words()} {ranges}".encode() + task.space.frames.tobytes() + task.space.starts.tobytes()
         return Journal(path, hashlib.sha256(data).hexdigest())
 
-    def read(self) -> dict[str, Found]:
+    def read(self) -> dict[str, RangeResult]:
         """Return what is done, by range; raises `ParseError` where the file is of another search, or none of ours."""
         if not self.path.exists():
             return {}
@@ -272,13 +274,13 @@ class Journal:
             raise ParseError(f"{line(self.path)} is the journal of another search; legal is its own, or a new path")
         return {name: one.found() for name, one in data.ranges.items()}
 
-    def write(self, done: dict[str, Found]) -> None:
+    def write(self, done: dict[str, RangeResult]) -> None:
         """Replace the file."""
         data = {"search": self.key, "ranges": {name: _object(one) for name, one in done.items()}}
         write_atomic(self.path, json.dumps(data).encode())
 
 
-def _object(one: Found) -> dict[str, Any]:
+def _object(one: RangeResult) -> dict[str, Any]:
     points = {k: {f: [None if x == np.inf else x for x in getattr(p, f).tolist()]
                   for f in ("index", "seconds", "nbytes")}
               for k, p in (("best", one.best), ("front", one.front))}  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import Infeasible, ShardplanError, excerpt
 from shardplan.hardware.topology import Topology, topology_of
 from shardplan.hardware.units import format_bytes, format_seconds
@@ -25,7 +25,7 @@ from shardplan.simulation.searching.bounds import FlooredForm
 from shardplan.simulation.searching.certifier import ROOM, Certifier, RefusedPlan, certified_first
 from shardplan.simulation.searching.front import Points
 from shardplan.simulation.searching.plans import PrunedClass, RankedPlan, plan_text, ranked_object
-from shardplan.simulation.searching.ranges import Found, Journal, SearchTask, searched
+from shardplan.simulation.searching.ranges import Journal, RangeResult, SearchTask, searched
 from shardplan.simulation.searching.sensitivity import sensitivity
 from shardplan.simulation.searching.space import SCHEDULES, StrategySpace
 from shardplan.strategy.model import Model
@@ -233,11 +233,11 @@ def search(
     if not isinstance(model, Model):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardplanError(f"search: the model is {excerpt(model)}; legal is a Model")
     where = topology_of("the topology", topology)
-    border.whole_number("search: top", top, 1, kind=ShardplanError)
-    border.flag("search: prune", prune, ShardplanError)
-    border.flag("search: placements", placements, ShardplanError)
-    border.flag("search: certify", certify, ShardplanError)
-    border.choice("search: objective", objective, OBJECTIVES, ShardplanError)
+    validation.whole_number("search: top", top, 1, kind=ShardplanError)
+    validation.flag("search: prune", prune, ShardplanError)
+    validation.flag("search: placements", placements, ShardplanError)
+    validation.flag("search: certify", certify, ShardplanError)
+    validation.choice("search: objective", objective, OBJECTIVES, ShardplanError)
     said = {"prompt": prompt, "output": output, "concurrency": concurrency}
     load = model.name, tuple(sorted(model.fields.items()))
     machine = params or of_machine(where)
@@ -262,10 +262,10 @@ def search(
         return ServingResult(requests, objective, *plans, _pruned(task, found), space.count, found.priced, served)
     if named := [name for name, n in said.items() if n is not None]:
         raise ShardplanError(f"search: {named[0]} with objective='step'; legal is global_batch")
-    batch = border.whole_number("search: global_batch", global_batch, 1, kind=ShardplanError)
+    batch = validation.whole_number("search: global_batch", global_batch, 1, kind=ShardplanError)
     precision = precision or model.fields.get("precision")
     steps = StrategySpace.of(model, where.size, batch, schedules, precision, attention, placements, fixed)
-    border.choice("search: fidelity", fidelity, ("closed", "events"), ShardplanError)
+    validation.choice("search: fidelity", fidelity, ("closed", "events"), ShardplanError)
     certifier = Certifier(model, machine, where.device.memory) if certify else None
     most, room = (top, 1.0) if certifier is None else (top + SPARE, ROOM)
     said = repr((precision, sorted((fixed or {}).items())))
@@ -297,14 +297,14 @@ def _run(
     resume: str | os.PathLike[str] | None,
     done: Callable[[int, int], None] | None,
     partial: bool = False,
-) -> Found:
+) -> RangeResult:
     """Search all ranges, here or on an executor; raises `Infeasible` where nothing fits."""
     frames, ranges = len(task.space.frames), _ranges(task)
     journal = None if resume is None else Journal.of(Path(resume), task, ranges)
     known = {} if journal is None else journal.read()
     finished = 0
 
-    def keep(span: tuple[int, int], found: Found) -> None:
+    def keep(span: tuple[int, int], found: RangeResult) -> None:
         nonlocal finished
         known[f"{span[0]}-{span[1]}"] = found
         finished += span[1] - span[0]
@@ -315,10 +315,10 @@ def _run(
 
     left = [span for span in ranges if f"{span[0]}-{span[1]}" not in known]
     finished = frames - sum(stop - start for start, stop in left)
-    total = begun = Found(Points.none(), Points.none())
+    total = begun = RangeResult(Points.none(), Points.none())
     now = 0
 
-    def tell(count: int, found: Found) -> None:
+    def tell(count: int, found: RangeResult) -> None:
         nonlocal now, begun
         now, begun = count, found
         if done is not None:
@@ -352,13 +352,13 @@ def _run(
 def _best(task: SearchTask, topology: Topology, form: FlooredForm, most: int = 1) -> Points:
     """The best few on another topology, for which the form is."""
     changed = replace(task, topology=topology, most=most)
-    found = Found(Points.none(), Points.none())
+    found = RangeResult(Points.none(), Points.none())
     for span in _ranges(task):
         found = found.and_(searched(changed, *span, form), most)
     return found.best
 
 
-def _pruned(task: SearchTask, total: Found) -> tuple[PrunedClass, ...]:
+def _pruned(task: SearchTask, total: RangeResult) -> tuple[PrunedClass, ...]:
     memory = format_bytes(task.topology.device.memory)
     return (
         PrunedClass(f"need more than {memory} at least", total.large),

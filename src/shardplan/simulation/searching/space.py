@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.digits import nth_of_each
 from shardplan.errors import ShardplanError
 from shardplan.simulation.closed.configurations import CODES, ORDERS, THOUSANDTHS, TOGETHER, Configurations
@@ -24,6 +24,7 @@ from shardplan.strategy.options import excess_imbalance, ulysses
 
 Ints = np.ndarray
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
+PAIRED = ("combined-1f1b",)  # where exchanges with experts overlap with another microbatch
 RECOMPUTE = CODES["recompute"]
 DEALT = ((0, False), (1, False), (2, False), (3, False), (2, True), (3, True))  # zero, fsdp
 # `selective_op` is PyTorch's, and tried with FSDP alone.
@@ -46,8 +47,14 @@ ALIKE = (
     "dispatch",
     "imbalance",
     "expert_products",
+    "expert_overlap",
 )  # what all may have
-OF_EXPERTS = ("expert_from", "dispatch", "imbalance")  # of those what says nothing where no devices share experts
+OF_EXPERTS = (
+    "expert_from",
+    "dispatch",
+    "imbalance",
+    "expert_overlap",
+)  # of those what says nothing where no devices share experts
 BLOCKS = ORDERS[0]
 
 
@@ -106,13 +113,15 @@ class StrategySpace:
         Raises `ShardplanError` for other schedules than those with a formula, other fields fixed, and where nothing is
         legal.
         """
-        border.whole_number("search: devices", devices, 1, kind=ShardplanError)
-        border.whole_number("search: global_batch", global_batch, 1, kind=ShardplanError)
+        validation.whole_number("search: devices", devices, 1, kind=ShardplanError)
+        validation.whole_number("search: global_batch", global_batch, 1, kind=ShardplanError)
+        asked, said = _fixed_columns({"precision": precision, "attention": attention, **(fixed or {})})
+        legal = PAIRED if said.get("expert_overlap") else SCHEDULES
+        schedules = legal if tuple(schedules) == SCHEDULES else schedules
         schedules = schedules if not fixed or "schedule" not in fixed else (str(fixed["schedule"]),)
         for name in schedules:
-            border.choice("search: schedules", name, SCHEDULES, ShardplanError)
+            validation.choice("search: schedules", name, legal, ShardplanError)
         limits = ModelLimits.of(model, precision)
-        asked, said = _fixed_columns({"precision": precision, "attention": attention, **(fixed or {})})
         rows = list(_frames(limits, devices, global_batch, tuple(schedules)))
         table = np.array(rows, dtype=np.int64).reshape(-1, len(FRAME))
         inner = np.ones(len(INSIDE), dtype=bool)
@@ -207,8 +216,8 @@ def _whole(name: str, value: object) -> int:
     if isinstance(value, bool):
         return int(value)
     if name in THOUSANDTHS:
-        return round(1000 * border.number(f"search: fixed {name}", value, ShardplanError, least=1.0))
-    return border.whole_number(f"search: fixed {name}", value, int(name == "shard"), kind=ShardplanError)
+        return round(1000 * validation.number(f"search: fixed {name}", value, ShardplanError, least=1.0))
+    return validation.whole_number(f"search: fixed {name}", value, int(name == "shard"), kind=ShardplanError)
 
 
 def _may_share(table: Ints, shard: int) -> np.ndarray:
@@ -261,7 +270,9 @@ def _frames(limits: ModelLimits, devices: int, batch: int, schedules: tuple[str,
 
 def _orders(layers: int, pipeline: int, many: int, schedules: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     for name in schedules:
-        if name != "interleaved":
+        if name in PAIRED and pipeline == 1:
+            yield from [(name, 1)] * (many > 1)
+        elif name not in ("interleaved", *PAIRED):
             if name == "1f1b" or (pipeline > 1 and many > 1):
                 yield name, 1
         elif pipeline > 1 and many % pipeline == 0 and layers % pipeline == 0:

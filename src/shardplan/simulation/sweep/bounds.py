@@ -55,7 +55,7 @@ def lower_bound(compiled: CompiledSchedule, stages: StageSeconds) -> np.ndarray:
     """Return seconds [n] that no configuration is done in less, in whatever order its ranks do their work.
 
     Only which rank has which chunks is used, how often, and whether backwards are halved. Raises `ShardplanError` for
-    another number of chunks.
+    another number of chunks, and where passes run `together`.
 
     >>> from shardplan.simulation.sweep import compile_schedule
     >>> lower_bound(compile_schedule("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.simulation.sweep.bounds import BLOCK, bound_forms
 from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, checked
 from shardplan.simulation.sweep.critical_paths import critical_paths
@@ -24,7 +24,7 @@ def closed_step(compiled: CompiledSchedule, stages: StageSeconds, near: bool = T
 
     `near` also takes the `critical_paths` of the schedule, which are looked for once, in some milliseconds: where
     chunks differ and messages take time it is then some tenths of a percent below events, otherwise some percent.
-    Raises `ShardplanError` for another number of chunks.
+    Raises `ShardplanError` for another number of chunks, and where passes run `together`.
 
     Source: DESIGN, schedules as data (the table of bubbles).
 
@@ -34,7 +34,7 @@ def closed_step(compiled: CompiledSchedule, stages: StageSeconds, near: bool = T
     """
     checked("closed_step", compiled, stages)
     forms, lines, found = bound_forms(compiled), equal_lines(compiled), np.empty(len(stages))
-    if border.flag("near", near):
+    if validation.flag("near", near):
         forms = replace(forms, chains=np.concatenate([forms.chains, critical_paths(compiled)]))
     for low in range(0, len(stages), BLOCK):
         part = slice(low, low + BLOCK)

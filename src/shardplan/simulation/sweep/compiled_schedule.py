@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ScheduleError, ShardplanError, excerpt
 from shardplan.simulation.sweep.periods import PeriodicLists, periodic
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
@@ -24,7 +24,7 @@ class CompiledSchedule:
     `forwards` and `backwards` [ranks, chunks] count what each rank does of each chunk in a step; `owners` says the rank
     of each stage, of which `copies` have a chunk. `in_flight` are the most forwards of each rank whose B or W is not
     done, in chunks times microbatches. `split` says whether some backward is halved. `repeats` is what repeats in it,
-    if that shortens a sweep.
+    if that shortens a sweep. `together` says whether what overlaps has times of its own.
 
     >>> compile_schedule("1f1b", 4, 8).in_flight
     (4, 3, 2, 1)
@@ -44,16 +44,17 @@ class CompiledSchedule:
     interleave: int
     messages: str
     schedule: Schedule | None  # that was given; None of a name
+    together: bool = False
 
     @property
     def lists(self) -> ActionLists:
         """The lists of all of its actions; of a name, made when they are first asked for."""
-        return _lists_and_graph(self.schedule or self._sizes, self.messages)[0]
+        return _lists_and_graph(self.schedule or self._sizes, self.messages, self.together)[0]
 
     @property
     def graph(self) -> ActionGraph:
         """Their graph, as `lists`."""
-        return _lists_and_graph(self.schedule or self._sizes, self.messages)[1]
+        return _lists_and_graph(self.schedule or self._sizes, self.messages, self.together)[1]
 
     @property
     def pass_rows(self) -> np.ndarray:
@@ -83,18 +84,23 @@ def compile_schedule(
     microbatches: int | None = None,
     interleave: int | None = None,
     messages: str = "blocking",
+    together: bool = False,
 ) -> CompiledSchedule:
     """Return a schedule, or the one called so of `pipeline` ranks with `interleave` chunks each, ready for `sweep`.
 
     Where a schedule has sends and receives, `messages` says how they are sent, as in `check`, and they hold their
-    ranks; without them, a value is on its way for the time of a message and holds nobody. Raises `ScheduleError` for a
-    schedule that `check` refuses, an unknown name, and sizes for which that schedule is not defined.
+    ranks; without them, a value is on its way for the time of a message and holds nobody, but for `StageSeconds` with
+    `rendezvous`. With `together` a forward and a backward that a schedule runs together take less, as `StageSeconds`
+    says; nothing is extrapolated then.
+
+    Raises `ScheduleError` for a schedule that `check` refuses, an unknown name, and sizes for which that schedule is
+    not defined.
 
     >>> from shardplan.simulation.sweep import StageSeconds, sweep
     >>> sweep(compile_schedule("1f1b", 4, 8), StageSeconds.equal(4, 1.0, 1.0, 1.0)).makespan
     array([33.])
     """
-    border.choice("messages", messages, MODES, ScheduleError)
+    validation.choice("messages", messages, MODES, ScheduleError)
     if isinstance(schedule, Schedule):
         said = (pipeline, len(schedule.ranks)), (microbatches, schedule.microbatches)
         if any(given is not None and given != own for given, own in said):
@@ -102,23 +108,41 @@ def compile_schedule(
                 f"{schedule.label} has {len(schedule.ranks)} ranks and {schedule.microbatches} microbatches; "
                 f"{pipeline} and {microbatches} were asked for"
             )
-        return _compiled_schedule(schedule, schedule.name, messages)
-    made = GENERATORS[border.choice("schedule", schedule, GENERATORS, ScheduleError)]
-    p = border.whole_number(f"schedule {schedule}: pipeline", pipeline, 1, kind=ScheduleError)
-    m = border.whole_number(f"schedule {schedule}: microbatches", microbatches, 1, kind=ScheduleError)
-    v = made.chunks if interleave is None else border.whole_number("interleave", interleave, 1, kind=ScheduleError)
+        found = _compiled_schedule(schedule, schedule.name, messages)
+        return replace(found, together=True) if together else found
+    made = GENERATORS[validation.choice("schedule", schedule, GENERATORS, ScheduleError)]
+    p = validation.whole_number(f"schedule {schedule}: pipeline", pipeline, 1, kind=ScheduleError)
+    m = validation.whole_number(f"schedule {schedule}: microbatches", microbatches, 1, kind=ScheduleError)
+    v = made.chunks if interleave is None else validation.whole_number("interleave", interleave, 1, kind=ScheduleError)
     if v != made.chunks and not made.free:
         raise ScheduleError(f"schedule {schedule} has {made.chunks} chunks a rank; an interleave of {v} was asked for")
-    return _compiled_name(schedule, p, m, v)
+    found = _compiled_name(schedule, p, m, v)
+    return replace(found, repeats=None, together=True) if together else found
 
 
-def checked(what: str, schedule: CompiledSchedule, stages: object) -> None:
-    """Raise `ShardplanError` unless the stages have as many chunks as the schedule."""
+def checked(what: str, schedule: CompiledSchedule, stages: object, together: bool = False) -> None:
+    """Raise `ShardplanError` unless the stages have as many chunks as the schedule.
+
+    And where passes run together, unless it is for who knows what these take (`together`); and where messages are of
+    `rendezvous` but some go from a rank to itself, or are placed.
+    """
+    if schedule.together and not together:
+        raise ShardplanError(
+            f"{what} of {schedule.name or 'a schedule'}: forwards and backwards run together, in times that only "
+            "`sweep` takes; legal is the schedule compiled without `together`"
+        )
     if not isinstance(stages, StageSeconds) or stages.chunks != schedule.chunks:
         has = f"{stages.chunks} chunks" if isinstance(stages, StageSeconds) else excerpt(stages)
         raise ShardplanError(
             f"{what} of {schedule.name or 'a schedule'}: the stages are {has}; legal are StageSeconds of "
             f"{schedule.chunks} chunks on {schedule.ranks} ranks"
+        )
+    placed = schedule.schedule is not None and schedule.schedule.has_messages
+    if stages.rendezvous and (placed or len({*schedule.owners}) < len(schedule.owners)):
+        has = "it places its messages" if placed else "a rank has several chunks"
+        raise ShardplanError(
+            f"{what} of {schedule.name or 'a schedule'}: messages of rendezvous, and {has}; legal is one chunk a rank, "
+            "without sends and receives"
         )
 
 
@@ -173,6 +197,8 @@ def _of(
 
 
 @lru_cache(maxsize=32)
-def _lists_and_graph(said: Schedule | tuple[str, int, int, int], messages: str) -> tuple[ActionLists, ActionGraph]:
-    lists = ActionLists.of_schedule(said if isinstance(said, Schedule) else named(*said))
+def _lists_and_graph(
+    said: Schedule | tuple[str, int, int, int], messages: str, together: bool
+) -> tuple[ActionLists, ActionGraph]:
+    lists = ActionLists.of_schedule(said if isinstance(said, Schedule) else named(*said), together)
     return lists, lists.graph(messages)

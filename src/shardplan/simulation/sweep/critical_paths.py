@@ -20,6 +20,8 @@ from shardplan.strategy.schedules.action_graph import FREE, ActionGraph, code
 PROBES, CELLS = 17, 1 << 21  # configurations, and configurations times rows of the graph, at most
 PASSES = 1 << 13  # of lists that are not shortened further
 SLOWER, MESSAGE = 1.1, 0.05  # of a chunk's F = I = W
+LOSSES = (2.0, 4.0)  # of the last chunk's: layers are few, and vocabularies large
+BACK = 2.0  # of I, where attention of long sequences is most of it
 
 
 @lru_cache(maxsize=1024)
@@ -54,12 +56,18 @@ def critical_paths(compiled: CompiledSchedule) -> np.ndarray:
 
 
 def _probes(chunks: int, rows: int) -> StageSeconds:
-    """Chunks alike, then one of them slower: as many as there is room for, evenly."""
+    """Chunks alike, then one of them slower: as many as there is room for, evenly; then the last, that has the loss.
+
+    At last the last one is that, where each pass back takes longer than the others.
+    """
     count = max(1, min(PROBES, chunks + 1, CELLS // rows))
-    times = np.ones((count, chunks))
+    times = np.ones((count + len(LOSSES) + 1, chunks))
     slow = np.linspace(0, chunks - 1, count - 1).round().astype(int)
     times[np.arange(1, count), slow] = SLOWER
-    return StageSeconds(times, times, times, np.full((count, chunks - 1), MESSAGE))
+    times[count:, -1] = [*LOSSES, SLOWER * SLOWER]
+    count += len(LOSSES) + 1
+    back = times * np.where(np.arange(count) == count - 1, BACK, 1.0)[:, None]
+    return StageSeconds(times, back, times, np.full((count, chunks - 1), MESSAGE))
 
 
 def _critical(graph: ActionGraph, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -64,6 +64,7 @@ FORMULAS: dict[str, tuple[Callable[[int], int], Callable[[int, int, int], Lines]
     "gpipe": (lambda p: 1, _alternating),
     "1f1b": (lambda p: 1, _alternating),
     "interleaved": (lambda p: 1, _alternating),
+    "combined-1f1b": (lambda p: 1, _alternating),
     "looped-bfs": (lambda p: 1, _alternating),
     "zb-h1": (lambda p: 1, _zb_h1),
     "zb-h2": (lambda p: 2 * p - 1, _zb_h2),

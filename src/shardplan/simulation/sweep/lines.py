@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ShardplanError
 from shardplan.simulation.interval import Interval, MemoryCurve
 from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule
@@ -61,10 +61,10 @@ def timeline_of(
     """
     done = swept.compiled
     what = f"timeline_of {done.name or 'a schedule'}"
-    which = border.whole_number(f"{what}: which", which, 0, len(swept) - 1, ShardplanError)
+    which = validation.whole_number(f"{what}: which", which, 0, len(swept) - 1, ShardplanError)
     words = {
         **NAMES,
-        **{border.choice(f"{what}: names", k, NAMES, ShardplanError): v for k, v in (names or {}).items()},
+        **{validation.choice(f"{what}: names", k, NAMES, ShardplanError): v for k, v in (names or {}).items()},
     }
     ids = _counted(f"{what}: devices", devices, done.ranks, range(done.ranks), "ranks")
     kept = _counted(f"{what}: kept_bytes", kept_bytes, done.chunks, [0] * done.chunks, "chunks")
@@ -83,7 +83,7 @@ def intervals_of(swept: Swept, which: int = 0) -> tuple[Interval, ...]:
 
 
 def _counted(what: str, given: Sequence[int] | None, count: int, default: Sequence[int], of: str) -> list[int]:
-    values = [border.whole_number(what, v, kind=ShardplanError) for v in (default if given is None else given)]
+    values = [validation.whole_number(what, v, kind=ShardplanError) for v in (default if given is None else given)]
     if len(values) != count:
         raise ShardplanError(f"{what} has {len(values)} numbers; legal is one for each of {count} {of}")
     return values
@@ -107,19 +107,27 @@ class _Lines:
     def __init__(self, swept: Swept, which: int, words: Mapping[str, str], ids: Sequence[int]) -> None:
         one = swept.stages[which : which + 1]
         self.done, self.words, self.ids = swept.compiled, words, ids
-        graph, self.table = swept.compiled.graph, one.table()
+        together = swept.compiled.together
+        graph, self.table = swept.compiled.graph, one.table(together=together, arriving=True)
         ends = np.zeros((graph.rows, 1))
-        graph.run(self.table, ends)
+        graph.run(one.table(together=together), ends)
         self.before, self.after = float(one.before[0]), float(one.after[0])
-        self.end = ends[:, 0] + self.before
-        self.start = graph.begins(self.table, ends, np.arange(graph.rows))[:, 0] + self.before
+        self.rendezvous = one.rendezvous
+        end = ends[:, 0]
+        ready, made = end[graph.first], end[graph.second]
+        sent = np.maximum(ready, made) if self.rendezvous else made
+        arrived = sent + self.table[graph.lag][:, 0]
+        self.start, self.end, self.sent, self.arrived = (
+            x + self.before for x in (np.maximum(ready, arrived), end, sent, arrived)
+        )
 
     def intervals(self) -> tuple[Interval, ...]:
         """All intervals, causes first."""
-        graph, words, ids = self.done.graph, self.words, self.ids
-        sent = self.end[graph.second] + self.table[graph.lag][:, 0]
-        moments = np.concatenate([[0.0, self.before], self.start, self.end, sent, self.end + self.after]).tolist()
-        drawn = _draw_lines(self.done, (self.table[:, 0] > 0).tobytes(), self.before > 0, self.after > 0)
+        words, ids = self.words, self.ids
+        rows = self.start, self.end, self.sent, self.arrived, self.end + self.after
+        moments = np.concatenate([[0.0, self.before], *rows]).tolist()
+        moved = (self.table[:, 0] > 0).tobytes()
+        drawn = _draw_lines(self.done, moved, self.before > 0, self.after > 0, self.rendezvous)
         return _on_lanes([
             Interval(ids[x.rank], x.stream, moments[x.begin], moments[x.end], x.name or words[x.kind], words[x.kind],
                      causes=x.causes)
@@ -144,14 +152,16 @@ class _Lines:
 
 
 @lru_cache(maxsize=16)
-def _draw_lines(done: CompiledSchedule, moved: bytes, before: bool, after: bool) -> tuple[_DrawnLine, ...]:
+def _draw_lines(
+    done: CompiledSchedule, moved: bytes, before: bool, after: bool, rendezvous: bool
+) -> tuple[_DrawnLine, ...]:
     """The intervals of a schedule, causes first: `moved` says which codes take time, as bools.
 
     Moments are the begin, when what comes first is done, and by row of the graph when it starts, when it ends, when
-    what its second predecessor sends is there, and when what comes last is done behind it.
+    what its second predecessor sends starts and is there, and when what comes last is done behind it.
     """
     lists, graph = done.lists, done.graph
-    starts, ends, sent, last = (2 + k * graph.rows for k in range(4))
+    starts, ends, sent, arrived, last = (2 + k * graph.rows for k in range(5))
     row_of, first, second, cost = (x.tolist() for x in (graph.row, graph.first, graph.second, graph.cost))
     lags = np.frombuffer(moved, dtype=bool)[graph.lag].tolist()
     passes = {row: (rank, action) for rank, action, row in done.actions}
@@ -172,7 +182,8 @@ def _draw_lines(done: CompiledSchedule, moved: bytes, before: bool, after: bool)
         late = causes[b]
         if lags[row]:
             name = f"send({passes[b][1]})" if b in passes else ""
-            late = add(owner[b], COMM, ends + b, sent + row, name, "P2P", late)
+            late = (*late, *(c for c in causes[a] if c not in late)) if rendezvous else late
+            late = add(owner[b], COMM, sent + row, arrived + row, name, "P2P", late)
         why = (*causes[a], *(c for c in late if c not in causes[a]))
         if row in passes:
             rank, action = passes[row]

@@ -36,6 +36,7 @@ def _round(p: int, m: int) -> int:
 PERIODS: dict[str, Callable[[int, int], int]] = {
     "1f1b": lambda p, m: 1,
     "interleaved": _round,
+    "combined-1f1b": _round,
     "zb-h1": lambda p, m: 1,
     "zb-h2": lambda p, m: 1,
     "zb-v": lambda p, m: 1,

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.simulation.sweep.compiled_schedule import CompiledSchedule, checked
 from shardplan.simulation.sweep.periods import PeriodicLists
 from shardplan.simulation.sweep.stage_seconds import StageSeconds
@@ -65,7 +65,8 @@ def sweep(compiled: CompiledSchedule, stages: StageSeconds, extrapolate: bool = 
     """Return when n configurations of one schedule are done.
 
     `stages` has as many chunks as the schedule. Periods that repeat are extrapolated unless `extrapolate` is false, or
-    `times` asks for the begin and end of each pass. Raises `ShardplanError` for another number of chunks.
+    `times` asks for the begin and end of each pass. Raises `ShardplanError` for another number of chunks, and for
+    messages of `rendezvous` where a rank has several, or where a schedule places them.
 
     Source: DESIGN, simulation: stage-level events.
 
@@ -74,11 +75,11 @@ def sweep(compiled: CompiledSchedule, stages: StageSeconds, extrapolate: bool = 
     >>> swept.bubble_seconds, swept.idle_seconds
     (array([9.]), array([9.]))
     """
-    checked("sweep", compiled, stages)
-    shortened = border.flag("extrapolate", extrapolate) and not border.flag("times", times)
+    checked("sweep", compiled, stages, together=True)
+    shortened = validation.flag("extrapolate", extrapolate) and not validation.flag("times", times)
     n, skipped = len(stages), np.zeros(len(stages), dtype=np.int64)
     first, last = np.empty((2, compiled.ranks, n))
-    table = stages.table()
+    table = stages.table(together=compiled.together)
     moments: list[np.ndarray] = []
     if shortened and compiled.repeats is not None:
         _shortened(compiled, compiled.repeats, table, first, last, skipped)
@@ -88,10 +89,18 @@ def sweep(compiled: CompiledSchedule, stages: StageSeconds, extrapolate: bool = 
         for part in _blocks(n, graph.rows):
             end = _whole(graph, table[:, part], first[:, part], last[:, part])
             if rows is not None:
-                moments.append(np.stack([graph.begins(table[:, part], end, rows), end[rows]]))
+                begin = graph.begins(table[:, part], end, rows)
+                if stages.rendezvous:
+                    begin += stages.table(part, arriving=True)[graph.lag[rows]]
+                moments.append(np.stack([begin, end[rows]]))
+    if stages.rendezvous:
+        first[list(compiled.owners[1:])] += stages.send.T
     forward, backward = stages.forward, stages.backward_input + stages.backward_weight
     once = (stages.before + stages.after)[:, None]
     busy = forward @ compiled.forwards.T + backward @ compiled.backwards.T + once
+    if compiled.together:
+        there, back = compiled.lists.joint_counts()
+        busy = busy - stages.hidden_forward @ there.T - stages.hidden_backward @ back.T
     span = last.T + once - np.where(stages.before[:, None] > 0, 0, first.T)
     makespan = last.max(axis=0) + once[:, 0]
     start, end = (None, None)

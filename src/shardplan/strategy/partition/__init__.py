@@ -5,7 +5,7 @@ Reading order:
 - `tables`      `Layouts`: what a strategy says of a model's names
 - `parallel_styles` what is column- or row-parallel, in the words of those who know; torch's plans
 - `style_tables` from those words to tables
-- `opening`     composed ops as their steps, where an axis cannot serve the whole
+- `decomposition` composed ops as their steps, where an axis cannot serve the whole
 - `microbatch`  the program of a microbatch, forward and backward, cut into stages
 - `flow`        its lines, in blocks
 - `choices`     what a line may do with an axis

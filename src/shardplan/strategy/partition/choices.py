@@ -50,7 +50,7 @@ class Choice:
         return Choice(self.factors, tuple(sorted((*self.partial, (axis, operands)))))
 
 
-class LaidLine(NamedTuple):
+class TypedLine(NamedTuple):
     """A line on the mesh: its op, and the types of operands and results."""
 
     op: Compute
@@ -64,11 +64,11 @@ class Layer:
 
     mesh: Mesh
 
-    def laid(self, line: Line, choice: Choice) -> LaidLine | None:
+    def laid(self, line: Line, choice: Choice) -> TypedLine | None:
         """Return a line as a choice lays it, None where that does not type."""
         return _laid(line.op, line.types, line.links.operands, line.made, choice, self.mesh)
 
-    def typed(self, line: Line, choice: Choice) -> LaidLine:
+    def typed(self, line: Line, choice: Choice) -> TypedLine:
         """Return a line as a choice lays it; raises what the op says against it."""
         return _typed(line.op, line.types, line.links.operands, line.made, choice, self.mesh)
 
@@ -81,7 +81,7 @@ def _laid(
     made: tuple[str, ...],
     choice: Choice,
     mesh: Mesh,
-) -> LaidLine | None:
+) -> TypedLine | None:
     try:
         return _typed(op, types, dims, made, choice, mesh)
     except ShardplanError:
@@ -95,7 +95,7 @@ def _typed(
     made: tuple[str, ...],
     choice: Choice,
     mesh: Mesh,
-) -> LaidLine:
+) -> TypedLine:
     carried = dict(choice.factors)
     operands: list[TensorType] = []
     for k, (t, factors) in enumerate(zip(types, dims, strict=True)):
@@ -103,7 +103,7 @@ def _typed(
         layout = Layout(_axes(factors, carried), partial, "sum" if partial else None)
         operands.append(t.with_layout(layout, mesh))
     op = op.on_mesh(mesh, [carried.get(f, ()) for f in made])
-    return LaidLine(op, tuple(operands), results_of(op, tuple(operands)))
+    return TypedLine(op, tuple(operands), results_of(op, tuple(operands)))
 
 
 def _axes(dims: Dims, carried: Mapping[str, Axes]) -> tuple[Axes, ...]:
@@ -135,6 +135,16 @@ def parts_of_served(names: Names, served: Collection[str]) -> bool:
     return any(whole in served and part == "0" for whole, _, part in (name.rpartition(".") for name in names))
 
 
+def _widens(line: Line) -> bool:
+    """Say whether a kernel that streams makes more bytes than the one value that it reads, as an expansion or a cast.
+
+    It may cost less to move that value, and to make the result on every device, than to move the result.
+    """
+    if line.op.kernel_class != "streamed" or len(line.types) != 1:
+        return False
+    return sum(t.local_bytes() for t in results_of(line.op, line.types)) > line.types[0].local_bytes()
+
+
 class HeldDims(NamedTuple):
     """How a parameter lies where it is an operand, or its gradient as a result; by dim its axes."""
 
@@ -152,7 +162,7 @@ class Bounds(NamedTuple):
     results: Mapping[int, HeldDims]
     pinned: bool = False  # as the model says, whatever axes serve
 
-    def allow(self, laid: LaidLine, axis: str) -> bool:
+    def allow(self, laid: TypedLine, axis: str) -> bool:
         """Say whether operands lie as they are held; a gradient may also be a partial sum."""
         if any(not held.allows(laid.operands[k], axis) for k, held in self.operands.items()):
             return False
@@ -165,7 +175,7 @@ class Bounds(NamedTuple):
 
 def options(
     layer: Layer, line: Line, axis: str, groups: Served, bounds: Bounds, now: Choice
-) -> list[tuple[Choice, LaidLine]]:
+) -> list[tuple[Choice, TypedLine]]:
     """Return what a line may do with an axis, the others being as they are.
 
     It serves a factor of the first group of which any does; or it is passed as a partial sum. Where nothing is served,
@@ -173,7 +183,7 @@ def options(
     Raises `LayoutError` where nothing is left.
     """
     rest = now.without(axis)
-    found: dict[Choice, LaidLine] = {}
+    found: dict[Choice, TypedLine] = {}
 
     def offer(choice: Choice) -> bool:
         laid = layer.laid(line, choice)
@@ -190,8 +200,8 @@ def options(
         offered = {f: [offer(choice) for choice in rest.serving(axis, f)] for f in factors}
         taken = [f for f, places in offered.items() if any(places)]
         if taken:
-            # Ids and masks, and what has only these dims in its results, every device may make.
-            free = all(f in line.made for f in taken) or not any(map(differs, line.types))
+            # Ids and masks, what has only these dims in its results, and what is larger made, every device may make.
+            free = all(f in line.made for f in taken) or not any(map(differs, line.types)) or _widens(line)
             break
     every = {name for group in groups or () for name in group}
     for factor in line.links.sizes if not bounds.pinned else ():  # which no axis need serve

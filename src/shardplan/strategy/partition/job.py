@@ -122,7 +122,7 @@ class Job:
     @property
     def stages(self) -> int:
         """How many stages it has."""
-        return 1 + max(stage for stage, _ in self.programs)
+        return len(self.programs.meshes)
 
     @property
     def updates(self) -> Mapping[str, str]:

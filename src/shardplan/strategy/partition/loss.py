@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.core.dim_names import dim_names, links
-from shardplan.core.draft import Draft
 from shardplan.core.ops import Einsum, Repeat, Reshape
 from shardplan.core.ops.compute import Compute, computing
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
@@ -84,36 +84,36 @@ def with_loss(program: Program, dims: Mapping[str, tuple[str, ...]], chunks: int
     size = program.types[loss.operands[1]].shape[targets[0]]
     if size % chunks:
         raise LayoutError(f"loss_chunks={chunks} of a sequence of {size}; legal are divisors of {size}")
-    draft = Draft(program.types)
-    _write_chunks(draft, steps[found.product], replace(loss, op=found.op), targets[0], chunks)
-    made = draft.steps[-1].results[0]
-    draft.steps[-1] = replace(draft.steps[-1], results=loss.results)
-    assert made not in program.types  # it is the draft's own
-    steps[found.step : found.step + 1] = draft.steps
+    builder = ProgramBuilder(program.types)
+    _write_chunks(builder, steps[found.product], replace(loss, op=found.op), targets[0], chunks)
+    made = builder.steps[-1].results[0]
+    builder.steps[-1] = replace(builder.steps[-1], results=loss.results)
+    assert made not in program.types  # it is the builder's own
+    steps[found.step : found.step + 1] = builder.steps
     del steps[found.product]
     return Program(program.inputs, steps, program.outputs)
 
 
-def _write_chunks(draft: Draft, product: Step, loss: Step, dim: int, chunks: int) -> None:
+def _write_chunks(builder: ProgramBuilder, product: Step, loss: Step, dim: int, chunks: int) -> None:
     """Write the rows of what has positions, the loop over them, and its results as one value, which is the last."""
-    sides = links(product.op, tuple(draft.types[o] for o in product.operands))
+    sides = links(product.op, tuple(builder.types[o] for o in product.operands))
     (position,) = sides.results[0][dim]
     where = [next((d for d, of in enumerate(side) if position in of), None) for side in sides.operands]
     outside: dict[str, str] = {}  # by operand what enters the body for it
     rows: dict[str, str] = {}
     for name, at in zip((*product.operands, loss.operands[1]), (*where, dim), strict=True):
         if at is None:
-            outside[name] = draft(Reshape(_text(draft.types[name])), name)
+            outside[name] = builder(Reshape(_text(builder.types[name])), name)
         else:
-            rows[name] = _rows(draft, name, at, chunks)
-    given: dict[str, TensorType] = {name: draft.types[name] for name in outside}
-    given |= {name: _row(draft.types[stack]) for name, stack in rows.items()}
+            rows[name] = _rows(builder, name, at, chunks)
+    given: dict[str, TensorType] = {name: builder.types[name] for name in outside}
+    given |= {name: _row(builder.types[stack]) for name, stack in rows.items()}
     body = Program(given, [product, loss], loss.results)
-    losses = draft(Repeat(chunks, body, sliced=len(rows)), *outside.values(), *rows.values())
-    letters = LETTERS[: draft.types[losses].ndim - 1]
+    losses = builder(Repeat(chunks, body, sliced=len(rows)), *outside.values(), *rows.values())
+    letters = LETTERS[: builder.types[losses].ndim - 1]
     inside = f"{letters[: dim + 1]}n{letters[dim + 1 :]}"
     joined = " ".join(f"({letter} n={chunks})" if k == dim else letter for k, letter in enumerate(letters))
-    draft(Reshape(f"{' '.join(inside)} -> {joined}"), draft(Einsum(f"n{letters}->{inside}"), losses))
+    builder(Reshape(f"{' '.join(inside)} -> {joined}"), builder(Einsum(f"n{letters}->{inside}"), losses))
 
 
 def _text(t: TensorType) -> str:
@@ -121,12 +121,12 @@ def _text(t: TensorType) -> str:
     return f"{letters} -> {letters}"
 
 
-def _rows(draft: Draft, name: str, dim: int, chunks: int) -> str:
+def _rows(builder: ProgramBuilder, name: str, dim: int, chunks: int) -> str:
     """Write a stack of the parts of a value along a dim."""
-    letters = LETTERS[: draft.types[name].ndim]
+    letters = LETTERS[: builder.types[name].ndim]
     whole = " ".join(f"({letter} n={chunks})" if k == dim else letter for k, letter in enumerate(letters))
     inside = f"{letters[: dim + 1]}n{letters[dim + 1 :]}"
-    return draft(Einsum(f"{inside}->n{letters}"), draft(Reshape(f"{whole} -> {' '.join(inside)}"), name))
+    return builder(Einsum(f"{inside}->n{letters}"), builder(Reshape(f"{whole} -> {' '.join(inside)}"), name))
 
 
 def _row(t: TensorType) -> TensorType:

@@ -25,9 +25,9 @@ from shardplan.core.target_counts import COUNT, take_count_as_input
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
 from shardplan.strategy.partition.balance import balanced
+from shardplan.strategy.partition.decomposition import Refused, decompose_refused, in_rounds
 from shardplan.strategy.partition.flow import LineBlock, flow
 from shardplan.strategy.partition.loss import with_loss
-from shardplan.strategy.partition.opening import Refused, in_rounds, opened
 from shardplan.strategy.partition.recomputed_layers import COPY, Rows, SplitLayers, check_names, split_layers
 from shardplan.strategy.training import SCALE, rename_values, training_program
 
@@ -99,7 +99,7 @@ def microbatch(
     elif not even:
         program = _weighted(program, dims)
         dims[WEIGHT] = ("batch",)
-    program, inside = opened(program, dims, refused)
+    program, inside = decompose_refused(program, dims, refused)
     cuts = cut(program, stages, starts)
     kept, behind = frozenset[int](), dict[str, str]()
     if again is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import LayoutError, excerpt
 
 COLUMN, ROW, VOCAB, WHOLE = "column", "row", "vocab", "whole"
@@ -78,7 +78,7 @@ class ParallelStyles:
         Raises `LayoutError` for a style of another class.
         """
         found = ParallelStyles()
-        for name, style in border.table("a plan of parallelize_module", plan, "names of modules to styles").items():
+        for name, style in validation.table("a plan of parallelize_module", plan, "names of modules to styles").items():
             classes = [c.__name__ for c in type(style).__mro__]
             kind = next((_OF_TORCH[c] for c in classes if c in _OF_TORCH), None)
             if kind is None:
@@ -95,7 +95,7 @@ class ParallelStyles:
         return ".".join(map(str, self.styles))
 
     def _add(self, kind: str, patterns: Iterable[str], axis: str) -> ParallelStyles:
-        names = border.names(f"layouts: {kind}", tuple(patterns))
+        names = validation.names(f"layouts: {kind}", tuple(patterns))
         if not names:
             raise LayoutError(f"layouts: {kind} of no names; legal are patterns such as '*.gate'")
         return ParallelStyles((*self.styles, ParallelStyle(kind, names, axis)), self.sequence)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
-from shardplan.core.nested import row, rows
+from shardplan.core.nested import row_type, stacked_type
 from shardplan.core.program import Program
 from shardplan.core.rebase import rebased_type
 from shardplan.core.step import Step
@@ -21,22 +21,22 @@ from shardplan.plans.pricing import where_of
 from shardplan.strategy.held_cuts import AXES, BATCH
 from shardplan.strategy.model import Model
 from shardplan.strategy.options import check_options
+from shardplan.strategy.partition.decomposition import refuses
 from shardplan.strategy.partition.fitting import fitted
 from shardplan.strategy.partition.flow import Key, Line, Loop
 from shardplan.strategy.partition.job import Job, Programs, StatePart
 from shardplan.strategy.partition.microbatch import WEIGHT, microbatch
-from shardplan.strategy.partition.opening import refuses
 from shardplan.strategy.partition.order import check_predicted, ordered
 from shardplan.strategy.partition.prefetch import early
 from shardplan.strategy.partition.prices import prices_on
 from shardplan.strategy.partition.problem import Cut, SettleProblem, at_most
-from shardplan.strategy.partition.programs import CLIPPED_UPDATES, RECEIVED, SAVED, TOTAL, Writers, WrittenProgram
+from shardplan.strategy.partition.programs import CLIPPED_UPDATES, RECEIVED, SAVED, TOTAL, StageProgram, Writers
 from shardplan.strategy.partition.recomputed_layers import behind_name, model_name
 from shardplan.strategy.partition.refusals import check_bucket, check_kept
 from shardplan.strategy.partition.row_plans import RowPlans
 from shardplan.strategy.partition.serve_remedies import warn_of_replication
 from shardplan.strategy.partition.settle import Settled, settle
-from shardplan.strategy.partition.split import Halves, split
+from shardplan.strategy.partition.split import SplitBackward, split
 from shardplan.strategy.partition.stages import PipelineStage, staged
 from shardplan.strategy.partition.style_tables import AskedLayouts, read_layouts
 from shardplan.strategy.partition.tables import LAYER, Layouts
@@ -222,7 +222,7 @@ class _Partition:
         """Where a value that leaves is made, in a body that stacks it, and its type there."""
         line = next((line for line in self.micro.block.lines if value in line.results), None)
         if isinstance(line, Loop) and (k := line.results.index(value)) >= line.op.carried_count:
-            return (line.block.path, line.block.outputs[k]), row(t)
+            return (line.block.path, line.block.outputs[k]), row_type(t)
         return ((), value), t
 
     def job(self) -> Job:
@@ -241,11 +241,11 @@ class _Partition:
         writers = Writers(
             self.model, settled, self.prices, plan, self.state, self.replaced, ends, add, most, self.strategy.sum_dtype
         )
-        written: dict[tuple[int, str], WrittenProgram] = {}
-        known: dict[object, WrittenProgram] = {}
-        halves: dict[int, Halves] = {}
+        written: dict[tuple[int, str], StageProgram] = {}
+        known: dict[object, StageProgram] = {}
+        halves: dict[int, SplitBackward] = {}
 
-        def once(key: object, write: Callable[[], WrittenProgram]) -> WrittenProgram:
+        def once(key: object, write: Callable[[], StageProgram]) -> StageProgram:
             if key not in known:
                 known[key] = write()
             return known[key]
@@ -262,8 +262,8 @@ class _Partition:
                 if any((s, "I") in self.runs for s in range(stage.number, len(self.meshes), self.count)):
                     key = id(one.program)
                     halves[key] = halves.get(key) or split(one.program, set(one.sent.values()))
-                    written[stage.number, "I"] = WrittenProgram(halves[key].first, (), one.sent, {})
-                    written[stage.number, "W"] = WrittenProgram(halves[key].rest, (), {}, {})
+                    written[stage.number, "I"] = StageProgram(halves[key].first, (), one.sent, {})
+                    written[stage.number, "W"] = StageProgram(halves[key].rest, (), {}, {})
         if self.strategy.gathers_ahead:
             written = early(written, self.held, asked=self.strategy.prefetch is True)
         types = self._types(written)
@@ -286,7 +286,7 @@ class _Partition:
         def size(name: str, of_row: bool) -> int:
             mine = [name, TOTAL + name, *(n for n in kept if n.rpartition(".")[0] == name)]
             types = [self.state[n] for n in mine if n in self.state and "batch" not in self.micro.dims.get(n, ())]
-            return sum((row(t) if of_row else t).local_bytes() for t in types)
+            return sum((row_type(t) if of_row else t).local_bytes() for t in types)
 
         return lightest(self.micro, self.stages, settled, self.prices, size, self.schedule)
 
@@ -303,13 +303,17 @@ class _Partition:
         found = [copy for copy, of in self.micro.copies.items() if of == name]
         return found if self.chains == 1 else [*found, *(n + TWIN for n in (name, *found))]
 
-    def _types(self, written: Mapping[tuple[int, str], WrittenProgram]) -> list[dict[str, TensorType]]:
+    def _types(self, written: Mapping[tuple[int, str], StageProgram]) -> list[dict[str, TensorType]]:
         """By stage the types of all that lives there between programs, with the rows that a stage has of stacks.
 
         A second chain has no state of the optimizer.
         """
         found: list[dict[str, TensorType]] = []
-        model = self.model
+        state = {n for n in self.model.replaced if n not in self.model.parameters}
+        moments: dict[str, dict[str, TensorType]] = {}  # what optimizers keep, by parameter
+        for name, t in self.state.items():
+            if model_name(name) in state:
+                moments.setdefault(name.rpartition(".")[0], {})[name] = t
         for stage in self.stages:
             mine: dict[str, TensorType] = {}
             for kind in ("F", "B"):
@@ -318,24 +322,20 @@ class _Partition:
             for name in [n for n in mine if n in self.micro.gradients]:
                 t, total = mine[name], TOTAL + name
                 mine[total] = self._as_many(name, self.state[total], t)
-                for state, u in self.state.items():
-                    of = model_name(state)
-                    if state.rpartition(".")[0] == name and of in model.replaced and of not in model.parameters:
-                        mine[state] = self._as_many(name, u, t)
+                mine |= {n: self._as_many(name, u, t) for n, u in moments.get(name, {}).items()}
             if self.training:
                 mine |= {n: self.state[n] for n in ("step", "lr", "decay", SCALE, SKIPPED) if n in self.state}
             found.append(mine)
-        state = {n for n in self.model.replaced if n not in self.model.parameters}
         without = [{n: t for n, t in mine.items() if model_name(n) not in state} for mine in found]
         return [*found, *without * (self.chains - 1)]
 
     def _as_many(self, name: str, t: TensorType, like: TensorType) -> TensorType:
         """A type with as many rows as a parameter's has, where that has not all of them."""
-        return rows(row(t), like.shape[0]) if like.shape != self.state[name].shape else t
+        return stacked_type(row_type(t), like.shape[0]) if like.shape != self.state[name].shape else t
 
     def _job(
         self,
-        written: Mapping[tuple[int, str], WrittenProgram],
+        written: Mapping[tuple[int, str], StageProgram],
         settled: Settled,
         types: list[dict[str, TensorType]],
     ) -> Job:

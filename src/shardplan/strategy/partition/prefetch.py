@@ -12,7 +12,7 @@ from shardplan.core.ops.collective import moving
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import LayoutError
-from shardplan.strategy.partition.programs import WrittenProgram
+from shardplan.strategy.partition.programs import StageProgram
 
 
 def prefetched(program: Program, stacks: Collection[str]) -> Program:
@@ -24,8 +24,8 @@ def prefetched(program: Program, stacks: Collection[str]) -> Program:
 
 
 def early(
-    written: Mapping[tuple[int, str], WrittenProgram], stacks: Collection[str], *, asked: bool
-) -> dict[tuple[int, str], WrittenProgram]:
+    written: Mapping[tuple[int, str], StageProgram], stacks: Collection[str], *, asked: bool
+) -> dict[tuple[int, str], StageProgram]:
     """Return programs of stages whose layers gather ahead; those that stages share they share.
 
     Raises `LayoutError` where no layer does, and it was `asked` for.

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
 from shardplan.core.op import Op
 from shardplan.core.ops import AllGather, AllToAll, Exchange, ReduceScatter, Slice
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.prices.cost import seconds
@@ -24,7 +24,7 @@ from shardplan.plans.pricing import fabric_of
 Types = tuple[TensorType, ...]
 
 
-def working(where: Topology | Placement) -> Topology | Placement:
+def with_default_device(where: Topology | Placement) -> Topology | Placement:
     """Return hardware on which work takes time: what its device does not state is the nominal one's.
 
     Where work were free, every device would do all of it rather than move a byte.
@@ -64,11 +64,16 @@ class Prices:
         return found
 
     def _move(self, made: TensorType, wanted: TensorType) -> float:
-        draft = Draft.of([made])
-        if moved(draft, "0", wanted) is None:
+        """The seconds of the plain steps, or of those by parts where these take less."""
+        return min(self._written(made, wanted, axis) for axis in (None, *common_axes(made, wanted)))
+
+    def _written(self, made: TensorType, wanted: TensorType, axis: str | None) -> float:
+        builder = ProgramBuilder.of([made])
+        name = moved(builder, "0", wanted) if axis is None else moved_by_parts(builder, "0", wanted, axis)
+        if name is None:
             return math.inf
-        types = draft.types
-        return sum(self.op(step.op, tuple(types[o] for o in step.operands)) for step in draft.steps)
+        types = builder.types
+        return sum(self.op(step.op, tuple(types[o] for o in step.operands)) for step in builder.steps)
 
     def all_of(self, made: TensorType, kinds: Types) -> np.ndarray:
         """Return the least seconds to have a value in every set of types, float64 [sets]: a type has a bit.
@@ -99,44 +104,73 @@ def prices_on(where: Topology | Placement, meshes: tuple[Mesh, ...]) -> Prices:
 
     Raises `TopologyError` for an id that is not there.
     """
-    return Prices(fabric_of(working(where), meshes))
+    return Prices(fabric_of(with_default_device(where), meshes))
 
 
-def moved(draft: Draft, name: str, wanted: TensorType) -> str | None:
-    """Write the plain steps from a value of the draft to one of another type, None where it would have to be partial.
+def moved(builder: ProgramBuilder, name: str, wanted: TensorType) -> str | None:
+    """Write the plain steps from a value of the builder to one of another type, None where it would have to be partial.
 
     Sums are scattered where the dims want it, then dims are cut, exchanged and gathered.
     """
     mesh = wanted.mesh
-    keeps, made = set(mesh.expand(wanted.layout.partial)), draft.types[name].layout
+    keeps, made = set(mesh.expand(wanted.layout.partial)), builder.types[name].layout
     if not keeps <= set(mesh.expand(made.partial)) or (keeps and made.reduction != wanted.layout.reduction):
         return None
     for d in range(wanted.ndim):
-        t = draft.types[name]
+        t = builder.types[name]
         before, after = t.atoms[d], wanted.atoms[d]
         new = after[len(before) :]
         if new and after[: len(before)] == before and set(new) <= set(mesh.expand(t.layout.partial)) - keeps:
-            name = draft(ReduceScatter(d, mesh.fold(new), t.layout.reduction or "sum"), name)
-    name = draft.reduce_axes(name, mesh.fold(tuple(sorted(set(mesh.expand(draft.types[name].layout.partial)) - keeps))))
-    t = draft.types[name]
+            name = builder(ReduceScatter(d, mesh.fold(new), t.layout.reduction or "sum"), name)
+    name = builder.reduce_axes(
+        name, mesh.fold(tuple(sorted(set(mesh.expand(builder.types[name].layout.partial)) - keeps)))
+    )
+    t = builder.types[name]
     changed = [d for d in range(t.ndim) if t.atoms[d] != wanted.atoms[d]]
     lost = {
         d: t.atoms[d][len(wanted.atoms[d]) :] for d in changed if t.atoms[d][: len(wanted.atoms[d])] == wanted.atoms[d]
     }
     new = {d: wanted.atoms[d][len(t.atoms[d]) :] for d in changed if wanted.atoms[d][: len(t.atoms[d])] == t.atoms[d]}
     if len(lost) + len(new) < len(changed):
-        return draft(Exchange(Layout(wanted.layout.dims, t.layout.partial, t.layout.reduction)), name)
+        return builder(Exchange(Layout(wanted.layout.dims, t.layout.partial, t.layout.reduction)), name)
     for a, run in list(lost.items()):
         b = next((b for b, order in new.items() if set(order) == set(run)), None)
         if b is not None:
             order = new.pop(b)
             del lost[a]
-            name = draft(AllToAll(a, b, mesh.fold(run), mesh.fold(order) if order != run else ()), name)
+            name = builder(AllToAll(a, b, mesh.fold(run), mesh.fold(order) if order != run else ()), name)
     gathered = {a for run in lost.values() for a in run}
     if gathered & {a for run in new.values() for a in run}:  # an axis that changes its dim with others that do not
-        return draft(Exchange(Layout(wanted.layout.dims, t.layout.partial, t.layout.reduction)), name)
+        return builder(Exchange(Layout(wanted.layout.dims, t.layout.partial, t.layout.reduction)), name)
     for d, run in new.items():
-        name = draft(Slice(d, mesh.fold(run)), name)
+        name = builder(Slice(d, mesh.fold(run)), name)
     for d, run in lost.items():
-        name = draft(AllGather(d, mesh.fold(run)), name)
+        name = builder(AllGather(d, mesh.fold(run)), name)
     return name
+
+
+def common_axes(made: TensorType, wanted: TensorType) -> tuple[str, ...]:
+    """Return the axes over which both types have copies, or the first is a sum and the other has copies of it."""
+    if made == wanted or made.layout.root or wanted.layout.root:
+        return ()
+    cut = {a for t in (made, wanted) for dim in t.layout.dims for a in dim}
+    return tuple(a for a in made.mesh.axes if a not in cut.union(wanted.layout.partial))
+
+
+def moved_by_parts(builder: ProgramBuilder, name: str, wanted: TensorType, axis: str) -> str | None:
+    """Write the steps that move a part on each device of one of `common_axes`, and gather these behind.
+
+    Where links of the axis are faster than others, those carry each byte once: so frameworks send tokens to experts,
+    each device of a tensor group its part (Megatron-Core's dispatchers). None where no dim divides, or `moved` says so.
+    """
+    made, size = builder.types[name], wanted.mesh.span(axis).size
+    shapes = [t.local_shape(0) for t in (made, wanted)]
+    legal = [d for d in range(made.ndim) if all(shape[d] and shape[d] % size == 0 for shape in shapes)]
+    if not legal:
+        return None
+    d = max(legal, key=lambda d: (not made.atoms[d] and not wanted.atoms[d], min(shape[d] for shape in shapes)))
+    if axis not in made.layout.partial:
+        name = builder(Slice(d, (axis,)), name)
+    dims = tuple((*axes, axis) if k == d else axes for k, axes in enumerate(wanted.layout.dims))
+    parts = moved(builder, name, wanted.with_layout(replace(wanted.layout, dims=dims)))
+    return None if parts is None else moved(builder, parts, wanted)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from shardplan.core.dim_names import Names
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import Mesh
-from shardplan.core.nested import row, rows
+from shardplan.core.nested import row_type, stacked_type
 from shardplan.core.tensor import TensorType
-from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, LaidLine, Layer
+from shardplan.strategy.partition.choices import Bounds, Choice, HeldDims, Layer, TypedLine
 from shardplan.strategy.partition.flow import Key, Line, LineBlock, Loop, Path
 
 Types = tuple[TensorType, ...]  # by option of a choice
@@ -34,9 +34,9 @@ class ValueSource(NamedTuple):
     def seen(self, t: TensorType) -> TensorType:
         """Return the type of the value, given that of what was made."""
         for _ in range(self.cut):
-            t = row(t)
+            t = row_type(t)
         for count in reversed(self.counts):
-            t = rows(t, count)
+            t = stacked_type(t, count)
         return t
 
     def row(self) -> ValueSource:
@@ -120,7 +120,7 @@ class Option:
     made: tuple[TensorType, ...]
     seconds: float
     choice: Choice = field(default_factory=Choice)
-    laid: LaidLine | None = None
+    laid: TypedLine | None = None
 
 
 @dataclass(frozen=True, slots=True)

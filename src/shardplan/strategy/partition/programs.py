@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardplan.core.draft import Draft
 from shardplan.core.layout import Layout
-from shardplan.core.nested import as_nested, row, rows
+from shardplan.core.nested import as_nested, row_type, stacked_type
 from shardplan.core.ops import Cast, Elementwise, ToPartial
 from shardplan.core.ops.composed import Composed, decompose_sharded
 from shardplan.core.program import Program
+from shardplan.core.program_builder import ProgramBuilder
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.strategy.model import Model
@@ -23,7 +23,7 @@ from shardplan.strategy.partition.recomputed_layers import model_name
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.partition.stages import Boundary, PipelineStage
 from shardplan.strategy.partition.tables import drop_summed, update_layout
-from shardplan.strategy.partition.write import Movement, Planner, Wish, Writer, buckets
+from shardplan.strategy.partition.write import Movement, Planner, WantedValue, Writer, buckets
 from shardplan.strategy.training import (
     CLIP,
     INPUT,
@@ -47,7 +47,7 @@ CLIPPED_UPDATES = {"NORM": "total", "CLIP": "norm", "OPT": "clip"}
 Types = Mapping[str, TensorType]
 
 
-class WrittenProgram(NamedTuple):
+class StageProgram(NamedTuple):
     """A program, the movements in it, what goes to other stages, and what is saved, by its name in the model.
 
     `joins` says that layers have several movements that a bucket may join.
@@ -96,11 +96,11 @@ class Writers:
                 if name in self.state and name not in writer.values:
                     t = self.state[name]
                     if isinstance(line, Loop) and k >= len(line.operands) - line.op.cut:
-                        t = rows(row(t), line.end - line.first)
+                        t = stacked_type(row_type(t), line.end - line.first)
                     writer.given(name, t)
         return writer
 
-    def forward(self, stage: PipelineStage, outputs: Sequence[str], boundaries: Sequence[Boundary]) -> WrittenProgram:
+    def forward(self, stage: PipelineStage, outputs: Sequence[str], boundaries: Sequence[Boundary]) -> StageProgram:
         """Write F: its results are results of the model, what is saved, and what goes on."""
         writer = self._writer(stage, "F", boundaries)
         writer.lines(stage.forward, {}, add=False)
@@ -113,7 +113,7 @@ class Writers:
                 saved.setdefault(v, {})[writer.types[value]] = name
         sent = self._send(writer, stage, "F", boundaries, called)
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), sent, saved, writer.joins)
+        return StageProgram(program, tuple(writer.movements), sent, saved, writer.joins)
 
     def _saved(self, writer: Writer, name: str) -> Iterator[TensorType]:
         """The types in which a value is saved, which has as many rows as this stage has layers."""
@@ -122,7 +122,7 @@ class Writers:
             yield made.with_layout(t.layout)
         yield from self.settled.saved_rows(((), name), made)
 
-    def backward(self, stage: PipelineStage, forward: WrittenProgram, boundaries: Sequence[Boundary]) -> WrittenProgram:
+    def backward(self, stage: PipelineStage, forward: StageProgram, boundaries: Sequence[Boundary]) -> StageProgram:
         """Write B: its results are totals of gradients, and what goes back."""
         writer = self._writer(stage, "B", boundaries)
         for v, found in forward.saved.items():
@@ -153,9 +153,9 @@ class Writers:
         read = {o for step in writer.steps for o in step.operands} | {*called}
         writer.inputs = [(name, t) for name, t in writer.inputs if name in read or name not in forward.saved]
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), sent, {}, writer.joins)
+        return StageProgram(program, tuple(writer.movements), sent, {}, writer.joins)
 
-    def norm(self, parameters: Mapping[str, Sequence[str]], types: Types) -> WrittenProgram:
+    def norm(self, parameters: Mapping[str, Sequence[str]], types: Types) -> StageProgram:
         """Write NORM: the sum of the squares of a stage's gradients, and those of them that it reduces, for OPT."""
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         if self.bucket is not None:
@@ -165,20 +165,20 @@ class Writers:
         called |= {u.total: REDUCED + u.name for u in updates if u.total != TOTAL + u.name}
         read = {o for step in writer.steps for o in step.operands}
         writer.inputs = [(name, t) for name, t in writer.inputs if name in read]
-        return WrittenProgram(named(writer.program(list(called)), called), tuple(writer.movements), {}, {})
+        return StageProgram(named(writer.program(list(called)), called), tuple(writer.movements), {}, {})
 
-    def clip(self, norms: Sequence[TensorType], types: Types) -> WrittenProgram:
+    def clip(self, norms: Sequence[TensorType], types: Types) -> StageProgram:
         """Write CLIP: of the sums of all stages what gradients are multiplied with."""
         writer = Writer(self.settled, self.prices, self.plan, [], self.sum_dtype)
         total, *others = [writer.given(f"{NORM}.{k}", t) for k, t in enumerate(norms)]
         for one in others:
             total = writer.op(Elementwise("a + b"), [total, one])
         factor = self._factor(writer, total, types)
-        return WrittenProgram(named(writer.program([factor]), {factor: FACTOR}), (), {}, {})
+        return StageProgram(named(writer.program([factor]), {factor: FACTOR}), (), {}, {})
 
     def optimizer(
         self, parameters: Mapping[str, Sequence[str]], types: Types, reduced: Types | None = None
-    ) -> WrittenProgram:
+    ) -> StageProgram:
         """Write OPT: updates of parameters where their state is stored; `parameters` has the copies of each.
 
         Totals of copies are added, and copies get what their parameter becomes: both as the parameter's own lie. Where
@@ -222,7 +222,7 @@ class Writers:
                 writer.values[value] = {writer.types[value]: value}
                 called[writer.want(value, types[n], by)] = NEXT + n
         program = named(writer.program(list(called)), called)
-        return WrittenProgram(program, tuple(writer.movements), {}, {})
+        return StageProgram(program, tuple(writer.movements), {}, {})
 
     @property
     def has_factor(self) -> bool:
@@ -275,13 +275,13 @@ class Writers:
 
     def _bucketed(self, writer: Writer, parameters: Mapping[str, Sequence[str]], types: Types, most: float) -> None:
         """Reduce gradients together, in the order of the backward pass, in buckets; those with copies stay apart."""
-        wishes: list[Wish] = []
+        wishes: list[WantedValue] = []
         for name in [n for n, copies in reversed([*parameters.items()]) if not copies]:
             total = types[TOTAL + name]
             t = total.with_layout(update_layout(self._kept_names(name, types), types))
             if t != total:
                 writer.given(TOTAL + name, total)
-                wishes.append(Wish(TOTAL + name, total, t))
+                wishes.append(WantedValue(TOTAL + name, total, t))
         for bucket in buckets(wishes, most):
             writer.sum_together(bucket)
 
@@ -325,15 +325,15 @@ def _squares(writer: Writer, updates: Sequence[Update]) -> str:
     A sum of squares is partial over what its gradient is cut over; over other axes one device alone counts it.
     """
     inputs = {update.total: writer.types[update.total] for update in updates}
-    draft = Draft(inputs)
-    squares = [sum_squares(draft, update.total) for update in updates]
-    over = dict.fromkeys(a for name in squares for a in draft.types[name].layout.partial)
+    builder = ProgramBuilder(inputs)
+    squares = [sum_squares(builder, update.total) for update in updates]
+    over = dict.fromkeys(a for name in squares for a in builder.types[name].layout.partial)
     total = ""
     for name in squares:
-        rest = tuple(a for a in over if a not in draft.types[name].layout.partial)
-        name = draft(ToPartial(rest), name) if rest else name
-        total = draft(Elementwise("a + b"), total, name) if total else name
-    (total,) = writer.inline(Program(tuple(inputs.items()), draft.steps, (total,)), list(inputs))
+        rest = tuple(a for a in over if a not in builder.types[name].layout.partial)
+        name = builder(ToPartial(rest), name) if rest else name
+        total = builder(Elementwise("a + b"), total, name) if total else name
+    (total,) = writer.inline(Program(tuple(inputs.items()), builder.steps, (total,)), list(inputs))
     writer.values[total] = {writer.types[total]: total}
     t = writer.types[total]
     return writer.want(total, t.with_layout(Layout(t.layout.dims)), "the norm of all gradients")
@@ -342,9 +342,9 @@ def _squares(writer: Writer, updates: Sequence[Update]) -> str:
 def _multiplied(writer: Writer, updates: Iterable[Update], factor: str) -> Iterator[Update]:
     """Yield updates by gradients times a factor."""
     for update in updates:
-        draft = Draft({name: writer.types[name] for name in (update.total, factor)})
-        made = multiply(draft, update.total, factor)
-        whole = Program([(name, writer.types[name]) for name in (update.total, factor)], draft.steps, (made,))
+        builder = ProgramBuilder({name: writer.types[name] for name in (update.total, factor)})
+        made = multiply(builder, update.total, factor)
+        whole = Program([(name, writer.types[name]) for name in (update.total, factor)], builder.steps, (made,))
         yield update._replace(total=writer.inline(whole, [update.total, factor])[0])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardplan.core.nested import as_nested, row, rows
+from shardplan.core.nested import as_nested, row_type, stacked_type
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.errors import LayoutError, excerpt
@@ -102,14 +102,14 @@ def split_layers(program: Program, loops: Mapping[int, Sequence[Rows]], first: i
         if sum(rest):
             _check_alone(program, number, sliced)
             stacks |= {name + BEHIND: name for name in sliced}
-            inputs |= {name + BEHIND: rows(row(inputs[name]), sum(rest)) for name in sliced}
+            inputs |= {name + BEHIND: stacked_type(row_type(inputs[name]), sum(rest)) for name in sliced}
             inputs = {name: t for name, t in inputs.items() if name not in sliced or sum(again)}
             outputs += [r + BEHIND for r in step.results[op.carried_count :] if r in outputs]
         if sum(rest) and sum(again):
             handed = tuple(f"{name}.again" for name in handed)
             behind[len(steps)] = len(steps) + 1
         if sum(again):
-            inputs |= {name: rows(row(inputs[name]), sum(again)) for name in sliced}
+            inputs |= {name: stacked_type(row_type(inputs[name]), sum(again)) for name in sliced}
             one = replace(step, op=_with_rows(op, sum(again)), results=(*handed, *step.results[op.carried_count :]))
             where[len(steps)] = tuple((a, a + m) for m, (a, _) in zip(again, mine, strict=True))
             steps.append((number, one, _rows_of(again), False))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.core.layout import Layout
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError
 from shardplan.strategy.partition.microbatch import Microbatch
-from shardplan.strategy.partition.programs import WrittenProgram
+from shardplan.strategy.partition.programs import StageProgram
 from shardplan.strategy.partition.recomputed_layers import model_name
 from shardplan.strategy.partition.settle import Settled
 from shardplan.strategy.strategy import Strategy
@@ -30,7 +30,7 @@ def check_kept(
     sources = (settled.sources[key].name for key in moved)
     names = {model_name(name) for name in sources}
     dims = {dim for path, name in moved for of in blocks[path].dims[name] for dim in of}
-    for said in border.names("keep", strategy.keep):
+    for said in validation.names("keep", strategy.keep):
         if said not in dims and not any(fnmatchcase(name, said) for name in names):
             later = [line for line in micro.block.lines if line.number >= micro.count]
             read = {o for line in later for o in line.operands}
@@ -41,7 +41,7 @@ def check_kept(
             )
 
 
-def check_bucket(strategy: Strategy, written: Iterable[WrittenProgram]) -> None:
+def check_bucket(strategy: Strategy, written: Iterable[StageProgram]) -> None:
     """Refuse a bucket in which nothing is moved together, and without which nothing would be."""
     if strategy.bucket is None:
         return

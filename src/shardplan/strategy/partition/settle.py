@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.core.layout import Layout
-from shardplan.core.nested import rows
+from shardplan.core.nested import stacked_type
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, ShardplanError
-from shardplan.strategy.partition.choices import Choice, LaidLine, Served, options, parts_of_served
+from shardplan.strategy.partition.choices import Choice, Served, TypedLine, options, parts_of_served
 from shardplan.strategy.partition.elimination import Least, Table, TooWide, least
 from shardplan.strategy.partition.flow import Key, Line, Path
 from shardplan.strategy.partition.prices import Prices
@@ -61,9 +61,9 @@ class Settled:
     def saved_rows(self, key: Key, made: TensorType) -> Iterator[TensorType]:
         """Yield the types in which bodies keep a stack row by row, of as many rows as it was made of."""
         if key not in self.saves:
-            yield from (rows(t, made.shape[0]) for t in self.kept.get(self.sources[key].row(), ()))
+            yield from (stacked_type(t, made.shape[0]) for t in self.kept.get(self.sources[key].row(), ()))
 
-    def laid(self, line: Line) -> LaidLine:
+    def laid(self, line: Line) -> TypedLine:
         """Return a line as it was laid."""
         found = self.options[self.lines[line]].laid
         assert found is not None  # of lines

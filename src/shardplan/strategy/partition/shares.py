@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardplan.core.mesh import Mesh
 from shardplan.core.tensor import TensorType
 from shardplan.strategy.model import Model
-from shardplan.strategy.partition.choices import LaidLine
+from shardplan.strategy.partition.choices import TypedLine
 from shardplan.strategy.partition.problem import Maker, onto
 from shardplan.strategy.partition.settle import Settled
 
@@ -100,19 +100,19 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
 
 
-def _flops(laid: LaidLine) -> float:
+def _flops(laid: TypedLine) -> float:
     return laid.op.flops(*laid.operands)
 
 
-def _bytes_touched(laid: LaidLine) -> float:
+def _bytes_touched(laid: TypedLine) -> float:
     return laid.op.touched_bytes(*laid.operands)
 
 
-def _is_product(laid: LaidLine) -> bool:
+def _is_product(laid: TypedLine) -> bool:
     return laid.op.kernel_class != "streamed"
 
 
-def _pairs(settled: Settled, axis: str, products: bool) -> Iterator[tuple[Maker, LaidLine, LaidLine]]:
+def _pairs(settled: Settled, axis: str, products: bool) -> Iterator[tuple[Maker, TypedLine, TypedLine]]:
     """Yield every line, or every product, as it is laid, and as it were without an axis: the same where it has none."""
     for m in settled.lines.values():
         one = settled.options[m]

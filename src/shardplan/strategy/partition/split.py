@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardplan.core.nested import Nested, as_nested, rows
+from shardplan.core.nested import Nested, as_nested, stacked_type
 from shardplan.core.program import Program
 from shardplan.core.step import Step
 from shardplan.core.tensor import TensorType
@@ -25,14 +25,14 @@ from shardplan.core.tensor import TensorType
 KEPT = "kept."
 
 
-class Halves(NamedTuple):
+class SplitBackward(NamedTuple):
     """I and W; W's inputs that are no inputs of B are results of I."""
 
     first: Program
     rest: Program
 
 
-def split(program: Program, sent: Collection[str]) -> Halves:
+def split(program: Program, sent: Collection[str]) -> SplitBackward:
     """Return I and W of a backward program whose results `sent` go to other stages.
 
     The other results are W's, but those that I makes on its way.
@@ -46,7 +46,7 @@ def split(program: Program, sent: Collection[str]) -> Halves:
     rest = [_called(step, names) for step in cut.rest]
     given = [(names.get(v, v), t) for v, t in cut.inputs(cut.rest, late)]
     leaving = (*early, *(name for v, name in names.items() if v not in early))
-    return Halves(Program(cut.inputs(cut.first, early), first, leaving), Program(given, rest, late))
+    return SplitBackward(Program(cut.inputs(cut.first, early), first, leaving), Program(given, rest, late))
 
 
 def _called(step: Step, names: Mapping[str, str]) -> Step:
@@ -182,7 +182,7 @@ class _Loop:
             called = f"{step.results[0]}.{name}"
             while called in taken or called in stacks:
                 called += "_"
-            stacks[called] = rows(self.cut.types[name], self.op.times)
+            stacks[called] = stacked_type(self.cut.types[name], self.op.times)
         first = self._half(step, self.cut.first, self.chosen, self.rows, ())
         rest = self._half(step, self.cut.rest, self.left, (), self.rows)
         return _Pair(

@@ -10,7 +10,7 @@ from shardplan.core.rebase import rebased_type
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Transfer
-from shardplan.strategy.partition.programs import RECEIVED, TOTAL, Types, WrittenProgram
+from shardplan.strategy.partition.programs import RECEIVED, TOTAL, StageProgram, Types
 from shardplan.strategy.partition.stages import Boundary
 from shardplan.strategy.partition.updates import clip_transfers
 
@@ -28,7 +28,7 @@ class SharedParameter(NamedTuple):
 
 
 def list_transfers(
-    written: Mapping[tuple[int, str], WrittenProgram],
+    written: Mapping[tuple[int, str], StageProgram],
     first: Mesh,
     meshes: Sequence[Mesh],
     types: Sequence[Types],

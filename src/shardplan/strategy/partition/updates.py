@@ -9,10 +9,10 @@ from shardplan.core.rebase import rebased_type
 from shardplan.hardware.placement import Placement
 from shardplan.hardware.topology import Topology
 from shardplan.strategy.partition.job import Transfer
-from shardplan.strategy.partition.programs import FACTOR, NORM, Types, Writers, WrittenProgram
+from shardplan.strategy.partition.programs import FACTOR, NORM, StageProgram, Types, Writers
 
-Once = Callable[[object, Callable[[], WrittenProgram]], WrittenProgram]
-Written = dict[tuple[int, str], WrittenProgram]
+Once = Callable[[object, Callable[[], StageProgram]], StageProgram]
+Written = dict[tuple[int, str], StageProgram]
 
 
 def write_updates(
@@ -44,7 +44,7 @@ def write_updates(
 
 
 def clip_transfers(
-    written: Mapping[tuple[int, str], WrittenProgram],
+    written: Mapping[tuple[int, str], StageProgram],
     first: Mesh,
     meshes: Sequence[Mesh],
     where: Topology | Placement | None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from shardplan.core.nested import row, rows
+from shardplan.core.nested import row_type, stacked_type
 from shardplan.core.op import Op, results_of
 from shardplan.core.ops import Cast, Elementwise
 from shardplan.core.program import Program
@@ -39,7 +39,7 @@ class Movement(NamedTuple):
     together: bool = False  # of several values, joined by a bucket
 
 
-class Wish(NamedTuple):
+class WantedValue(NamedTuple):
     """A value, the type in which it is there, or will be, and the type that is wanted."""
 
     value: str
@@ -47,9 +47,9 @@ class Wish(NamedTuple):
     wanted: TensorType
 
 
-def buckets(wishes: Iterable[Wish], most: float) -> Iterator[list[Wish]]:
+def buckets(wishes: Iterable[WantedValue], most: float) -> Iterator[list[WantedValue]]:
     """Yield wishes that are moved together: in order, those whose larger sides have at most so many bytes."""
-    bucket: list[Wish] = []
+    bucket: list[WantedValue] = []
     size = 0
     for wish in wishes:
         more = max(wish.there.local_bytes(), wish.wanted.local_bytes())
@@ -83,9 +83,13 @@ class Writer:
     inputs: list[tuple[str, TensorType]] = field(default_factory=list[tuple[str, TensorType]])
     values: dict[str, dict[TensorType, str]] = field(default_factory=dict[str, dict[TensorType, str]])
     stems: dict[str, str] = field(default_factory=dict[str, str])  # what names were made of
-    early: dict[str, list[Wish]] = field(default_factory=dict[str, list[Wish]])  # by parameter what is gathered with it
+    early: dict[str, list[WantedValue]] = field(
+        default_factory=dict[str, list[WantedValue]]
+    )  # by parameter what is gathered with it
     addends: dict[str, str] = field(default_factory=dict[str, str])  # by gradient its name in the dtype of sums
-    late: dict[str, list[Wish]] = field(default_factory=dict[str, list[Wish]])  # by the last gradient of a bucket
+    late: dict[str, list[WantedValue]] = field(
+        default_factory=dict[str, list[WantedValue]]
+    )  # by the last gradient of a bucket
     joins: bool = False  # whether there are several in a body that a bucket may join
 
     def given(self, name: str, t: TensorType, called: str | None = None) -> str:
@@ -131,7 +135,7 @@ class Writer:
             self.movements.append(Movement(self.path, name, by, plan, self.times, asks, operand))
         return have[t]
 
-    def want_together(self, wishes: Sequence[Wish], by: str) -> None:
+    def want_together(self, wishes: Sequence[WantedValue], by: str) -> None:
         """Move several values at once, where that takes less time than one by one."""
         names, there, wanted = zip(*wishes, strict=True)
         plan = self.plan(there, wanted)
@@ -152,12 +156,14 @@ class Writer:
         reads = [x for line in block.lines if isinstance(line, Line)
                  for x in zip(line.operands, self.settled.laid(line).operands, strict=True)]  # fmt: skip
         held = {n for n in self.values if self.settled.sources[block.path, n].maker is None}
-        wishes = dict.fromkeys(Wish(n, self.made(n), t) for n, t in reads if n in held and t not in self.values[n])
+        wishes = dict.fromkeys(
+            WantedValue(n, self.made(n), t) for n, t in reads if n in held and t not in self.values[n]
+        )
         for bucket in buckets(wishes, self.bucket):
             self.early |= {wish.value: bucket for wish in bucket}
         made = [r for line in block.lines for r in line.results if (block.path, r) in totals]
         types = [(r, self.settled.type_of((block.path, r)), totals[block.path, r][1]) for r in made]
-        sums = [wish for r, t, u in types if (wish := Wish(r, t, t.with_layout(u.layout))).there != wish.wanted]
+        sums = [wish for r, t, u in types if (wish := WantedValue(r, t, t.with_layout(u.layout))).there != wish.wanted]
         self.joins = max(len(wishes), len(sums)) > 1
         for bucket in buckets(sums, self.bucket):
             self.late[bucket[-1].value] = bucket
@@ -196,12 +202,14 @@ class Writer:
             self.values[name] = {self.types[name]: name}
         return self.addends[gradient]
 
-    def sum_together(self, wishes: Sequence[Wish]) -> None:
+    def sum_together(self, wishes: Sequence[WantedValue]) -> None:
         """Sum several gradients over devices at once, where that takes less time than one by one."""
         names = [self.addend(wish.value) for wish in wishes]
         there = [self.made(name) for name in names]
         wanted = [t.with_layout(wish.wanted.layout) for t, wish in zip(there, wishes, strict=True)]
-        self.want_together([Wish(*one) for one in zip(names, there, wanted, strict=True)], "a bucket of gradients")
+        self.want_together(
+            [WantedValue(*one) for one in zip(names, there, wanted, strict=True)], "a bucket of gradients"
+        )
 
     def summed(self, gradient: str, t: TensorType, by: str) -> str:
         """Return a gradient in a type: summed over devices where that is asked for, then in the type's dtype."""
@@ -244,7 +252,7 @@ class Writer:
                 continue
             kept = self.settled.saved((block.path, name))
             for t, value in self.values[outside].items():
-                seen = row(t) if k >= whole else t
+                seen = row_type(t) if k >= whole else t
                 if seen in kept or t == self.made(outside):
                     (sliced if k >= whole else operands)[inner.given(name, seen)] = value
             if k >= whole:
@@ -268,7 +276,7 @@ class Writer:
             total = None
             if add:
                 total = inner.given(inner.free("total"), t)
-                sliced[total] = self.given(stack, rows(t, count))
+                sliced[total] = self.given(stack, stacked_type(t, count))
             leaving.append(inner.accumulated(name, t, total, by))
         leaving += [inner.want(name, t, by) for _, name, t in extra]
         read = {o for step in inner.steps for o in step.operands} | {*leaving}
@@ -280,7 +288,7 @@ class Writer:
         for name in loop.results:
             self.values[name] = {self.types[name]: name}
         for (outside, _, t), value in zip(extra, self.steps[-1].results[len(loop.results) :], strict=True):
-            self.values[outside][rows(t, count)] = value
+            self.values[outside][stacked_type(t, count)] = value
 
     def lines(self, lines: Iterable[Line | Loop], totals: Totals, add: bool) -> None:
         """Write lines in order; see `loop`."""

@@ -68,6 +68,11 @@ class Action:
         return self.parts or (self,)
 
     @property
+    def is_pair(self) -> bool:
+        """Whether it is a forward and a whole backward, run together."""
+        return {part.kind for part in self.parts} == {"F", "B"}
+
+    @property
     def peer(self) -> int:
         """The stage at the other end of a send or a receive, of a chain of stages."""
         return self.stage + (1 if self.kind in ("SEND_F", "RECV_B") else -1)

@@ -35,6 +35,11 @@ def message_code(back: _Index, low: _Index, chunks: int) -> _Index:
     return 1 + len(PASSES) * chunks + back * (chunks - 1) + low
 
 
+def joint_code(back: _Index, chunk: _Index, chunks: int) -> _Index:
+    """The row of the table of times of a forward, or of a B (`back`), beside which the other one runs."""
+    return 1 + len(PASSES) * chunks + 2 * (chunks - 1) + back * chunks + chunk
+
+
 class ActionEdges(NamedTuple):
     """Nodes as they were given: predecessors, -1 for none, and codes of the second's way and of their own time."""
 

@@ -16,7 +16,7 @@ replay of written schedules, the orders that are sought, sweeps of many configur
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from shardplan.strategy.schedules.action_graph import (
     ActionGraph,
     Ints,
     code,
+    joint_code,
     levelled,
     message_code,
 )  # fmt: skip
@@ -53,7 +54,8 @@ class ActionLists:
     """Actions by rank, in order: `rank`, `kind` (its place in `CODED`), `stage` and `microbatch`, int [actions].
 
     `owners` [stages] says the rank of a stage; stages form `copies` chains that hold the same chunks. A microbatch may
-    be the number of its turn at the stage: only passes of neighbours with equal numbers belong together.
+    be the number of its turn at the stage: only passes of neighbours with equal numbers belong together. `joint`
+    [actions] says which run beside another one, a forward and a B in an overlap, where that has times of its own.
     """
 
     rank: Ints
@@ -63,6 +65,7 @@ class ActionLists:
     owners: Ints
     copies: int
     ranks: int
+    joint: Ints | None = None
 
     @staticmethod
     def of(
@@ -78,9 +81,17 @@ class ActionLists:
         return ActionLists(rank, kind, stage, microbatch, np.asarray(owners, dtype=np.int64), copies, ranks)
 
     @staticmethod
-    def of_schedule(found: Schedule) -> ActionLists:
-        """Return the lists of a schedule, the parts of an overlap in turn, without idle slots."""
-        return ActionLists.of((leaves(row) for row in found.ranks), found.owners, found.copies)
+    def of_schedule(found: Schedule, together: bool = False) -> ActionLists:
+        """Return the lists of a schedule, the parts of an overlap in turn, without idle slots.
+
+        With `together` a forward and a B that overlap are `joint`.
+        """
+        made = ActionLists.of((leaves(row) for row in found.ranks), found.owners, found.copies)
+        if not together:
+            return made
+        cells = (action for row in found.ranks for action in row if action is not None)
+        joint = [action.is_pair for action in cells for _ in action.leaves]
+        return replace(made, joint=np.array(joint, dtype=bool))
 
     @property
     def chunks(self) -> int:
@@ -113,11 +124,18 @@ class ActionLists:
 
     def counts(self) -> tuple[Ints, Ints]:
         """How many forwards and how many backwards each rank does of each chunk, int [ranks, chunks] each."""
-        found = np.zeros((2, self.ranks, self.chunks), dtype=np.int64)
-        for back in (0, 1):
-            chosen = np.isin(self.kind, (I, B)) if back else self.kind == F
-            np.add.at(found[back], (self.rank[chosen], self.stage[chosen] % self.chunks), 1)
-        return found[0], found[1]
+        return self._chunk_counts(self.kind == F), self._chunk_counts(np.isin(self.kind, (I, B)))
+
+    def joint_counts(self) -> tuple[Ints, Ints]:
+        """How many forwards and how many B of each chunk each rank runs beside another, int [ranks, chunks] each."""
+        joint = np.zeros(len(self.kind), dtype=bool) if self.joint is None else self.joint
+        return self._chunk_counts(joint & (self.kind == F)), self._chunk_counts(joint & (self.kind == B))
+
+    def _chunk_counts(self, chosen: Ints) -> Ints:
+        """How many of the chosen actions, bool [actions], each rank does of each chunk, int [ranks, chunks]."""
+        found = np.zeros((self.ranks, self.chunks), dtype=np.int64)
+        np.add.at(found, (self.rank[chosen], self.stage[chosen] % self.chunks), 1)
+        return found
 
     def held_counts(self) -> list[Ints]:
         """By rank how many forwards wait for their B or W behind each action, in stages times microbatches."""
@@ -159,6 +177,9 @@ class ActionLists:
         """
         n, (second, lag) = len(self.rank), self.sources()
         cost = np.where(self.computes, code(self.kind, self.stage % self.chunks, self.chunks), FREE)
+        if self.joint is not None:
+            both = joint_code((self.kind == B).astype(np.int64), self.stage % self.chunks, self.chunks)
+            cost = np.where(self.joint, both, cost)
         before = np.arange(-1, n - 1)
         opening = np.ones(n, dtype=bool)
         opening[1:] = self.rank[1:] != self.rank[:-1]

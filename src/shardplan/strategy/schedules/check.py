@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, Action
 from shardplan.strategy.schedules.action_graph import FREE
@@ -50,14 +50,14 @@ def broken_law(
     found: Schedule, in_flight: Sequence[int] | None = None, messages: str = "blocking"
 ) -> CounterExample | None:
     """Return the first law that a schedule breaks, as `check` has it, or None."""
-    border.choice("messages", messages, MODES, ScheduleError)
+    validation.choice("messages", messages, MODES, ScheduleError)
     if in_flight is not None:
-        bounds = border.items("in_flight", in_flight, "whole numbers, one a rank", ScheduleError)
+        bounds = validation.items("in_flight", in_flight, "whole numbers, one a rank", ScheduleError)
         if len(bounds) != len(found.ranks):
             raise ScheduleError(
                 f"in_flight has {len(bounds)} bounds; legal is one for each of {len(found.ranks)} ranks"
             )
-        in_flight = [border.whole_number("in_flight", n, kind=ScheduleError) for n in bounds]
+        in_flight = [validation.whole_number("in_flight", n, kind=ScheduleError) for n in bounds]
     where = places_by_action(found)
     laws = (_owners(found, where), _complete(found, where), _messages(found, where))
     for law in laws:

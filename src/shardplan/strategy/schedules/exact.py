@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.listing import list_schedule
 from shardplan.strategy.schedules.schedule import Schedule
@@ -41,7 +41,7 @@ def solve(shop: Shop, nodes: int = NODES, known: Schedule | None = None) -> Solv
     `known` is a schedule of the shop to be improved on, by default the list scheduler's.
     """
     for time in (t for times in shop.times for t in times):
-        border.whole_number("solve: a time", time, 1, kind=ScheduleError)
+        validation.whole_number("solve: a time", time, 1, kind=ScheduleError)
     best = known or list_schedule(shop)
     makespan = int(max(shop.ends(shop.orders(best))))
     search = Search(shop, nodes)

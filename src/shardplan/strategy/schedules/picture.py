@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, Action
 from shardplan.strategy.schedules.replay import Cost, Replayed, Times, replay
@@ -29,7 +29,7 @@ def schedule_picture(found: Schedule, cost: Cost | None = None, columns: int = 1
     rank 1  ..F0B0--F1B1--F2B2--....
     bubble 3, idle 3 of 12
     """
-    whole = border.whole_number("columns", columns, 20, kind=ScheduleError)
+    whole = validation.whole_number("columns", columns, 20, kind=ScheduleError)
     replayed = replay(found, cost or Times())
     label = len(f"rank {len(found.ranks) - 1}  ")
     scale = min(2.0 / _shortest(replayed), (whole - label) / max(replayed.makespan, 1e-300))

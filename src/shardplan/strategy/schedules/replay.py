@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import COMPUTE, MESSAGES, OVERLAP, Action
 from shardplan.strategy.schedules.action_graph import FREE
@@ -82,7 +82,7 @@ def replay(
     >>> replay(schedule("1f1b", 4, 8), Times(1, 1, 1)).bubble
     9
     """
-    mode = border.choice("messages", messages, MODES, ScheduleError)
+    mode = validation.choice("messages", messages, MODES, ScheduleError)
     slots = [(rank, k, a) for rank, row in enumerate(found.ranks) for k, a in enumerate(row) if a is not None]
     sizes = [len(action.leaves) for _, _, action in slots]
     last = [n - 1 for n in accumulate(sizes)]  # of the actions in a slot

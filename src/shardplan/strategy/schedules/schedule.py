@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ScheduleError, excerpt, line
 from shardplan.plans.plan_file import write_atomic
 from shardplan.strategy.schedules.action import COMPUTE, OURS, OVERLAP, Action
@@ -44,17 +44,17 @@ class Schedule:
     def __post_init__(self) -> None:
         rows: list[tuple[Action | None, ...]] = []
         for i, row in enumerate(
-            border.items("Schedule: ranks", self.ranks, "lists of actions, one a rank", ScheduleError)
+            validation.items("Schedule: ranks", self.ranks, "lists of actions, one a rank", ScheduleError)
         ):
-            actions = border.items(f"Schedule: rank {i}", row, "actions", ScheduleError)
+            actions = validation.items(f"Schedule: rank {i}", row, "actions", ScheduleError)
             for action in actions:
                 if action is not None and not isinstance(action, Action):
                     raise ScheduleError(
                         f"Schedule: rank {i} has {excerpt(action)}; legal is an Action, or None for an idle slot"
                     )
             rows.append(tuple(actions))
-        border.whole_number("Schedule: microbatches", self.microbatches, 1, kind=ScheduleError)
-        border.whole_number("Schedule: copies", self.copies, 1, kind=ScheduleError)
+        validation.whole_number("Schedule: microbatches", self.microbatches, 1, kind=ScheduleError)
+        validation.whole_number("Schedule: copies", self.copies, 1, kind=ScheduleError)
         counts: Counter[tuple[int, int]] = Counter(
             (a.stage, rank) for rank, row in enumerate(rows) for a in _leaves(row)
         )
@@ -82,7 +82,7 @@ class Schedule:
     @staticmethod
     def parse(text: str) -> Schedule:
         """Return the schedule that a text says, as `str` writes it; raises `ScheduleError`."""
-        head, *rows = border.text("Schedule.parse", text, ScheduleError).strip().split("\n")
+        head, *rows = validation.text("Schedule.parse", text, ScheduleError).strip().split("\n")
         said, *sizes = head.split(", ")
         found = {
             what: int(n) for n, _, what in (size.partition(" ") for size in sizes) if n.isdecimal() and len(n) < 10

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import ScheduleError
 from shardplan.strategy.schedules.action import Action
 from shardplan.strategy.schedules.action_lists import ActionLists, F, I, W
@@ -37,7 +37,7 @@ class Shop:
     waits: tuple[int, ...] = field(init=False, repr=False, compare=False)  # by pass, 3 * stage + kind, -1 for none
 
     def __post_init__(self) -> None:
-        border.whole_number("microbatches", self.microbatches, 1, kind=ScheduleError)
+        validation.whole_number("microbatches", self.microbatches, 1, kind=ScheduleError)
         if not self.owners or set(self.owners) != set(range(len(self.bounds))):
             raise ScheduleError(
                 f"stages lie on ranks {self.owners}, with bounds for {len(self.bounds)}; legal is one a rank"
@@ -48,7 +48,7 @@ class Shop:
             )
         for rank, stages in enumerate(self.stages):
             least = min(len(stages), len(stages) * self.microbatches)
-            if border.whole_number("a bound", self.bounds[rank], kind=ScheduleError) < least:
+            if validation.whole_number("a bound", self.bounds[rank], kind=ScheduleError) < least:
                 raise ScheduleError(
                     f"rank {rank} may hold {self.bounds[rank]} forwards; its {least} stages need as many"
                 )

@@ -1,15 +1,16 @@
 """Schedules that alternate: each rank does some forwards ahead, then one forward and one backward in turn.
 
-GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), interleaved 1F1B (arXiv 2104.04473), breadth first (arXiv
-2211.05953), ZB-H1 and ZB-H2 (arXiv 2401.10241, whose B is I here).
+GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), interleaved 1F1B (arXiv 2104.04473), combined 1F1B (Megatron-Core,
+`pipeline_parallel/combined_1f1b.py`), breadth first (arXiv 2211.05953), ZB-H1 and ZB-H2 (arXiv 2401.10241, whose B is I
+here).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardplan.errors import ScheduleError
-from shardplan.strategy.schedules.action import Action
+from shardplan.strategy.schedules.action import OVERLAP, Action
 
 Row = list[Action]
 _Turn = tuple[int, int]  # stage, microbatch
@@ -36,22 +37,41 @@ def one_f_one_b(ranks: int, microbatches: int) -> list[Row]:
 
 def interleaved_rows(ranks: int, microbatches: int, chunks: int) -> list[Row]:
     """1F1B of several stages a rank, in rounds of microbatches that go through all stages; as many rounds as fit."""
+    return [_alternating(*turns) for turns in _round_turns("interleaved", ranks, microbatches, chunks)]
+
+
+def combined_rows(ranks: int, microbatches: int, chunks: int) -> list[Row]:
+    """Interleaved 1F1B with one more forward ahead, behind which a forward and a backward run together.
+
+    The one more makes them independent of each other on every rank (Megatron-Core, `get_pp_rank_microbatches`).
+    """
+    rows: list[Row] = []
+    for there, back, ahead in _round_turns("combined-1f1b", ranks, microbatches, chunks):
+        row, alone = _alternating(there, back, ahead + 1), min(ahead + 1, len(there))
+        last = 2 * len(there) - alone
+        pairs = zip(row[alone:last:2], row[alone + 1 : last : 2], strict=True)
+        rows.append([*row[:alone], *(Action(-1, OVERLAP, parts=pair) for pair in pairs), *row[last:]])
+    return rows
+
+
+def _round_turns(
+    name: str, ranks: int, microbatches: int, chunks: int
+) -> Iterator[tuple[list[_Turn], list[_Turn], int]]:
+    """Of every rank its forwards and its backwards in order, and how many forwards are ahead."""
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise ScheduleError(
-            f"schedule interleaved: {microbatches} microbatches in {rounds} rounds of {ranks} ranks are not even; "
+            f"schedule {name}: {microbatches} microbatches in {rounds} rounds of {ranks} ranks are not even; "
             f"legal are multiples of {rounds}, as {microbatches // rounds * rounds}"
         )
     each = microbatches // rounds
-    rows: list[Row] = []
     for r in range(ranks):
         stages = range(r, ranks * chunks, ranks)
         there, back = (
             [(s, k * each + m) for k in range(rounds) for s in way for m in range(each)]
             for way in (stages, stages[::-1])
         )
-        rows.append(_alternating(there, back, (chunks - 1) * each + 2 * (ranks - 1 - r)))
-    return rows
+        yield there, back, (chunks - 1) * each + 2 * (ranks - 1 - r)
 
 
 def zb_h1(ranks: int, microbatches: int) -> list[Row]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
-from shardplan.core import border
+from shardplan.core import validation
 from shardplan.errors import LayoutError, excerpt, optional
 
 MX_BLOCK = 32  # elements with one scale: OCP Microscaling Formats 1.0
@@ -81,7 +81,7 @@ class FlashInferExperts:
 
     def __init__(self, tile: int = 128, gated: bool = True) -> None:
         """Take the rows of an epilogue's tile, at least 1, and whether there are gate and up."""
-        self.block = 32 if border.whole_number("tile", tile, 1) % 128 == 0 else 16
+        self.block = 32 if validation.whole_number("tile", tile, 1) % 128 == 0 else 16
         self.gated = gated
 
     def rows(self, count: int) -> Any:
@@ -142,7 +142,7 @@ class BlockFp8:
 
     def __init__(self, block: int = 128) -> None:
         """Take the size of a block along both dims, at least 1."""
-        self.block = border.whole_number("block", block, 1)
+        self.block = validation.whole_number("block", block, 1)
 
     def of(self, name: str, tensor: Any) -> dict[str, Any]:
         """Return elements, and under `_scale_inv` the scales."""

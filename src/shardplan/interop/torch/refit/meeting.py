@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from shardplan.errors import BackendError, LayoutError, ParseError, TimedOut, excerpt, line
-from shardplan.execution.agreement import Agreement, Comes, Refusal, Word, Words, late_error, meet
+from shardplan.execution.agreement import Agreement, RankReady, Refusal, Word, Words, late_error, meet
 from shardplan.execution.rank_names import name_ranks
 from shardplan.execution.torch.group_state import GroupState
 from shardplan.interop.torch.refit.store import MeetingStore
@@ -81,7 +81,7 @@ class RefitMeeting:
 
         Raises `TimedOut` naming who is absent, and `LayoutError` naming who differs; `what` is for that message.
         """
-        agreement, self.said = Agreement.among_all(self.ranks, self.rank, Comes(said)), said
+        agreement, self.said = Agreement.among_all(self.ranks, self.rank, RankReady(said)), said
         try:
             self.number = max(self.number, self._heard(self.rank)[0]) + 1
             meet(agreement, self, self.timeout)
@@ -111,7 +111,7 @@ class RefitMeeting:
                 self.number = top
                 self.post([])
                 continue
-            here = {r: Comes(said) for r, (number, said) in heard.items() if number == self.number}
+            here = {r: RankReady(said) for r, (number, said) in heard.items() if number == self.number}
             if len(here) == len(self.ranks) or time.monotonic() > until:
                 return here
             time.sleep(pause)

@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 
 from shardplan.errors import LayoutError, ShardplanError, TimedOut
-from shardplan.execution.drive import Running, finish
+from shardplan.execution.async_executor import Running, finish
 from shardplan.execution.rank_names import format_ranks
 from shardplan.execution.run import TIMEOUT
 from shardplan.execution.torch.faults import TorchWatch
@@ -87,8 +87,7 @@ def redistribute_state(
             matches is replicated. Each must match a DTensor, of this rank or of another that calls.
         device_mesh: The destination's mesh for all of them, if it is another; without it every tensor stays on its own.
         memory_limit: Bytes on every device for the whole move: sources (to the end, unless they are donated), results
-            and staging. Without one a tenth of the results and 64 MiB are staged, or the least that works. Tensors that
-            no layout describes (an uneven `_StridedShard`) are moved first, one by one.
+            and staging. Without one a tenth of the results and 64 MiB are staged, or the least that works.
         donate: Free every source as soon as it is not needed: what is moved is taken out of `state` (dicts, and lists,
             which keep None in its place), and must not be used again. A source that something else holds, as the
             parameters of a live model, is not freed: a warning names it, and under a limit it counts to the end.

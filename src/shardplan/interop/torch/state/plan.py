@@ -1,6 +1,6 @@
 """The programs of a state's moves: one batch for all that has types, one move for each tensor that goes alone.
 
-Alone go the tensors that no layout describes, and those whose values are computed on the way (an average, a mask).
+Alone go the tensors whose values are computed on the way (an average, a mask, addends beside a table of boxes).
 The memory limit holds over all of them: what the others keep alive at the time is taken off it first. Where none is
 said, the batch has room for its shards and a little more: what packs all tensors into one transfer holds them up to
 two and a half times, and is no quicker.
@@ -21,7 +21,7 @@ from shardplan.core.dtypes import itemsize
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
 from shardplan.errors import Infeasible, LayoutError, ShardplanError
-from shardplan.execution.drive import finish
+from shardplan.execution.async_executor import finish
 from shardplan.execution.torch.run import TorchExecutable, executable, launch
 from shardplan.interop.torch.bound_move import BoundMove
 from shardplan.interop.torch.ends import Ends
@@ -38,7 +38,7 @@ class Moves:
     """What a state's moves run."""
 
     alone: tuple[tuple[int, BoundMove], ...]  # index in the list of items, and what moves it
-    typed: tuple[int, ...]  # indices of the others
+    typed: dict[int, Ends]  # by index, the others
     batch: Program | None  # of the typed ones; its outputs begin with theirs
     kind: str  # of the devices that it ends on
 
@@ -55,15 +55,16 @@ class Moves:
             kind = move.ends.target.mesh.device_type
             (results[k],) = _run_bound(move, move.ranks, values, timeout, kind)
         if self.batch is not None:
-            keys = [name for name, _ in self.batch.inputs]
-            values = {name: sources[k].contiguous() for name, k in zip(keys, self.typed, strict=True)}
+            ranks, found = self.batch.devices, [sources[k].contiguous() for k in self.typed]
             sources.clear()
-            ranks = self.batch.devices
-            found = values.values()
             if rank in ranks:
-                found = _run_bound(executable(self.batch, rank), ranks, values, timeout, self.kind)
-            for k, y in zip(self.typed, found, strict=False):  # kept inputs come after the results
-                results[k] = y
+                bound = executable(self.batch, rank)
+                values = {name: found.pop(0) for name in bound.needs}
+                for name, need in bound.needs.items():
+                    values[name] = values[name] if need is None else values[name].view(need.shape)
+                found = _run_bound(bound, ranks, values, timeout, self.kind)
+            for (k, ends), y in zip(self.typed.items(), found, strict=False):  # kept inputs come after the results
+                results[k] = y if ends.shapes[1] is None else y.view(ends.shapes[1])
         return results
 
 
@@ -93,7 +94,7 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
         LayoutError: An item without a plan; it is named.
         Infeasible: No plan within the limit; `least_bytes` is that of the first step that does not fit.
     """
-    types: dict[int, tuple[TensorType, TensorType]] = {}
+    typed: dict[int, Ends] = {}
     strange: dict[int, Ends] = {}
     alone: list[tuple[int, BoundMove]] = []
     for k, item in enumerate(items):
@@ -102,10 +103,8 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
         except ShardplanError as error:
             raise LayoutError(f"{item.name}: {error}") from None
         plain = ends.source.tensor_meta == item.source.tensor_meta and not (ends.divisors)
-        if plain and ends.types is not None:
-            types[k] = ends.types
-        else:
-            strange[k] = ends
+        together = plain and ends.types is not None and not ends.reduced
+        (typed if together else strange)[k] = ends
     live: Counter[int] = Counter()  # bytes by rank
     if limit is not None and strange:
         for item in items:
@@ -122,18 +121,19 @@ def plan_moves(items: Sequence[MovedTensor], limit: int | None, spare: int, topo
             raise _with(error, f"{item.name}: ", taken) from None
         if limit is not None:
             live = live + _bytes(item.target) - (Counter() if item.kept else source)
+    types = [ends.types for ends in typed.values() if ends.types is not None]
     if not types:
-        return Moves(tuple(alone), (), None, "")
+        return Moves(tuple(alone), {}, None, "")
     if strange:
-        for k in types:
+        for k in typed:
             live -= _bytes(items[k].source)
     taken = spare + _worst(live)
     try:
-        keep = [items[k].kept for k in types]
-        batch = _plan_batch(list(types.values()), topology, _remaining_limit(limit, taken), keep)
+        keep = [items[k].kept for k in typed]
+        batch = _plan_batch(types, topology, _remaining_limit(limit, taken), keep)
     except Infeasible as error:
         raise _with(error, "", taken) from None
-    return Moves(tuple(alone), tuple(types), batch, items[next(iter(types))].target.mesh.device_type)
+    return Moves(tuple(alone), typed, batch, items[next(iter(typed))].target.mesh.device_type)
 
 
 def _plan_batch(

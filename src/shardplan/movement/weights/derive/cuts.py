@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.errors import LayoutError
 from shardplan.movement.weights.derive.wholes import DimLine
 from shardplan.movement.weights.form import RULES, FormAlternative, FormCut, FormFactor
-from shardplan.movement.weights.pieces import Scenery, local_pieces
+from shardplan.movement.weights.pieces import FormContext, local_pieces
 
 Factors = tuple[FormFactor, ...]
 _ORDER = ("even", "shared", *(r for r in RULES if r not in ("even", "shared")))
@@ -30,7 +30,7 @@ class RankDim:
 
     size: int
     line: DimLine | None
-    scenery: Scenery
+    scenery: FormContext
     weights: Mapping[int, Mapping[str, int]]
     named: Mapping[str, int]
 

@@ -13,7 +13,7 @@ from shardplan.movement.weights.derive.cuts import cuts_over
 from shardplan.movement.weights.derive.trials import SeenArray, SeenTrial
 from shardplan.movement.weights.form import FormFactor, product_text
 from shardplan.movement.weights.lowering import expand_digits
-from shardplan.movement.weights.pieces import Scenery, local_pieces
+from shardplan.movement.weights.pieces import FormContext, local_pieces
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -144,7 +144,7 @@ class RankHole:
 
     trial: int
     values: frozenset[int]
-    scenery: Scenery
+    scenery: FormContext
 
 
 def hole_of(atom: str, ranks: Sequence[RankHole], axes: Sequence[str]) -> str | None:
@@ -164,7 +164,7 @@ def _fits(factors: tuple[FormFactor, ...], atom: str, rank: RankHole, ranks: Seq
     return found is not None and frozenset(found) & every == rank.values
 
 
-def values_of(factors: tuple[FormFactor, ...], atom: str, scenery: Scenery) -> list[int] | None:
+def values_of(factors: tuple[FormFactor, ...], atom: str, scenery: FormContext) -> list[int] | None:
     """Return the indices that an expression gives a rank, in its order; None where a cut does not fit."""
     try:
         return [values[atom] for values in expand_digits(local_pieces(factors, scenery)[1])]

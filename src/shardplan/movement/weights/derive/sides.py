@@ -11,7 +11,7 @@ from shardplan.movement.weights.arithmetic import evaluate_whole_number
 from shardplan.movement.weights.derive.holes import SeenMember, families_of, members
 from shardplan.movement.weights.derive.trials import SeenTrial
 from shardplan.movement.weights.derive.wholes import AtomNames
-from shardplan.movement.weights.pieces import Scenery
+from shardplan.movement.weights.pieces import FormContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SeenTrials:
             out[atom] = evaluate_whole_number(text, look, atom)
         return out
 
-    def scenery(self, trial: int, rank: int, mesh: str, more: Mapping[str, str]) -> Scenery:
+    def scenery(self, trial: int, rank: int, mesh: str, more: Mapping[str, str]) -> FormContext:
         """Return what an expression is read with on a rank."""
         of = self.every[trial].trial
         own = mesh if mesh in of.meshes else ""
@@ -102,7 +102,7 @@ class SeenTrials:
             for axis in s.trial.axes(mesh) if mesh in ("", *s.trial.meshes) else ():
                 axes.setdefault(axis, 1)
                 at.setdefault(axis, 0)
-        return Scenery(self.sizes(trial, more, mesh), axes, {}, at)
+        return FormContext(self.sizes(trial, more, mesh), axes, {}, at)
 
     def differing(self, keys: Sequence[tuple[int, int, Any]], mesh: str) -> list[str]:
         """Return the axes along which ranks differ, in order of the mesh; keys with unlike heads are not compared."""

@@ -1,4 +1,4 @@
-"""`Draft`: steps while they are written, each typed as it comes; and `Decomposition`, an op as such steps."""
+"""`ProgramBuilder`: steps while they are written, each typed as it comes; and `Decomposition`, an op as such steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardplan.core.ops.reduction import AllReduce
 from shardplan.core.step import Step, live_steps
 from shardplan.core.tensor import TensorType
 
-Values = Sequence[str]  # of a draft, by name
+Values = Sequence[str]  # of a builder, by name
 Cotangents = Sequence[str | None]  # None of a value that has none
 
 
@@ -25,12 +25,12 @@ class Decomposition(NamedTuple):
     alike: Mapping[str, str]
 
 
-class Draft:
+class ProgramBuilder:
     """Steps being written on values whose types are known; a step's results get names that are free.
 
     >>> from shardplan.core.ops import Einsum, Elementwise
     >>> t = TensorType.parse("f32[8@x, 4]", "x=2")
-    >>> d = Draft({"a": t})
+    >>> d = ProgramBuilder({"a": t})
     >>> b = d(Elementwise("exp(a)"), "a")
     >>> print(d.types[d(Einsum("ij->j"), b)], len(d.steps))
     f32[4]{+x} 2
@@ -42,7 +42,9 @@ class Draft:
         self.steps: list[Step] = []
         self.origins: list[int | None] = []  # beside each step what `origin` was when it was written
         self.origin: int | None = None
-        self.alike: dict[str, str] = {}  # see `Decomposition`; where forward values are in another draft, they are too
+        self.alike: dict[
+            str, str
+        ] = {}  # see `Decomposition`; where forward values are in another builder, they are too
 
     @classmethod
     def of(cls, operands: Iterable[TensorType]) -> Self:

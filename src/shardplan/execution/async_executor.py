@@ -115,7 +115,7 @@ class Hands(Generic[Wire]):
                 return {}
             rows = [x[k, ...] if here else x for x, here in zip(arrays[whole:], cut, strict=True)]
             values = dict(zip(names[carried:], [*arrays[carried:whole], *rows], strict=True))
-            yield from drive(steps[: op.ahead], values, (), wire)
+            yield from drive_steps(steps[: op.ahead], values, (), wire)
             return values
 
         def run(arrays: list[Any], wire: Wire) -> Running:
@@ -129,7 +129,7 @@ class Hands(Generic[Wire]):
                 coming = yield from begun(arrays, wire, after)
                 values |= zip(names, state, strict=False)
                 del state  # else what the body frees would live on
-                state = yield from drive(steps[op.ahead :], values, body.outputs, wire)
+                state = yield from drive_steps(steps[op.ahead :], values, body.outputs, wire)
                 for stack, here in zip(reversed(stacks), reversed(stacked), strict=True):
                     row = state.pop()
                     if here:
@@ -154,7 +154,7 @@ def wrap_blocking(bound: Callable[[list[Any], Wire], list[Any]]) -> Bound[Wire]:
     return run
 
 
-def drive(
+def drive_steps(
     steps: Sequence[BoundStep[Wire]],
     values: dict[str, Any],
     outputs: Sequence[str],

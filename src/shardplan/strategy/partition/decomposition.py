@@ -24,7 +24,9 @@ Refused = Callable[[Step, Program, Mapping[str, Names]], bool]  # a step of a pr
 DEPTH = 8  # of composed ops inside each other
 
 
-def opened(program: Program, dims: Mapping[str, tuple[str, ...]], refused: Refused) -> tuple[Program, set[Step]]:
+def decompose_refused(
+    program: Program, dims: Mapping[str, tuple[str, ...]], refused: Refused
+) -> tuple[Program, set[Step]]:
     """Return a program in which no composed op is refused, and the steps that such ops came to.
 
     A value inside an op is called after the op's first result, behind which `_` stand where the name is taken.

@@ -39,7 +39,7 @@ class OperandState(NamedTuple):
     saved: bool = False
 
 
-def serving(
+def propagate_axes(
     serve: Mapping[str, Groups], line: Line, operands: Sequence[OperandState], gradients: Sequence[State | None]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return by axis the factor that it carries, and the axes whose sums pass.

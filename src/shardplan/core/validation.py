@@ -1,4 +1,4 @@
-"""The border: what a user's value must be, checked once at the top of what is public, with one line where it is not.
+"""What a user's value must be, checked once at the top of what is public, with one line where it is not.
 
 Each function takes `what`, the name of the argument, and the value, and returns it in the one form that is used inside.
 A bool is no number, and a text is no list of characters.

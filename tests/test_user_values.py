@@ -1,4 +1,4 @@
-"""The border: another kind of value than is meant, anywhere, is one clear line; a text is taken where its value is."""
+"""Another kind of value than is meant, anywhere, is one clear line; a text is taken where its value is."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def one_line(error: sp.ShardplanError) -> bool:
     return bool(message) and (len(lines) == 1 or (pointed and len(lines) == 3 and lines[2].strip() == "^"))
 
 
-# What was accepted, or raised something of Python's own, before there was a border.
+# What was accepted, or raised something of Python's own, before all was checked.
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (
@@ -447,7 +447,7 @@ def called(name: str, parameter: str, value: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path_factory.mktemp("border"))
+    monkeypatch.chdir(tmp_path_factory.mktemp("values"))
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -1,4 +1,4 @@
-"""What a backend brings to a job, `Hand`, and what it is asked for, `Offer`."""
+"""What a backend brings to a job, `JobBackend`, and what it is asked for, `JobLaunch`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from shardplan.core.program import Program
 from shardplan.core.reference import check_shards, run_values
 from shardplan.errors import LayoutError
-from shardplan.execution.drive import Running
+from shardplan.execution.async_executor import Running
 from shardplan.execution.rank_names import NAME_DIGITS
 from shardplan.execution.record import Record
 
@@ -19,7 +19,7 @@ Shards = list[Any]
 Start = Callable[[Program, Sequence[Shards], int, "Record | None"], Running]
 
 
-class Offer(NamedTuple):
+class JobLaunch(NamedTuple):
     """A step of a job that processes are about to run together.
 
     `digest` is the identity of all that it runs; `programs` says what that is, with or without what gives every process
@@ -48,7 +48,7 @@ def on_reference(program: Program, inputs: Sequence[Shards], turn: int, record: 
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
+class JobBackend:
     """What a backend brings: how it starts a program, the devices of this process (None: all), shards as arrays.
 
     `put` makes a shard of an array, which it may keep; `join` makes one of several, along dim 0. What is started may
