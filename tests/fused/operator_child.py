@@ -127,7 +127,7 @@ def moe(asked: CallContext, shown: Shown) -> None:
         rng = np.random.default_rng(100 + k)
         counts = rng.integers(0, 6, (n, n)) * (rng.random((n, n)) < 0.7)
         depth, columns = 6, 3 * n + 1
-        cols = tile_sizes(columns, n)
+        cols = tile_sizes(columns, n)[::-1]  # not the even ones that are taken where none are given
         rows = counts.sum(1) if scatter == 0 else counts[:, 0]
         a = [torch.from_numpy(rng.normal(size=(int(m), depth))).to(dtype).requires_grad_() for m in rows]
         b = [torch.from_numpy(rng.normal(size=(depth, columns))).to(dtype).requires_grad_() for _ in range(n)]

@@ -14,7 +14,8 @@ from shardplan.core.pattern import AtOnce, Groups, Messages, StepPattern
 from shardplan.errors import ParseError, TopologyError
 from shardplan.hardware import Fabric, Level, Topology, presets, price, seconds
 from shardplan.hardware.level import DeviceSpec
-from shardplan.hardware.prices.cost import KINDS, affine_costs
+from shardplan.hardware.prices.affine_costs import affine_costs
+from shardplan.hardware.prices.cost import KINDS
 from shardplan.hardware.prices.library import (
     ALGORITHM_NAMES,
     Library,
@@ -313,6 +314,18 @@ def test_what_runs_at_once_adds_its_loads_and_waits_once():
     assert got.alpha == max(p.alpha for p in alone)
     assert got.transfer == pytest.approx(alone[0].transfer + alone[1].transfer + alone[2].own)
     assert got.level_bytes == pytest.approx(np.sum([p.level_bytes for p in alone], axis=0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(KINDS), st.lists(st.integers(6, 28), min_size=2, max_size=8), st.sampled_from([1, 2, 4]))
+def test_collectives_alike_at_once_take_no_longer_than_one_of_all_their_bytes(kind, sizes, nodes):
+    """A row that spares rounds for each of them alone loads links with more bytes: they share the rounds."""
+    fabric = Fabric(Topology.load("dgx-h100", nodes=nodes))
+    everyone = np.arange(fabric.topology.size)
+    parts = [Groups(kind, everyone[None], np.array([2.0**n])) for n in sizes]
+    found = seconds(AtOnce(tuple(StepPattern(p, everyone) for p in parts)), fabric)
+    whole = seconds(Groups(kind, everyone[None], np.array([sum(2.0**n for n in sizes)])), fabric)
+    assert max(seconds(p, fabric) for p in parts) <= found * (1 + 1e-12) and found <= whole * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("name", presets())

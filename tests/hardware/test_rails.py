@@ -12,7 +12,8 @@ import replay
 import shardplan as sp
 from hardware.topologies import grouped, outermost, pairs, railed, transfer
 from shardplan.core.pattern import Groups
-from shardplan.hardware.prices.cost import affine_costs, price
+from shardplan.hardware.prices.affine_costs import affine_costs
+from shardplan.hardware.prices.cost import price
 from shardplan.hardware.prices.fabric import Fabric, Flows
 from shardplan.movement.reductions.type_graph import digit_lines
 from shardplan.plans.pricing import price_program

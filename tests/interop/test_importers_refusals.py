@@ -64,6 +64,7 @@ def imported(module: nn.Module, x: Tensor) -> None:
         lambda x, n: x / n.sqrt().unsqueeze(0) + n.reshape(1, 1),
         lambda x, n: x * (n + 1) ** 2 - (n > 2).to(x.dtype),
         lambda x, n: x * n.detach().to(torch.float32),
+        lambda x, n: x * torch.full_like(n, 5.65).to(x.dtype),  # as its dtype has rounded it
     ],
 )
 def test_a_buffer_of_one_number(function: Any, kind: torch.dtype, number: float) -> None:

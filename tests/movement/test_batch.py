@@ -211,6 +211,25 @@ def test_a_swap_of_addends_keeps_the_bound() -> None:
     assert oracle.unsound(plan.program, destinations) is None
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_tensors_of_a_batch_move_as_one_of_their_size_would(gathers: bool) -> None:
+    """By levels each alone is faster, as that spares rounds; all of them share rounds, and one step is faster."""
+    where, mesh, axes = sp.Topology.load("dgx-h100", nodes=4), sp.Mesh(data=8, context=4), ("data", "context")
+    rows = [8, 1024, 1024, 2048, 8192, 8192, 8192]
+
+    def ends(n: int) -> tuple[sp.TensorType, sp.TensorType]:
+        cut, whole = (sp.TensorType("bf16", (2048, n), spec, mesh) for spec in ((axes,), ()))
+        sums = sp.TensorType("bf16", (2048, n), (), mesh, partial=dict.fromkeys(axes, "sum"))
+        return (cut, whole) if gathers else (sums, cut)
+
+    sources, destinations = zip(*map(ends, rows), strict=True)
+    plan, alone = sp.redistribute(sources, destinations, where), sp.redistribute(*ends(1024), where)
+    plan.certificate.check()
+    assert len(alone.program.steps) > len(plan.program.steps) == 1
+    one = sp.redistribute(*ends(sum(rows)), where).certificate.seconds
+    assert plan.certificate.seconds == pytest.approx(one, rel=1e-9)
+
+
 def test_an_empty_batch_and_a_batch_of_identities() -> None:
     mesh = sp.Mesh(a=2)
     t = sp.TensorType("i32", (4,), ("a",), mesh)

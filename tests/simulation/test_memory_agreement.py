@@ -154,6 +154,8 @@ def test_a_plan_that_its_certificate_refuses_is_said_and_left_out() -> None:
     assert [k for k, _ in certified_first(certifier, plans, 2)] == [1]
     (refused,) = certifier.refused
     assert refused.strategy == plans[0] and "needs" in refused.why and "80 GB" in refused.why
+    peak = certifier.peak(plans[0]).nbytes
+    assert certifier.on(peak).fits(plans[0]) and certifier.on(peak - 1).fits(plans[0]) is None
     with pytest.raises(ShardplanError, match="layers"):
         certifier.peak(sp.Strategy(pipeline=64, global_batch=64, precision="bf16"))
 

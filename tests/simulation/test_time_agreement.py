@@ -205,6 +205,37 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         {"tensor": 4, "pipeline": 2, "global_batch": 64},
         0.035,
     ),
+    "a mixture of two nodes to the layer's end": (
+        "moe",
+        EXPERTS | {"kv_heads": 32, "seq": 8192, "vocab": 32000},
+        {"data": 8, "tensor": 8, "expert": 2, "recompute": "full", "zero": 1, "global_batch": 32},
+        0.08,
+    ),
+    "a mixture on a context": (
+        "moe",
+        EXPERTS | {"hidden": 8192, "heads": 64, "seq": 8192, "ffn": 4096, "experts": 16},
+        {
+            "data": 4,
+            "tensor": 4,
+            "context": 4,
+            "sequence_parallel": True,
+            "context_kind": "gather",
+            "global_batch": 16,
+        },
+        0.04,
+    ),
+    "a mixture with a tensor axis": (
+        "moe",
+        EXPERTS | {"seq": 8192},
+        {"data": 4, "tensor": 8, "sequence_parallel": True, "global_batch": 16},
+        0.03,
+    ),
+    "parameters of two levels at once": (
+        "llama",
+        SIZES | {"kv_heads": 8, "hidden": 2048, "heads": 16, "ffn": 6144, "seq": 1024, "vocab": 32000},
+        {"data": 8, "context": 4, "zero": 3, "fsdp": True, "context_kind": "gather", "global_batch": 32},
+        0.02,
+    ),
     "tokens gathered": ("moe", EXPERTS | {"seq": 8192}, {"context": 4, "expert": 4, "context_kind": "gather"}, 0.06),
 }
 

@@ -27,7 +27,8 @@ This room imports `core` and the errors, and numpy.
 from shardplan.hardware.level import DeviceSpec, Level, Link
 from shardplan.hardware.nccl_xml import parse_nccl_xml
 from shardplan.hardware.placement import Matrix, Placement, count, orders, placements
-from shardplan.hardware.prices.cost import Price, linear_cost, price, seconds
+from shardplan.hardware.prices.affine_costs import linear_cost
+from shardplan.hardware.prices.cost import Price, price, seconds
 from shardplan.hardware.prices.fabric import Fabric, Flows
 from shardplan.hardware.recognise import matrix_of
 from shardplan.hardware.topology import Topology

@@ -120,6 +120,18 @@ def test_checkpoints_but_those_of_fsdp_run_to_the_layers_end() -> None:
     assert whole - needed == pytest.approx(2 * tokens * hidden * 4 * hidden)  # the second product of the MLP
 
 
+def test_what_a_layer_sums_at_its_end_is_summed_again() -> None:
+    """As large as what its backward pass sums: what is of cotangents is not of the layer computed again."""
+
+    def sums(recompute: str) -> int:
+        (loop,) = (
+            n for n in on_streams(job(tensor=2, recompute=recompute)).maps[0, "B"].nodes if isinstance(n, TimedLoop)
+        )
+        return sum(isinstance(op, TimedOp) and op.cost.stream.startswith("tensor") for op in loop.late)
+
+    assert sums("full") == sums("none") + 2  # behind attention, and behind the MLP
+
+
 def test_groups_of_two_sizes_over_the_same_devices_stay_apart() -> None:
     """What layers gather over pairs and over fours lists the same devices in the same order: two collectives."""
     model = sp.Model.load(

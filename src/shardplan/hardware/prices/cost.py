@@ -7,9 +7,8 @@ certificate, placement, audit and simulation, asks `price`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
@@ -34,7 +33,6 @@ from shardplan.hardware.prices.fused import FusedConstants, FusedVariant, FusedW
 from shardplan.hardware.prices.kernels import kernel_seconds
 from shardplan.hardware.prices.library import KINDS, Library, LibraryRow
 from shardplan.hardware.prices.traffic import ALGORITHMS, Traffic, message_totals, messages
-from shardplan.hardware.topology import Topology
 
 PRICED = (*KINDS, "permute")  # what traffic may name; a permute sends to the next member
 
@@ -123,82 +121,6 @@ def seconds(pattern: Pattern, fabric: Fabric, algorithm: str = "auto") -> float:
     return price(pattern, fabric, algorithm).seconds
 
 
-def affine_costs(kind: str, members: Ints, fabric: Fabric) -> tuple[tuple[float, float], ...]:
-    """Return the cost of a collective as affine functions of bytes, one for each row; the least of them is paid.
-
-    Args:
-        kind: As in `Groups.kind`.
-        members: Topology ids, int64 [G, k], in member order.
-        fabric: The resources.
-
-    Returns:
-        Pairs of seconds at 0 bytes and seconds per byte that a member holds before the op.
-    """
-    return affine_costs_by_kind((kind,), members, fabric)[0]
-
-
-def affine_costs_by_kind(
-    kinds: Sequence[str], members: Ints, fabric: Fabric, algorithm: str = "auto"
-) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Return `affine_costs` of several collectives over the same groups, which are laid on the topology once."""
-    laid, byte = _lay_groups(members, fabric), np.ones(len(members))
-    return tuple(_lines(_rows(Groups(kind, members, byte), laid, byte, algorithm)) for kind in kinds)
-
-
-def affine_message_costs(sender: Ints, receiver: Ints, fabric: Fabric) -> tuple[tuple[float, float], ...]:
-    """Return the cost of messages that go at once as affine functions of bytes, one for each row; the least is paid.
-
-    Args:
-        sender: Topology ids, int64 [n].
-        receiver: Topology ids, int64 [n], none of them its sender.
-        fabric: The resources.
-
-    Returns:
-        Pairs of seconds at 0 bytes and seconds per byte of a message.
-    """
-    found = messages(Flows(sender, receiver, np.ones(len(sender))), fabric)
-    return _lines(_message_rows(found, 1, fabric, "auto"))
-
-
-def _lines(found: Sequence[Price]) -> tuple[tuple[float, float], ...]:
-    """The lines, latency and seconds a byte, of prices of one byte; without those that are nowhere the least."""
-    return least_lines((one.alpha, one.transfer) for one in found)
-
-
-def least_lines(lines: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return lines, seconds at 0 bytes and seconds a byte, without those that start later and are no faster."""
-    sorted_lines = sorted({*lines})
-    return tuple(line for n, line in enumerate(sorted_lines) if all(line[1] < other[1] for other in sorted_lines[:n]))
-
-
-def linear_cost(kind: str, members: Ints, fabric: Fabric, nbytes: float) -> tuple[float, float]:
-    """Return the cost of a collective as one affine function of bytes: that of the row which is cheapest at `nbytes`.
-
-    `members` are device ids, int64 [G, k], in member order.
-
-    Returns:
-        Seconds at 0 bytes, and seconds per byte that a member holds before the op.
-    """
-    return min(affine((kind,), members, fabric)[0], key=lambda line: line[0] + line[1] * nbytes)
-
-
-def affine(kinds: tuple[str, ...], members: Ints, fabric: Fabric) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Return `affine_costs` of several collectives over the same groups of device ids; remembered."""
-    ids = np.ascontiguousarray(fabric.topology_ids(members))
-    return _affine(kinds, ids.tobytes(), ids.shape, fabric.topology, fabric.library, fabric.launch)
-
-
-@lru_cache(maxsize=4096)  # a search asks for the same groups again for every tensor and placement
-def _affine(
-    kinds: tuple[str, ...], ids: bytes, shape: tuple[int, int], topology: Topology, library: Library, launch: float
-) -> tuple[tuple[tuple[float, float], ...], ...]:
-    members, fabric = (
-        np.frombuffer(ids, dtype=np.int64).reshape(shape),
-        Fabric(topology, launch=launch).with_library(library),
-    )
-    return affine_costs_by_kind(kinds, members, fabric)
-
-
 def _no_bytes(fabric: Fabric) -> tuple[float, ...]:
     return (0.0,) * len(fabric.wires)
 
@@ -228,8 +150,36 @@ def _at_once(pattern: AtOnce, fabric: Fabric, algorithm: str) -> Price:
 
     Kernels run beside messages: what takes longer counts.
     """
-    found = prices(pattern.steps, fabric, algorithm)
-    kernels = [computes(step.pattern) for step in pattern.steps]
+    alone = prices(pattern.steps, fabric, algorithm)
+    ways = [alone, _priced_as_one(pattern, alone, fabric)] if algorithm == "auto" else [alone]
+    return min((_beside(pattern.steps, way, fabric) for way in ways), key=lambda one: one.seconds)
+
+
+def _priced_as_one(pattern: AtOnce, alone: Sequence[Price], fabric: Fabric) -> list[Price]:
+    """The prices of steps of which collectives alike, over the same groups, take the row that is best for all of them.
+
+    A library chooses for all that are issued in one group by their bytes together (NCCL's `ncclPrepareTasks`): each by
+    itself would spare rounds, which they share, and load links with more bytes.
+    """
+    found = list(alone)
+    alike: dict[Hashable, dict[int, Groups]] = {}
+    for k, step in enumerate(pattern.steps):
+        one = step.pattern
+        if isinstance(one, Groups) and alone[k].row is not None:
+            key = one.kind, one.chunks, one.members.shape, one.members.tobytes()
+            alike.setdefault(key, {})[k] = one
+    for places in alike.values():
+        first, *others = places.values()
+        if others:
+            whole = replace(first, nbytes=np.sum([one.nbytes for one in places.values()], axis=0), copied=0.0)
+            row = _groups(whole, fabric, "auto").algorithm
+            found = [price(places[k], fabric, row) if k in places else one for k, one in enumerate(found)]
+    return found
+
+
+def _beside(steps: Sequence[StepPattern], found: Sequence[Price], fabric: Fabric) -> Price:
+    """The price of steps at once, of their prices."""
+    kernels = [computes(step.pattern) for step in steps]
     parts = [part for part, alone in zip(found, kernels, strict=True) if not alone]
     busy = max((part.seconds for part, alone in zip(found, kernels, strict=True) if alone), default=0.0)
     moved = np.sum([_no_bytes(fabric), *(part.level_bytes for part in parts)], axis=0)
@@ -301,17 +251,17 @@ def _busy(
 def _messages(pattern: Messages, fabric: Fabric, algorithm: str) -> Price:
     if pattern.totals is not None and (found := message_totals(pattern.totals, fabric)) is not None:
         found = replace(found, own=pattern.own)
-        return min(_message_rows(found, pattern.chunks, fabric, algorithm), key=lambda one: one.seconds)
+        return min(message_row_prices(found, pattern.chunks, fabric, algorithm), key=lambda one: one.seconds)
     keep = (pattern.nbytes > 0) & (pattern.sender != pattern.receiver)
     if not bool(keep.any()):
         return Price("none", 0.0, 0.0, _no_bytes(fabric))
     sender, receiver = fabric.topology_ids(pattern.sender[keep]), fabric.topology_ids(pattern.receiver[keep])
     flows = Flows(sender, receiver, pattern.nbytes[keep])
-    rows = _message_rows(replace(messages(flows, fabric), own=pattern.own), pattern.chunks, fabric, algorithm)
+    rows = message_row_prices(replace(messages(flows, fabric), own=pattern.own), pattern.chunks, fabric, algorithm)
     return min(rows, key=lambda one: one.seconds)
 
 
-def _message_rows(found: Traffic, chunks: int, fabric: Fabric, algorithm: str) -> list[Price]:
+def message_row_prices(found: Traffic, chunks: int, fabric: Fabric, algorithm: str) -> list[Price]:
     """The price of messages under each row that serves them."""
     for asked in (algorithm, "auto"):
         priced = [_price_row(row, [found], chunks, fabric) for row in fabric.library.serving("messages", asked)]
@@ -332,7 +282,7 @@ def _groups(pattern: Groups, fabric: Fabric, algorithm: str) -> Price:
         )
     if members.size == 0 or members.shape[1] == 1 or not bool((nbytes > 0).any()):
         return Price("none", 0.0, 0.0, _no_bytes(fabric))
-    found = min(_rows(pattern, _lay_groups(members, fabric), nbytes, algorithm), key=lambda one: one.seconds)
+    found = min(row_prices(pattern, lay_groups(members, fabric), nbytes, algorithm), key=lambda one: one.seconds)
     copied = _copy_seconds(pattern.copied, fabric)
     return replace(found, transfer=found.transfer + copied, own=found.own + copied) if copied else found
 
@@ -342,13 +292,13 @@ def _copy_seconds(nbytes: float, fabric: Fabric) -> float:
     return 2 * nbytes / (device.memory_bandwidth * device.kernels.stream)
 
 
-def _lay_groups(members: Ints, fabric: Fabric) -> tuple[GroupLayout, Ints]:
+def lay_groups(members: Ints, fabric: Fabric) -> tuple[GroupLayout, Ints]:
     """Lay groups on a topology in the order of the numbers returned: heads of trees go in the order of the devices."""
     order = np.argsort(members.min(axis=1), kind="stable")
     return GroupLayout(members[order], fabric), order
 
 
-def _rows(pattern: Groups, placed: tuple[GroupLayout, Ints], nbytes: Floats, algorithm: str) -> list[Price]:
+def row_prices(pattern: Groups, placed: tuple[GroupLayout, Ints], nbytes: Floats, algorithm: str) -> list[Price]:
     """The price under each row that serves a collective over these groups; an algorithm's traffic is found once."""
     laid, order = placed
     fabric, nbytes = laid.fabric, nbytes[order]

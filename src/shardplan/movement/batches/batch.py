@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.ops import Op, Send
 from shardplan.core.program import Program
 from shardplan.core.tensor import TensorType
+from shardplan.errors import ShardplanError
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.movement.batches.packing import BatchItem, Group, group_packs, pack_tensors, shard_bytes
 from shardplan.movement.batches.schedules import FEW_PACKS, assemble_program, schedules, sharing, side_by_side, waves
@@ -271,6 +273,7 @@ def _tile_choices(batch: _Batch) -> Iterator[_Batch]:
     What is cheapest for a tensor alone spares its senders, and where several meshes send to one, receivers wait.
     """
     yield batch
+    yield from _planned_as_large(batch)
     ends = {(i.source, i.target) for i in batch.items if i.ops and i.source.mesh != i.target.mesh}
     marks = (s.layout.partial + s.layout.root + t.layout.partial + t.layout.root for s, t in ends)
     if not 0 < len(ends) <= FEW_PACKS or any(marks):
@@ -282,6 +285,39 @@ def _tile_choices(batch: _Batch) -> Iterator[_Batch]:
             found = ways.get((i.source, i.target), [i.ops])
             items.append(replace(i, ops=found[min(rank, len(found) - 1)]))
         yield replace(batch, items=tuple(items))
+
+
+def _planned_as_large(batch: _Batch) -> Iterator[_Batch]:
+    """The batch with the moves that each tensor would have as large as all of them are, where there are times.
+
+    What is cheapest for a tensor alone spares rounds, which the tensors of a batch share.
+    """
+    kinds = dict.fromkeys((i.source, i.target, i.ops) for i in batch.moving)
+    if batch.where is None or len(batch.moving) < 2 or len(kinds) > FEW_PACKS:
+        return
+    whole = sum(i.size for i in batch.moving)
+    rules = batch.rules
+    found = {kind: _moves_of_size(*kind, whole, batch.where, rules.portable, rules.even) for kind in kinds}
+    yield from _otherwise(batch, (replace(i, ops=found.get((i.source, i.target, i.ops), i.ops)) for i in batch.items))
+
+
+@lru_cache(maxsize=1024)
+def _moves_of_size(
+    s: TensorType, t: TensorType, ops: tuple[Op, ...], nbytes: int, where: Where, portable: bool, even: bool
+) -> tuple[Op, ...]:
+    """The moves of a tensor so many times as large that a shard has some bytes; its own where they do not type."""
+    times = nbytes // max(1, *shard_bytes(s, t))
+    if times < 2 or not s.ndim or s.mesh != t.mesh or s.layout.boxes or t.layout.boxes:
+        return ops
+    d = next((d for d in range(s.ndim) if not s.atoms[d] and not t.atoms[d]), 0)
+    shape = (*s.shape[:d], s.shape[d] * times, *s.shape[d + 1 :])
+    large, wanted = (TensorType(x.dtype, shape, x.layout, x.mesh) for x in (s, t))
+    try:
+        program = best_program(large, wanted, where, None, portable, False, even).program
+        moves = tuple(step.op for step in program.steps)
+        return moves if chain(moves, s).output_types == (t,) else ops
+    except ShardplanError:
+        return ops
 
 
 def _sends(s: TensorType, t: TensorType, fabric: Fabric | None) -> list[tuple[Op, ...]]:

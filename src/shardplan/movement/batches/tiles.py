@@ -19,7 +19,8 @@ from shardplan.core.mesh import Mesh
 from shardplan.core.ops import AllGather, Op
 from shardplan.core.tensor import TensorType
 from shardplan.errors import LayoutError, TypingError
-from shardplan.hardware.prices.cost import Fabric, linear_cost
+from shardplan.hardware.prices.affine_costs import linear_cost
+from shardplan.hardware.prices.cost import Fabric
 from shardplan.movement.redistribution.candidates import ROUND_CHARGE
 from shardplan.movement.redistribution.emit import dims_and_axes
 

@@ -18,7 +18,8 @@ from shardplan.core.registry import every_op
 from shardplan.core.tensor import TensorType, same
 from shardplan.errors import Infeasible, LayoutError, TypingError
 from shardplan.hardware.placement import Placement
-from shardplan.hardware.prices.cost import Fabric, affine
+from shardplan.hardware.prices.affine_costs import affine
+from shardplan.hardware.prices.cost import Fabric
 from shardplan.movement.batches.crossings import crossings, near_moves
 from shardplan.movement.redistribution.candidates import Candidate, Request, candidates, make_problem
 from shardplan.movement.redistribution.choice import (

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.hardware.level_factors import Digits, groups_along
-from shardplan.hardware.prices.cost import affine_costs_by_kind
+from shardplan.hardware.prices.affine_costs import affine_costs_by_kind
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.movement.reductions.instructions import COLLECTIVES, Grouping, Instruction, groupings

@@ -2,7 +2,7 @@
 
 A group lies along axes, each of a size and a stride in device ids; every device is in one group, and all groups are on
 the topology's resources at once. What the library takes for it is the least of a few lines in bytes
-(`hardware.prices.cost.affine_costs`), found once for every kind and shape of group; thousands of strategies share a
+(`hardware.prices.affine_costs`), found once for every kind and shape of group; thousands of strategies share a
 hundred.
 """
 
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardplan.hardware.prices.cost import affine_costs, affine_message_costs, least_lines
+from shardplan.hardware.prices.affine_costs import affine_costs, affine_message_costs, least_lines
 from shardplan.hardware.prices.fabric import Fabric
 from shardplan.hardware.topology import Topology
 from shardplan.simulation.closed.configurations import distinct

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardplan.hardware.prices.kernels import stream_seconds
 from shardplan.simulation.closed.collectives import AffineCosts, CollectivePrices
 from shardplan.simulation.closed.dispatch import Routing
 from shardplan.simulation.closed.local_sizes import LocalSizes
@@ -34,18 +35,28 @@ class MovePrices:
         """Return the seconds of a movement, [n].
 
         What tensor axes do not cut all of them have alike: each moves a part of it, which they gather after that, where
-        it takes less time.
+        it takes less time. Or what a larger value is made of is gathered over all these axes, unless software says how
+        tokens go (Megatron-Core's dispatchers: `alltoall`, `allgather`).
         """
         nbytes = self.sizes.bytes(move.value)
         found = self._move_seconds(move, nbytes)
-        used = {*move.axes, *(a for e in move.value.extents for a in e.axes)}
-        alike = tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
+        alike = self._without(move, move.value)
+        parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
+        if move.made_of is not None and self.routing.dispatch is None:
+            both = (*move.axes, *self._without(move, move.made_of))
+            gathered = self._lines(False, True, both).seconds(self.sizes.bytes(move.made_of))
+            more = stream_seconds(2 * nbytes * (1 - 1 / group), self.collectives.fabric.topology.device)
+            found = np.minimum(found, gathered + more)  # which writes all of the larger value, and reads it
         if not alike:
             return found
-        parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
         apart = self._move_seconds(move, nbytes / parts)
         after = nbytes if move.whole else nbytes / group
         return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
+
+    def _without(self, move: LocalMove, value: LocalValue) -> tuple[str, ...]:
+        """The tensor axes that neither cut a value nor are moved over."""
+        used = {*move.axes, *(a for e in value.extents for a in e.axes)}
+        return tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
 
     def _move_seconds(self, move: LocalMove, nbytes: Floats) -> Floats:
         """Return the seconds of a movement of so many bytes, whoever else has them, [n]."""

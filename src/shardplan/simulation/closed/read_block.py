@@ -26,6 +26,7 @@ class ReadBlock:
     state: dict[str, State] = field(default_factory=dict[str, State])
     made: dict[str, list[State]] = field(default_factory=dict[str, "list[State]"])  # each state that a value was in
     maker: dict[str, str] = field(default_factory=dict[str, str])  # the kind of kernel that made it
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict[str, "tuple[str, ...]"])  # what that read
     held: dict[str, tuple[str, State]] = field(default_factory=dict[str, "tuple[str, State]"])  # parameters
     saved: dict[str, tuple[tuple[int, str], Saved]] = field(
         default_factory=dict[str, "tuple[tuple[int, str], Saved]"]
@@ -95,6 +96,15 @@ def joins_product(
     one = [o for o in step.operands if o not in block.held]
     adds = op.kernel_class == "streamed" and op.flops(*types) <= results[0].local_bytes() / results[0].itemsize
     return adds and len(step.operands) == 2 and len(one) == 1 and block.maker.get(one[0]) == "product"
+
+
+def made_of(block: ReadBlock, name: str) -> str | None:
+    """Return the largest value that a kernel which streams has made a value of, where that is smaller; else None."""
+    types, sources = block.program.types, block.sources.get(name, ())
+    largest = max(sources, key=lambda o: types[o].local_bytes(), default=None)
+    if largest is None or block.maker.get(name) != "streamed":
+        return None
+    return largest if types[largest].local_bytes() < types[name].local_bytes() else None
 
 
 def move_steps(

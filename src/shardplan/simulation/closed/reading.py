@@ -28,6 +28,7 @@ from shardplan.simulation.closed.read_block import (
     ReadBlock,
     canonical_state,
     joins_product,
+    made_of,
     move_steps,
     needed_inside,
     needed_values,
@@ -198,6 +199,7 @@ class _Reader:
             block.maker[r] = op.kernel_class
         self._kernel(block, step, op, types, results, link, extents, names)
         block.made_at |= dict.fromkeys(step.results, len(self.kernels))
+        block.sources |= dict.fromkeys(step.results, step.operands)
 
     def _kernel(
         self,
@@ -234,7 +236,7 @@ class _Reader:
         self.kernels.append(
             LocalKernel(
                 self.phase,
-                block.run if self.phase == FORWARD or block.run >= 0 else self._side(block, step),
+                block.run if self.phase == FORWARD or block.run >= 0 else self._outside,
                 op.kernel_class,
                 types[0].dtype,
                 flops,
@@ -252,11 +254,7 @@ class _Reader:
             )
         )
 
-    def _side(self, block: ReadBlock, step: Step) -> int:
-        """Whether a backward step outside of layers is of what comes before them."""
-        return -1 if self._behind else -2
-
-    _behind = False  # whether the layers' backward pass has been read
+    _outside = -2  # the run of backward steps outside of layers: of what comes before these once they have been read
 
     def _want(
         self,
@@ -302,14 +300,17 @@ class _Reader:
                 for d, n in enumerate(t.shape)
             ]
             either = [tuple(x for x in self.axes if d in (now.get(x), wanted.get(x))) for d in range(len(extents))]
-            run = block.run if self.phase == FORWARD or block.run >= 0 else (-1 if self._behind else -2)
+            run = block.run if self.phase == FORWARD or block.run >= 0 else self._outside
             inside = self.phase == BACKWARD and block.run >= 0
             since = range(block.made_at.get(name, len(self.kernels)), len(self.kernels)) if inside and summed else ()
             beside = tuple(k for k in since if self.kernels[k].gradient)
             value = LocalValue(t.itemsize, with_slots(extents, names, either))
             early = inside and not summed and name in block.saved
+            source = None if summed or whole else made_of(block, name)
+            apart = {a: d for a, d in block.state.get(source or "", {}).items() if a not in axes}
+            tokens = self._local(block, source, block.program.types[source], apart) if source else None
             self.moves.append(
-                LocalMove(self.phase, run, summed, whole, axes, value, needed, beside, early, attends, weighs)
+                LocalMove(self.phase, run, summed, whole, axes, value, needed, beside, early, attends, weighs, tokens)
             )
         if dict(now) != dict(wanted):
             known.append(dict(wanted))
@@ -319,8 +320,8 @@ class _Reader:
             self.layers.append(op.times)
             run = len(self.layers) - 1
         else:
-            run = self._alike(step)
-            self._behind = True
+            run = next((self.alike[o][0] for o in step.operands if o in self.alike), 0)
+            self._outside = -1
         inner = ReadBlock(op.body, block.names.bodies[number], run)
         whole = len(op.body.inputs) - op.cut
         for k, (outside, (name, t)) in enumerate(zip(step.operands, op.body.inputs, strict=True)):
@@ -385,9 +386,6 @@ class _Reader:
                 found[name] = "second product" if (run, value) in self.second else found[name]
                 found[name] = "opened" if (run, value) in self.opened else found[name]
         return found
-
-    def _alike(self, step: Step) -> int:
-        return next((self.alike[o][0] for o in step.operands if o in self.alike), 0)
 
     def _local(self, block: ReadBlock, name: str, t: TensorType, state: State) -> LocalValue:
         names = block.names.values[name]

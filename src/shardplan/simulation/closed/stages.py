@@ -70,7 +70,8 @@ class ShardedState:
         """Seconds for each part, [runs + 2, n]: what all have alike, then experts, which fewer replicas have.
 
         A gradient that devices of a context make whole, as of experts whose tokens they gathered, is summed over the
-        other replicas alone: of what is dealt out each takes its part first.
+        other replicas alone: of what is dealt out each takes its part first, and of all where gathering it behind takes
+        less time.
         """
         found: Floats = np.zeros((1, len(self.c)))
         for kind, group in (("parameters", self.alike), ("experts", self.apart)):
@@ -80,8 +81,12 @@ class ShardedState:
             made = rows.get(whole_over_context(kind)) if summed else None
             if made is not None:
                 elements = elements - made
-                part = made if whole else made / context[0]
-                found = found + self.collectives.lines(True, whole, others).seconds(part * width)
+                summing, nbytes = self.collectives.lines(True, whole, others), made * width
+                reduced = summing.seconds(nbytes / context[0])
+                if whole:
+                    gathering = self.collectives.lines(False, True, [context])
+                    reduced = np.minimum(summing.seconds(nbytes), reduced + gathering.seconds(nbytes))
+                found = found + reduced
             found = found + self.collectives.lines(summed, whole, group).seconds(elements * width)
         return found
 

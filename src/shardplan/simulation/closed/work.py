@@ -99,7 +99,8 @@ class LocalMove(NamedTuple):
     Of a backward pass `beside` are numbers of kernels that make gradients of parameters while what a product sums is on
     its way; and `early` says that it moves what the forward pass has kept, and waits for nothing. `attention` says
     that it is of keys and values, or of their cotangents, which a ring hands on beside attention instead; `gradient`
-    that the gradient of a parameter is the first to want it.
+    that the gradient of a parameter is the first to want it. `made_of` is what a kernel that streams has made a larger
+    value of, as slots of tokens: it may be gathered instead, and made on every device.
     """
 
     phase: int
@@ -113,6 +114,7 @@ class LocalMove(NamedTuple):
     early: bool = False
     attention: bool = False
     gradient: bool = False
+    made_of: LocalValue | None = None  # whole over these axes
 
 
 class Saved(NamedTuple):

@@ -97,7 +97,11 @@ def _routes(op: TimedOp, inside: Program) -> bool:
 
 def _left_out(back: TimedLoop, inside: Program, loop: TimedLoop, body: Program) -> list[TimedOp]:
     """Ops of a layer that its backward pass has not, of these operands or at all, and all that is made of them."""
-    there = Counter(_key(op, inside) for op in (*back.early, *back.late) if isinstance(op, TimedOp))
+    there, made = Counter[Hashable](), _handed_to(back)
+    for op in (*back.early, *back.late):
+        if isinstance(op, TimedOp) and made >= {*op.reads}:  # of no cotangent: others may be alike
+            there[_key(op, inside)] += 1
+            made |= {*op.results}
     weights = _handed_to(loop)
     gone: set[str] = set()
     found: list[TimedOp] = []

@@ -79,7 +79,7 @@ def propagate_axes(
         stay = [f for f in stay if (f, True) in at] or stay
         legal = [f for f in may if f not in barred and f not in left]
         reduced = any(operands[k].kept for k in summed) or (op.kernel_class == "product" and legal)
-        if summed and not there and not reduced and _passes(line, summed):
+        if summed and not reduced and _passes(line, summed, smaller=bool(there)):
             passed.append(axis)
         elif stay:
             chosen[axis] = min(stay, key=lambda f: may.index(f) if f in may else len(may))
@@ -93,24 +93,23 @@ def _swelling(line: Line, gradients: Sequence[State | None]) -> frozenset[str]:
     if line.op.kernel_class != "streamed" or any(one is not None for one in gradients):
         return frozenset()
     link = line.links
-    made = {f for dims in link.results for fs in dims for f in fs}
     read: dict[str, int] = {}
     for t, dims in zip(line.types, link.operands, strict=True):
-        for f in (f for fs in dims for f in fs):
+        for f in (f for fs in dims for f in fs if link.sizes[f] > 1):
             read[f] = max(read.get(f, 0), t.local_bytes())
-    gone = {f: n for f, n in read.items() if f not in made and link.sizes[f] > 1}
-    if not gone:
-        return frozenset()
-    results = sum(t.local_bytes() for t in results_of(line.op, line.types))
-    return frozenset(f for f, n in gone.items() if results > n)
+    found: set[str] = set()
+    for t, dims in zip(results_of(line.op, line.types), link.results, strict=True) if read else ():
+        made = {f for fs in dims for f in fs}
+        found |= {f for f, n in read.items() if f not in made and t.local_bytes() > n}
+    return frozenset(found)
 
 
-def _passes(line: Line, summed: frozenset[int]) -> bool:
-    """Whether sums pass, as the op is typed, into nothing larger: later there would be more to reduce."""
+def _passes(line: Line, summed: frozenset[int], smaller: bool) -> bool:
+    """Whether sums pass, as the op is typed, into nothing larger, or into less: later there would be more to reduce."""
     laid = _TWO.laid(line, Choice().passing("sum", summed))
     if laid is None or not all(t.layout.partial for t in laid.results):
         return False
-    return sum(t.local_bytes() for t in laid.results) <= sum(line.types[k].local_bytes() for k in summed)
+    return sum(t.local_bytes() for t in laid.results) + smaller <= sum(line.types[k].local_bytes() for k in summed)
 
 
 def _asked(

@@ -136,13 +136,17 @@ def parts_of_served(names: Names, served: Collection[str]) -> bool:
 
 
 def _widens(line: Line) -> bool:
-    """Say whether a kernel that streams makes more bytes than the one value that it reads, as an expansion or a cast.
+    """Say whether a line makes more bytes than it reads, and sums none: an expansion, a cast, an outer product.
 
-    It may cost less to move that value, and to make the result on every device, than to move the result.
+    It may cost less to move what it reads, and to make the result on every device, than to move the result.
     """
-    if line.op.kernel_class != "streamed" or len(line.types) != 1:
+    one = line.op.kernel_class == "streamed" and len(line.types) == 1
+    summed = {f for dims in line.links.operands for fs in dims for f in fs}.difference(
+        f for dims in line.links.results for fs in dims for f in fs
+    )
+    if not one and (line.op.kernel_class != "product" or summed):
         return False
-    return sum(t.local_bytes() for t in results_of(line.op, line.types)) > line.types[0].local_bytes()
+    return sum(t.local_bytes() for t in results_of(line.op, line.types)) > sum(t.local_bytes() for t in line.types)
 
 
 class HeldDims(NamedTuple):
