@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.simulation.drawn_strategies import drawn_memory
@@ -32,6 +33,15 @@ def test_the_closed_form_holds_what_the_job_does() -> None:
     found = list(drawn_memory(0, 20))
     off = [(one.ratio, one.strategy) for one in found if abs(one.ratio - 1) > 0.05]
     assert len(off) <= 1 and all(0.9 <= ratio <= 1.15 for ratio, _ in off), off
+
+
+@pytest.mark.parametrize("said", [{"context": 2, "tensor": 4}, {"data": 2, "context": 4, "context_kind": "gather"}])
+def test_the_closed_form_holds_copies_of_what_is_moved(said: dict[str, Any]) -> None:
+    model = sp.Model.load("gpt", layers=4, hidden=2048, heads=16, seq=4096, vocab=8192, precision="bf16")
+    strategy = sp.Strategy(microbatch=2, global_batch=2 * said.get("data", 1), precision="bf16", **said)
+    form = ClosedForm(model, sp.Topology.load("dgx-h100", nodes=1), Parameters(fragmentation=1.0, context=0.0))
+    held = float(max(holdings(sp.partition(model, strategy), runtime_of(strategy)).peak_bytes))
+    assert float(form(Configurations.of([strategy])).peak_bytes[0]) == pytest.approx(held, rel=0.001)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
         "moe",
         EXPERTS,
         {"data": 4, "context": 4, "context_kind": "gather", "zero": 2, "fsdp": True, "global_batch": 4},
-        0.04,
+        0.02,
     ),
     "chunks wait once": (
         "gpt",
