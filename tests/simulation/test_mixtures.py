@@ -110,6 +110,22 @@ def test_a_dispatch_is_as_it_is_said() -> None:
     assert said[None] == said["direct"] == pytest.approx(said["levels"])
 
 
+def test_tokens_gathered_instead_of_slots_are_whole_where_slots_are() -> None:
+    """Also where the sequence is cut over a tensor axis until it is dealt out to slots."""
+    found: list[list[float]] = []
+    for cut in (False, True):
+        strategy = Strategy(data=4, tensor=2, expert=2, sequence_parallel=cut, global_batch=4)
+        form = ClosedForm(mixture(experts_per_token=2), TWO, Parameters())
+        (reading, _, _, cost), *_ = form.classes(Configurations.of([strategy]))
+        sizes = LocalSizes(cost.degrees, np.array([1.0]), reading.batch, ("data", "expert"))
+        moves = [m for m in reading.moves if m.made_of is not None and "expert" in m.axes]
+        assert moves
+        found.append([float(sizes.bytes(m.made_of)[0]) for m in moves if m.made_of is not None])
+        tokens = 2 * SIZES["seq"] * SIZES["hidden"] * 2  # of a sequence on each of two devices, in bf16
+        assert max(found[-1]) == tokens
+    assert found[0] == found[1]
+
+
 def test_tokens_of_a_context_go_as_copies_where_few_are_taken() -> None:
     """A job gathers the tokens of its context; frameworks send a copy to each expert, two of them to 8 devices."""
     one, where = Strategy(context=8, expert=8, microbatch=2, global_batch=2), Topology.load("dgx-h100", nodes=1)

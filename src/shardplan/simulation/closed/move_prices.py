@@ -40,10 +40,10 @@ class MovePrices:
         """
         nbytes = self.sizes.bytes(move.value)
         found = self._move_seconds(move, nbytes)
-        alike = self._without(move, move.value)
+        alike = self._uncut_axes(move, move.value)
         parts, group = (np.prod([self.sizes.degrees[a] for a in axes], axis=0) for axes in (alike, move.axes))
         if move.made_of is not None and self.routing.dispatch is None:
-            both = (*move.axes, *self._without(move, move.made_of))
+            both = (*move.axes, *self._uncut_axes(move, move.made_of))
             gathered = self._lines(False, True, both).seconds(self.sizes.bytes(move.made_of))
             more = stream_seconds(2 * nbytes * (1 - 1 / group), self.collectives.fabric.topology.device)
             found = np.minimum(found, gathered + more)  # which writes all of the larger value, and reads it
@@ -53,8 +53,8 @@ class MovePrices:
         after = nbytes if move.whole else nbytes / group
         return np.minimum(found, apart + self._lines(False, True, alike).seconds(after))
 
-    def _without(self, move: LocalMove, value: LocalValue) -> tuple[str, ...]:
-        """The tensor axes that neither cut a value nor are moved over."""
+    def _uncut_axes(self, move: LocalMove, value: LocalValue) -> tuple[str, ...]:
+        """The tensor axes over which devices have a value alike: they neither cut it nor are moved over."""
         used = {*move.axes, *(a for e in value.extents for a in e.axes)}
         return tuple(a for a in TENSOR_AXES if a in self.sizes.degrees and a not in used)
 

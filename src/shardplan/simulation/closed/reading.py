@@ -307,7 +307,8 @@ class _Reader:
             value = LocalValue(t.itemsize, with_slots(extents, names, either))
             early = inside and not summed and name in block.saved
             source = None if summed or whole else made_of(block, name)
-            apart = {a: d for a, d in block.state.get(source or "", {}).items() if a not in axes}
+            # Over axes that do not cut the value, what it was made of had been gathered by then.
+            apart = {a: d for a, d in block.state.get(source or "", {}).items() if a not in axes and a in now}
             tokens = self._local(block, source, block.program.types[source], apart) if source else None
             self.moves.append(
                 LocalMove(self.phase, run, summed, whole, axes, value, needed, beside, early, attends, weighs, tokens)
