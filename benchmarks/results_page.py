@@ -376,7 +376,7 @@ def figures() -> list[str]:
         f"{sum(r['pairs'] for r in paired)} pairs equal"
     )
     closed, simulated = result("time_agreement")["agreement"]
-    within = "closed within 5 % of ops on {:.0f} %, within 12 % on {:.0f} %; events {:.0f} and {:.0f} %"
+    within = "closed within 5 % of ops on {:.1f} %, within 12 % on {:.1f} %; events {:.1f} and {:.1f} %"
     out.append(within.format(*(100 * a[k] for a in (closed, simulated) for k in ("within 5 %", "within 12 %"))))
     step = result("step_accuracy")
     out.append(f"{step['all intervals']['count']} rows held out by a hash of their ids")

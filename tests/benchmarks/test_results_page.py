@@ -25,7 +25,7 @@ def test_another_result_makes_another_page(monkeypatch: pytest.MonkeyPatch) -> N
     assert {line.split("|")[1].strip() for line in after - before} == {"priced behind the floors"}
     (phrase,) = results_page.missing_figures(text)
     found = 100 * changed["time_agreement"]["agreement"][0]["within 5 %"]
-    assert phrase.startswith(f"closed within 5 % of ops on {found:.0f} %")
+    assert phrase.startswith(f"closed within 5 % of ops on {found:.1f} %")
 
 
 def test_figures_are_rounded_once() -> None:
